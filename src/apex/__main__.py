@@ -1,0 +1,8 @@
+"""``python -m apex``: the same command line as the ``apex`` script."""
+
+from apex.bench.cli import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,89 @@
+"""The old global state object, kept as a view of the newest ``initialize``.
+
+Nothing in amp decides by it except its three switches (``hard_override``,
+``allow_incoming_model_not_fp32``, ``verbosity``): each training has its own state, found from
+its optimizer or model. Programs read and write ``_amp_state.loss_scalers[0]._loss_scale``,
+``_amp_state.opt_properties`` and the like, so those are here as plain attributes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from apex.amp import _speech
+
+
+class AmpState:
+    """Bag of attributes; those of a training appear with the first ``initialize``."""
+
+    def __init__(self) -> None:
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1
+
+    # The package attribute ``apex.amp._amp_state`` is this instance, so that after
+    # ``import apex.amp._amp_state as m`` these are what ``m.name`` finds.
+    @staticmethod
+    def warn_or_err(msg: str) -> None:
+        """See :func:`warn_or_err`."""
+        warn_or_err(msg)
+
+    @staticmethod
+    def maybe_print(msg: str, rank0: bool = False) -> None:
+        """See :func:`maybe_print`."""
+        maybe_print(msg, rank0)
+
+    @staticmethod
+    def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+        """See :func:`master_params`."""
+        return master_params(optimizer)
+
+    @property
+    def _amp_state(self) -> AmpState:
+        return self
+
+    @property
+    def AmpState(self) -> type:  # the class's own name
+        """The class of this object."""
+        return type(self)
+
+    def forget(self) -> None:
+        """Drop everything a training has left here."""
+        for name in (
+            "opt_properties",
+            "min_loss_scale",
+            "max_loss_scale",
+            "loss_scalers",
+            "handle",
+        ):
+            self.__dict__.pop(name, None)
+
+
+_amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    """Raise ``RuntimeError(msg)``, or only warn when ``_amp_state.hard_override`` is set."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    warnings.warn(f"Warning:  {msg}", stacklevel=3)
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Say ``msg`` on rank 0 when ``_amp_state.verbosity`` is above 0; ``rank0`` is implied."""
+    if _amp_state.verbosity > 0:
+        _speech.say(msg)
+
+
+def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor the optimizer steps: the float32 masters at O2 and O5.
+
+    Args:
+        optimizer: Anything with ``param_groups``.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,32 @@
+"""How amp speaks: the ``apex.amp`` logger, rank 0 only.
+
+Where the application has configured no handler for that logger, lines go bare to the
+``sys.stdout`` of the moment, because scripts scrape them there.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+
+logger = logging.getLogger("apex.amp")
+
+
+def is_rank0() -> bool:
+    """Whether this process is rank 0, or not part of a process group."""
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return True
+    return bool(distributed.get_rank() == 0)
+
+
+def say(message: str, level: int = logging.INFO) -> None:
+    """Log ``message`` on rank 0, or write it to stdout when nobody configured logging."""
+    if not is_rank0():
+        return
+    if logger.hasHandlers():
+        logger.log(level, message)
+    else:
+        sys.stdout.write(message + "\n")

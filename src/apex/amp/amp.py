@@ -1,0 +1,157 @@
+"""Function annotations, and ``init``: casts for the thread without a model.
+
+A registration waits for the next training that casts functions and then belongs to it. A
+decorated function asks at each call whether casts are on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from apex.amp import casts as casting
+from apex.amp import rules
+from apex.amp.casts import Rule
+from apex.amp.frontend import (
+    Properties,
+    initialize,
+    load_state_dict,
+    opt_levels,
+    reset,
+    state_dict,
+)
+from apex.amp.handle import AmpHandle, NoOpHandle, disable_casts, scale_loss
+from apex.amp.registry import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_DECORATOR_HANDLE: AmpHandle | NoOpHandle | None = None
+
+__all__ = [
+    "AmpHandle",
+    "NoOpHandle",
+    "Properties",
+    "_USER_CAST_REGISTRY",
+    "_USER_PROMOTE_REGISTRY",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "opt_levels",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "reset",
+    "scale_loss",
+    "state_dict",
+]
+
+
+def _decorate(function: _F, kind: str) -> _F:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        casts = casting.current()
+        if casts is None:
+            return function(*args, **kwargs)
+        return rules.apply(Rule(kind), function, casts, args, kwargs, native=False)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def half_function(fn: _F) -> _F:
+    """Decorate ``fn`` so that its floating tensor arguments are cast to the 16-bit type.
+
+    Casts happen while function casts are on (O1, O4, ``init``, ``autocast``); otherwise ``fn``
+    runs as it is. Tensors in lists and tuples are cast too; float64 and integers are not. Casts
+    of functions that ``fn`` calls stay on.
+    """
+    return _decorate(fn, "half")
+
+
+def float_function(fn: _F) -> _F:
+    """Decorate ``fn`` so that its 16-bit arguments are cast to float32, and casts are off inside.
+
+    See :func:`half_function` for when and what.
+    """
+    return _decorate(fn, "float")
+
+
+def promote_function(fn: _F) -> _F:
+    """Decorate ``fn`` so that its floating arguments are cast to the widest type among them.
+
+    See :func:`half_function` for when and what.
+    """
+    return _decorate(fn, "promote")
+
+
+def _register(module: Any, name: str, kind: str) -> None:
+    if not hasattr(module, name):
+        label = getattr(module, "__name__", repr(module))
+        raise ValueError(f"No function named {name} in module {label}.")
+    for registry in (_USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY):
+        for entry in [e for e in registry if e[0] is module and e[1] == name]:
+            registry.discard(entry)
+    registry = _USER_PROMOTE_REGISTRY if kind == "promote" else _USER_CAST_REGISTRY
+    registry.add((module, name, kind))
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have ``module.name`` called with 16-bit arguments from the next ``initialize`` on.
+
+    Args:
+        module: The module or class that the function is looked up in.
+        name: The function's name.
+
+    Raises:
+        ValueError: There is no such function.
+    """
+    _register(module, name, "half")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have ``module.name`` called with float32 arguments; see :func:`register_half_function`."""
+    _register(module, name, "float")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have ``module.name`` called with the widest type; see :func:`register_half_function`."""
+    _register(module, name, "promote")
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: str | float = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    enable: bool | None = None,
+) -> AmpHandle | NoOpHandle:
+    """Switch on O1's function casts for all that this thread runs, without a model.
+
+    Args:
+        enabled: ``False`` returns a handle that does nothing.
+        loss_scale: Scale of the handle's own scaler: ``"dynamic"`` or a number.
+        enable_caching: Kept for old callers.
+        verbose: Log each cast.
+        allow_banned: Cast ``binary_cross_entropy`` to float32 instead of refusing it.
+        enable: The spelling of ``enabled`` in an early tutorial.
+
+    Returns:
+        The handle, whose ``_deactivate()`` switches the casts off again.
+    """
+    global _DECORATOR_HANDLE  # noqa: PLW0603  # a name of old
+    if not (enabled if enable is None else enable):
+        casting.release()
+        _DECORATOR_HANDLE = NoOpHandle()
+        return _DECORATOR_HANDLE
+    handle = AmpHandle(loss_scale, enable_caching, verbose)
+    handle.activate(torch.float16, casting.device_types()[-1:], allow_banned=allow_banned)
+    _DECORATOR_HANDLE = handle
+    return handle

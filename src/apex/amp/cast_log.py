@@ -1,0 +1,123 @@
+"""The cast log: one line for each tensor that a listed function casts.
+
+Switched on by ``verbosity=2`` or ``init(verbose=True)``. The casts happen in torch's dispatcher,
+where Python sees nothing, so a ``TorchFunctionMode`` watches the calls and says which casts the
+lists call for. It costs a few microseconds a call and is entered only when asked for.
+
+Lines read ``Float->Half (conv2d)`` and ``Half->Float (log_softmax)``. A weight cast that is
+cached is logged once; casts inside nested lists are not, except in ``cat`` and ``stack``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from apex.amp import _speech
+from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_RECURRENT_CELLS = tuple(f"{name}_cell" for name in _RECURRENT)
+_WORDS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
+
+
+def _watched() -> dict[Any, tuple[str, str]]:
+    """Map each listed function object to its name and the list it is on."""
+    watched: dict[Any, tuple[str, str]] = {}
+    for module in (tensor_overrides, torch_overrides, functional_overrides):
+        lists = {"half": module.FP16_FUNCS, "float": module.FP32_FUNCS}
+        lists["promote"] = getattr(module, "CASTS", [])
+        lists["sequence"] = getattr(module, "SEQUENCE_CASTS", [])
+        for kind, names in lists.items():
+            for name in names:
+                function = getattr(module.MODULE, name, None)
+                if function is not None:
+                    watched[function] = (name, kind)
+    for name in (*_RECURRENT, *_RECURRENT_CELLS):
+        watched[getattr(torch, name)] = (name, "half")
+    return watched
+
+
+class CastLog(TorchFunctionMode):
+    """Watches the thread's calls and logs the casts they bring about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched = _watched()
+        self._cached: set[int] = set()
+        self._running = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        entry = self._watched.get(func)
+        if entry is not None:
+            self._note(*entry, args, kwargs)
+        return func(*args, **kwargs)
+
+    def start(self) -> None:
+        """Begin to watch this thread."""
+        self._running = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Stop watching, wherever in the thread's stack of modes this one is."""
+        if not self._running:
+            return
+        self._running = False
+        above = []
+        while (mode := torch.overrides._pop_mode()) is not self:  # type: ignore[no-untyped-call]
+            above.append(mode)
+        for mode in reversed(above):
+            torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+
+    def forget(self) -> None:
+        """Note that cached weight casts are gone."""
+        self._cached.clear()
+
+    def note_rule(self, name: str, tensors: Iterable[torch.Tensor], target: torch.dtype) -> None:
+        """Log the casts of a call that a rule decides."""
+        for tensor in tensors:
+            self._line(name, tensor.dtype, target)
+
+    def _note(self, name: str, kind: str, args: tuple[Any, ...], kwargs: Any) -> None:
+        values = [*args, *kwargs.values()]
+        if kind == "sequence" or name in _RECURRENT:
+            values = [item for v in values for item in (v if isinstance(v, (list, tuple)) else [v])]
+        tensors = [
+            value
+            for value in values
+            if isinstance(value, torch.Tensor)
+            and value.dtype in _WORDS
+            and torch.is_autocast_enabled(value.device.type)
+        ]
+        if not tensors:
+            return
+        if kind == "half":
+            target = torch.get_autocast_dtype(tensors[0].device.type)
+        elif kind == "float" or any(tensor.dtype == torch.float32 for tensor in tensors):
+            target = torch.float32
+        else:
+            return
+        for tensor in tensors:
+            if kind == "half" and not self._is_first_use(tensor, target):
+                continue
+            self._line(name, tensor.dtype, target)
+
+    def _is_first_use(self, tensor: torch.Tensor, target: torch.dtype) -> bool:
+        cacheable = tensor.is_leaf and tensor.requires_grad and torch.is_autocast_cache_enabled()
+        if not cacheable or tensor.dtype == target:
+            return True
+        if id(tensor) in self._cached:
+            return False
+        self._cached.add(id(tensor))
+        return True
+
+    @staticmethod
+    def _line(name: str, source: torch.dtype, target: torch.dtype) -> None:
+        if source != target:
+            _speech.say(f"{_WORDS[source]}->{_WORDS[target]} ({name})")

@@ -1,0 +1,303 @@
+"""Whose casts are on in this thread.
+
+Casting rests on ``torch.autocast``: its state is per thread, follows ``torch.compile``,
+checkpoint recomputation and ``nn.DataParallel``, and costs nothing from Python. This module
+moves that state, in two ways:
+
+* ``hold`` switches casts on for everything the thread runs from now on (what
+  ``initialize(opt_level="O1")`` does, so that a loss outside the model is cast too) until
+  ``release``. No weight casts are cached there, because nothing says when they get stale.
+* ``enter`` and ``leave`` bracket one forward of an initialised model, at that model's own level.
+  Weight casts are cached inside and dropped at the outermost exit, as ``torch.autocast`` does.
+
+``current`` tells the overlay and the rules whether the casts are ours, so that a program's own
+``torch.autocast`` elsewhere keeps torch's meaning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from apex.amp.cast_log import CastLog
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Rule(NamedTuple):
+    """What happens to one function: ``kind`` is half, float, promote, native or banned."""
+
+    kind: str
+    message: str = ""
+
+
+class Casts:
+    """The function casts of one training: its 16-bit type, its rules, its log.
+
+    Holds names and plain values only, so that models whose hooks carry it can be copied and
+    pickled.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, rules: dict[str, Rule], log: CastLog | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.rules = rules
+        self.log = log
+        _alive.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Casts:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self.dtype, self.rules)
+
+
+_alive: weakref.WeakSet[Casts] = weakref.WeakSet()
+
+
+def _restore(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
+    """Make the casts of an unpickled model work in this process."""
+    from apex.amp import overlay
+    from apex.amp import rules as rule_room
+
+    overlay.install()
+    rule_room.patch_default_names()
+    return Casts(dtype, rules)
+
+
+class _Saved(NamedTuple):
+    key: object
+    casts: Casts | None
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+    nested: bool
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.casts: Casts | None = None
+        self.held: _Saved | None = None
+        self.stack: list[_Saved] = []
+
+
+_thread = _Thread()
+
+
+@functools.cache
+def device_types() -> tuple[str, ...]:
+    """Device types whose autocast state amp moves: the CPU's and the accelerator's."""
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """The device types among ``tensors`` that amp can cast on, sorted."""
+    found = {tensor.device.type for tensor in tensors}
+    return tuple(device for device in device_types() if device in found)
+
+
+def is_on() -> bool:
+    """Whether autocast is on in this thread for any device."""
+    return any(torch.is_autocast_enabled(device) for device in device_types())
+
+
+def current() -> Casts | None:
+    """The casts whose rules apply in this thread, or ``None`` when autocast is not ours.
+
+    Where a trace or an autograd worker thread stands in for the thread that ran the forward,
+    its own record is empty; autocast is then on only because that forward's state was restored.
+    """
+    casts = _thread.casts
+    if casts is None and _alive and (torch.compiler.is_compiling() or _is_worker()):
+        return next(iter(_alive))
+    return casts
+
+
+def _is_worker() -> bool:
+    """Whether this thread was started outside of Python, as autograd's device threads are."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _save(key: object, nested: bool) -> _Saved:
+    state = tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in device_types()
+    )
+    return _Saved(key, _thread.casts, state, torch.is_autocast_cache_enabled(), nested)
+
+
+def _set(casts: Casts | None, devices: tuple[str, ...]) -> None:
+    _thread.casts = casts
+    if casts is None:
+        for device in device_types():
+            torch.set_autocast_enabled(device, False)
+        return
+    for device in devices:
+        torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, casts.dtype)
+
+
+def _put_back(saved: _Saved) -> None:
+    _thread.casts = saved.casts
+    for device, enabled, dtype in saved.autocast:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def hold(casts: Casts, devices: tuple[str, ...]) -> None:
+    """Switch ``casts`` on for all that this thread runs, until :func:`release`."""
+    release()
+    _thread.held = _save(None, nested=False)
+    _set(casts, devices)
+    torch.set_autocast_cache_enabled(False)
+    if casts.log is not None:
+        casts.log.start()
+
+
+def held_by(casts: Casts) -> bool:
+    """Whether :func:`hold` was last called in this thread with ``casts``."""
+    return _thread.held is not None and _thread.casts is casts
+
+
+def release() -> None:
+    """Put this thread's autocast state back to what it was before :func:`hold`."""
+    saved = _thread.held
+    if saved is None:
+        return
+    if _thread.casts is not None and _thread.casts.log is not None:
+        _thread.casts.log.stop()
+    _thread.held = None
+    _put_back(saved)
+    torch.set_autocast_cache_enabled(saved.cache)
+    torch.clear_autocast_cache()
+
+
+def enter(key: object, casts: Casts | None, devices: tuple[str, ...]) -> None:
+    """Begin a forward at its own level: ``casts`` on, or with ``None`` all casts off."""
+    nested = casts is not None and not torch.compiler.is_compiling()
+    _thread.stack.append(_save(key, nested))
+    _set(casts, devices)
+    if nested:
+        torch.autocast_increment_nesting()
+        torch.set_autocast_cache_enabled(True)
+
+
+def leave(key: object) -> None:
+    """End what :func:`enter` began under ``key``; does nothing if it did not get that far."""
+    stack = _thread.stack
+    if not stack or stack[-1].key is not key:
+        return
+    saved = stack.pop()
+    _put_back(saved)
+    if saved.nested:
+        torch.set_autocast_cache_enabled(saved.cache)
+        if torch.autocast_decrement_nesting() == 0:
+            forget_weights()
+
+
+def forget_weights() -> None:
+    """Drop cached weight casts."""
+    torch.clear_autocast_cache()
+    if _thread.casts is not None and _thread.casts.log is not None:
+        _thread.casts.log.forget()
+
+
+class _Off:
+    """Context in which no function is cast; models called inside still compute at their level."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[tuple[str, bool], ...]] = []
+
+    def __enter__(self) -> None:
+        self.saved.append(tuple((d, torch.is_autocast_enabled(d)) for d in device_types()))
+        for device in device_types():
+            torch.set_autocast_enabled(device, False)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for device, enabled in self.saved.pop():
+            torch.set_autocast_enabled(device, enabled)
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside this context, casts as they were outside of it."""
+        for device, enabled in self.saved[-1]:
+            torch.set_autocast_enabled(device, enabled)
+        try:
+            yield
+        finally:
+            for device in device_types():
+                torch.set_autocast_enabled(device, False)
+
+
+def off() -> _Off:
+    """Switch casts off for a block."""
+    return _Off()
+
+
+@contextlib.contextmanager
+def autocast(
+    enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = None
+) -> Iterator[None]:
+    """Cast functions inside the block (or decorated function) as the thread's level does.
+
+    After ``initialize`` at O1 or O4 these are that level's casts, which are on already: the
+    block then adds the caching of weight casts. Before any ``initialize`` they are O1's, in
+    float16. After an ``initialize`` at another level nothing is cast outside of models.
+
+    Args:
+        enabled: ``False`` switches casts off inside the block.
+        dtype: 16-bit type to use instead of the level's.
+        cache_enabled: Whether to cast a weight once per block; ``None`` means yes.
+
+    Raises:
+        ValueError: ``dtype`` is not a 16-bit floating type.
+    """
+    if dtype not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"amp.autocast: dtype was {dtype}; allowed are torch.float16, torch.bfloat16 and "
+            "None (the level's own)."
+        )
+    casts = _wanted(dtype) if enabled else None
+    if casts is None:
+        with off():
+            yield
+        return
+    key = object()
+    enter(key, casts, device_types())
+    torch.set_autocast_cache_enabled(cache_enabled is not False)
+    try:
+        yield
+    finally:
+        leave(key)
+
+
+def _wanted(dtype: torch.dtype | None) -> Casts | None:
+    from apex.amp import overlay, rules
+    from apex.amp._amp_state import _amp_state
+
+    casts = _thread.casts
+    if casts is None:
+        options = getattr(_amp_state, "opt_properties", None)
+        if options is not None:
+            return None
+        overlay.install()
+        casts = rules.casts_for(dtype or torch.float16)
+    if dtype is None or dtype == casts.dtype:
+        return casts
+    return Casts(dtype, casts.rules, casts.log)

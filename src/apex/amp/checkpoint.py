@@ -1,0 +1,109 @@
+"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of the newest training.
+
+The format is NVIDIA's: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``,
+plain numbers that load under ``torch.load(weights_only=True)``. Everything is checked before
+anything is changed. When amp is disabled the dict is empty, so that checkpoint code needs no
+branches.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from apex.amp._amp_state import _amp_state
+from apex.amp.scaler import LossScaler
+
+_KEY = re.compile(r"loss_scaler(\d+)")
+
+
+def _scalers() -> list[LossScaler]:
+    options = getattr(_amp_state, "opt_properties", None)
+    if options is None or not options.enabled:
+        return []
+    scalers: list[LossScaler] = getattr(_amp_state, "loss_scalers", [])
+    return scalers
+
+
+def state_dict(destination: Any = None) -> Any:
+    """Return the scale and clean-step count of every loss scaler.
+
+    Args:
+        destination: A mapping to fill; ``None`` makes a new ``OrderedDict``.
+
+    Returns:
+        ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for
+        each scaler; nothing is added when amp is disabled.
+    """
+    if destination is None:
+        destination = OrderedDict()
+    for index, scaler in enumerate(_scalers()):
+        destination[f"loss_scaler{index}"] = {
+            "loss_scale": scaler.loss_scale(),
+            "unskipped": scaler._unskipped,
+        }
+    return destination
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Take scales and counts saved by :func:`state_dict`, by the number in each key.
+
+    A static scaler keeps its scale. Entries for scalers that do not exist are left out with a
+    warning, and so is everything when amp is disabled.
+
+    Args:
+        state_dict: What ``amp.state_dict`` returned, here or in NVIDIA's Apex.
+
+    Raises:
+        TypeError: ``state_dict`` is not a mapping.
+        RuntimeError: A key is not of the form ``loss_scalerN``, or its entry is not a finite
+            positive ``loss_scale`` and a non-negative ``unskipped``. Nothing was changed.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"amp.load_state_dict: state_dict was a {type(state_dict).__name__}; it must be the "
+            "dict that amp.state_dict() returned."
+        )
+    unexpected = [key for key in state_dict if not _KEY.fullmatch(str(key))]
+    if unexpected:
+        names = ", ".join(f'"{key}"' for key in unexpected)
+        raise RuntimeError(
+            f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. "
+            "Allowed are the keys that amp.state_dict() writes: loss_scaler0, loss_scaler1, ..."
+        )
+    entries = {key: _checked(key, entry) for key, entry in state_dict.items()}
+    scalers = _scalers()
+    if len(entries) != len(scalers):
+        warnings.warn(
+            f"amp.load_state_dict: state_dict contains {len(entries)} entries, while "
+            f"{len(scalers)} loss_scalers are used. Pass the same num_losses to initialize.",
+            stacklevel=2,
+        )
+    for key, (scale, unskipped) in entries.items():
+        number = int(str(key).removeprefix("loss_scaler"))
+        if number >= len(scalers):
+            continue
+        scaler = scalers[number]
+        if scaler.dynamic:
+            scaler._loss_scale = scaler._bounded(scale)
+            scaler._unskipped = unskipped
+
+
+def _checked(key: str, entry: Any) -> tuple[float, int]:
+    try:
+        scale, unskipped = float(entry["loss_scale"]), int(entry["unskipped"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f'amp.load_state_dict: the entry "{key}" was {entry!r}; it must hold a number '
+            "loss_scale and an integer unskipped."
+        ) from error
+    if not math.isfinite(scale) or scale <= 0 or unskipped < 0:
+        raise RuntimeError(
+            f'amp.load_state_dict: the entry "{key}" was {entry!r}; loss_scale must be finite '
+            "and above 0, unskipped at least 0."
+        )
+    return scale, unskipped

@@ -1,0 +1,333 @@
+"""``amp.initialize``: from level and overrides to a training.
+
+Everything is checked before anything is changed. What it makes belongs to the models and
+optimizers passed in; ``_amp_state`` shows the newest for old readers. Only the casts outside of
+models belong to the thread, because a loss computed there is to be cast too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from apex.amp import _speech, handle, modules, overlay, rules
+from apex.amp import casts as casting
+from apex.amp import training as trainings
+from apex.amp._amp_state import _amp_state, warn_or_err
+from apex.amp.checkpoint import load_state_dict, state_dict
+from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
+from apex.amp.registry import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+from apex.amp.scaler import LossScaler
+from apex.amp.training import Training
+
+__all__ = [
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "O4",
+    "O5",
+    "Properties",
+    "initialize",
+    "load_state_dict",
+    "opt_levels",
+    "reset",
+    "state_dict",
+]
+
+
+def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's for the scaler
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: str | float | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+    max_skipped_steps: int = 50,
+) -> Any:
+    """Prepare models and optimizers for mixed precision, in place.
+
+    Args:
+        models: A module, or a list of modules, in float32, on any device.
+        optimizers: An optimizer, a list or tuple of them, or ``None``.
+        enabled: ``False`` changes nothing and makes every other call of amp a pass-through.
+        opt_level: ``"O0"`` to ``"O5"``; each sets the six options below.
+        cast_model_type: dtype to cast weights and inputs to; ``False`` for no cast.
+        patch_torch_functions: Whether to cast functions by list (O1, O4 only).
+        keep_batchnorm_fp32: Whether batchnorm stays float32 where the model is cast.
+        master_weights: Whether the optimizer steps float32 masters of 16-bit weights.
+        loss_scale: A number, or ``"dynamic"``.
+        cast_model_outputs: dtype of the models' outputs; ``None`` for float32 where the model
+            is cast, and for what comes out where it is not.
+        num_losses: Number of loss scalers, chosen from by ``scale_loss(..., loss_id=...)``.
+        verbosity: 0 says nothing, 1 the options and overflows, 2 each cast as well.
+        min_loss_scale: Floor of a dynamic scale.
+        max_loss_scale: Ceiling of a dynamic scale; ``None`` for none.
+        init_scale: Where a dynamic scale starts.
+        growth_factor: What it grows by.
+        backoff_factor: What an overflow multiplies it by.
+        growth_interval: Clean steps after which it grows.
+        hysteresis: Non-finite passes in a row before it backs off.
+        max_skipped_steps: Skipped steps in a row after which ``step`` raises.
+
+    Returns:
+        ``models`` when ``optimizers`` is ``None``, else ``(models, optimizers)``: the same
+        objects that were passed in.
+
+    Raises:
+        RuntimeError: The level is unknown, an option does not fit it, a parameter's dtype does
+            not, or a model is wrapped in torch's ``DistributedDataParallel`` at a level that
+            casts it. Nothing was changed.
+        TypeError: ``models`` or ``optimizers`` is of another type.
+        ValueError: A number is out of range.
+    """
+    if not enabled:
+        return _disable(models, optimizers, verbosity)
+    speak = verbosity > 0
+    properties = _options(
+        opt_level,
+        {
+            "cast_model_type": cast_model_type,
+            "patch_torch_functions": patch_torch_functions,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+        },
+        speak,
+    )
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"amp.initialize: num_losses was {num_losses!r}; it must be at least 1.")
+    if max_skipped_steps < 1:
+        raise ValueError(
+            f"amp.initialize: max_skipped_steps was {max_skipped_steps}; it must be at least 1."
+        )
+    if cast_model_outputs is not None and not isinstance(cast_model_outputs, torch.dtype):
+        raise TypeError(
+            f"amp.initialize: cast_model_outputs was {cast_model_outputs!r}; it must be a dtype "
+            "such as torch.float32, or None."
+        )
+    optimizer_list = _optimizer_list(optimizers)
+    model_list = [_unwrapped(model, properties) for model in _model_list(models)]
+    _check_dtypes(model_list, properties)
+    scalers = [
+        LossScaler(
+            properties.loss_scale,
+            init_scale=init_scale,
+            scale_window=growth_interval,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            hysteresis=hysteresis,
+        )
+        for _ in range(num_losses)
+    ]
+
+    training = Training(
+        properties, scalers, verbosity=verbosity, max_skipped_steps=max_skipped_steps
+    )
+    _amp_state.verbosity = verbosity
+    _amp_state.opt_properties = properties  # type: ignore[attr-defined]
+    _amp_state.min_loss_scale = min_loss_scale  # type: ignore[attr-defined]
+    _amp_state.max_loss_scale = max_loss_scale  # type: ignore[attr-defined]
+    _amp_state.loss_scalers = scalers  # type: ignore[attr-defined]
+    _build(training, model_list, optimizer_list, cast_model_outputs)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _build(
+    training: Training,
+    models: list[torch.nn.Module],
+    optimizers: list[Any],
+    cast_model_outputs: torch.dtype | None,
+) -> None:
+    properties = training.properties
+    for optimizer in optimizers:
+        trainings.release_optimizer(optimizer)
+    for model in models:
+        if modules.is_prepared(model):
+            modules.undo(model)
+    full = {}
+    if properties.master_weights:
+        for model in models:
+            full.update(modules.full_precision(model))
+    casting.release()
+    casts = None
+    if properties.casts_functions:
+        newest = handle.AmpHandle(properties.loss_scale, verbose=training.verbosity == 2)
+        devices = casting.devices_of(p for model in models for p in model.parameters())
+        casts = newest.activate(properties.half_dtype, devices or casting.device_types())
+    for model in models:
+        modules.prepare(model, properties, casts, cast_model_outputs)
+    training.add_models(models)
+    training.add_optimizers(optimizers, full)
+    for optimizer in optimizers:
+        _retype_state(optimizer)
+
+
+def _retype_state(optimizer: Any) -> None:
+    """Bring state that mirrors a parameter to the parameter's dtype (O3; no-op with masters)."""
+    for param, state in optimizer.state.items():
+        if not isinstance(state, dict) or param.dtype not in HALF_TYPES:
+            continue
+        for name, value in state.items():
+            mirrors = isinstance(value, torch.Tensor) and value.shape == param.shape
+            if mirrors and value.is_floating_point() and name != "step":
+                state[name] = value.to(param.dtype)
+
+
+def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
+    casting.release()
+    _amp_state.verbosity = verbosity
+    _amp_state.opt_properties = Properties()  # type: ignore[attr-defined]
+    if optimizers is None:
+        return models
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        trainings.note_disabled(optimizer)
+    return models, optimizers
+
+
+def _options(opt_level: str, overrides: dict[str, Any], speak: bool) -> Properties:
+    """The level's options with the overrides that are not ``None``, each checked."""
+    level = opt_levels.get(opt_level) if isinstance(opt_level, str) else None
+    if level is None:
+        names = ", ".join(f"'{name}'" for name in sorted(opt_levels))
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level!r}. Options are {names}. Note that in "
+            "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero."
+        )
+    properties = level(Properties())
+    lines = [f"Selected optimization level {level.brief}"]
+    lines += ["Defaults for this optimization level are:", *_option_lines(properties)]
+    for name, value in overrides.items():
+        if value is not None:
+            setattr(properties, name, value)
+    lines += ["Processing user overrides (additional kwargs that are not None)..."]
+    lines += ["After processing overrides, optimization options are:", *_option_lines(properties)]
+    if speak:
+        _speech.say("\n".join(lines))
+    return properties
+
+
+def _option_lines(properties: Properties) -> list[str]:
+    return [f"{name:22} : {value}" for name, value in properties.options.items()]
+
+
+def _optimizer_list(optimizers: Any) -> list[Any]:
+    listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if optimizers is None:
+        return []
+    for optimizer in listed:
+        if type(optimizer).__name__ == "FP16_Optimizer":
+            raise RuntimeError(
+                "amp.initialize: an FP16_Optimizer does its own mixed precision. Pass the bare "
+                "torch.optim or apex.optimizers optimizer instead."
+            )
+        needed = ("param_groups", "state", "step", "zero_grad", "add_param_group")
+        if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in needed):
+            raise TypeError(
+                f"amp.initialize: optimizers was or held a {type(optimizer).__name__}; it must be "
+                "a single optimizer or a list or tuple of optimizers."
+            )
+    if len({id(optimizer) for optimizer in listed}) != len(listed):
+        raise ValueError("amp.initialize: the same optimizer was passed twice in optimizers.")
+    return listed
+
+
+def _model_list(models: Any) -> list[torch.nn.Module]:
+    listed = models if isinstance(models, list) else [models]
+    for model in listed:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"amp.initialize: models was or held a {type(model).__name__}; it must be a "
+                "torch.nn.Module or a list of them."
+            )
+    return listed
+
+
+def _unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module:
+    """The module whose forward is to compute at the level, without a parallel wrapper."""
+    inner: torch.nn.Module
+    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
+    if isinstance(model, ddp):
+        if properties.cast_model_type in HALF_TYPES:
+            raise RuntimeError(
+                f"amp.initialize: a model is wrapped in DistributedDataParallel already, and "
+                f"{properties.opt_level} casts its parameters, which the wrapper would miss. "
+                "Wrap it after amp.initialize."
+            )
+        inner = model.module
+        return inner
+    if isinstance(model, torch.nn.DataParallel):
+        inner = model.module
+        return inner
+    return model
+
+
+def _check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> None:
+    """Refuse weights that the level cannot use, by name."""
+    if _amp_state.allow_incoming_model_not_fp32:
+        return
+    casts_model = properties.cast_model_type in HALF_TYPES
+    for model in models:
+        if modules.is_prepared(model):  # by an earlier initialize, which is undone first
+            continue
+        named: list[tuple[str, str, torch.Tensor]] = [
+            ("parameter", *item) for item in model.named_parameters()
+        ]
+        named += [("buffer", *item) for item in model.named_buffers()]
+        for kind, name, tensor in named:
+            if tensor.dtype in HALF_TYPES and not casts_model:
+                warn_or_err(
+                    f"amp.initialize: found {kind} '{name}' of {tensor.dtype}; at "
+                    f"{properties.opt_level} weights are float32. Drop the .half() or "
+                    ".bfloat16() call: amp casts where the level asks for it."
+                )
+            if tensor.dtype == torch.float64 and casts_model and kind == "parameter":
+                warn_or_err(
+                    f"amp.initialize: found parameter '{name}' of torch.float64; "
+                    f"{properties.opt_level} would round it to {properties.cast_model_type}. "
+                    "Call .float() on the model first, or use O0, O1 or O4."
+                )
+        if casts_model and any(p.dtype in HALF_TYPES for p in model.parameters()):
+            warnings.warn(
+                "amp.initialize: the model is in 16 bits already, so its float32 masters start "
+                "from rounded weights. Drop the .half() or .bfloat16() call.",
+                stacklevel=4,
+            )
+
+
+def reset() -> None:
+    """Undo everything amp has done in this process.
+
+    Models get their float32 weights back and lose amp's hooks, optimizers get their own methods
+    and parameters back, this thread's casts and the function wrappers go, registrations that
+    wait are dropped. What was computed stays: weights and optimizer state keep their values.
+    """
+    casting.release()
+    trainings.release_all()
+    for model in modules.alive():
+        modules.undo(model)
+    rules.restore()
+    overlay.uninstall()
+    _USER_CAST_REGISTRY.clear()
+    _USER_PROMOTE_REGISTRY.clear()
+    _amp_state.forget()
+    _amp_state.verbosity = 1

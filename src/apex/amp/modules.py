@@ -1,0 +1,363 @@
+"""What amp does to a model: cast its weights, and bracket its forward with two hooks.
+
+The hooks hold plain values only, so a model with them can be deep-copied, pickled, saved,
+replicated by ``nn.DataParallel``, traced and compiled. ``forward`` itself is never replaced.
+The first casts the inputs and sets the model's own level for the call, the second undoes the
+level and casts the outputs; it also runs when the forward raises.
+
+A model cast to 16 bits shows float32 in its ``state_dict``: the float32 master where a weight
+has one, and loading takes float32 values unrounded into the masters. So the ordinary state dicts
+lose nothing.
+
+``masters`` maps each 16-bit weight to its master for as long as the weight lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from apex.amp import casts as casting
+from apex.amp.applier import applier
+from apex.amp.casts import Casts
+from apex.amp.policy import HALF_TYPES, Properties
+
+masters: Any = WeakTensorKeyDictionary()  # model weight -> Master
+_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+class Master:
+    """The float32 master of a 16-bit weight, and when the two were last made equal.
+
+    Attributes:
+        tensor: float32 leaf, same shape and device as the weight.
+        version: The weight's ``_version`` when it last equalled the rounded master.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor = tensor
+        self.version = version
+
+    @torch.no_grad()
+    def refresh(self, weight: torch.Tensor, *, force: bool = False) -> None:
+        """Take over what somebody else wrote into ``weight`` since.
+
+        Elements that still equal the rounded master keep the master's full precision.
+        """
+        if weight._version == self.version and not force:
+            return
+        master = self.tensor
+        if master.device != weight.device:
+            master.data = master.data.to(weight.device)
+        same = master.to(weight.dtype) == weight
+        master.copy_(torch.where(same, master, weight.to(master.dtype)))
+        self.version = weight._version
+
+    @torch.no_grad()
+    def take(self, weight: torch.Tensor, value: torch.Tensor) -> None:
+        """Take ``value``, which has just been loaded, rounded, into ``weight``."""
+        value = value.to(device=weight.device, dtype=self.tensor.dtype)
+        same = value.to(weight.dtype) == weight
+        self.tensor.copy_(torch.where(same, value, weight.to(self.tensor.dtype)))
+        self.version = weight._version
+
+
+class _Caster:
+    """Casts floating tensors, and objects that offer ``to``, to a dtype.
+
+    Inputs in float64 (what NumPy makes by default) are narrowed to what the model computes in;
+    outputs in float64 are what the model chose to give, and are left alone.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, keep_double: bool = False) -> None:
+        self.dtype = dtype
+        self.kept = (dtype, torch.float64) if keep_double else (dtype,)
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value.to(self.dtype)
+        if value.is_floating_point() and value.dtype not in self.kept:
+            return value.to(self.dtype)
+        return value
+
+
+class _Level:
+    """What a model's hooks need to know of its level."""
+
+    def __init__(
+        self, casts: Casts | None, inputs: torch.dtype | None, outputs: torch.dtype | None
+    ) -> None:
+        self.casts = casts
+        self.inputs = None if inputs is None else _Caster(inputs)
+        self.outputs = None if outputs is None else _Caster(outputs, keep_double=True)
+
+
+class _Enter:
+    """Forward pre-hook: cast the inputs, then set the model's own level."""
+
+    def __init__(self, level: _Level) -> None:
+        self.level = level
+
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        level = self.level
+        if level.inputs is not None:
+            args = tuple([applier(value, level.inputs) for value in args])
+            kwargs = {name: applier(value, level.inputs) for name, value in kwargs.items()}
+        if level.casts is not None:
+            casting.enter(level, level.casts, _devices(module))
+        elif casting.is_on():
+            casting.enter(level, None, ())
+        return args, kwargs
+
+
+class _Leave:
+    """Forward hook, called in any case: undo the level, then cast the outputs."""
+
+    def __init__(self, level: _Level) -> None:
+        self.level = level
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        casting.leave(self.level)
+        if self.level.outputs is None:
+            return output
+        return applier(output, self.level.outputs)
+
+
+def _devices(module: torch.nn.Module) -> tuple[str, ...]:
+    first = next(module.parameters(), None)
+    return casting.device_types() if first is None else (first.device.type,)
+
+
+def _skip_frames(*functions: Any) -> None:
+    """Tell Dynamo not to compile these frames on their own.
+
+    At the top of a compiled model hooks run before the traced frame. Left to itself Dynamo
+    compiles them as graphs of their own, whose back ends drop the change of autocast state. When
+    the model is inside a compiled parent they are inlined, which this does not change.
+    """
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):  # private names; without them only compile differs
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+_skip_frames(_Enter.__call__, _Leave.__call__)
+
+
+class _ShowFloat32:
+    """State-dict hook: 16-bit entries of the module itself become float32 copies."""
+
+    def __call__(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        own = {**module._parameters, **module._buffers}
+        for name, weight in own.items():
+            value = state.get(prefix + name)
+            if not isinstance(value, torch.Tensor) or value.dtype not in HALF_TYPES:
+                continue
+            if isinstance(value, torch.nn.Parameter):  # keep_vars=True asked for the weight
+                continue
+            master = masters.get(weight) if weight is not None else None
+            if master is None:
+                state[prefix + name] = value.float()
+            else:
+                master.refresh(weight)
+                state[prefix + name] = master.tensor.detach().clone()
+
+
+class _LoadFloat32:
+    """Before loading, keep the float32 values at hand; after it, give them to the masters."""
+
+    def __init__(self) -> None:
+        self.pending: dict[str, torch.Tensor] = {}
+
+    def __deepcopy__(self, memo: Any) -> _LoadFloat32:
+        return _LoadFloat32()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _LoadFloat32, ()
+
+    def before(
+        self,
+        module: torch.nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        *rest: Any,
+    ) -> None:
+        """Note the entries of ``state`` that have a master waiting."""
+        self.pending = {
+            name: state[prefix + name]
+            for name, weight in module._parameters.items()
+            if weight is not None
+            and weight in masters
+            and isinstance(state.get(prefix + name), torch.Tensor)
+        }
+
+    def after(self, module: torch.nn.Module, incompatible: Any) -> None:
+        """Hand each noted value to its master, if it is what was loaded."""
+        pending, self.pending = self.pending, {}
+        for name, value in pending.items():
+            weight = module._parameters[name]
+            master = None if weight is None else masters.get(weight)
+            if weight is not None and master is not None and value.shape == weight.shape:
+                master.take(weight, value)
+
+
+_OUR_HOOKS = (_Enter, _Leave, _ShowFloat32, _LoadFloat32)
+_HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def prepare(
+    model: torch.nn.Module,
+    properties: Properties,
+    casts: Casts | None,
+    cast_model_outputs: torch.dtype | None,
+) -> None:
+    """Bring ``model`` to its level, in place.
+
+    Args:
+        model: float32 (or, at a level that casts the model, already 16-bit).
+        properties: The options in force.
+        casts: The function casts of the level, or ``None``.
+        cast_model_outputs: dtype of the outputs; ``None`` means float32 where the model is cast.
+    """
+    dtype = properties.cast_model_type or None
+    outputs = cast_model_outputs
+    if dtype is not None and outputs is None:
+        outputs = torch.float32
+    if dtype == torch.float32 and any(p.dtype == torch.float64 for p in model.parameters()):
+        dtype = outputs = None  # a float64 model at O0 stays what it is
+    level = _Level(casts, dtype, outputs)
+    if dtype is not None:
+        convert(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
+    if dtype in HALF_TYPES:
+        for module in model.modules():
+            _show_float32(module)
+    model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)
+    model.register_forward_hook(_Leave(level), always_call=True)
+    _models.add(model)
+
+
+def _show_float32(module: torch.nn.Module) -> None:
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    if not any(t is not None and t.dtype in HALF_TYPES for t in tensors):
+        return
+    if any(isinstance(hook, _ShowFloat32) for hook in module._state_dict_hooks.values()):
+        return
+    module.register_state_dict_post_hook(_ShowFloat32())  # type: ignore[no-untyped-call]
+    loader = _LoadFloat32()
+    module.register_load_state_dict_pre_hook(loader.before)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(loader.after)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def convert(model: torch.nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
+    """Cast floating parameters and buffers to ``dtype`` in place; float64 buffers stay.
+
+    Parameters keep their identity. With ``keep_batchnorm`` every batchnorm layer, affine or not,
+    is left alone.
+    """
+    for module in model.modules():
+        if keep_batchnorm and isinstance(module, _BatchNorm):
+            continue
+        for parameter in module._parameters.values():
+            if parameter is not None and _is_castable(parameter):
+                _retype(parameter, dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and _is_castable(buffer):
+                module._buffers[name] = buffer.to(dtype)
+        if isinstance(module, torch.nn.RNNBase):
+            module.flatten_parameters()
+
+
+def _is_castable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+def _retype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    if parameter.dtype == dtype:
+        return
+    grad, parameter.grad = parameter.grad, None
+    parameter.data = parameter.data.to(dtype)
+    if grad is not None:
+        parameter.grad = grad.to(dtype)
+
+
+def full_precision(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """The float32 values of the model's floating parameters, before they are rounded."""
+    return {
+        parameter: parameter.detach()
+        for parameter in model.parameters()
+        if parameter.dtype == torch.float32
+    }
+
+
+def is_prepared(model: torch.nn.Module) -> bool:
+    """Whether ``model`` carries hooks of ours."""
+    return any(isinstance(hook, _Enter) for hook in model._forward_pre_hooks.values())
+
+
+@torch.no_grad()
+def undo(model: torch.nn.Module) -> None:
+    """Take our hooks off ``model`` and give its weights their float32 values back."""
+    levels = [h.level for h in model._forward_pre_hooks.values() if isinstance(h, _Enter)]
+    was_cast = any(
+        level.inputs is not None and level.inputs.dtype in HALF_TYPES for level in levels
+    )
+    for module in model.modules():
+        if module is model or not is_prepared(module):
+            _remove_hooks(module, keep_level=module is not model)
+        if not was_cast:
+            continue
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dtype in HALF_TYPES:
+                master = masters.pop(parameter, None)
+                if master is not None:
+                    master.refresh(parameter)
+                    parameter.grad = None
+                    parameter.data = master.tensor.detach().clone()
+                else:
+                    _retype(parameter, torch.float32)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in HALF_TYPES:
+                module._buffers[name] = buffer.float()
+    _models.discard(model)
+
+
+def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
+    for table in _HOOK_TABLES:
+        hooks = getattr(module, table)
+        for key, hook in list(hooks.items()):
+            target = getattr(hook, "hook", hook)  # torch wraps load pre-hooks
+            target = getattr(target, "__self__", target)
+            if isinstance(target, _OUR_HOOKS) and not (
+                keep_level and isinstance(target, (_Enter, _Leave))
+            ):
+                del hooks[key]
+                for extra in (
+                    "_forward_pre_hooks_with_kwargs",
+                    "_forward_hooks_always_called",
+                ):
+                    getattr(module, extra, {}).pop(key, None)
+
+
+def alive() -> Iterator[torch.nn.Module]:
+    """Every model with hooks of ours that still exists."""
+    yield from list(_models)

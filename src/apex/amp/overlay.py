@@ -1,0 +1,146 @@
+"""Casts that torch's autocast lacks on a device, put below it as autocast kernels.
+
+``torch.autocast`` has a list of functions per device. NVIDIA's Apex had one list. What torch
+does not cast on a device and Apex did (softmax and its family on the CPU, ``gelu`` and ``std``
+everywhere, recurrent layers on the CPU) is registered here under the same dispatch key that
+autocast itself uses. So the casts need no Python on functions that are not listed, and follow
+autocast's own state into ``torch.compile``, checkpoint recomputation and other threads.
+
+A registration serves the whole process, so each kernel passes through when the casts are not
+ours (:func:`apex.amp.casts.current`). An operator that torch itself casts is left alone.
+
+Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp.lists``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import reduce
+from typing import Any
+
+import torch
+
+from apex.amp import casts
+
+_Cast = Callable[[Any], Any]
+
+_FLOAT_EVERYWHERE = (
+    "gelu std std.dim std.correction var var.dim var.correction ctc_loss.IntList ctc_loss.Tensor"
+)
+_FLOAT_ON_CPU = (
+    "softplus softmax.int log_softmax.int layer_norm group_norm rms_norm cosine_similarity "
+    "acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp reciprocal rsqrt sinh tan "
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar cumprod cumsum dist renorm "
+    "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype "
+    "linalg_vector_norm sum sum.dim_IntList prod prod.dim_int "
+    "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec "
+    "_upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec "
+    "upsample_linear1d.vec upsample_bilinear2d.vec upsample_trilinear3d.vec "
+    "upsample_bicubic2d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"
+)
+_HALF_ON_CPU = (
+    "addmv addr mv "
+    "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input "
+    "rnn_relu.data lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+)
+_PROMOTE_ON_CPU = "addcdiv addcmul atan2 bilinear dot vdot linalg_cross index_put scatter_add"
+
+_library: torch.library.Library | None = None
+
+
+def install() -> None:
+    """Register the kernels, once per process; undone by :func:`uninstall`."""
+    global _library  # noqa: PLW0603  # a registration with the dispatcher is process-wide
+    if _library is not None:
+        return
+    _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for device in casts.device_types():
+        key = f"Autocast{device.upper()}"
+        _register(_library, _FLOAT_EVERYWHERE, key, _to_float)
+        if device == "cpu":
+            _register(_library, _FLOAT_ON_CPU, key, _to_float)
+            _register(_library, _HALF_ON_CPU, key, _to_half)
+            _register(_library, _PROMOTE_ON_CPU, key, _to_widest)
+
+
+def uninstall() -> None:
+    """Take the kernels back."""
+    global _library  # noqa: PLW0603
+    if _library is not None:
+        _library._destroy()  # type: ignore[no-untyped-call]
+        _library = None
+
+
+def _register(
+    library: torch.library.Library, names: str, key: str, cast: Callable[[Any], _Cast]
+) -> None:
+    dispatch_key = getattr(torch._C.DispatchKey, key, None)
+    if dispatch_key is None:  # a backend whose autocast has no key of its own
+        return
+    for name in names.split():
+        base, _, overload = name.partition(".")
+        packet = getattr(torch.ops.aten, base, None)
+        op = getattr(packet, overload or "default", None)
+        if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+            continue
+        library.impl(name, _kernel(op, dispatch_key, cast), key)  # type: ignore[no-untyped-call]
+
+
+def _kernel(op: Any, key: Any, cast: Callable[[Any], _Cast]) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(key)
+    below = torch._C._ExcludeDispatchKeyGuard
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if casts.current() is None:
+            if is_composite:  # its parts are still torch's to cast
+                return op._op_dk(composite, *args, **kwargs)
+            with below(keys):
+                return op(*args, **kwargs)
+        convert = cast((args, kwargs.values()))
+        with below(keys):
+            return op(
+                *[convert(value) for value in args],
+                **{name: convert(value) for name, value in kwargs.items()},
+            )
+
+    return kernel
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _caster(dtype: torch.dtype, among: tuple[torch.dtype, ...]) -> _Cast:
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if value.dtype in among else value
+        if isinstance(value, (list, tuple)):
+            return [convert(item) for item in value]
+        return value
+
+    return convert
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _to_float(arguments: Any) -> _Cast:
+    return _caster(torch.float32, _HALF)
+
+
+def _to_half(arguments: Any) -> _Cast:
+    device = next((t.device.type for t in _tensors(arguments)), "cpu")
+    return _caster(torch.get_autocast_dtype(device), (torch.float32, *_HALF))
+
+
+def _to_widest(arguments: Any) -> _Cast:
+    dtypes = {tensor.dtype for tensor in _tensors(arguments)}
+    widest = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    return _caster(widest, (torch.float32, *_HALF))

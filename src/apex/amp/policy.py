@@ -1,0 +1,239 @@
+"""The optimization levels, as data.
+
+A level is a named set of seven options. After ``initialize`` has parsed the string nobody asks
+which level it was: the options say what to do. ``Properties`` checks each option as it is set,
+so a level's defaults and a user's overrides pass the same door.
+
+O0 to O3 are NVIDIA's; O4 and O5 are O1 and O2 in bfloat16, whose range is float32's, so they
+need no loss scaling. Source: ``../shared/spec/amp.md`` section 2 describes the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from apex.amp._amp_state import warn_or_err
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+class Properties:
+    """The options in force, each checked when it is set.
+
+    Reading or writing an option uses plain attribute syntax. Writing any other name is ignored,
+    as it always was; reading one raises ``AttributeError``.
+    """
+
+    options: dict[str, Any]
+
+    def __init__(self) -> None:
+        object.__setattr__(
+            self,
+            "options",
+            {
+                "enabled": False,
+                "opt_level": None,
+                "cast_model_type": None,
+                "patch_torch_functions": False,
+                "keep_batchnorm_fp32": None,
+                "master_weights": None,
+                "loss_scale": 1.0,
+            },
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        options = self.__dict__.get("options", {})
+        if name in options:
+            return options[name]
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.options:
+            check = _CHECKS.get(name)
+            self.options[name] = check(self, value) if check else value
+
+    def _update_options_dict(self, new_options: Iterable[tuple[str, Any]]) -> None:
+        """Store ``(name, value)`` pairs unchecked; an unknown name raises ``ValueError``."""
+        for name, value in dict(new_options).items():
+            if name not in self.options:
+                raise ValueError(f"Tried to set unexpected option {name}")
+            self.options[name] = value
+
+    @property
+    def casts_functions(self) -> bool:
+        """Whether torch functions are cast by list (O1 and O4)."""
+        return bool(self.patch_torch_functions)
+
+    @property
+    def by_list(self) -> bool:
+        """Whether the level is one that casts functions, not the model."""
+        return self.opt_level in LISTED_LEVELS
+
+    @property
+    def half_dtype(self) -> torch.dtype:
+        """The 16-bit type of the level's function casts."""
+        return torch.bfloat16 if self.opt_level == "O4" else torch.float16
+
+
+LISTED_LEVELS = ("O1", "O4")
+
+
+def _check_cast_model_type(properties: Properties, value: Any) -> Any:
+    if properties.by_list and value not in (None, False, torch.float32):
+        warn_or_err(
+            f"{properties.opt_level} casts functions, not the model: cast_model_type was "
+            f"{value}, allowed are None, False and torch.float32. To cast the model itself use "
+            "opt_level O2, O3 or O5."
+        )
+    return value
+
+
+def _check_patch_torch_functions(properties: Properties, value: Any) -> Any:
+    if not properties.by_list and value:
+        warn_or_err(
+            f"patch_torch_functions={value!r} at {properties.opt_level}: only O1 and O4 cast "
+            "torch functions. Use opt_level='O1' or leave the option out."
+        )
+    return value
+
+
+def _check_keep_batchnorm_fp32(properties: Properties, value: Any) -> Any:
+    if properties.by_list:
+        if value is not None:
+            warn_or_err(
+                f"keep_batchnorm_fp32={value!r} at {properties.opt_level}: batchnorm's weights "
+                "are float32 there anyway. Leave the option out (None), or use O2, O3 or O5."
+            )
+        return value
+    if value in ("True", "False"):
+        return value == "True"
+    if not any(value is allowed for allowed in (True, False, None)):
+        raise AssertionError(
+            f"keep_batchnorm_fp32 was {value!r}; allowed are True, False, None and the strings "
+            "'True' and 'False'."
+        )
+    return value
+
+
+def _check_master_weights(properties: Properties, value: Any) -> Any:
+    if properties.by_list and value is not None:
+        warn_or_err(
+            f"master_weights={value!r} at {properties.opt_level}: the model's own weights are "
+            "float32 there, so there are no masters to keep. Leave the option out (None)."
+        )
+    return value == "True" if value in ("True", "False") else value
+
+
+def _check_loss_scale(properties: Properties, value: Any) -> Any:
+    return value if value == "dynamic" else float(value)
+
+
+_CHECKS = {
+    "cast_model_type": _check_cast_model_type,
+    "patch_torch_functions": _check_patch_torch_functions,
+    "keep_batchnorm_fp32": _check_keep_batchnorm_fp32,
+    "master_weights": _check_master_weights,
+    "loss_scale": _check_loss_scale,
+}
+
+
+class _Level:
+    """A named set of options; calling it writes them into a ``Properties``."""
+
+    name: str
+    brief: str
+    more: str
+    defaults: dict[str, Any]
+
+    def __call__(self, properties: Properties) -> Properties:
+        properties.enabled = True
+        properties.opt_level = self.name
+        for option, value in self.defaults.items():
+            setattr(properties, option, value)
+        return properties
+
+
+def _defaults(
+    cast_model_type: torch.dtype | None,
+    patch_torch_functions: bool,
+    keep_batchnorm_fp32: bool | None,
+    master_weights: bool | None,
+    loss_scale: str | float,
+) -> dict[str, Any]:
+    return {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+
+
+class O0(_Level):
+    """Pure float32."""
+
+    name = "O0"
+    brief = "O0:  Pure FP32 training.\n"
+    more = "The model computes in float32: the baseline for accuracy."
+    defaults = _defaults(torch.float32, False, None, False, 1.0)
+
+
+class O1(_Level):
+    """Automatic casts around torch functions, in float16."""
+
+    name = "O1"
+    brief = "O1:  Insert automatic casts around PyTorch functions and Tensor methods.\n"
+    more = (
+        "Weights stay float32. Matrix products and convolutions run in float16, "
+        "functions that need range or precision in float32."
+    )
+    defaults = _defaults(None, True, None, None, "dynamic")
+
+
+class O2(_Level):
+    """A float16 model with float32 batchnorm and float32 master weights."""
+
+    name = "O2"
+    brief = "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n"
+    more = "The model computes in float16 except batchnorm; the optimizer steps float32 masters."
+    defaults = _defaults(torch.float16, False, True, True, "dynamic")
+
+
+class O3(_Level):
+    """Pure float16."""
+
+    name = "O3"
+    brief = "O3:  Pure FP16 training."
+    more = "The model and the optimizer work in float16: the baseline for speed, often unstable."
+    defaults = _defaults(torch.float16, False, False, False, 1.0)
+
+
+class O4(_Level):
+    """O1 in bfloat16."""
+
+    name = "O4"
+    brief = "O4:  Insert automatic casts to BFLOAT16 around PyTorch functions and Tensor methods.\n"
+    more = "O1 with bfloat16, whose range is float32's: no loss scaling is needed."
+    defaults = _defaults(None, True, None, None, 1.0)
+
+
+class O5(_Level):
+    """O2 in bfloat16."""
+
+    name = "O5"
+    brief = "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.\n"
+    more = "O2 with bfloat16, whose range is float32's: no loss scaling is needed."
+    defaults = _defaults(torch.bfloat16, False, True, True, 1.0)
+
+
+opt_levels: dict[str, _Level] = {
+    "O3": O3(),
+    "O2": O2(),
+    "O1": O1(),
+    "O0": O0(),
+    "O4": O4(),
+    "O5": O5(),
+}

@@ -1,0 +1,233 @@
+"""Casts that a user asked for by name, and the few that autocast cannot be taught.
+
+A rule names a function by where it is found (``torch.sigmoid``) and says what to do with its
+arguments. User registrations, edits of ``apex.amp.lists`` and the banned function are rules.
+This is the one room that replaces attributes of modules: each named function is wrapped once,
+the wrapper asks at call time whether the thread's casts have a rule for it, and
+:func:`restore` puts every original back. A rule wins over the built-in lists, because autocast
+is off inside the call.
+
+For a function of torch the call runs without further casts. For a function of the user's own,
+half and promote leave casts on inside, so that layers it uses still meet their float32 weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+
+from apex.amp import casts as casting
+from apex.amp.casts import Casts, Rule
+from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+
+_LISTS = (functional_overrides, torch_overrides, tensor_overrides)
+_KINDS = {
+    "FP16_FUNCS": "half",
+    "FP32_FUNCS": "float",
+    "CASTS": "promote",
+    "SEQUENCE_CASTS": "promote",
+}
+# On the float list, and out of the reach of an autocast kernel: a composite written in Python, a
+# function that CUDA's autocast registers as promote, and a copy to the CPU.
+_BY_NAME = (
+    (functional_overrides, "multilabel_soft_margin_loss"),
+    (functional_overrides, "grid_sample"),
+    (tensor_overrides, "cpu"),
+)
+
+
+class _Patch(NamedTuple):
+    owner: Any
+    name: str
+    original: Any
+    own: bool  # whether the attribute was the owner's own, not inherited
+
+
+_patches: dict[str, _Patch] = {}
+
+
+def _listed(module: Any) -> dict[str, str]:
+    return {
+        name: kind for attribute, kind in _KINDS.items() for name in getattr(module, attribute, ())
+    }
+
+
+_SHIPPED = {module.__name__: _listed(module) for module in _LISTS}
+
+
+def casts_for(
+    dtype: torch.dtype,
+    registered: Iterable[tuple[Any, str, str]] = (),
+    *,
+    allow_banned: bool = False,
+) -> Casts:
+    """Build the casts of a training from the lists as they are now and the registrations.
+
+    Args:
+        dtype: The 16-bit type.
+        registered: ``(module, name, kind)`` of each user registration.
+        allow_banned: Cast the banned functions' arguments to float32 instead of refusing them.
+    """
+    rules: dict[str, Rule] = {}
+    for module, name in _BY_NAME:
+        if _listed(module).get(name) == "float":
+            rules[_patch(module.MODULE, name)] = Rule("float")
+    for module in _LISTS:
+        for name, kind in _edits(module):
+            rules[_patch(module.MODULE, name)] = Rule(kind)
+        for name, message in getattr(module, "BANNED_FUNCS", ()):
+            rules[_patch(module.MODULE, name)] = (
+                Rule("float") if allow_banned else Rule("banned", message)
+            )
+    for owner, name, kind in registered:
+        rules[_patch(owner, name)] = Rule(kind)
+    return Casts(dtype, rules)
+
+
+def _edits(module: Any) -> Iterator[tuple[str, str]]:
+    """What differs from the list as shipped: ``(name, kind)``, kind native for a name removed."""
+    shipped, now = _SHIPPED[module.__name__], _listed(module)
+    for name in shipped.keys() | now.keys():
+        if shipped.get(name) != now.get(name) and hasattr(module.MODULE, name):
+            yield name, now.get(name, "native")
+
+
+def patch_default_names() -> None:
+    """Wrap what the lists name; used where casts arrive ready-made, in an unpickled model."""
+    casts_for(torch.float16)
+
+
+def restore() -> None:
+    """Put every wrapped function back."""
+    while _patches:
+        owner, name, original, own = _patches.popitem()[1]
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _key(owner: Any, name: str) -> str:
+    label = getattr(owner, "__qualname__", getattr(owner, "__name__", None))
+    module = getattr(owner, "__module__", "")
+    return f"{module}.{label}.{name}" if label else f"{id(owner):x}.{name}"
+
+
+def _patch(owner: Any, name: str) -> str:
+    """Wrap ``owner.name``, once, and return the key its rules are stored under."""
+    key = _key(owner, name)
+    if key in _patches and _patches[key].owner is not owner:  # two owners of one qualified name
+        key = f"{key}@{id(owner):x}"
+    if key in _patches:
+        return key
+    raw = inspect.getattr_static(owner, name)
+    wrapped = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else getattr(owner, name)
+    wrapper: Any = _wrap(key, wrapped, native=_is_torchs(owner))
+    if isinstance(raw, (staticmethod, classmethod)):
+        wrapper = type(raw)(wrapper)
+    _patches[key] = _Patch(owner, name, raw, name in vars(owner))
+    setattr(owner, name, wrapper)
+    return key
+
+
+def _is_torchs(owner: Any) -> bool:
+    module = owner.__name__ if inspect.ismodule(owner) else getattr(owner, "__module__", "")
+    return str(module).split(".")[0] == "torch"
+
+
+def _wrap(key: str, function: Callable[..., Any], *, native: bool) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        casts = casting.current()
+        rule = None if casts is None else casts.rules.get(key)
+        if casts is None or rule is None:
+            return function(*args, **kwargs)
+        return apply(rule, function, casts, args, kwargs, native=native)
+
+    return wrapper
+
+
+def apply(
+    rule: Rule,
+    function: Callable[..., Any],
+    casts: Casts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    native: bool,
+) -> Any:
+    """Call ``function`` with its arguments cast as ``rule`` says.
+
+    Only floating tensors on a device whose casts are on take part; float64 is left alone.
+
+    Args:
+        rule: What to do.
+        function: The unwrapped function.
+        casts: The casts in force.
+        args: Positional arguments; lists and tuples are entered, other containers are not.
+        kwargs: Keyword arguments, likewise.
+        native: Whether the function is torch's, to be run without further casts.
+
+    Raises:
+        NotImplementedError: The function is banned and an argument is 16-bit.
+    """
+    tensors = list(_eligible((args, tuple(kwargs.values()))))
+    if not tensors:
+        return function(*args, **kwargs)
+    device = tensors[0].device.type
+    target = _target(rule, tensors, torch.get_autocast_dtype(device))
+    if target is not None:
+        if casts.log is not None:
+            casts.log.note_rule(getattr(function, "__name__", "?"), tensors, target)
+        args = _convert(args, target)
+        kwargs = {name: _convert(value, target) for name, value in kwargs.items()}
+    if rule.kind == "float" or native:
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def _target(rule: Rule, tensors: list[torch.Tensor], half: torch.dtype) -> torch.dtype | None:
+    if rule.kind == "banned":
+        if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
+            raise NotImplementedError(rule.message)
+        return None
+    if rule.kind == "half":
+        return half
+    if rule.kind == "float":
+        return torch.float32
+    if rule.kind == "promote":
+        return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return None
+
+
+def _takes_part(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+        and value.device.type in casting.device_types()
+        and torch.is_autocast_enabled(value.device.type)
+    )
+
+
+def _eligible(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _eligible(item)
+    elif _takes_part(value):
+        yield value
+
+
+def _convert(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (list, tuple)):
+        items = [_convert(item, dtype) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value.to(dtype) if _takes_part(value) else value

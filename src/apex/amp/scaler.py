@@ -1,0 +1,403 @@
+"""Loss scaling: the scale, its growth counter and its rules.
+
+The numbers that change (scale, clean steps since it last changed, non-finite passes in a row)
+are one small float32 tensor on the gradients' device, replaced and never written in place: a
+pass that began keeps the scale it began with, whatever happens inside it, and nothing here waits
+for the device. The host learns them when a step reads whether to skip, in the same transfer.
+
+* A pass with a non-finite gradient multiplies the scale by ``backoff_factor``, at once.
+* A step that lands counts one; ``growth_interval`` such steps multiply it by ``growth_factor``.
+
+Checks are per element. Source: Micikevicius et al., "Mixed Precision Training",
+arXiv:1710.03740, section 3.2; names of the factors as in ``torch.amp.GradScaler``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from apex.amp._amp_state import _amp_state, master_params, maybe_print
+
+__all__ = [
+    "LossScaler",
+    "_amp_state",
+    "axpby_check_overflow_python",
+    "iter_params",
+    "master_params",
+    "maybe_print",
+    "scale_check_overflow",
+    "scale_check_overflow_python",
+    "unscale_",
+]
+
+# Smallest normal float32: the reciprocal of the scale stays finite.
+TINY = torch.finfo(torch.float32).tiny
+
+
+def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Split into lists of one device and dtype, as the foreach kernels want them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    yield from groups.values()
+
+
+def _dense(grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The stored values of each gradient (a sparse one must be coalesced), without autograd."""
+    values = [grad._values() if grad.is_sparse else grad.detach() for grad in grads]
+    return [torch.view_as_real(value) if value.is_complex() else value for value in values]
+
+
+@torch.no_grad()
+def unscale_(grads: Sequence[torch.Tensor], scale: torch.Tensor | float) -> torch.Tensor | None:
+    """Divide ``grads`` by ``scale`` in place and say whether any element is not finite.
+
+    Args:
+        grads: Floating tensors on any devices, of any dtypes; sparse ones coalesced.
+        scale: A 0-dim float32 tensor, or a float, for which nothing is checked.
+
+    Returns:
+        0-dim float32 tensor on ``scale``'s device, 1 if an element was inf or nan, else 0;
+        ``None`` when ``scale`` is a float.
+    """
+    values = _dense(grads)
+    if not isinstance(scale, torch.Tensor):
+        if scale != 1.0:
+            for group in _groups(values):
+                torch._foreach_mul_(group, 1.0 / scale)
+        return None
+    inverse = scale.reciprocal()
+    found: dict[torch.device, torch.Tensor] = {}
+    for group in _groups(values):
+        device = group[0].device
+        if device not in found:
+            found[device] = torch.zeros((), dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            group, found[device], inverse.to(device, non_blocking=True)
+        )
+    flags = [flag.to(scale.device, non_blocking=True) for flag in found.values()]
+    if len(flags) == 1:
+        return flags[0]
+    return torch.stack(flags).amax() if flags else torch.zeros_like(scale)
+
+
+def _apply_overflow(
+    state: torch.Tensor, found: torch.Tensor, backoff: float, floor: float, hysteresis: int
+) -> torch.Tensor:
+    """The state after a pass: ``[scale, clean steps, non-finite passes in a row]``."""
+    bad = found != 0
+    hits = torch.where(bad, state[2] + 1, 0.0)
+    scale = torch.where(hits >= hysteresis, (state[0] * backoff).clamp_min(floor), state[0])
+    clean = torch.where(bad, 0.0, state[1])
+    return torch.stack((torch.where(bad, scale, state[0]), clean, hits))
+
+
+class LossScaler:
+    """One loss scale, dynamic or static.
+
+    Args:
+        loss_scale: ``"dynamic"`` or a number, which never changes and skips no step.
+        init_scale: Where a dynamic scale starts.
+        scale_factor: Kept from the old signature: sets both factors below to it and its inverse.
+        scale_window: Clean steps after which the scale grows.
+        min_loss_scale: Floor; ``None`` means the smallest normal float32.
+        max_loss_scale: Ceiling; ``None`` means none.
+        growth_factor: What the scale grows by; ``None`` means ``scale_factor``.
+        backoff_factor: What an overflow multiplies it by; ``None`` means ``1 / scale_factor``.
+        hysteresis: Non-finite passes in a row before the scale backs off.
+
+    Raises:
+        ValueError: A factor, the window, the bounds or the hysteresis is out of range.
+    """
+
+    # Read by old programs. Nothing here is a fallback, so nothing is warned about.
+    has_fused_kernel = True
+    warned_no_fused_kernel = False
+    warned_unscaling_non_fp32_grad = False
+
+    def __init__(
+        self,
+        loss_scale: str | float,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = 2.0**24,
+        *,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        hysteresis: int = 1,
+    ) -> None:
+        growth_factor = scale_factor if growth_factor is None else growth_factor
+        backoff_factor = 1.0 / scale_factor if backoff_factor is None else backoff_factor
+        _check_range("growth_factor", growth_factor, growth_factor >= 1.0, "at least 1")
+        _check_range(
+            "backoff_factor", backoff_factor, 0.0 < backoff_factor <= 1.0, "in the range (0, 1]"
+        )
+        _check_range("growth_interval", scale_window, scale_window >= 1, "at least 1")
+        _check_range("hysteresis", hysteresis, hysteresis >= 1, "at least 1")
+        _check_range("init_scale", init_scale, 0.0 < init_scale < float("inf"), "above 0")
+        if min_loss_scale is not None and max_loss_scale is not None:
+            _check_range(
+                "min_loss_scale",
+                min_loss_scale,
+                min_loss_scale <= max_loss_scale,
+                f"at most max_loss_scale ({max_loss_scale})",
+            )
+        self.dynamic = loss_scale == "dynamic"
+        self._min_loss_scale = min_loss_scale
+        self._max_loss_scale = max_loss_scale
+        self._scale_seq_len = scale_window
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._hysteresis = hysteresis
+        self._found: torch.Tensor | None = None  # of the pass under way
+        self._unchecked: torch.Tensor | None = None  # seen by delay_overflow_check passes
+        self._epoch = 0  # grows with each counted step; see Pass in apex.amp.optimizer
+        start = self._bounded(init_scale) if self.dynamic else float(loss_scale)
+        self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32)
+        self._static = None if self.dynamic else start
+
+    def _bounded(self, scale: float) -> float:
+        if self._max_loss_scale is not None:
+            scale = min(scale, self._max_loss_scale)
+        return max(scale, self._floor)
+
+    @property
+    def _floor(self) -> float:
+        return max(float(self._min_loss_scale or 0.0), TINY)
+
+    # Plain attributes of old: any number may be written and takes effect at once.
+    @property
+    def _loss_scale(self) -> float:
+        return self._static if self._static is not None else self._read()[0]
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        if self._static is not None:
+            self._static = float(value)
+        self._write(0, value)
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self._read()[1])
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._write(1, value)
+
+    @property
+    def _has_overflow(self) -> bool:
+        return self._found is not None and bool(self._found.item())
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._found = torch.tensor(float(value), device=self._state.device)
+
+    @property
+    def _overflow_buf(self) -> torch.Tensor:
+        """The flag as the one-element int tensor that fused kernels of old wrote to."""
+        found = torch.zeros((), device=self._state.device) if self._found is None else self._found
+        return found.reshape(1).to(torch.int32)
+
+    def _read(self) -> list[float]:
+        values: list[float] = self._state.tolist()
+        return values
+
+    def _write(self, index: int, value: float) -> None:
+        state = self._state.clone()
+        state[index] = float(value)
+        self._state = state
+
+    def loss_scale(self) -> float:
+        """The scale as a Python float; waits for the device when the scale is dynamic."""
+        return self._loss_scale
+
+    def scale_on(self, device: torch.device) -> torch.Tensor | float:
+        """The scale to multiply a loss on ``device`` by: a 0-dim tensor there, or a float."""
+        if self._static is not None:
+            return self._static
+        if self._state.device != device:
+            self._state = self._state.to(device, non_blocking=True)
+        return self._state[0]
+
+    def clear_overflow_state(self) -> None:
+        """Forget the evidence of the last pass."""
+        self._found = None
+
+    def _see(self, found: torch.Tensor | None) -> None:
+        if found is not None:
+            self._found = found if self._found is None else torch.maximum(self._found, found)
+
+    def finish_pass(self, found: torch.Tensor | None, *, check: bool = True) -> None:
+        """Take the flag of a finished pass and back off if it is set; nothing waits.
+
+        Args:
+            found: What :func:`unscale_` returned.
+            check: ``False`` leaves the scale alone and keeps the evidence for the next check.
+        """
+        if found is None:
+            return
+        if not check:
+            seen = self._unchecked
+            self._unchecked = found if seen is None else torch.maximum(seen, found)
+            return
+        if self._unchecked is not None:
+            found, self._unchecked = torch.maximum(found, self._unchecked), None
+        self._state = _apply_overflow(
+            self._state, found, self._backoff_factor, self._floor, self._hysteresis
+        )
+
+    def count_step(self) -> None:
+        """Count a step that landed on this scaler's gradients; grow when there were enough."""
+        self._epoch += 1
+        if self._static is not None:
+            return
+        scale, clean, hits = self._state.unbind()
+        clean = clean + 1
+        full = clean >= self._scale_seq_len
+        grown = (scale * self._growth_factor).clamp(self._floor, self._max_loss_scale)
+        self._state = torch.stack(
+            (torch.where(full, grown, scale), torch.where(full, 0.0, clean), hits)
+        )
+
+    def update_scale(self) -> bool:
+        """End a pass by hand: back off or count one, and say whether the step is to be skipped.
+
+        Waits for the device. The engine itself uses :meth:`finish_pass` and :meth:`count_step`.
+        """
+        overflow = self.dynamic and self._has_overflow
+        if overflow and self._found is not None:
+            self.finish_pass(self._found)
+        else:
+            self.count_step()
+        return overflow
+
+    def unscale(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        unused_scale: Any,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write ``model_grads / scale`` into ``master_grads``, which may be the same tensors.
+
+        Args:
+            model_grads: Scaled gradients, any floating dtype.
+            master_grads: Where to write, same shapes, any floating dtype.
+            unused_scale: Ignored, as in the original.
+            models_are_masters: Whether both lists are the same tensors.
+            scale_override: Scale to use in place of the current one.
+        """
+        if models_are_masters and scale_override is None and self._static == 1.0:
+            return
+        self.unscale_with_stashed(model_grads, None, master_grads, self._triple(scale_override))
+
+    def _triple(self, scale: float | None) -> tuple[float, float, float]:
+        return (self._loss_scale if scale is None else scale, 1.0, 1.0)
+
+    @torch.no_grad()
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        stashed_master_grads: Sequence[torch.Tensor] | None,
+        master_grads: Sequence[torch.Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Write ``model_grads * (out / scale) + stashed * (out / stash_scale)``.
+
+        Args:
+            model_grads: Scaled gradients; only these are checked for inf and nan.
+            stashed_master_grads: Gradients accumulated before, or ``None`` for zero.
+            master_grads: Where to write, same shapes, any floating dtype.
+            scale_override: ``(scale, stash_scale, out_scale)``; the default is the current scale
+                and 1, 1.
+        """
+        grad_scale, stash_scale, out_scale = scale_override or self._triple(None)
+        for index, (grad, out) in enumerate(zip(model_grads, master_grads, strict=True)):
+            wide = grad.to(torch.promote_types(out.dtype, torch.float32))
+            if self.dynamic:
+                flag = (~torch.isfinite(wide)).any().float().to(self._state.device)
+                self._see(flag)
+            result = wide * (out_scale / grad_scale)
+            if stashed_master_grads is not None:
+                result = result + stashed_master_grads[index] * (out_scale / stash_scale)
+            out.copy_(result)
+
+    # The names under which the original kept its slow path; here there is one path.
+    def unscale_python(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        scale: float,
+    ) -> None:
+        """:meth:`unscale` with the scale given."""
+        self.unscale_with_stashed(model_grads, None, master_grads, (scale, 1.0, 1.0))
+
+    def unscale_with_stashed_python(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        stashed_master_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        a: float,
+        b: float,
+    ) -> None:
+        """Write ``a * model_grads + b * stashed_master_grads`` into ``master_grads``."""
+        self.unscale_with_stashed(
+            model_grads, stashed_master_grads, master_grads, (1.0 / a, 1.0 / b, 1.0)
+        )
+
+    def unscale_and_update(self, param_groups: Iterable[dict[str, Any]], scale: float) -> bool:
+        """Unscale the gradients of ``param_groups`` in place, update, say whether to skip."""
+        grads = [param.grad for param in iter_params(param_groups) if param.grad is not None]
+        self.clear_overflow_state()
+        self.unscale_python(grads, grads, scale)
+        return self.update_scale()
+
+
+def _check_range(name: str, value: float, right: bool, allowed: str) -> None:
+    if not right:
+        raise ValueError(f"loss scaling: {name} was {value}; it must be {allowed}.")
+
+
+def iter_params(param_groups: Iterable[dict[str, Any]]) -> Iterator[torch.Tensor]:
+    """Yield every tensor of ``param_groups``."""
+    for group in param_groups:
+        yield from group["params"]
+
+
+@torch.no_grad()
+def scale_check_overflow_python(
+    model_grad: torch.Tensor, master_grad: torch.Tensor, scale: float, check_overflow: bool = False
+) -> bool:
+    """Write ``model_grad * scale``; with ``check_overflow`` return True on inf or nan."""
+    if check_overflow and not bool(torch.isfinite(model_grad).all()):
+        return True
+    master_grad.copy_(model_grad.to(torch.promote_types(master_grad.dtype, torch.float32)) * scale)
+    return False
+
+
+@torch.no_grad()
+def axpby_check_overflow_python(
+    model_grad: torch.Tensor,
+    stashed_grad: torch.Tensor,
+    master_grad: torch.Tensor,
+    a: float,
+    b: float,
+    check_overflow: bool = False,
+) -> bool:
+    """Write ``a * model_grad + b * stashed_grad``; checks ``model_grad`` as above."""
+    if check_overflow and not bool(torch.isfinite(model_grad).all()):
+        return True
+    wide = torch.promote_types(master_grad.dtype, torch.float32)
+    master_grad.copy_(a * model_grad.to(wide) + b * stashed_grad.to(wide))
+    return False
+
+
+def scale_check_overflow(d_grads: torch.Tensor, scale: float) -> bool:
+    """Multiply ``d_grads`` by ``scale`` in place; return whether an element is inf or nan."""
+    return bool(unscale_([d_grads], torch.tensor(1.0 / scale)))

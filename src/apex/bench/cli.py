@@ -1,0 +1,128 @@
+"""The ``apex`` command: finds the sub-command, and turns what users get wrong into one line.
+
+A sub-command is a module with ``HELP`` (its description), ``add_arguments(parser)`` and
+``run(args) -> int`` (the exit code). It is imported only once it has been chosen, because
+some need packages of the ``bench`` extra. ``run`` reports a bad combination of options by
+raising `UsageError`; whatever else it raises is a defect and keeps its traceback.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn, Protocol, cast
+
+import apex
+
+__all__ = ["UsageError", "main"]
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class UsageError(Exception):
+    """A request that cannot be met; the message is one line for the user."""
+
+
+class CommandModule(Protocol):
+    """What a module must offer to be a sub-command."""
+
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do the work and return the exit code."""
+
+
+class Command(NamedTuple):
+    """A sub-command: where it lives and what the list of commands says of it."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "info": Command("apex.bench.info", "what is installed here and which code path runs it"),
+    "bench": Command("apex.bench.digits", "what each precision level costs and gives"),
+}
+
+EXTRAS = {"bench": frozenset({"matplotlib", "numpy", "rich", "sklearn"})}  # what each brings
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, except that an error is exactly one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {_one_line(message)} (see '{self.prog} --help')\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments after the program's name; those of the process by default.
+
+    Returns:
+        The exit code: 0 for success, 2 for a request that cannot be met, 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in arguments if not word.startswith("-")), "")
+    try:
+        args = _parser(chosen).parse_args(arguments)
+        module: CommandModule = args.module
+        code = module.run(args)
+        sys.stdout.flush()
+    except UsageError as error:
+        return _complain(chosen, str(error), 2)
+    except KeyboardInterrupt:
+        return _complain(chosen, "interrupted", INTERRUPTED)
+    except BrokenPipeError:  # the reader (`| head`) has gone: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except ModuleNotFoundError as error:
+        extra = _extra_with((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        return _complain(chosen, f"{error.name} is missing: {_remedy(extra)}", 2)
+    return code
+
+
+def _parser(chosen: str) -> _Parser:
+    """Build the parser; only the chosen command's own options are in it."""
+    parser = _Parser(prog="apex", description="Mixed-precision training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"apex {apex.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.summary)
+        if name == chosen:
+            module = cast(CommandModule, importlib.import_module(command.module))
+            subparser.description = module.HELP
+            module.add_arguments(subparser)
+            subparser.set_defaults(module=module)
+    return parser
+
+
+def _extra_with(package: str) -> str | None:
+    return next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+
+
+def _remedy(extra: str) -> str:
+    """Say how to get an extra; the public index would give a source tree another project."""
+    try:
+        importlib.metadata.version("apex")
+    except importlib.metadata.PackageNotFoundError:
+        return f"pip install '.[{extra}]' in the folder of this project"
+    return f"pip install 'apex[{extra}]'"
+
+
+def _complain(chosen: str, message: str, code: int) -> int:
+    print(f"apex {chosen}".rstrip() + f": {_one_line(message)}", file=sys.stderr)
+    return code
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

@@ -1,0 +1,86 @@
+"""Which code path runs each family of operations on a device, and why.
+
+A family joins by adding a row to ``FAMILIES``. It is reported only where its module exists, so
+that the list never promises what is not there.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+__all__ = ["FAMILIES", "Choice", "Family", "LivePath", "live_paths"]
+
+PathName = Literal["Triton", "torch fused", "reference", "unavailable"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The path that a family takes on a device, and the reason."""
+
+    path: PathName
+    why: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of operations: its name for people, where it lives, and how it chooses."""
+
+    name: str
+    module: str
+    choose: Callable[[torch.device], Choice]
+
+
+@dataclass(frozen=True)
+class LivePath:
+    """One line of the report."""
+
+    family: str
+    device: str
+    path: PathName
+    why: str
+
+
+def live_paths(devices: Iterable[str], families: Iterable[Family] | None = None) -> list[LivePath]:
+    """Ask every family that exists which path it takes on each device."""
+    present = [f for f in (FAMILIES if families is None else families) if _exists(f.module)]
+    names = list(devices)
+    return [_live_path(family, name) for family in present for name in names]
+
+
+def _live_path(family: Family, device: str) -> LivePath:
+    choice = family.choose(torch.device(device))
+    return LivePath(family.name, device, choice.path, choice.why)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+def _casting(device: torch.device) -> Choice:
+    if torch.amp.is_autocast_available(device.type):
+        return Choice("torch fused", "torch.autocast, plus apex's rules where its lists differ")
+    return Choice("unavailable", f"torch.autocast does not know {device.type!r} devices")
+
+
+def _unscaling(device: torch.device) -> Choice:
+    """Try torch's list kernel on one element: whether it is built for a device is not on record."""
+    try:
+        one = torch.ones(1, device=device)
+        found_inf = torch.zeros(1, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_([one], found_inf, one.clone())
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return Choice("unavailable", f"torch's list kernel does not run here: {reason}")
+    return Choice("torch fused", "one torch._amp_foreach_non_finite_check_and_unscale_ a list")
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("casting", "apex.amp", _casting),
+    Family("gradient unscaling", "apex.amp", _unscaling),
+)

@@ -1,0 +1,292 @@
+"""What this machine is: software versions, devices, and the CUDA tool chain round them.
+
+Everything is looked up, nothing is required: what is missing comes back as ``None`` with the
+reason beside it where one is known. Triton is not imported, and no option of the process changes.
+"""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import apex
+
+__all__ = ["Cuda", "Device", "HalfType", "Versions", "cuda", "devices", "versions"]
+
+TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
+TOOL_TIMEOUT_S = 10.0  # a wedged driver makes nvidia-smi hang
+
+# Instruction sets that multiply this type directly; without one, torch goes through float32.
+# The names are those of torch.cpu.get_capabilities() and, where it is older, /proc/cpuinfo.
+CPU_HALF_FLAGS = {
+    "float16": ("amx_fp16", "avx512_fp16", "fp16_arith", "asimdhp"),
+    "bfloat16": ("amx_bf16", "avx512_bf16", "sve_bf16", "svebf16", "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The software; ``None`` is "not installed"."""
+
+    apex: str
+    torch: str
+    triton: str | None
+    python: str
+    platform: str
+
+
+@dataclass(frozen=True)
+class HalfType:
+    """Whether a device computes a 16-bit type in hardware; ``None`` is "not known"."""
+
+    dtype: str
+    native: bool | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that tensors can be on.
+
+    ``device`` is torch's name for it; ``capability`` is CUDA's compute capability, AMD's name of
+    the architecture, or for a CPU the vector instructions that torch uses. ``cores`` counts a
+    CPU's logical cores and a GPU's multiprocessors.
+    """
+
+    device: str
+    name: str
+    memory_bytes: int | None
+    cores: int | None
+    capability: str | None
+    half_types: tuple[HalfType, ...]
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """The versions that must fit together on a GPU machine, and why no GPU is usable."""
+
+    available: bool
+    torch_cuda: str | None
+    torch_rocm: str | None
+    cudnn: str | None
+    driver: str | None
+    driver_cuda: str | None
+    nvcc: str | None
+    nvcc_path: str | None
+    why_not: str | None
+
+
+def versions() -> Versions:
+    """Look up the versions that a bug report needs."""
+    python = f"{platform.python_version()} ({platform.python_implementation()})"
+    return Versions(
+        apex=apex.__version__,
+        torch=str(torch.__version__),
+        triton=next(filter(None, map(_distribution_version, TRITON_DISTRIBUTIONS)), None),
+        python=python,
+        platform=platform.platform(),
+    )
+
+
+def devices() -> list[Device]:
+    """List the CPU and every accelerator that this torch can use."""
+    if torch.cuda.is_available():
+        return [_cpu(), *(_gpu(index) for index in range(torch.cuda.device_count()))]
+    return [_cpu(), *_other_accelerators()]
+
+
+def cuda() -> Cuda:
+    """Look up torch's CUDA and cuDNN, the driver, and the compiler."""
+    available = torch.cuda.is_available()
+    cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    driver, driver_cuda = _driver()
+    nvcc_path = shutil.which("nvcc")
+    return Cuda(
+        available=available,
+        torch_cuda=torch.version.cuda,
+        torch_rocm=torch.version.hip,
+        cudnn=None if cudnn is None else _cudnn_version(cudnn),
+        driver=driver,
+        driver_cuda=driver_cuda,
+        nvcc=_search(r"release ([\d.]+)", _output_of([nvcc_path, "--version"])),
+        nvcc_path=nvcc_path,
+        why_not=None if available else _why_no_gpu(driver),
+    )
+
+
+def _cpu() -> Device:
+    flags = _cpu_flags()
+    return Device(
+        device="cpu",
+        name=_cpu_name(),
+        memory_bytes=_physical_memory(),
+        cores=os.cpu_count(),
+        capability=torch.backends.cpu.get_cpu_capability(),
+        half_types=tuple(
+            _cpu_half_type(dtype, wanted, flags) for dtype, wanted in CPU_HALF_FLAGS.items()
+        ),
+    )
+
+
+def _cpu_half_type(dtype: str, wanted: Sequence[str], flags: frozenset[str]) -> HalfType:
+    if not flags:
+        return HalfType(dtype, None, "this system does not say what its CPU can do")
+    present = [flag for flag in wanted if flag in flags]
+    if present:
+        return HalfType(dtype, True, ", ".join(present))
+    return HalfType(dtype, False, "no such instructions: for correctness, not for speed")
+
+
+def _gpu(index: int) -> Device:
+    name = f"cuda:{index}"
+    try:
+        properties = torch.cuda.get_device_properties(index)
+    except (AssertionError, RuntimeError) as error:  # fallen off the bus, or in use by one process
+        return Device(name, f"unusable: {_first_line(error)}", None, None, None, ())
+    rocm = torch.version.hip is not None
+    capability = (properties.major, properties.minor)
+    return Device(
+        device=name,
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        cores=properties.multi_processor_count,
+        capability=properties.gcnArchName if rocm else "{}.{}".format(*capability),
+        half_types=_rocm_half_types() if rocm else _cuda_half_types(capability),
+    )
+
+
+def _cuda_half_types(capability: tuple[int, int]) -> tuple[HalfType, ...]:
+    """Say what a compute capability means for the half types.
+
+    Source: CUDA C++ Programming Guide, "Compute Capabilities", feature support.
+    """
+    if capability >= (7, 0):
+        float16 = HalfType("float16", True, "tensor cores since compute capability 7.0")
+    elif capability >= (5, 3):
+        float16 = HalfType("float16", True, "arithmetic since 5.3, but no tensor cores before 7.0")
+    else:
+        float16 = HalfType("float16", False, "needs compute capability 5.3: saves memory only")
+    if capability >= (8, 0):
+        return float16, HalfType("bfloat16", True, "tensor cores since compute capability 8.0")
+    return float16, HalfType("bfloat16", False, "needs compute capability 8.0: emulated, slow")
+
+
+def _rocm_half_types() -> tuple[HalfType, ...]:
+    unknown = "not known here for AMD's architectures"
+    return HalfType("float16", None, unknown), HalfType("bfloat16", None, unknown)
+
+
+def _other_accelerators() -> list[Device]:
+    """List accelerators that are not CUDA's (mps, xpu, ...); only their kind is known here."""
+    accelerator = getattr(torch, "accelerator", None)
+    if accelerator is None or not accelerator.is_available():
+        return []
+    kind = accelerator.current_accelerator().type
+    unknown = tuple(HalfType(dtype, None, "not known here") for dtype in CPU_HALF_FLAGS)
+    return [
+        Device(f"{kind}:{index}", kind, None, None, None, unknown)
+        for index in range(accelerator.device_count())
+    ]
+
+
+def _why_no_gpu(driver: str | None) -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this torch is a CPU build"
+    if driver is None:
+        return "no NVIDIA driver answers (nvidia-smi)" if torch.version.cuda else "no GPU answers"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None:
+        return f"CUDA_VISIBLE_DEVICES is {hidden!r}"
+    return "the driver answers, but torch finds no GPU"
+
+
+def _driver() -> tuple[str | None, str | None]:
+    """Ask nvidia-smi for the driver's version and the newest CUDA that it serves."""
+    tool = shutil.which("nvidia-smi")
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    version = _search(r"^\s*(\d+\.[\d.]+)\s*$", _output_of(query))
+    if version is None:
+        return None, None
+    return version, _search(r"CUDA[^:|]*Version\s*:\s*([\d.]+)", _output_of([tool]))
+
+
+def _output_of(command: Sequence[str | None]) -> str:
+    """Return what a tool prints, or nothing where it is missing, fails or hangs."""
+    words = [word for word in command if word is not None]
+    if len(words) < len(command):
+        return ""
+    try:
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TOOL_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def _search(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def _cudnn_version(number: int) -> str:
+    """Take cuDNN's number apart: 9.20.0 is 92000, and 8.9.2, of the older kind, was 8902."""
+    scale = 10_000 if number >= 90_000 else 1_000
+    return f"{number // scale}.{number % scale // 100}.{number % 100}"
+
+
+def _distribution_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Collect the names of what the CPU can do; empty where nobody says."""
+    query = getattr(torch.cpu, "get_capabilities", None)  # an older torch lacks it
+    if query is not None:
+        return frozenset(name for name, present in query().items() if present is True)
+    return frozenset(word for line in _cpuinfo("flags", "Features") for word in line.split())
+
+
+def _cpu_name() -> str:
+    return next(_cpuinfo("model name"), "") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(*fields: str) -> Iterator[str]:
+    """Yield the values of some fields of Linux's CPU list, in order; none on other systems."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        field, _, value = line.partition(":")
+        if field.strip() in fields:
+            yield value.strip()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _physical_memory() -> int | None:
+    if sys.platform == "win32":
+        return None
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,103 @@
+"""How many bytes of tensors a piece of work needs at its peak, measured on the device itself.
+
+On a CUDA device torch's allocator keeps that number. On a CPU it keeps none, but the profiler
+records every allocation and every release with the allocator's running total, so the peak of that
+record is a measurement too. What libraries allocate behind torch's back (scratch space of the
+convolution library, the interpreter itself) is in neither number.
+
+Not the resident set of the process: it never shrinks, a level that runs second would look free,
+and Windows has no equal of it.
+"""
+
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["peak_bytes", "source"]
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
+    """Run ``work`` once and measure the tensor memory it needed at its peak.
+
+    Args:
+        work: What to measure. Memory that it releases before it returns counts, as does memory
+            that it keeps.
+        device: Where its tensors live.
+
+    Returns:
+        Bytes in use at the peak beyond those in use at the start; ``None`` where there is no way
+        to measure.
+    """
+    gc.collect()  # what earlier work left in cycles would be released in the middle of the record
+    if device.type == "cuda":
+        return _cuda_peak(work, device)
+    if device.type == "cpu":
+        return _cpu_peak(work)
+    return None
+
+
+def source(device: torch.device) -> str:
+    """Say in a few words where `peak_bytes` has its number from."""
+    return {
+        "cpu": "torch's CPU allocator, as the profiler records it",
+        "cuda": "torch.cuda.max_memory_allocated",
+    }.get(device.type, "not measured")
+
+
+def _cuda_peak(work: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _cpu_peak(work: Callable[[], object]) -> int | None:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        _silent_kineto(),
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+    ):
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        # Bytes, not text: names in the trace may be in the machine's own encoding.
+        events = json.loads(trace.read_bytes().decode(errors="replace"))["traceEvents"]
+    return _peak_of_record(events)
+
+
+def _peak_of_record(events: list[dict[str, Any]]) -> int | None:
+    """Find the peak among the trace's ``[memory]`` events, above the total before the first one."""
+    record = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
+    if not record:
+        return None
+    record.sort(key=lambda event: float(event["ts"]))
+    first = record[0]["args"]
+    # The allocator goes on counting what an earlier profile saw and nobody has released yet.
+    before = int(first["Total Allocated"]) - int(first["Bytes"])
+    return max(before, *(int(event["args"]["Total Allocated"]) for event in record)) - before
+
+
+@contextmanager
+def _silent_kineto() -> Iterator[None]:
+    """Keep the profiler's engine from announcing its start and end on standard error.
+
+    It reads the variable when it is first used in the process, and offers nothing else.
+    """
+    name = "KINETO_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "99")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]

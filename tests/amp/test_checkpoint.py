@@ -1,0 +1,200 @@
+"""Saving and restoring."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.amp.hand import batches, net
+from torch import nn
+
+from apex import amp
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def build(level, seed, num_losses=1):
+    model = net(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    return model, optimizer
+
+
+def train(model, optimizer, count, seed):
+    for x, y in batches(count, seed):
+        optimizer.zero_grad()
+        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def everything(model, optimizer):
+    state = dict(model.state_dict())
+    for index, slots in optimizer.state_dict()["state"].items():
+        state.update({f"{index}.{name}": torch.as_tensor(v) for name, v in slots.items()})
+    return state
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+ORDERS = list(itertools.permutations(["initialize", "model", "optimizer"]))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resumed_run_is_the_run_bit_for_bit(level, order, tmp_path):
+    model, optimizer = build(level, 0)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, growth_interval=4
+    )
+    train(model, optimizer, 5, seed=2)
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "amp": amp.state_dict(),
+        },
+        tmp_path / "checkpoint.pt",
+    )
+    train(model, optimizer, 5, seed=3)
+    after, scales = everything(model, optimizer), amp.state_dict()
+
+    amp.reset()
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    model, optimizer = build(level, 7)
+    for what in order:
+        if what == "initialize":
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=level, verbosity=0, growth_interval=4
+            )
+            amp.load_state_dict(saved["amp"])
+        else:
+            {"model": model, "optimizer": optimizer}[what].load_state_dict(saved[what])
+    train(model, optimizer, 5, seed=3)
+    assert equal(everything(model, optimizer), after)
+    assert amp.state_dict() == scales
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_model_state_is_float32_and_loads_without_amp(level):
+    model, optimizer = build(level, 0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer, 2, seed=2)
+    state = model.state_dict()
+    assert {v.dtype for v in state.values() if v.is_floating_point()} == {torch.float32}
+    net(5).load_state_dict(state)
+    masters = {id(p): p for p in amp.master_params(optimizer)}
+    if level in ("O2", "O5"):
+        assert any(torch.equal(state["0.weight"], p) for p in masters.values())
+        assert state["0.weight"].data_ptr() not in {p.data_ptr() for p in masters.values()}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_weights_loaded_in_mid_training_are_respected(level):
+    model, optimizer = build(level, 0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer, 2, seed=2)
+    other = net(9).state_dict()
+    model.load_state_dict(other)
+    assert equal(dict(model.state_dict()), dict(other))  # unrounded, through the masters
+    model[4].load_state_dict({k[2:]: v + 1 for k, v in other.items() if k.startswith("4.")})
+    assert torch.equal(model.state_dict()["4.weight"], other["4.weight"] + 1)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(model.state_dict()["4.weight"], other["4.weight"] + 1)
+
+
+def test_amp_state_is_plain_and_ordered():
+    model, optimizer = build("O1", 0)
+    amp.initialize(model, optimizer, num_losses=2, verbosity=0)
+    amp._amp_state.loss_scalers[1]._loss_scale = 8
+    amp._amp_state.loss_scalers[1]._unskipped = 3
+    saved = amp.state_dict()
+    assert list(saved.items()) == [
+        ("loss_scaler0", {"loss_scale": 65536.0, "unskipped": 0}),
+        ("loss_scaler1", {"loss_scale": 8.0, "unskipped": 3}),
+    ]
+    assert type(saved["loss_scaler1"]["unskipped"]) is int
+    mine = {}
+    assert amp.state_dict(destination=mine) is mine
+    assert mine == saved
+
+
+def test_loading_goes_by_the_number_in_the_key():
+    model, optimizer = build("O1", 0)
+    amp.initialize(model, optimizer, num_losses=2, verbosity=0)
+    amp.load_state_dict(
+        {
+            "loss_scaler1": {"loss_scale": 4.0, "unskipped": 1},
+            "loss_scaler0": {"loss_scale": 2.0, "unskipped": 0, "something": "new"},
+        }
+    )
+    assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [2.0, 4.0]
+
+
+def test_another_number_of_losses_warns_with_both_numbers():
+    model, optimizer = build("O1", 0)
+    amp.initialize(model, optimizer, num_losses=2, verbosity=0)
+    entry = {"loss_scale": 4.0, "unskipped": 1}
+    with pytest.warns(UserWarning, match=r"1 entries, while 2"):
+        amp.load_state_dict({"loss_scaler1": entry})
+    assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [65536.0, 4.0]
+    with pytest.warns(UserWarning, match=r"3 entries, while 2"):
+        amp.load_state_dict({f"loss_scaler{i}": entry for i in range(3)})
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"foreign": {}}, '"foreign"'),
+        ({"loss_scaler0": {"loss_scale": 4.0}}, '"loss_scaler0"'),
+        ({"loss_scaler0": {"loss_scale": math.nan, "unskipped": 0}}, "finite"),
+        ({"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}, "above 0"),
+        ({"loss_scaler0": 3.0}, '"loss_scaler0"'),
+        ({"loss_scaler0": {"loss_scale": "x", "unskipped": 0}}, '"loss_scaler0"'),
+    ],
+)
+def test_foreign_and_corrupt_states_are_refused_and_change_nothing(bad, match):
+    model, optimizer = build("O1", 0)
+    amp.initialize(model, optimizer, verbosity=0)
+    before = amp.state_dict()
+    good = {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}
+    with pytest.raises(RuntimeError, match=match):
+        amp.load_state_dict({**good, **bad})
+    assert amp.state_dict() == before
+    with pytest.raises(TypeError, match="was a list"):
+        amp.load_state_dict([])
+
+
+def test_a_dynamic_state_does_not_make_a_static_scale_dynamic():
+    model, optimizer = build("O0", 0)
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 7}})
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
+
+
+def test_disabled_needs_no_branches():
+    model, optimizer = build("O1", 0)
+    amp.initialize(model, optimizer, enabled=False)
+    saved = amp.state_dict()
+    assert saved == {}
+    amp.load_state_dict(saved)
+
+
+def test_extra_state_and_frozen_weights_pass_through():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"note": "kept"}
+
+        def set_extra_state(self, state):
+            self.note = state["note"]
+
+    for level in LEVELS:
+        model = amp.initialize(Extra(2, 2), opt_level=level, verbosity=0)
+        state = model.state_dict()
+        assert state["_extra_state"] == {"note": "kept"}
+        model.load_state_dict(state)
+        assert model.note == "kept"
+        amp.reset()

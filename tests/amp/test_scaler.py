@@ -1,0 +1,167 @@
+"""The scale rule as a state machine, and ``LossScaler`` by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.amp.hand import Scale
+
+from apex.amp.scaler import (
+    LossScaler,
+    axpby_check_overflow_python,
+    iter_params,
+    scale_check_overflow,
+    scale_check_overflow_python,
+    unscale_,
+)
+
+EVENTS = st.lists(st.sampled_from(["clean", "overflow", "land"]), max_size=60)
+
+
+@given(
+    events=EVENTS,
+    window=st.integers(1, 4),
+    start=st.sampled_from([1.0, 2.0**16, 2.0**24]),
+    floor=st.sampled_from([None, 0.5, 2.0**15]),
+)
+def test_scale_follows_the_rule(events, window, start, floor):
+    scaler = LossScaler("dynamic", start, scale_window=window, min_loss_scale=floor)
+    rule = Scale(max(start, floor or 0.0), window, floor or 2.0**-126)
+    epoch = None
+    for event in events:
+        if event == "land":
+            if epoch == scaler._epoch:  # what a step asks before it counts
+                scaler.count_step()
+            rule.land()
+        else:
+            scaler.finish_pass(torch.tensor(float(event == "overflow")))
+            rule.finish_pass(event == "overflow")
+            if event == "clean":
+                epoch = scaler._epoch
+        assert scaler.loss_scale() == rule.value
+        assert scaler._unskipped == rule.clean
+
+
+@given(events=st.lists(st.booleans(), max_size=30), hysteresis=st.integers(1, 4))
+def test_hysteresis_waits_for_that_many_bad_passes_in_a_row(events, hysteresis):
+    scaler = LossScaler("dynamic", hysteresis=hysteresis)
+    scale, row = 2.0**16, 0
+    for bad in events:
+        scaler.finish_pass(torch.tensor(float(bad)))
+        row = row + 1 if bad else 0
+        if row >= hysteresis:
+            scale /= 2
+        assert scaler.loss_scale() == scale
+
+
+def test_defaults():
+    scaler = LossScaler("dynamic")
+    assert (scaler.dynamic, scaler.loss_scale(), scaler._unskipped) == (True, 65536.0, 0)
+    assert (scaler._scale_seq_len, scaler._max_loss_scale, scaler._min_loss_scale) == (
+        2000,
+        2.0**24,
+        None,
+    )
+    assert LossScaler(128).loss_scale() == 128.0
+    assert LossScaler("dynamic", max_loss_scale=None).loss_scale() == 65536.0
+
+
+def test_growth_stops_at_the_ceiling_and_counts_past_the_window():
+    scaler = LossScaler("dynamic", init_scale=2.0**23, scale_window=10)
+    scaler._unskipped = 25  # loaded from a run with a longer window
+    scaler.count_step()
+    assert scaler.loss_scale() == 2.0**24
+    scaler._unskipped = 9
+    scaler.count_step()
+    assert scaler.loss_scale() == 2.0**24
+
+
+def test_factors_are_used():
+    scaler = LossScaler("dynamic", 8.0, growth_factor=3.0, backoff_factor=0.25, scale_window=1)
+    scaler.count_step()
+    assert scaler.loss_scale() == 24.0
+    scaler.finish_pass(torch.tensor(1.0))
+    assert scaler.loss_scale() == 6.0
+    old = LossScaler("dynamic", 8.0, 4.0, 1)
+    old.count_step()
+    assert old.loss_scale() == 32.0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"growth_factor": 0.5}, "growth_factor was 0.5"),
+        ({"backoff_factor": 0.0}, "backoff_factor was 0.0"),
+        ({"scale_window": 0}, "growth_interval was 0"),
+        ({"hysteresis": 0}, "hysteresis was 0"),
+        ({"init_scale": math.inf}, "init_scale was inf"),
+        ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_loss_scale was 8.0"),
+    ],
+)
+def test_bad_numbers_are_refused(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        LossScaler("dynamic", **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("place", [0, 17, -1])
+def test_unscale_checks_every_element(dtype, value, place):
+    grads = [torch.full((n,), 4.0, dtype=dtype) for n in (1, 33, 0, 1000)]
+    assert unscale_(grads, torch.tensor(2.0)).item() == 0.0
+    assert all(torch.equal(g, torch.full_like(g, 2.0)) for g in grads)
+    grads[3][place] = value
+    assert unscale_(grads, torch.tensor(2.0)).item() == 1.0
+
+
+def test_unscale_takes_mixed_dtypes_complex_and_nothing():
+    grads = [torch.ones(3, dtype=d) for d in (torch.float16, torch.float32, torch.complex64)]
+    assert unscale_(grads, torch.tensor(4.0)).item() == 0.0
+    assert all(torch.equal(g, torch.full_like(g, 0.25)) for g in grads)
+    assert unscale_([], torch.tensor(4.0)).item() == 0.0
+    assert unscale_(grads, 0.25) is None
+    assert all(torch.equal(g, torch.ones_like(g)) for g in grads)
+
+
+@pytest.mark.parametrize("model", [torch.float16, torch.float32])
+@pytest.mark.parametrize("master", [torch.float16, torch.float32])
+def test_public_unscale_methods(model, master):
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    grads = [torch.full((5,), 16.0, dtype=model)]
+    out = [torch.zeros(5, dtype=master)]
+    scaler.unscale(grads, out, None)
+    assert torch.equal(out[0], torch.full((5,), 2.0, dtype=master))
+    scaler.unscale_with_stashed(grads, [torch.ones(5)], out)
+    assert torch.equal(out[0], torch.full((5,), 3.0, dtype=master))
+    scaler.unscale_with_stashed_python(grads, [torch.ones(5)], out, 0.25, 2.0)
+    assert torch.equal(out[0], torch.full((5,), 6.0, dtype=master))
+    assert not scaler.update_scale()
+    grads[0][4] = math.inf
+    scaler.unscale_python(grads, out, 8.0)
+    assert scaler._has_overflow
+    assert scaler._overflow_buf.tolist() == [1]
+    assert scaler.update_scale()
+    assert scaler.loss_scale() == 4.0
+    scaler.clear_overflow_state()
+    assert not scaler._has_overflow
+
+
+def test_old_helpers():
+    grad, out = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    assert not scale_check_overflow_python(grad, out, 2.0, True)
+    assert torch.equal(out, torch.tensor([2.0, 4.0]))
+    assert not axpby_check_overflow_python(grad, torch.ones(2), out, 2.0, 3.0, True)
+    assert torch.equal(out, torch.tensor([5.0, 7.0]))
+    assert scale_check_overflow_python(grad / 0, out, 2.0, True)
+    assert axpby_check_overflow_python(grad / 0, grad, out, 2.0, 3.0, True)
+    assert not scale_check_overflow(grad, 2.0)
+    assert torch.equal(grad, torch.tensor([2.0, 4.0]))
+    groups = [{"params": [grad]}, {"params": [out]}]
+    assert [id(p) for p in iter_params(groups)] == [id(grad), id(out)]
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 8.0)
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    assert not scaler.unscale_and_update([{"params": [parameter]}], 8.0)
+    assert torch.equal(parameter.grad, torch.ones(2))

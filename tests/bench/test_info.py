@@ -1,0 +1,318 @@
+import dataclasses
+import json
+import os
+import stat
+import sys
+import types
+
+import pytest
+import torch
+
+import apex
+from apex.bench import cli, families, info, installs, machine
+
+MISSING = machine.Cuda(False, None, None, None, None, None, None, None, "a CPU build")
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """Make the PATH hold nothing but what a test puts there: name -> what it prints."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def put(name, script):
+        tool = tmp_path / name
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+
+    return put
+
+
+# --- the command ---------------------------------------------------------------------------
+
+
+def test_json_is_one_object_and_nothing_else(capfd):
+    assert cli.main(["info", "--json"]) == 0
+    out, errors = capfd.readouterr()
+    assert errors == ""
+    facts = json.loads(out)
+    assert facts["versions"]["apex"] == apex.__version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["devices"][0]["device"] == "cpu"
+    assert {half["dtype"] for half in facts["devices"][0]["half_types"]} == {"float16", "bfloat16"}
+    assert set(facts["cuda"]) >= {"torch_cuda", "cudnn", "driver", "nvcc"}
+    assert facts["installs"]["running"] == os.path.dirname(os.path.realpath(apex.__file__))
+
+
+def test_text_says_what_readers_look_up_by_hand(capfd):
+    assert cli.main(["info"]) == 0
+    out, errors = capfd.readouterr()
+    assert errors == ""
+    words = ["apex ", "torch ", "Triton ", "Python ", "cuDNN", "driver", "nvcc", "float16: "]
+    assert [word for word in words if word not in out] == []
+
+
+def test_triton_is_reported_but_not_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # an import would raise
+    report = info.collect()
+    assert "Triton" in info.draw(report)
+
+
+def test_what_torch_warns_about_is_part_of_the_report(monkeypatch):
+    def warn():
+        import warnings
+
+        warnings.warn("the driver\nis too old", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", warn)
+    report = info.collect()
+    assert report.warnings == ("the driver is too old",)
+    assert "the driver is too old" in info.draw(report)
+
+
+def test_a_machine_where_everything_is_missing(tools, monkeypatch):
+    def nothing(*args, **kwargs):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(machine.Path, "read_text", nothing)
+    monkeypatch.setattr(machine.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError()))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: None)
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    monkeypatch.setattr(machine, "_distribution_version", lambda name: None)
+    report = info.collect()
+    assert report.versions.triton is None
+    assert report.cuda.driver is None
+    assert report.cuda.nvcc is None
+    assert [half.native for half in report.devices[0].half_types] == [None, None]
+    text = info.draw(report)
+    assert "Triton    not installed" in text
+    assert "float16: unknown" in text
+    assert "nvcc             not found" in text
+
+
+# --- the machine ---------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the stand-ins are shell scripts")
+class TestTools:
+    def test_versions_are_read(self, tools):
+        tools("nvcc", 'echo "Cuda compilation tools, release 12.4, V12.4.131"')
+        tools(
+            "nvidia-smi",
+            "if [ $# -gt 0 ]; then echo 550.54.15; echo 550.54.15; "
+            'else echo "| NVIDIA-SMI 550.54  Driver Version: 550.54.15  CUDA Version: 12.5 |"; fi',
+        )
+        found = machine.cuda()
+        assert (found.nvcc, found.driver, found.driver_cuda) == ("12.4", "550.54.15", "12.5")
+
+    @pytest.mark.parametrize(
+        "script", ["exit 9", "echo No devices were found", "printf '\\377'", "kill -9 $$"]
+    )
+    def test_a_broken_tool_is_a_missing_answer(self, tools, script):
+        tools("nvcc", script)
+        tools("nvidia-smi", script)
+        found = machine.cuda()
+        assert (found.nvcc, found.driver, found.driver_cuda) == (None, None, None)
+        assert found.nvcc_path is not None
+
+    def test_a_tool_that_hangs_is_given_up(self, tools, monkeypatch):
+        monkeypatch.setattr(machine, "TOOL_TIMEOUT_S", 0.2)
+        tools("nvcc", "exec /bin/sleep 60")
+        assert machine.cuda().nvcc is None
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(92000, "9.20.0"), (91002, "9.10.2"), (90100, "9.1.0"), (8902, "8.9.2")]
+)
+def test_cudnn_version(number, text):
+    assert machine._cudnn_version(number) == text
+
+
+@pytest.mark.parametrize(
+    ("capability", "float16", "bfloat16"),
+    [
+        ((5, 2), False, False),
+        ((6, 0), True, False),
+        ((7, 5), True, False),
+        ((8, 0), True, True),
+        ((12, 0), True, True),
+    ],
+)
+def test_half_types_of_a_gpu(capability, float16, bfloat16):
+    half = {half.dtype: half.native for half in machine._cuda_half_types(capability)}
+    assert half == {"float16": float16, "bfloat16": bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("flags", "float16", "bfloat16"),
+    [
+        ({"avx2"}, False, False),
+        ({"avx512_bf16"}, False, True),
+        ({"amx_bf16", "avx512_fp16"}, True, True),
+        ({"fp16_arith", "bf16"}, True, True),
+        (set(), None, None),
+    ],
+)
+def test_half_types_of_a_cpu(monkeypatch, flags, float16, bfloat16):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(flags, True))
+    half = {half.dtype: half.native for half in machine.devices()[0].half_types}
+    assert half == {"float16": float16, "bfloat16": bfloat16}
+
+
+def _fake_gpus(monkeypatch, properties):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+def test_a_gpu_is_described(monkeypatch):
+    facts = types.SimpleNamespace(
+        name="NVIDIA T4", major=7, minor=5, total_memory=16 * 2**30, multi_processor_count=40
+    )
+    _fake_gpus(monkeypatch, lambda index: facts)
+    gpu = machine.devices()[1]
+    assert (gpu.device, gpu.name, gpu.capability) == ("cuda:0", "NVIDIA T4", "7.5")
+    line = " ".join(" ".join(row) for row in info._device(gpu))
+    assert "40 multiprocessors, 16.0 GiB, compute capability 7.5" in line
+    assert "bfloat16: not native" in line
+
+
+def test_a_gpu_that_fails_is_a_line_of_the_report(monkeypatch):
+    def fail(index):
+        raise RuntimeError("CUDA error: device unavailable\nmore")
+
+    _fake_gpus(monkeypatch, fail)
+    assert machine.devices()[1].name == "unusable: CUDA error: device unavailable"
+
+
+# --- the code paths ------------------------------------------------------------------------
+
+
+def test_amp_s_families_are_live_on_the_cpu():
+    live = {line.family: line for line in families.live_paths(["cpu"])}
+    assert set(live) == {"casting", "gradient unscaling"}
+    assert {line.path for line in live.values()} == {"torch fused"}
+    assert all(line.why for line in live.values())
+
+
+def test_a_family_that_is_not_here_is_not_promised():
+    choice = families.Choice("Triton", "always")
+    rows = [
+        families.Family("here", "apex.bench", lambda device: choice),
+        families.Family("later", "apex.no_such_room.norms", lambda device: choice),
+    ]
+    assert [line.family for line in families.live_paths(["cpu"], rows)] == ["here"]
+
+
+def test_unscaling_says_why_it_cannot_run(monkeypatch):
+    def fail(*args):
+        raise NotImplementedError("not built for this device\nlong list")
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", fail)
+    line = families.live_paths(["cpu"])[1]
+    assert line.path == "unavailable"
+    assert line.why.endswith("does not run here: not built for this device")
+
+
+# --- what else is called apex --------------------------------------------------------------
+
+OURS = os.path.dirname(os.path.dirname(os.path.realpath(apex.__file__)))
+
+
+def _package(folder, *files):
+    for name in ("__init__.py", *files):
+        path = folder / "apex" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    return str(folder)
+
+
+def _metadata(folder, version, *fields, entry=None):
+    where = folder / f"apex-{version}.dist-info"
+    where.mkdir(parents=True)
+    lines = ["Metadata-Version: 2.1", "Name: apex", f"Version: {version}", *fields]
+    (where / "METADATA").write_text("\n".join(lines) + "\n")
+    if entry:
+        (where / "entry_points.txt").write_text(f"[console_scripts]\napex = {entry}\n")
+    return str(folder)
+
+
+def test_alone_and_well_installed(tmp_path):
+    site = _metadata(tmp_path, apex.__version__, entry="apex.bench.cli:main")
+    found = installs.look([OURS, site])
+    assert not found.shadowed
+    assert [item.project for item in found.distributions] == [installs.OURS]
+    assert found.advice == ()
+
+
+def test_a_clone_of_nvidia_s_apex_in_the_current_folder_shadows(tmp_path, monkeypatch):
+    _package(tmp_path, "multi_tensor_apply/__init__.py")
+    monkeypatch.chdir(tmp_path)
+    found = installs.look()
+    assert found.shadowed
+    assert found.packages[0].project == installs.NVIDIA
+    assert found.advice[0].startswith(f"{tmp_path / 'apex'} (NVIDIA's Apex) is imported in place")
+
+
+def test_a_package_behind_ours_is_harmless(tmp_path):
+    found = installs.look([OURS, _package(tmp_path, "models.py", "views.py")])
+    assert not found.shadowed
+    assert found.packages[1].project == installs.PYRAMID
+    assert "only hidden by this one" in found.advice[0]
+
+
+def test_a_folder_without_init_shadows_nothing(tmp_path):
+    (tmp_path / "apex").mkdir()
+    found = installs.look([str(tmp_path), OURS])
+    assert not found.shadowed
+    assert len(found.packages) == 1
+
+
+def test_a_single_file_called_apex_shadows(tmp_path):
+    (tmp_path / "apex.py").write_text("")
+    found = installs.look([str(tmp_path), OURS])
+    assert found.shadowed
+    assert found.packages[0].where == str(tmp_path / "apex.py")
+
+
+@pytest.mark.parametrize(
+    ("fields", "project"),
+    [
+        (["Summary: Pyramid toolkit to add authentication"], installs.PYRAMID),
+        (["Summary: web", "Requires-Dist: pyramid"], installs.PYRAMID),
+        (["Summary: PyTorch Extensions written by NVIDIA"], installs.NVIDIA),
+        (["Summary: something"], installs.UNKNOWN),
+        ([], installs.UNKNOWN),
+    ],
+)
+def test_foreign_metadata_is_named_with_the_remedy(tmp_path, fields, project):
+    found = installs.look([OURS, _metadata(tmp_path, "0.9.10.dev0", *fields)])
+    assert [item.project for item in found.distributions] == [project]
+    assert "pip uninstall apex" in found.advice[0]
+    assert project in found.advice[0]
+
+
+def test_no_metadata_and_stale_metadata(tmp_path):
+    assert "told no" in installs.look([OURS]).advice[0]
+    site = _metadata(tmp_path, "0.0.1", entry="apex.bench.cli:main")
+    assert "the metadata says 0.0.1" in installs.look([OURS, site]).advice[0]
+
+
+def test_half_removed_metadata_does_not_stop_the_report(tmp_path):
+    (tmp_path / "apex-0.1.dist-info").mkdir()
+    found = installs.look([OURS, str(tmp_path)])
+    assert [item.project for item in found.distributions] == [installs.UNKNOWN]
+
+
+def test_the_findings_are_drawn(tmp_path):
+    clone = _package(tmp_path / "clone", "multi_tensor_apply/__init__.py")
+    site = _metadata(tmp_path / "site", "0.1", "Summary: PyTorch Extensions written by NVIDIA")
+    report = dataclasses.replace(
+        info.collect(), installs=installs.look([clone, OURS, site]), cuda=MISSING
+    )
+    text = info.draw(report)
+    assert "shadowed    yes" in text
+    assert f"importable  {tmp_path / 'clone' / 'apex'}, NVIDIA's Apex" in text
+    assert "installed   0.1, NVIDIA's Apex" in text
+    assert "to do " in text
+    assert "available        no: a CPU build" in text

@@ -1,0 +1,50 @@
+"""What holds for every test: the interpreter for kernels, fixed seeds, and which tests run."""
+
+import os
+import random
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read by triton when a kernel is decorated, so it must be set before any kernel is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+try:
+    import hypothesis
+except ModuleNotFoundError:  # on a borrowed GPU machine the rest of the suite must still run
+    pass
+else:
+    # The same examples every time, like the seeds below; no deadline, because CI machines stall.
+    hypothesis.settings.register_profile("apex", derandomize=True, deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("apex")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the exhaustive matrices too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--all"):
+        _deselect(config, items, "exhaustive")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("dist") and not torch.distributed.is_available():
+            item.add_marker(pytest.mark.skip(reason="this torch has no torch.distributed"))
+
+
+def _deselect(config, items, marker):
+    dropped = [item for item in items if item.get_closest_marker(marker)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds():
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)

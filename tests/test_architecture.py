@@ -1,0 +1,157 @@
+"""Rules about the tree itself."""
+
+import ast
+import importlib
+import pathlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import apex
+
+SRC = pathlib.Path(apex.__file__).parent
+ABOVE_OPS = {  # rooms for users: each may use the operations, and its own files
+    "RNN",
+    "contrib",
+    "fused_dense",
+    "mlp",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+    "reparameterization",
+    "transformer",
+}
+ALLOWED = {  # room -> other rooms it may import
+    "kernels": set(),
+    "ops": {"kernels"},
+    "amp": {"ops"},
+    "fp16_utils": {"amp"},
+    "bench": {"amp", "ops", "fp16_utils", *ABOVE_OPS},
+    **{room: {"ops"} for room in ABOVE_OPS},
+}
+TRITON_ROOM = "kernels"
+
+
+def _files():
+    return [file for file in SRC.rglob("*.py") if "__pycache__" not in file.parts]
+
+
+def _room(file):
+    parts = file.relative_to(SRC).parts
+    return parts[0] if len(parts) > 1 else None
+
+
+def _package(file):
+    return ("apex", *file.parent.relative_to(SRC).parts)
+
+
+def _imported_names(file, tree):
+    """Yield the full dotted name of everything that a file imports, however it is spelled."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = _package(file)
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{stem}.{alias.name}" for alias in node.names)
+
+
+def _rooms_imported_by(file):
+    """Yield the rooms of apex that a file imports; a plain `import apex` is none of them."""
+    for name in _imported_names(file, ast.parse(file.read_text())):
+        parts = name.split(".")
+        if parts[0] == "apex" and len(parts) > 1 and (SRC / parts[1]).is_dir():
+            yield parts[1]
+
+
+def test_every_room_has_its_arrows():
+    rooms = {_room(file) for file in _files()} - {None}
+    assert rooms <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_arrows_point_one_way(room):
+    for file in _files():
+        if _room(file) == room:
+            assert set(_rooms_imported_by(file)) <= {room, *ALLOWED[room]}, file
+
+
+def test_nothing_imports_the_command_line_but_its_own_entry():
+    for file in _files():
+        if _room(file) != "bench" and file.name != "__main__.py":
+            assert "bench" not in set(_rooms_imported_by(file)), file
+
+
+def test_nothing_imports_the_extension_modules():
+    folder = SRC.parent / "extension_modules"
+    names = {file.stem for file in folder.glob("*.py")}
+    for file in _files():
+        roots = {name.split(".")[0] for name in _imported_names(file, ast.parse(file.read_text()))}
+        assert not roots & names, file
+
+
+def test_only_kernels_import_triton_at_the_top():
+    for file in _files():
+        tree = ast.parse(file.read_text())
+        tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        roots = {name.split(".")[0] for name in _imported_names(file, tree)}
+        assert "triton" not in roots or _room(file) == TRITON_ROOM, file
+
+
+def test_no_two_names_differ_only_in_case():
+    for folder in {file.parent for file in _files()}:
+        names = [path.name.lower() for path in folder.iterdir()]
+        assert len(names) == len(set(names)), folder
+
+
+def _modules():
+    walk = pkgutil.walk_packages([str(SRC)], "apex.", onerror=lambda name: None)
+    rooms_that_need_triton = ("apex.kernels",)
+    return ["apex", *(m.name for m in walk if not m.name.startswith(rooms_that_need_triton))]
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_all_is_written_by_hand_and_true(name):
+    importlib.import_module(name)
+    module = sys.modules[name]  # a package may give another object the name of its submodule
+    assigned = [
+        node
+        for node in ast.parse(pathlib.Path(module.__file__).read_text()).body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and "__all__" in {getattr(target, "id", None) for target in _targets(node)}
+    ]
+    is_package = hasattr(module, "__path__")
+    assert len(assigned) == 1 or (not assigned and not is_package), f"{name}: one __all__, please"
+    listed = ast.literal_eval(assigned[0].value) if assigned else []
+    assert len(set(listed)) == len(listed)
+    assert [entry for entry in listed if not hasattr(module, entry)] == []
+
+
+def _targets(node):
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+def test_import_is_free():
+    """No triton, no CUDA context, no output, no log handler, no new warning filter."""
+    probe = """
+import logging, sys, warnings
+import torch
+filters = list(warnings.filters)
+import apex
+from apex import amp
+assert apex.amp is amp
+assert "triton" not in sys.modules
+assert not torch.cuda.is_initialized()
+assert warnings.filters == filters
+names = [n for n in logging.root.manager.loggerDict if n.partition(".")[0] == "apex"]
+assert not any(logging.getLogger(n).handlers for n in names), names
+assert not [m for m in sys.modules if m.startswith("apex.bench")]
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

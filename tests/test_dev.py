@@ -1,0 +1,186 @@
+"""The script at the root; its set-up itself is tried out by every use of it."""
+
+import importlib.machinery
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+SCRIPT = ROOT / "dev"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not in a checkout")
+
+
+@pytest.fixture
+def dev(tmp_path, monkeypatch):
+    """The script as a module, pointed at a small project of its own."""
+    loader = importlib.machinery.SourceFileLoader("dev_script", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("dev_script", loader)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader.exec_module(module)
+    (tmp_path / "src/apex").mkdir(parents=True)
+    (tmp_path / "src/apex/__init__.py").write_text('__version__ = "1"\n')
+    (tmp_path / "pyproject.toml").write_text("a = 1\n")
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\nhatchling==1.0; x\n")
+    venv = tmp_path / ".venv"
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "CONSTRAINTS", tmp_path / "constraints.txt")
+    monkeypatch.setattr(module, "VENV", venv)
+    monkeypatch.setattr(module, "LOG", venv / "log")
+    monkeypatch.setattr(module, "MADE_FOR", venv / "made-for")
+    monkeypatch.setattr(module, "STAMP", venv / "stamp")
+    monkeypatch.setattr(module, "PYTHON", venv / "python")
+    return module
+
+
+@pytest.fixture
+def calls(dev, monkeypatch):
+    """Replace what is slow; the list holds the set-up steps that were taken."""
+    steps = []
+
+    def make_venv(words, **kwargs):
+        steps.append("venv")
+        dev.VENV.mkdir(exist_ok=True)
+        dev.PYTHON.write_text("")
+        return subprocess.CompletedProcess(words, 0, "")
+
+    def pip(words, **kwargs):
+        steps.append(words[-1])
+        return 0
+
+    monkeypatch.setattr(dev.subprocess, "run", make_venv)
+    monkeypatch.setattr(dev, "_run", pip)
+    monkeypatch.setattr(dev.sys, "stderr", sys.__stderr__)
+    return steps
+
+
+FULL = ["venv", "hatchling==1.0", ".[bench,dev]"]
+
+
+def _run(*words):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=False
+    )
+
+
+def test_help_lists_the_commands():
+    done = _run("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(word in done.stdout for word in ("demo", "test", "check", "--all"))
+
+
+@pytest.mark.parametrize(("words", "said"), [(["fly"], "'fly' is not a command"), ([], "which")])
+def test_bad_command_gets_one_line_and_2(words, said):
+    done = _run(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert "demo, test or check" in done.stderr
+
+
+def test_second_set_up_does_nothing(dev, calls):
+    dev.set_up()
+    dev.set_up()
+    assert calls == FULL
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("pyproject.toml", "a = 2\n"),
+        ("constraints.txt", "torch==2.13.0\nhatchling==1.0\n"),
+        ("src/apex/__init__.py", '__version__ = "2"\n'),
+    ],
+)
+def test_a_changed_input_installs_into_the_same_environment(dev, calls, file, text):
+    dev.set_up()
+    (dev.ROOT / file).write_text(text)
+    dev.set_up()
+    assert calls == FULL + FULL[1:]
+
+
+def test_an_environment_that_was_moved_is_made_anew(dev, calls):
+    dev.set_up()
+    dev.MADE_FOR.write_text("another place")
+    dev.STAMP.write_text("another place")
+    dev.set_up()
+    assert calls == FULL + FULL
+
+
+def test_an_interrupted_set_up_leaves_no_stamp_and_begins_anew(dev, calls, monkeypatch):
+    def interrupted(words, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dev, "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dev.set_up()
+    assert not dev.STAMP.exists()
+    dev.set_up()
+    assert calls == ["venv", *FULL]
+
+
+def test_a_failed_install_leaves_no_stamp_and_keeps_the_environment(dev, calls, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(dev, "_run", lambda words, **kwargs: 1)
+        with pytest.raises(dev.SetUpError, match=r"pip cannot install torch==2\.13\.0: no reason"):
+            dev.set_up()
+    assert not dev.STAMP.exists()
+    dev.set_up()
+    assert calls == FULL
+
+
+def test_no_network_is_said_in_one_line(dev):
+    log = "WARNING: Retrying: NewConnectionError('...')\nERROR: No matching distribution found\n"
+    message = dev._why_pip_failed(["torch==2.13.0", "hatchling"], log)
+    assert "cannot download torch==2.13.0: no package index answers" in message
+    assert "\n" not in message
+
+
+def test_pip_s_first_error_is_quoted(dev):
+    log = "WARNING: slow\nERROR: No matching distribution found for torch\nERROR: See above\n"
+    message = dev._why_pip_failed(["torch==2.13.0"], log)
+    assert "cannot install torch==2.13.0: No matching distribution found for torch (log" in message
+
+
+def test_no_venv_module_is_said_in_one_line(dev, monkeypatch):
+    answer = "The virtual environment was not created because ensurepip is not available.\n..."
+    done = subprocess.CompletedProcess([], 1, answer)
+    monkeypatch.setattr(dev.subprocess, "run", lambda *args, **kwargs: done)
+    with pytest.raises(dev.SetUpError, match="apt install python3-venv"):
+        dev.set_up()
+
+
+def test_check_stops_at_the_first_failure(dev, monkeypatch, capsys):
+    ran = []
+
+    def run(words):
+        ran.append(words[2:])
+        return 1 if words[2] == "mypy" else 0
+
+    monkeypatch.setattr(dev, "_run", run)
+    assert dev.check(["-k", "amp"]) == 1
+    assert [words[0] for words in ran] == ["ruff", "ruff", "mypy"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "check: types failed (exit code 1); passed before it: format, lint"
+
+
+def test_check_passes_arguments_to_pytest_alone(dev, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(dev, "_run", lambda words: ran.append(words[2:]) or 0)
+    assert dev.check(["--all"]) == 0
+    assert ran[-1] == ["pytest", "--all"]
+    assert all("--all" not in words for words in ran[:-1])
+    assert capsys.readouterr().out.endswith("check: passed (format, lint, types, tests)\n")
+
+
+def test_every_pin_is_exact():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [line for line in pins if not re.fullmatch(r"[\w-]+==[\w.]+(; .+)?", line)] == []
+    assert "torch==2.13.0" in pins

@@ -1,0 +1,81 @@
+"""Every module of apex imports where torch is alone: Windows, macOS, minimal builds."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import apex
+
+TESTS = pathlib.Path(__file__).parent
+
+# room -> what its modules may need, by design; test_info_needs_torch_alone guards `apex info`
+NEEDS = {"apex.bench.": {"matplotlib", "numpy", "rich", "sklearn"}, "apex.kernels.": {"triton"}}
+
+PREPARE = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import minimal
+minimal.become_minimal()
+"""
+
+
+def _run(program):
+    done = subprocess.run(
+        # The warning is torch's own, about the NumPy that is not there.
+        [sys.executable, "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
+        + ["-c", PREPARE + program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_every_module_imports():
+    code, out, errors = _run(
+        f"""
+import importlib, pkgutil
+import apex
+names = [m.name for m in pkgutil.walk_packages(apex.__path__, "apex.")]
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        allowed = [needs for room, needs in {NEEDS!r}.items() if name.startswith(room)]
+        assert any(missing in needs for needs in allowed), (name, error)
+print(len(names))
+"""
+    )
+    assert code == 0, errors
+    assert int(out) > 5  # the walk went into the packages
+
+
+@pytest.mark.parametrize(
+    "name", ["triton", "numpy", "fcntl", "resource", "rich", "torch.distributed"]
+)
+def test_the_machine_is_minimal(name):
+    """The probe itself: without this, the test above could pass because nothing was blocked."""
+    program = f"exec('import {name}', {{'__name__': 'apex.probe'}})"
+    code, _, errors = _run(program)
+    assert code == 1
+    assert f"ModuleNotFoundError: {'apex.probe imports' if '.' in name else 'No module'}" in errors
+
+
+def test_info_needs_torch_alone():
+    code, out, errors = _run(
+        "from apex.bench.cli import main; raise SystemExit(main(['info', '--json']))"
+    )
+    assert (code, errors) == (0, "")
+    assert json.loads(out)["versions"]["apex"] == apex.__version__
+
+
+def test_bench_names_the_extra():
+    code, out, errors = _run("from apex.bench.cli import main; raise SystemExit(main(['bench']))")
+    assert (code, out) == (2, "")
+    assert errors.count("\n") == 1
+    assert "is missing: pip install" in errors
+    assert "[bench]'" in errors
