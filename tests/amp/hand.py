@@ -122,7 +122,7 @@ class Hand:
 
     def weights(self):
         """float32 weights in the model's order."""
-        by_model = {p: master for p, master in self.pairs}
+        by_model = dict(self.pairs)
         return [by_model.get(p, p).detach() for p in self.model.parameters()]
 
 

@@ -10,7 +10,8 @@ from apex import amp
 from apex.amp._initialize import O2StateDictHook, _initialize, applier, to_type
 from apex.amp.frontend import O0, Properties, opt_levels
 
-DEFAULTS = {  # cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
+# cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
+DEFAULTS = {
     "O0": (torch.float32, False, None, False, 1.0),
     "O1": (None, True, None, None, "dynamic"),
     "O2": (torch.float16, False, True, True, "dynamic"),

@@ -309,9 +309,15 @@ def test_an_exception_in_the_block_leaves_everything_as_before(level, error):
         scaled.backward()
     grads = [p.grad.clone() for p in amp.master_params(optimizer)]
     on, before = torch.is_autocast_enabled("cpu"), amp.state_dict()
-    with pytest.raises(error), amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-        scaled.backward()
-        raise error
+    loss = F.cross_entropy(model(x), y)
+
+    def interrupted():
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            raise error
+
+    with pytest.raises(error):
+        interrupted()
     if level in ("O1", "O2"):  # O0 and O3 are plain backward passes
         assert same([p.grad for p in amp.master_params(optimizer)], grads)
     assert torch.is_autocast_enabled("cpu") is on

@@ -17,11 +17,11 @@ moves that state, in two ways:
 from __future__ import annotations
 
 import contextlib
-import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -80,6 +80,7 @@ class _Saved(NamedTuple):
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
     nested: bool
+    frame: FrameType | None = None  # whose end is the end of the forward
 
 
 class _Thread(threading.local):
@@ -92,13 +93,18 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@functools.cache
+_device_types: tuple[str, ...] | None = None
+
+
 def device_types() -> tuple[str, ...]:
     """Device types whose autocast state amp moves: the CPU's and the accelerator's."""
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    global _device_types  # noqa: PLW0603  # a cache; Dynamo warns about functools.cache
+    if _device_types is None:
+        accelerator = None
+        if torch.accelerator.is_available():
+            accelerator = torch.accelerator.current_accelerator()
+        _device_types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return _device_types
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
@@ -129,12 +135,12 @@ def _is_worker() -> bool:
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
-def _save(key: object, nested: bool) -> _Saved:
+def _save(key: object, nested: bool, frame: FrameType | None = None) -> _Saved:
     state = tuple(
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in device_types()
     )
-    return _Saved(key, _thread.casts, state, torch.is_autocast_cache_enabled(), nested)
+    return _Saved(key, _thread.casts, state, torch.is_autocast_cache_enabled(), nested, frame)
 
 
 def _set(casts: Casts | None, devices: tuple[str, ...]) -> None:
@@ -157,6 +163,7 @@ def _put_back(saved: _Saved) -> None:
 
 def hold(casts: Casts, devices: tuple[str, ...]) -> None:
     """Switch ``casts`` on for all that this thread runs, until :func:`release`."""
+    heal()
     release()
     _thread.held = _save(None, nested=False)
     _set(casts, devices)
@@ -183,10 +190,24 @@ def release() -> None:
     torch.clear_autocast_cache()
 
 
-def enter(key: object, casts: Casts | None, devices: tuple[str, ...]) -> None:
-    """Begin a forward at its own level: ``casts`` on, or with ``None`` all casts off."""
+def enter(
+    key: object,
+    casts: Casts | None,
+    devices: tuple[str, ...],
+    frame: FrameType | None = None,
+) -> None:
+    """Begin a forward at its own level: ``casts`` on, or with ``None`` all casts off.
+
+    Args:
+        key: What :func:`leave` will be called with.
+        casts: The level's casts.
+        devices: Device types to cast on.
+        frame: The frame that runs the forward, for :func:`heal`.
+    """
+    if frame is not None:
+        heal()
     nested = casts is not None and not torch.compiler.is_compiling()
-    _thread.stack.append(_save(key, nested))
+    _thread.stack.append(_save(key, nested, frame))
     _set(casts, devices)
     if nested:
         torch.autocast_increment_nesting()
@@ -206,6 +227,26 @@ def leave(key: object) -> None:
             forget_weights()
 
 
+def heal() -> None:
+    """End forwards that were cut short without their hooks being called.
+
+    ``nn.Module`` calls hooks after an ``Exception``, but not after a ``KeyboardInterrupt``: such
+    a forward's frame is on no stack any more. Called wherever amp begins something.
+    """
+    stack = _thread.stack
+    while stack and stack[-1].frame is not None and not _is_running(stack[-1].frame):
+        leave(stack[-1].key)
+
+
+def _is_running(frame: FrameType) -> bool:
+    here: FrameType | None = sys._getframe()
+    while here is not None:
+        if here is frame:
+            return True
+        here = here.f_back
+    return False
+
+
 def forget_weights() -> None:
     """Drop cached weight casts."""
     torch.clear_autocast_cache()
@@ -220,6 +261,7 @@ class _Off:
         self.saved: list[tuple[tuple[str, bool], ...]] = []
 
     def __enter__(self) -> None:
+        heal()
         self.saved.append(tuple((d, torch.is_autocast_enabled(d)) for d in device_types()))
         for device in device_types():
             torch.set_autocast_enabled(device, False)

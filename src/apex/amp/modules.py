@@ -15,6 +15,7 @@ lose nothing.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -113,10 +114,11 @@ class _Enter:
         if level.inputs is not None:
             args = tuple([applier(value, level.inputs) for value in args])
             kwargs = {name: applier(value, level.inputs) for name, value in kwargs.items()}
+        frame = None if torch.compiler.is_compiling() else sys._getframe(1)
         if level.casts is not None:
-            casting.enter(level, level.casts, _devices(module))
+            casting.enter(level, level.casts, _devices(module), frame)
         elif casting.is_on():
-            casting.enter(level, None, ())
+            casting.enter(level, None, (), frame)
         return args, kwargs
 
 

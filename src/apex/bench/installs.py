@@ -88,9 +88,10 @@ def _distributions(entries: Sequence[str]) -> list[Distribution]:
 
 def _described(item: importlib.metadata.Distribution, where: str) -> Distribution:
     try:
-        return Distribution(str(item.version), _project_of(item), where)
-    except (AttributeError, KeyError, TypeError):  # left half removed: no METADATA file
-        return Distribution("of unknown version", UNKNOWN, where)
+        version, project = _field(item, "Version"), _project_of(item)
+    except (AttributeError, OSError, TypeError):  # half removed: older Pythons take it amiss
+        version, project = "", UNKNOWN
+    return Distribution(version or "of unknown version", project, where)
 
 
 def _project_of(item: importlib.metadata.Distribution) -> str:

@@ -121,7 +121,7 @@ class _Trainer:
         self.optimizer.zero_grad()
         loss: torch.Tensor = self.criterion(self.model(x), y)
         with amp.scale_loss(loss, self.optimizer) as scaled:
-            scaled.backward()
+            scaled.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.detach()
 
