@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import stat
 import sys
 import types
@@ -40,7 +41,7 @@ def test_json_is_one_object_and_nothing_else(capfd):
     assert facts["devices"][0]["device"] == "cpu"
     assert {half["dtype"] for half in facts["devices"][0]["half_types"]} == {"float16", "bfloat16"}
     assert set(facts["cuda"]) >= {"torch_cuda", "cudnn", "driver", "nvcc"}
-    assert facts["installs"]["running"] == os.path.dirname(os.path.realpath(apex.__file__))
+    assert facts["installs"]["running"] == str(pathlib.Path(OURS, "apex"))
 
 
 def test_text_says_what_readers_look_up_by_hand(capfd):
@@ -216,7 +217,7 @@ def test_unscaling_says_why_it_cannot_run(monkeypatch):
 
 # --- what else is called apex --------------------------------------------------------------
 
-OURS = os.path.dirname(os.path.dirname(os.path.realpath(apex.__file__)))
+OURS = str(pathlib.Path(apex.__file__).resolve().parent.parent)
 
 
 def _package(folder, *files):
@@ -290,6 +291,14 @@ def test_foreign_metadata_is_named_with_the_remedy(tmp_path, fields, project):
     assert [item.project for item in found.distributions] == [project]
     assert "pip uninstall apex" in found.advice[0]
     assert project in found.advice[0]
+
+
+def test_two_projects_installed_into_one_folder(tmp_path):
+    _metadata(tmp_path, "0.1", "Summary: PyTorch Extensions written by NVIDIA")
+    _metadata(tmp_path, apex.__version__, entry="apex.bench.cli:main")
+    found = installs.look([OURS, str(tmp_path), str(tmp_path)])
+    assert {item.project for item in found.distributions} == {installs.NVIDIA, installs.OURS}
+    assert len(found.advice) == 1
 
 
 def test_no_metadata_and_stale_metadata(tmp_path):

@@ -17,6 +17,7 @@ moves that state, in two ways:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 import weakref
@@ -52,6 +53,7 @@ class Casts:
         self.dtype = dtype
         self.rules = rules
         self.log = log
+        self.number = next(_numbers)
         _alive.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Casts:
@@ -62,6 +64,7 @@ class Casts:
 
 
 _alive: weakref.WeakSet[Casts] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 def _restore(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
@@ -113,21 +116,27 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
     return tuple(device for device in device_types() if device in found)
 
 
-def is_on() -> bool:
-    """Whether autocast is on in this thread for any device."""
-    return any(torch.is_autocast_enabled(device) for device in device_types())
-
-
 def current() -> Casts | None:
     """The casts whose rules apply in this thread, or ``None`` when autocast is not ours.
 
-    Where a trace or an autograd worker thread stands in for the thread that ran the forward,
-    its own record is empty; autocast is then on only because that forward's state was restored.
+    In a trace, in an autograd worker thread and in a recomputation during backward, autocast is
+    on because the state of the forward was restored, which knows nothing of this thread's record.
     """
     casts = _thread.casts
-    if casts is None and _alive and (torch.compiler.is_compiling() or _is_worker()):
-        return next(iter(_alive))
+    if casts is None and _alive and (torch.compiler.is_compiling() or _is_backward()):
+        return _restored()
     return casts
+
+
+def _restored() -> Casts | None:
+    """The newest casts to the type that autocast casts to now."""
+    dtypes = [torch.get_autocast_dtype(d) for d in device_types() if torch.is_autocast_enabled(d)]
+    fitting = [casts for casts in _alive if casts.dtype in dtypes]
+    return max(fitting, key=lambda casts: casts.number, default=None)
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1 or _is_worker()
 
 
 def _is_worker() -> bool:
@@ -163,7 +172,6 @@ def _put_back(saved: _Saved) -> None:
 
 def hold(casts: Casts, devices: tuple[str, ...]) -> None:
     """Switch ``casts`` on for all that this thread runs, until :func:`release`."""
-    heal()
     release()
     _thread.held = _save(None, nested=False)
     _set(casts, devices)
@@ -179,6 +187,7 @@ def held_by(casts: Casts) -> bool:
 
 def release() -> None:
     """Put this thread's autocast state back to what it was before :func:`hold`."""
+    heal()
     saved = _thread.held
     if saved is None:
         return
@@ -217,6 +226,8 @@ def enter(
 def leave(key: object) -> None:
     """End what :func:`enter` began under ``key``; does nothing if it did not get that far."""
     stack = _thread.stack
+    if stack and stack[-1].key is not key:
+        heal()
     if not stack or stack[-1].key is not key:
         return
     saved = stack.pop()
@@ -300,7 +311,8 @@ def autocast(
 
     After ``initialize`` at O1 or O4 these are that level's casts, which are on already: the
     block then adds the caching of weight casts. Before any ``initialize`` they are O1's, in
-    float16. After an ``initialize`` at another level nothing is cast outside of models.
+    float16. After an ``initialize`` at O2, O3 or O5 they are O1's in that level's type, outside
+    of models only; at O0, or disabled, nothing is cast.
 
     Args:
         enabled: ``False`` switches casts off inside the block.
@@ -330,16 +342,17 @@ def autocast(
 
 
 def _wanted(dtype: torch.dtype | None) -> Casts | None:
+    """The casts that :func:`autocast` is to switch on; ``None`` for none."""
     from apex.amp import overlay, rules
     from apex.amp._amp_state import _amp_state
 
     casts = _thread.casts
     if casts is None:
         options = getattr(_amp_state, "opt_properties", None)
-        if options is not None:
-            return None
+        if _thread.stack or (options is not None and not options.casts_anything):
+            return None  # inside a model of another level; or at O0, or disabled
         overlay.install()
-        casts = rules.casts_for(dtype or torch.float16)
+        casts = rules.casts_for(torch.float16 if options is None else options.half_dtype)
     if dtype is None or dtype == casts.dtype:
         return casts
     return Casts(dtype, casts.rules, casts.log)

@@ -48,13 +48,11 @@ class Master:
         self.version = version
 
     @torch.no_grad()
-    def refresh(self, weight: torch.Tensor, *, force: bool = False) -> None:
+    def refresh(self, weight: torch.Tensor) -> None:
         """Take over what somebody else wrote into ``weight`` since.
 
         Elements that still equal the rounded master keep the master's full precision.
         """
-        if weight._version == self.version and not force:
-            return
         master = self.tensor
         if master.device != weight.device:
             master.data = master.data.to(weight.device)
@@ -115,10 +113,8 @@ class _Enter:
             args = tuple([applier(value, level.inputs) for value in args])
             kwargs = {name: applier(value, level.inputs) for name, value in kwargs.items()}
         frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-        if level.casts is not None:
-            casting.enter(level, level.casts, _devices(module), frame)
-        elif casting.is_on():
-            casting.enter(level, None, (), frame)
+        devices = () if level.casts is None else _devices(module)
+        casting.enter(level, level.casts, devices, frame)
         return args, kwargs
 
 
@@ -136,8 +132,9 @@ class _Leave:
 
 
 def _devices(module: torch.nn.Module) -> tuple[str, ...]:
+    known = casting.device_types()
     first = next(module.parameters(), None)
-    return casting.device_types() if first is None else (first.device.type,)
+    return (first.device.type,) if first is not None and first.device.type in known else known
 
 
 def _skip_frames(*functions: Any) -> None:

@@ -334,7 +334,8 @@ class OptimizerState:
             model = slot.model
             if model is None:
                 continue
-            slot.master.refresh(model, force=not self._stepped_once)
+            if model._version != slot.master.version or not self._stepped_once:
+                slot.master.refresh(model)
             grad = model.grad
             if grad is not None and grad is not slot.left:  # a backward outside of scale_loss
                 _accumulate([(slot.master.tensor, _values(grad.detach()).float())])

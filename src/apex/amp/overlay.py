@@ -32,7 +32,8 @@ _FLOAT_ON_CPU = (
     "acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp reciprocal rsqrt sinh tan "
     "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar cumprod cumsum dist renorm "
     "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype "
-    "linalg_vector_norm sum sum.dim_IntList prod prod.dim_int "
+    "linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord frobenius_norm.dim "
+    "nuclear_norm nuclear_norm.dim pdist sum sum.dim_IntList prod prod.dim_int "
     "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec "
     "_upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec "
     "upsample_linear1d.vec upsample_bilinear2d.vec upsample_trilinear3d.vec "
@@ -43,7 +44,9 @@ _HALF_ON_CPU = (
     "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input "
     "rnn_relu.data lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 )
-_PROMOTE_ON_CPU = "addcdiv addcmul atan2 bilinear dot vdot linalg_cross index_put scatter_add"
+_PROMOTE_ON_CPU = (
+    "addcdiv addcmul atan2 bilinear dot vdot linalg_cross tensordot index_put scatter_add"
+)
 
 _library: torch.library.Library | None = None
 
@@ -132,7 +135,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _to_float(arguments: Any) -> _Cast:
-    return _caster(torch.float32, _HALF)
+    asked = [value for values in arguments for value in values if isinstance(value, torch.dtype)]
+    # Whoever names a 16-bit result gets torch's own; some norms refuse a wider input with it.
+    return _caster(torch.float32, () if set(asked) & set(_HALF) else _HALF)
 
 
 def _to_half(arguments: Any) -> _Cast:

@@ -74,8 +74,16 @@ class Properties:
 
     @property
     def half_dtype(self) -> torch.dtype:
-        """The 16-bit type of the level's function casts."""
-        return torch.bfloat16 if self.opt_level == "O4" else torch.float16
+        """The 16-bit type of the level: what functions, or the model, are cast to."""
+        if self.cast_model_type in HALF_TYPES:
+            dtype: torch.dtype = self.cast_model_type
+            return dtype
+        return torch.bfloat16 if self.opt_level in ("O4", "O5") else torch.float16
+
+    @property
+    def casts_anything(self) -> bool:
+        """Whether anything at all is to compute in 16 bits."""
+        return bool(self.enabled) and (self.casts_functions or self.cast_model_type in HALF_TYPES)
 
 
 LISTED_LEVELS = ("O1", "O4")

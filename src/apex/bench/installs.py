@@ -78,15 +78,16 @@ def look(path: Sequence[str] | None = None) -> Installs:
 
 
 def _distributions(entries: Sequence[str]) -> list[Distribution]:
-    found: dict[str, Distribution] = {}
-    for entry in _unique(entries):
-        for item in importlib.metadata.distributions(name="apex", path=[entry]):
-            where = str(Path(str(item.locate_file(""))).resolve())
-            found.setdefault(where, _described(item, where))
-    return list(found.values())
+    found = [
+        _described(item)
+        for entry in _unique(entries)
+        for item in importlib.metadata.distributions(name="apex", path=[entry])
+    ]
+    return list(dict.fromkeys(found))
 
 
-def _described(item: importlib.metadata.Distribution, where: str) -> Distribution:
+def _described(item: importlib.metadata.Distribution) -> Distribution:
+    where = str(Path(str(item.locate_file(""))).resolve())
     try:
         version, project = _field(item, "Version"), _project_of(item)
     except (AttributeError, OSError, TypeError):  # half removed: older Pythons take it amiss

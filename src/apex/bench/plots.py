@@ -45,6 +45,7 @@ def draw(report: Report, folder: Path) -> None:
         figure.subplots(1, len(batches), sharey=True, squeeze=False).flat, batches, strict=True
     ):
         _draw_loss(report, axes, batch)
+        axes.label_outer()
     _finish(figure, report, folder / LOSS)
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -73,80 +74,73 @@ def _draw_loss(report: Report, axes: "Axes", batch: int) -> None:
     for level in report.options["levels"]:
         runs = [run for run in report.runs if (run.level, run.batch) == (level, batch)]
         curves = [run.epoch_losses for run in runs if run.status != "failed"]
-        means = [statistics.fmean(epoch) for epoch in zip(*curves, strict=True)]
-        axes.plot(range(1, len(means) + 1), means, label=level, marker=".", **_line(level))
+        if curves:
+            means = [statistics.fmean(epoch) for epoch in zip(*curves, strict=True)]
+            axes.plot(range(1, len(means) + 1), means, label=level, marker=".", **_line(level))
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("mean cross entropy")
+    axes.set(xlabel="epoch", ylabel="mean cross entropy")
     axes.set_title(f"Training loss, batch size {batch}")
     _tidy(axes)
-    axes.legend(ncols=2)
 
 
 def _draw_accuracy(report: Report, axes: "Axes") -> None:
     """Final test accuracy; the band is what counts as level with O0."""
-    made = [row for row in rows(report) if row.accuracy is not None]
-    base = [row for row in made if row.level == BASELINE and row.accuracy is not None]
+    axes.set_title("Accuracy on digits not trained on")
+    axes.set_ylabel("test accuracy, %")
     if len(report.options["batch"]) > 1:
         _against_batch(report, axes, lambda row: row.accuracy.mean if row.accuracy else None)
     else:
-        for row in made:
-            if row.accuracy is not None:
-                axes.errorbar(
-                    row.level, row.accuracy.mean, yerr=row.accuracy.sd, fmt=MARKERS[row.level],
-                    color=COLOURS[row.level], markersize=9, capsize=4,
-                )  # fmt: skip
-                _label(axes, row.level, row.accuracy.mean, f"{row.accuracy.mean:.2f}", right=True)
-        if base and base[0].accuracy is not None:
-            middle = base[0].accuracy.mean
-            axes.axhspan(middle - 1, middle + 1, color="0.92", label="within one point of O0")
-            axes.legend(loc="lower right")
-        axes.margins(x=0.12)
-    axes.set_ylabel("test accuracy, %")
-    axes.set_title("Accuracy on digits not trained on")
+        for place, row in enumerate(_places(report, axes)):
+            if row.accuracy is None:
+                continue
+            axes.errorbar(
+                place, row.accuracy.mean, yerr=row.accuracy.sd, fmt=MARKERS[row.level],
+                color=COLOURS[row.level], markersize=9, capsize=4,
+            )  # fmt: skip
+            _write(axes, (place, row.accuracy.mean), f"{row.accuracy.mean:.2f}", beside=True)
+            if row.level == BASELINE:
+                band = (row.accuracy.mean - 1, row.accuracy.mean + 1)
+                axes.axhspan(*band, color="0.92", label="within one point of O0")
+        if report.options["seeds"] > 1:
+            axes.set_ylabel("test accuracy, % (mean ± standard deviation)")
     _tidy(axes)
 
 
 def _draw_time(report: Report, axes: "Axes") -> None:
     """Median step time, with bars from the tenth to the ninetieth percentile."""
     if len(report.options["batch"]) > 1:
-        _against_batch(report, axes, lambda row: row.ms_median)
-        axes.set_yscale("log")
         axes.set_title("Time of a training step")
         axes.set_ylabel("ms per step (median)")
+        _against_batch(report, axes, lambda row: row.ms_median)
+        axes.set_yscale("log")
     else:
-        for row in rows(report):
+        axes.set_title("Time of a training step (×: speed relative to O0)")
+        axes.set_ylabel("ms per step (median, p10 to p90)")
+        for place, row in enumerate(_places(report, axes)):
             if row.ms_median is None or row.ms_p10 is None or row.ms_p90 is None:
                 continue
             away = [[row.ms_median - row.ms_p10], [row.ms_p90 - row.ms_median]]
-            axes.bar(row.level, row.ms_median, yerr=away, capsize=4, color=COLOURS[row.level])
-            speed = "" if row.speed is None else f"\n{row.speed:.2f}×"
-            _label(axes, row.level, row.ms_p90, f"{row.ms_median:.2f}{speed}")
+            axes.bar(place, row.ms_median, yerr=away, capsize=4, color=COLOURS[row.level])
+            _write(axes, (place, row.ms_p90), _with_ratio(row.ms_median, row.speed))
         axes.margins(y=0.18)
-        axes.set_title("Time of a training step (×: speed relative to O0)")
-        axes.set_ylabel("ms per step (median, p10 to p90)")
     _tidy(axes)
 
 
 def _draw_memory(report: Report, axes: "Axes") -> None:
     """Peak memory of the tensors."""
-    made = [(row, row.peak_mib) for row in rows(report)]
-    axes.set_title("Peak memory of training")
-    if all(mib is None for _, mib in made):
-        axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
-    elif len(report.options["batch"]) > 1:
+    axes.set_ylabel("MiB of tensors at the peak")
+    if len(report.options["batch"]) > 1:
+        axes.set_title("Peak memory of training")
         _against_batch(report, axes, lambda row: row.peak_mib)
         axes.set_ylim(bottom=0)
     else:
-        for row, mib in made:
-            if mib is not None:
-                axes.bar(row.level, mib, color=COLOURS[row.level])
-                share = "" if row.memory is None else f"\n{row.memory:.2f}×"
-                _label(axes, row.level, mib, f"{mib:.2f}{share}")
-        axes.margins(y=0.18)
         axes.set_title("Peak memory of training (×: relative to O0)")
-    axes.set_ylabel("MiB of tensors at the peak")
+        for place, row in enumerate(_places(report, axes)):
+            if row.peak_mib is not None:
+                axes.bar(place, row.peak_mib, color=COLOURS[row.level])
+                _write(axes, (place, row.peak_mib), _with_ratio(row.peak_mib, row.memory))
+        axes.margins(y=0.18)
     _tidy(axes)
 
 
@@ -158,6 +152,18 @@ PANELS: dict[str, Callable[[Report, "Axes"], None]] = {
 }
 OVERVIEW = "overview.png"
 FILES = (LOSS, *PANELS, OVERVIEW)
+
+
+def _places(report: Report, axes: "Axes") -> list[Row]:
+    """Give each level its place on the horizontal axis, its problem written below if it has one."""
+    made = rows(report)
+    problems = [(row.problem or "").partition(":")[0] for row in made]
+    labels = [f"{row.level}\n{what}".rstrip() for row, what in zip(made, problems, strict=True)]
+    axes.set_xticks(range(len(made)), labels)
+    middle = (len(made) - 1) / 2
+    half = max(len(made), 4) / 2 + 0.1  # a bar of one level alone is no wall
+    axes.set_xlim(middle - half, middle + half)
+    return made
 
 
 def _against_batch(report: Report, axes: "Axes", value: Callable[[Row], float | None]) -> None:
@@ -172,27 +178,35 @@ def _against_batch(report: Report, axes: "Axes", value: Callable[[Row], float | 
     axes.set_xticks(report.options["batch"], [str(batch) for batch in report.options["batch"]])
     axes.minorticks_off()
     axes.set_xlabel("batch size")
-    axes.legend(ncols=2)
 
 
 def _line(level: str) -> dict[str, Any]:
     return {"color": COLOURS[level], "linewidth": WIDTHS[level], "linestyle": DASHES[level]}
 
 
-def _label(axes: "Axes", level: str, y: float, text: str, *, right: bool = False) -> None:
-    """Write beside or above the level's mark."""
+def _with_ratio(value: float, ratio: float | None) -> str:
+    return f"{value:.2f}" if ratio is None else f"{value:.2f}\n{ratio:.2f}×"
+
+
+def _write(axes: "Axes", point: tuple[float, float], text: str, *, beside: bool = False) -> None:
+    """Write above a point, or to the right of it."""
     axes.annotate(
         text,
-        (level, y),
-        xytext=(8, 0) if right else (0, 3),
+        point,
+        xytext=(8, 0) if beside else (0, 3),
         textcoords="offset points",
-        ha="left" if right else "center",
-        va="center" if right else "bottom",
+        ha="left" if beside else "center",
+        va="center" if beside else "bottom",
         fontsize=9,
     )
 
 
 def _tidy(axes: "Axes") -> None:
+    """Finish a panel: quiet axes, a legend if there is something to explain."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.88")
     axes.set_axisbelow(True)
+    if not axes.has_data():
+        axes.text(0.5, 0.5, "nothing was measured", ha="center", transform=axes.transAxes)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(ncols=2)

@@ -124,8 +124,8 @@ def _warnings(report: Report) -> list[str]:
     if noisy:
         names = ", ".join(f"{row.level} (batch {row.batch})" for row in noisy)
         warnings.append(
-            f"The times vary a lot at {names}: the machine was busy with something else, so take "
-            "their medians and speeds with caution."
+            f"The times vary a lot at {names}: the machine seems busy with something else. Do not "
+            "trust these medians, nor the speeds that rest on them."
         )
     used = {SHORT[half["dtype"]]: half for half in report.environment["device"]["half_types"]}
     for dtype in dict.fromkeys(report.options["levels"].values()):
