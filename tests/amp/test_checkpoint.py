@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.amp.hand import batches, net
 from torch import nn
 
 from apex import amp
+from tests.amp.hand import batches, net
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 

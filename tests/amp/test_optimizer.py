@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.amp.hand import batches, net, same
 from torch import nn
 
 from apex import amp
+from tests.amp.hand import batches, net, same
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 

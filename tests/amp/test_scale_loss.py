@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.amp.hand import Hand, batches, net, same
 from torch import nn
 
 from apex import amp
+from tests.amp.hand import Hand, batches, net, same
 
 LEVELS = ["O0", "O1", "O2", "O4", "O5"]
 OPTIMIZERS = {

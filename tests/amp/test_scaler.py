@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.amp.hand import Scale
 
 from apex.amp.scaler import (
     LossScaler,
@@ -16,6 +15,7 @@ from apex.amp.scaler import (
     scale_check_overflow_python,
     unscale_,
 )
+from tests.amp.hand import Scale
 
 EVENTS = st.lists(st.sampled_from(["clean", "overflow", "land"]), max_size=60)
 
