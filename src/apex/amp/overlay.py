@@ -40,7 +40,7 @@ _FLOAT_ON_CPU = (
     "upsample_bicubic2d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"
 )
 _HALF_ON_CPU = (
-    "addmv addr mv "
+    "addmv addr mv einsum chain_matmul linalg_multi_dot "
     "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input "
     "rnn_relu.data lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 )

@@ -32,10 +32,12 @@ _KINDS = {
     "CASTS": "promote",
     "SEQUENCE_CASTS": "promote",
 }
-# On the float list, and out of the reach of an autocast kernel: a composite written in Python, a
-# function that CUDA's autocast registers as promote, and a copy to the CPU.
+# On the float list, and out of the reach of an autocast kernel: composites written in Python that
+# multiply or pool first, a function that CUDA's autocast registers as promote, a copy to the CPU.
 _BY_NAME = (
     (functional_overrides, "multilabel_soft_margin_loss"),
+    (functional_overrides, "local_response_norm"),
+    (functional_overrides, "interpolate"),
     (functional_overrides, "grid_sample"),
     (tensor_overrides, "cpu"),
 )
