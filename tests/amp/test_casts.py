@@ -1,0 +1,631 @@
+"""Where casts hold: threads, regions, levels side by side, recomputation, caches."""
+
+import gc
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apex import amp
+from apex.amp import casts
+
+HALF = {"O1": torch.float16, "O4": torch.bfloat16}
+MODEL = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+class Net(nn.Module):
+    """A half-list and a float-list function; what it returns tells the levels apart."""
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 4), nn.Dropout(0.3)
+        self.recompute = recompute
+
+    def body(self, x):
+        y = self.linear(self.dropout(x))
+        return y, F.softmax(y, -1)
+
+    def forward(self, x):
+        if self.recompute is None:
+            return self.body(x)
+        return checkpoint(self.body, x, use_reentrant=self.recompute == "reentrant")
+
+
+def start(level, model=None, **options):
+    model = Net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def expected(level, weight, bias, x):
+    """What ``Net`` gives at ``level``, cast by hand."""
+    with amp.disable_casts():
+        if level == "O0":
+            y = F.linear(x, weight, bias)
+            return y, F.softmax(y, -1)
+        dtype = HALF.get(level) or MODEL[level]
+        y = F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype))
+        if level in HALF:
+            return y, F.softmax(y.float(), -1)
+        return y.float(), F.softmax(y, -1).float()
+
+
+def assert_same(left, right):
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def weights(model):
+    state = model.state_dict()
+    return state["linear.weight"], state["linear.bias"]
+
+
+def assert_at(level, model, x=None):
+    x = torch.randn(3, 6) if x is None else x
+    model.eval()
+    assert_same([t.detach() for t in model(x)], expected(level, *weights(model), x))
+
+
+def state():
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        casts.current(),
+        len(casts._thread.stack),
+    )
+
+
+def in_thread(function):
+    """Run ``function`` in a new thread and return its result."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def product():
+    x = torch.ones(2, 2)
+    return x.mm(x).dtype
+
+
+# -- the thread ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_loss_outside_the_model_is_cast(level):
+    model, _ = start(level)
+    y, _ = model(torch.randn(3, 6))
+    target = torch.tensor([0, 1, 2])
+    assert y.dtype == HALF[level]
+    assert_same([F.cross_entropy(y, target)], [F.cross_entropy(y.float(), target)])
+    weight = torch.randn(2, 4)
+    assert_same([F.linear(y.float(), weight)], [F.linear(y, weight.to(HALF[level]))])
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_casts_are_off_in_the_body_of_scale_loss_and_models_there_keep_their_level(level):
+    model, optimizer = start(level)
+    x = torch.randn(3, 6)
+    assert product() == HALF[level]
+    with amp.scale_loss(model(x)[0].float().sum(), optimizer) as scaled:
+        assert product() == torch.float32
+        assert_at(level, model)
+        assert product() == torch.float32
+        scaled.backward()
+    assert product() == HALF[level]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_casts_are_off_in_step(level):
+    seen = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(product())
+            return super().step(closure)
+
+    model = Net()
+    optimizer = Watching(model.parameters(), lr=0.1)
+    options = {"opt_level": level, "loss_scale": 128.0, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, **options)
+    with amp.scale_loss(model(torch.randn(3, 6))[0].sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert seen == [torch.float32]
+    assert product() == HALF.get(level, torch.float32)
+
+
+def test_disable_casts_nests_and_survives_exceptions():
+    model, _ = start("O1")
+    before = state()
+    with amp.disable_casts():
+        with amp.disable_casts():
+            assert product() == torch.float32
+        assert product() == torch.float32
+        assert_at("O1", model)
+    assert state() == before
+    with pytest.raises(KeyboardInterrupt), amp.disable_casts():
+        raise KeyboardInterrupt
+    assert state() == before
+
+
+def test_disable_casts_where_none_are_on():
+    with amp.disable_casts():
+        assert product() == torch.float32
+    start("O2")
+    with amp.disable_casts():
+        assert product() == torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_new_thread_has_no_casts_but_models_keep_their_level(level):
+    model, _ = start(level)
+
+    def run():
+        before, ambient = state(), product()
+        assert_at(level, model)
+        return ambient, before == state()
+
+    assert in_thread(run) == (torch.float32, True)
+
+
+@pytest.mark.parametrize("second", ["O0", "O1", "O2", "O4"])
+@pytest.mark.parametrize("first", ["O0", "O1", "O2", "O4"])
+def test_each_model_keeps_its_level_whatever_came_later(first, second):
+    one, _ = start(first)
+    two, _ = start(second)
+    for _ in range(2):
+        assert_at(first, one)
+        assert_at(second, two)
+    assert product() == HALF.get(second, torch.float32)  # the thread follows the newest
+
+
+@pytest.mark.parametrize("inner", ["O0", "O1", "O2", "O4"])
+@pytest.mark.parametrize("outer", ["O0", "O1", "O2", "O4"])
+def test_a_model_inside_a_model(outer, inner):
+    class Outer(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = [model]  # not a submodule: at its own level, initialised on its own
+            self.linear = nn.Linear(1, 1)
+
+        def forward(self, x):
+            return torch.is_autocast_enabled("cpu"), self.model[0](x), product()
+
+    within, _ = start(inner)
+    within.eval()
+    around, _ = start(outer, Outer(within))
+    x = torch.randn(3, 6)
+    if outer == "O2":
+        x = x.half().float()
+    enabled, result, after = around(x)
+    assert enabled == (outer in HALF)
+    assert after == HALF.get(outer, torch.float32)
+    wanted = expected(inner, *weights(within), x)
+    if outer in ("O0", "O2"):
+        wanted = [t.float() for t in wanted]
+    assert_same([t.detach() for t in result], wanted)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_calls_itself(level):
+    class Recursive(nn.Module):  # as a tree-LSTM is
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, depth):
+            if depth:
+                self(depth - 1)
+            return product()
+
+    model, _ = start(level, Recursive())
+    start("O4" if level == "O1" else "O1")
+    before = state()
+    assert model(2) == HALF.get(level, torch.float32)
+    assert state() == before
+
+
+@pytest.mark.parametrize("later", [{"opt_level": "O0"}, {"opt_level": "O2"}, {"enabled": False}])
+def test_a_later_initialize_ends_the_casts(later):
+    first, _ = start("O1")
+    amp.initialize(Net(), verbosity=0, **later)
+    assert product() == torch.float32
+    assert torch.is_autocast_enabled("cpu") is False
+    assert_at("O1", first)
+
+
+def test_the_casts_of_init_end_with_deactivate():
+    handle = amp.init()
+    assert product() == torch.float16
+    handle._deactivate()
+    assert product() == torch.float32
+    assert not handle.is_active()
+
+
+# -- torch's own autocast -------------------------------------------------------------------------
+
+
+def torchs_own():
+    half = torch.rand(3, 4).half()
+    with torch.autocast("cpu", dtype=torch.float16):
+        return [
+            half.softmax(-1),
+            half.sum(),
+            F.gelu(half),
+            F.layer_norm(half, (4,)),
+            half.exp(),
+            half.float().mv(torch.ones(4)),
+            nn.GRU(4, 2)(half.float())[0].detach(),
+        ]
+
+
+def test_torchs_own_autocast_keeps_its_meaning():
+    torch.manual_seed(0)
+    plain = torchs_own()
+    assert [t.dtype for t in plain] == [torch.float16] * 5 + [torch.float32] * 2
+    for level in ("O0", "O2", "O1"):
+        start(level)
+        with amp.disable_casts():
+            pass
+        if level == "O1":  # here the thread's casts are amp's
+            amp.initialize(Net(), opt_level="O0", verbosity=0)
+        torch.manual_seed(0)
+        assert_same(torchs_own(), plain)
+    amp.reset()
+    torch.manual_seed(0)
+    assert_same(torchs_own(), plain)
+
+
+def test_torchs_own_autocast_inside_a_model_at_o0():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.float16):
+                y = self.linear(x)
+                return y.dtype, y.softmax(-1).dtype
+
+    model, _ = start("O0", Half())
+    assert model(torch.randn(2, 4)) == (torch.float16, torch.float16)
+
+
+def test_torchs_own_disabled_region_inside_a_model_at_o1():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return self.linear(x)
+
+    model, _ = start("O1", Wide())
+    assert model(torch.randn(2, 4)).dtype == torch.float32
+
+
+# -- exceptions -----------------------------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.linear, self.error = nn.Linear(6, 4), error
+
+    def forward(self, x):
+        self.linear(x)
+        raise self.error
+
+
+@pytest.mark.parametrize("where", ["forward", "pre-hook", "first pre-hook", "hook"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_exception_in_a_forward_leaves_the_state_as_it_was(level, where):
+    def fail(*_):
+        raise ValueError("planted")
+
+    if where == "forward":
+        model, _ = start(level, Failing(ValueError("planted")))
+    else:
+        model, _ = start(level)
+        if where == "hook":
+            model.register_forward_hook(fail)
+        else:
+            model.register_forward_pre_hook(fail, prepend=where == "first pre-hook")
+    for ambient in ("O1", "O0"):
+        start(ambient)
+        before = state()
+        with pytest.raises(ValueError, match="planted"):
+            model(torch.randn(2, 6))
+        assert state() == before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_forward_cut_short_by_an_interrupt_is_ended_by_what_comes_next(level):
+    broken, _ = start(level, Failing(KeyboardInterrupt()))
+    for ambient in ("O0", "O4"):
+        model, optimizer = start(ambient)
+        before = state()
+        with pytest.raises(KeyboardInterrupt):
+            broken(torch.randn(2, 6))
+        assert_at(ambient, model)
+        assert state() == before
+        with pytest.raises(KeyboardInterrupt):
+            broken(torch.randn(2, 6))
+        with amp.scale_loss(torch.ones((), requires_grad=True), optimizer):
+            assert product() == torch.float32
+        assert state() == before
+
+
+@pytest.mark.parametrize("end", [amp.reset, lambda: start("O0")])
+def test_casts_cut_short_by_an_interrupt_do_not_come_back(end):
+    broken, _ = start("O1", Failing(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        broken(torch.randn(2, 6))
+    end()
+    assert product() == torch.float32
+    Net()(torch.randn(2, 6))
+    start("O2")[0](torch.randn(2, 6))
+    assert product() == torch.float32
+    assert torch.is_autocast_enabled("cpu") is False
+
+
+def test_an_outer_model_that_catches_an_inner_interrupt():
+    broken, _ = start("O2", Failing(KeyboardInterrupt()))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+
+        def forward(self, x):
+            with pytest.raises(KeyboardInterrupt):
+                broken(x)
+            return self.linear(x)
+
+    model, _ = start("O1", Outer())
+    before = state()
+    model(torch.randn(2, 6))
+    assert state() == before
+
+
+# -- recomputation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ambient", [None, "O0", "O4", "thread"])
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_checkpoint_recomputes_at_the_models_level(level, recompute, ambient):
+    def train(how):
+        torch.manual_seed(0)
+        model, optimizer = start(level, Net(how), loss_scale=128.0)
+        if ambient in LEVELS:
+            start(ambient)
+        x = torch.randn(3, 6, requires_grad=True)
+        y, s = model(x)
+        loss = (y.float().square() * s).sum()
+
+        def backward():
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+
+        if ambient == "thread":
+            in_thread(backward)
+        else:
+            backward()
+        return [y, s, x.grad, *[p.grad for p in model.parameters()]]
+
+    assert_same(train(recompute), train(None))
+
+
+# -- cached weight casts --------------------------------------------------------------------------
+
+
+def _step(model, optimizer):
+    with amp.scale_loss(model(torch.randn(3, 6))[0].float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def _in_place(model, optimizer):
+    with torch.no_grad():
+        model.linear.weight.mul_(3)
+
+
+def _data(model, optimizer):
+    model.linear.weight.data = model.linear.weight.data * 3
+
+
+def _data_in_place(model, optimizer):
+    model.linear.weight.data.mul_(3)
+
+
+def _load(model, optimizer):
+    model.load_state_dict({k: v * 3 for k, v in model.state_dict().items()})
+
+
+CHANGES = (_step, _in_place, _data, _data_in_place, _load)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_changed_weight_is_used_at_once(level, change):
+    model, optimizer = start(level, loss_scale=128.0)
+    x = torch.randn(3, 6)
+    for grad in (True, False, True):
+        before = model.linear.weight.detach().clone()
+        with torch.set_grad_enabled(grad):
+            assert_at(level, model, x)
+        change(model, optimizer)
+        assert not torch.equal(before, model.linear.weight)
+        with torch.set_grad_enabled(grad):
+            assert_at(level, model, x)
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_changed_weight_is_used_at_once_outside_of_models(level):
+    start(level)
+    weight, x = nn.Parameter(torch.randn(4, 6)), torch.randn(3, 6)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for _ in range(2):
+                with amp.disable_casts():
+                    half = F.linear(x.to(HALF[level]), weight.to(HALF[level]))
+                assert torch.equal(F.linear(x, weight), half)
+                weight.data.mul_(3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_evaluation_before_training_leaves_gradients_whole(level):
+    def gradients(evaluate):
+        torch.manual_seed(0)
+        model, optimizer = start(level, loss_scale=128.0)
+        model.eval()
+        x = torch.randn(3, 6)
+        if evaluate:
+            with torch.no_grad():
+                model(x)
+            with torch.inference_mode():
+                model(x)
+        with amp.scale_loss(model(x)[0].float().square().sum(), optimizer) as scaled:
+            scaled.backward()
+        return [p.grad for p in amp.master_params(optimizer)]
+
+    assert_same(gradients(True), gradients(False))
+
+
+def test_a_weight_used_twice_is_cast_once_in_a_forward():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            one, two = x.mm(self.weight), x.mm(self.weight)
+            return one.grad_fn.next_functions[1][0] is two.grad_fn.next_functions[1][0]
+
+    model, _ = start("O1", Twice())
+    assert model(torch.randn(2, 4))
+
+
+# -- amp.autocast ---------------------------------------------------------------------------------
+
+
+def region(**options):
+    with amp.autocast(**options):
+        half = torch.ones(2, 2).half()
+        return product(), half.softmax(-1).dtype
+
+
+def test_autocast_before_initialize_is_o1():
+    assert region() == (torch.float16, torch.float32)
+    assert region(dtype=torch.bfloat16) == (torch.bfloat16, torch.float32)
+    assert region(enabled=False) == (torch.float32, torch.float16)
+    assert torch.is_autocast_enabled("cpu") is False
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_autocast_follows_the_level(level):
+    start(level)
+    before = state()
+    dtype = HALF.get(level) or MODEL.get(level)
+    if dtype:
+        assert region() == (dtype, torch.float32)
+        assert region(dtype=torch.bfloat16) == (torch.bfloat16, torch.float32)
+    else:
+        assert region() == region(dtype=torch.bfloat16) == (torch.float32, torch.float16)
+    assert region(enabled=False) == (torch.float32, torch.float16)
+    assert state() == before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_autocast_in_a_model_follows_the_models_level(level):
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self):
+            return region()
+
+    model, _ = start(level, Region())
+    for ambient in ("O4", "O0", "O2"):
+        start(ambient)
+        wide = (torch.float32, torch.float16)
+        assert model() == ((HALF[level], torch.float32) if level in HALF else wide)
+
+
+def test_autocast_after_a_disabled_initialize():
+    amp.initialize(Net(), enabled=False)
+    assert region() == (torch.float32, torch.float16)
+
+
+def test_autocast_as_a_decorator():
+    @amp.autocast()
+    def forward(depth=1):
+        """Multiply."""
+        return (forward(depth - 1) if depth else []) + [product()]
+
+    assert forward() == [torch.float16] * 2
+    assert forward.__doc__ == "Multiply."
+    assert product() == torch.float32
+
+
+def test_autocast_nests_and_survives_exceptions():
+    with pytest.raises(KeyboardInterrupt), amp.autocast():
+        with amp.autocast(dtype=torch.bfloat16):
+            assert product() == torch.bfloat16
+        assert product() == torch.float16
+        raise KeyboardInterrupt
+    assert product() == torch.float32
+
+
+def test_autocast_drops_cached_weights():
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+    for factor in (1, 2, 4):
+        with amp.autocast():
+            assert x.mm(weight).tolist() == [[2 * factor, 2 * factor]]
+        weight.data.mul_(2)
+
+
+def test_autocast_refuses_other_types():
+    with pytest.raises(ValueError, match=r"torch\.float32.*torch\.float16, torch\.bfloat16"):
+        amp.autocast(dtype=torch.float32).__enter__()
+
+
+# -- replicas -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_replica_in_a_thread_of_data_parallel_computes_at_its_level(level):
+    model, _ = start(level)
+    model.eval()
+    x = torch.randn(3, 6)
+    wanted = expected(level, *weights(model), x)
+
+    def run():
+        replica = model._replicate_for_data_parallel()
+        replica.linear = model.linear._replicate_for_data_parallel()
+        replica.linear.weight, replica.linear.bias = model.linear.weight, model.linear.bias
+        return [t.detach() for t in replica(x)]
+
+    assert_same(in_thread(run), wanted)
+
+
+def test_models_and_casts_are_freed():
+    model, optimizer = start("O1")
+    model(torch.randn(2, 6))
+    alive = len(casts._alive)
+    start("O0", Net())
+    del model, optimizer
+    gc.collect()
+    assert len(casts._alive) == alive - 1
