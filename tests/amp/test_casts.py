@@ -1,6 +1,5 @@
 """Where casts hold: threads, regions, levels side by side, recomputation, caches."""
 
-import gc
 import threading
 
 import pytest
@@ -581,11 +580,15 @@ def test_autocast_as_a_decorator():
 
 
 def test_autocast_nests_and_survives_exceptions():
-    with pytest.raises(KeyboardInterrupt), amp.autocast():
-        with amp.autocast(dtype=torch.bfloat16):
-            assert product() == torch.bfloat16
-        assert product() == torch.float16
-        raise KeyboardInterrupt
+    def cut_short():
+        with amp.autocast():
+            with amp.autocast(dtype=torch.bfloat16):
+                assert product() == torch.bfloat16
+            assert product() == torch.float16
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cut_short()
     assert product() == torch.float32
 
 
@@ -619,13 +622,3 @@ def test_a_replica_in_a_thread_of_data_parallel_computes_at_its_level(level):
         return [t.detach() for t in replica(x)]
 
     assert_same(in_thread(run), wanted)
-
-
-def test_models_and_casts_are_freed():
-    model, optimizer = start("O1")
-    model(torch.randn(2, 6))
-    alive = len(casts._alive)
-    start("O0", Net())
-    del model, optimizer
-    gc.collect()
-    assert len(casts._alive) == alive - 1
