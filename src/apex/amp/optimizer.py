@@ -20,8 +20,9 @@ from __future__ import annotations
 import functools
 import logging
 import types
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,19 +54,25 @@ class Pass:
         self.epoch = scaler._epoch
 
 
-class _Slot:
-    """A master in a group, with the model weight it stands for."""
+class _Entry:
+    """One tensor in the optimizer's groups.
 
-    __slots__ = ("_model", "left", "master")
+    Attributes:
+        param: What the optimizer steps: a master, or the model's own weight.
+        target: What backward writes gradients to: always the model's weight.
+        master: The master, where ``param`` is one.
+        left: The scaled gradient that a finished pass has left on a 16-bit ``target``.
+        version: Its ``_version`` then.
+    """
 
-    def __init__(self, model: torch.Tensor, master: Master) -> None:
-        self._model = weakref.ref(model)
+    __slots__ = ("left", "master", "param", "target", "version")
+
+    def __init__(self, param: torch.Tensor, target: torch.Tensor, master: Master | None) -> None:
+        self.param = param
+        self.target = target
         self.master = master
-        self.left: torch.Tensor | None = None  # scaled gradient of a finished pass
-
-    @property
-    def model(self) -> torch.Tensor | None:
-        return self._model()
+        self.left: torch.Tensor | None = None
+        self.version = 0
 
 
 class OptimizerState:
@@ -89,13 +96,16 @@ class OptimizerState:
         self.use_masters = use_masters
         self.passes: list[Pass] = []
         self.skipped = 0  # steps in a row
+        self.landed = False  # whether the last step was taken
         self.is_open = False  # inside a scale_loss block
         self._optimizer = weakref.ref(optimizer)
-        self._slots: dict[int, _Slot] = {}  # by id of the master, which the slot keeps alive
+        self._entries: list[_Entry] = []
+        self._ids: list[int] = []
         self._debt: Debt | None = None
         self._stepped_once = False
-        if use_masters:
-            self.adopt(full)
+        self._warned = False
+        self._is_attached = True
+        self._sync(full)
         self._patch(optimizer)
         optimizer._amp_stash = self
 
@@ -104,37 +114,45 @@ class OptimizerState:
     def _patch(self, optimizer: Any) -> None:
         self._inner = {name: getattr(optimizer, name) for name in _PATCHED}
         self._was_own = {name for name in _PATCHED if name in vars(optimizer)}
-        for name, replacement in (
-            ("step", _step),
-            ("zero_grad", _zero_grad),
-            ("add_param_group", _add_param_group),
-        ):
-            inner = self._inner[name]
-            # wraps() carries over the marks by which torch's schedulers know a step of theirs
-            wrapped = functools.wraps(getattr(inner, "__func__", inner))(_fresh(replacement))
-            setattr(optimizer, name, types.MethodType(wrapped, optimizer))
+        for name in _PATCHED:
+            setattr(optimizer, name, types.MethodType(self._replacement(name), optimizer))
+
+    def _replacement(self, name: str) -> Any:
+        """A function in the place of the optimizer's ``name``, marked like the original.
+
+        The marks are those by which torch's schedulers know a step that they have wrapped.
+        """
+        inner = self._inner[name]
+
+        @functools.wraps(getattr(inner, "__func__", inner))
+        def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
+            # a scheduler may still hold this after the optimizer was released
+            return (getattr(self, name) if self._is_attached else inner)(*args, **kwargs)
+
+        return replacement
 
     def detach(self) -> None:
         """Give the optimizer back as it was: its own methods, the model's weights in its groups."""
         optimizer = self._optimizer()
-        if optimizer is None or getattr(optimizer, "_amp_stash", None) is not self:
+        if optimizer is None or not self._is_attached:
             return
+        self._sync()
+        self._is_attached = False
         for name in _PATCHED:
-            if name in self._was_own:
-                setattr(optimizer, name, self._inner[name])
-            else:
-                vars(optimizer).pop(name, None)
+            method = vars(optimizer).get(name)
+            if not isinstance(method, types.MethodType) or name in self._was_own:
+                if isinstance(method, types.MethodType):
+                    setattr(optimizer, name, self._inner[name])
+                continue  # wrapped by somebody since: what they hold passes through now
+            delattr(optimizer, name)
         del optimizer._amp_stash
+        weights = {id(e.param): e.target for e in self._entries if e.master is not None}
         for group in optimizer.param_groups:
-            params = group["params"]
-            for index, param in enumerate(params):
-                slot = self._slots.get(id(param))
-                model = None if slot is None else slot.model
-                if model is not None:
-                    params[index] = model
-                    if param in optimizer.state:
-                        optimizer.state[model] = optimizer.state.pop(param)
-        self._slots.clear()
+            group["params"][:] = [weights.get(id(param), param) for param in group["params"]]
+        for entry in self._entries:
+            if entry.master is not None and entry.param in optimizer.state:
+                optimizer.state[entry.target] = optimizer.state.pop(entry.param)
+        self._entries, self._ids = [], []
 
     def params(self) -> Iterator[torch.Tensor]:
         """Every tensor in the optimizer's groups."""
@@ -142,21 +160,32 @@ class OptimizerState:
         for group in () if optimizer is None else optimizer.param_groups:
             yield from group["params"]
 
-    def adopt(self, full: dict[torch.nn.Parameter, torch.Tensor] | None = None) -> None:
-        """Put a master in the place of every 16-bit weight that has come into the groups."""
+    def _sync(self, full: dict[torch.nn.Parameter, torch.Tensor] | None = None) -> list[_Entry]:
+        """The entries for what is in the groups now, with masters for new 16-bit weights."""
+        ids = [id(param) for param in self.params()]
+        if ids == self._ids:  # the entries keep their tensors alive, so an id says who it is
+            return self._entries
+        known = {id(entry.param): entry for entry in self._entries}
+        known.update({id(entry.target): entry for entry in self._entries})
+        entries = []
         optimizer = self._optimizer()
         for group in () if optimizer is None else optimizer.param_groups:
+            if not isinstance(group["params"], list):
+                group["params"] = list(group["params"])
             params = group["params"]
             for index, param in enumerate(params):
-                if param.dtype in HALF_TYPES:
-                    if not isinstance(params, list):
-                        params = group["params"] = list(params)
-                    params[index] = self._master_for(optimizer, param, full or {})
+                entry = known.get(id(param)) or self._entry(optimizer, param, full or {})
+                params[index] = entry.param
+                entries.append(entry)
+        self._entries, self._ids = entries, [id(entry.param) for entry in entries]
+        return entries
 
     @torch.no_grad()
-    def _master_for(
+    def _entry(
         self, optimizer: Any, param: Any, full: dict[torch.nn.Parameter, torch.Tensor]
-    ) -> torch.Tensor:
+    ) -> _Entry:
+        if not self.use_masters or param.dtype not in HALF_TYPES:
+            return _Entry(param, param, None)
         master = masters.get(param)
         if master is None:
             value = full.get(param)
@@ -164,25 +193,13 @@ class OptimizerState:
             master = Master(wide.detach(), param._version)
             masters[param] = master
         tensor: torch.Tensor = master.tensor.requires_grad_()
-        slot = self._slots.setdefault(id(tensor), _Slot(param, master))
         if param in optimizer.state:
             optimizer.state[tensor] = optimizer.state.pop(param)
         if param.grad is not None:  # accumulated before amp came in: unscaled
             tensor.grad, param.grad = param.grad.float(), None
-        slot.left = None
-        return tensor
+        return _Entry(tensor, param, master)
 
     # -- one pass ------------------------------------------------------------------------------
-
-    def _targets(self) -> Iterator[tuple[torch.Tensor, _Slot | None]]:
-        """What backward writes gradients to, with the slot of the master behind it."""
-        slots = self._slots
-        for param in self.params():
-            slot = slots.get(id(param))
-            if slot is None:
-                yield param, None
-            elif (model := slot.model) is not None:
-                yield model, slot
 
     def open(self, scaler: LossScaler, scale: torch.Tensor | float) -> _Aside:
         """Set every gradient aside, so that backward leaves only its own.
@@ -192,26 +209,23 @@ class OptimizerState:
         """
         if self._debt is not None and not self._debt.matches(scaler, scale):
             self.settle_debt()
-        if self.use_masters:
-            self.adopt()
         aside: _Aside = {}
-        for target, slot in self._targets():
+        for entry in self._sync():
+            target = entry.target
             grad = target.grad
-            if slot is not None:
-                left, slot.left = slot.left, None
-                if grad is not None and grad is left:  # scaled, and already in the master's
-                    target.grad = grad = None
             if grad is not None:
-                aside[target] = _unshared(grad)
+                if grad is not entry.left:  # else scaled, and already in the master's
+                    aside[target] = _unshared(grad)
                 target.grad = None
+            entry.left = None
         self.is_open = True
         return aside
 
     def abandon(self, aside: _Aside) -> None:
         """Put every gradient back as :meth:`open` found it."""
         self.is_open = False
-        for target, _ in self._targets():
-            target.grad = aside.get(target)
+        for entry in self._entries:
+            entry.target.grad = aside.get(entry.target)
 
     def close_delayed(self, aside: _Aside, debt: Debt) -> None:
         """End a pass whose gradients stay scaled until the next pass or the step."""
@@ -222,6 +236,7 @@ class OptimizerState:
         else:  # of the same scale, or open() had settled it
             _add_back(aside)
 
+    @torch.no_grad()
     def close(self, aside: _Aside, scale: torch.Tensor | float, done: set[int]) -> Any:
         """Unscale what backward left and add what was set aside.
 
@@ -239,20 +254,21 @@ class OptimizerState:
             aside, self._debt = self._debt.unscaled, None
         grads: list[torch.Tensor] = []
         widened: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for target, slot in self._targets():
+        for entry in self._sync():
+            target = entry.target
             grad = target.grad
             if grad is None:
                 continue
-            if slot is not None:
-                slot.left = grad
+            if entry.master is not None:
+                entry.left, entry.version = grad, grad._version
             if id(target) in done:
                 continue
             done.add(id(target))
             if grad.is_sparse:
                 grad = target.grad = grad.coalesce()
-            if slot is not None:
+            if entry.master is not None:
                 grad = grad.float()
-                widened.append((slot.master.tensor, grad))
+                widened.append((entry.param, grad))
             grads.append(grad)
         found = unscale_(grads, scale)
         _accumulate(widened)
@@ -262,9 +278,9 @@ class OptimizerState:
 
     def _return(self, aside: _Aside) -> None:
         """Add unscaled gradients that were set aside: to the master, where there is one."""
-        for target, slot in self._targets():
-            if slot is not None and target in aside:
-                _accumulate([(slot.master.tensor, aside.pop(target).float())])
+        for entry in self._entries:
+            if entry.master is not None and entry.target in aside:
+                _accumulate([(entry.param, aside.pop(entry.target).float())])
         _add_back(aside)
 
     def settle_debt(self) -> None:
@@ -292,7 +308,7 @@ class OptimizerState:
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             return self._step_with(closure, args, kwargs)
-        self._before_step()
+        self.collect()
         bad = self._overflowed()
         if bad is not None:
             self._skip(bad)
@@ -315,31 +331,49 @@ class OptimizerState:
             self._write_models()  # the optimizer may have moved the masters since
             with off.lifted():
                 loss = closure()
-            self._before_step()
+            self.collect()
             return loss
 
-        self._before_step()
+        self.collect()
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         with off:
             result = self._inner["step"](evaluate, *args[1:], **rest)
         self._after_step()
         return result
 
-    def _before_step(self) -> None:
+    def collect(self) -> None:
+        """Bring every gradient to where the optimizer looks for it, unscaled.
+
+        Settles what delayed passes left, takes over what others wrote into 16-bit weights, and
+        hands the gradients of a backward outside of ``scale_loss`` to the masters.
+        """
         self.settle_debt()
+        entries = self._sync()
         if not self.use_masters:
             return
-        self.adopt()
-        for slot in self._slots.values():
-            model = slot.model
-            if model is None:
+        stepped = self._stepped_once
+        for entry in entries:
+            master = entry.master
+            if master is None:
                 continue
-            if model._version != slot.master.version or not self._stepped_once:
-                slot.master.refresh(model)
-            grad = model.grad
-            if grad is not None and grad is not slot.left:  # a backward outside of scale_loss
-                _accumulate([(slot.master.tensor, _values(grad.detach()).float())])
-                slot.left = grad
+            target = entry.target
+            if target._version != master.version or not stepped:
+                master.refresh(target)
+            grad = target.grad
+            if grad is None:
+                continue
+            if grad is not entry.left:
+                _accumulate([(entry.param, _values(grad.detach()).float())])
+                entry.left, entry.version = grad, grad._version
+            elif grad._version != entry.version and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    "amp: gradients of 16-bit model weights were changed after scale_loss (by "
+                    "clipping?). That has no effect: the optimizer steps the float32 masters. "
+                    "Use amp.clip_grad_norm_(optimizer, max_norm), or clip "
+                    "amp.master_params(optimizer).",
+                    stacklevel=4,
+                )
 
     def _overflowed(self) -> tuple[Pass, float] | None:
         """The first pass that was not finite, with its scaler's scale now; one host read.
@@ -363,6 +397,7 @@ class OptimizerState:
     def _skip(self, bad: tuple[Pass, float]) -> None:
         done, scale = bad
         self.skipped += 1
+        self.landed = False
         if self.training.verbosity > 0:
             _speech.say(
                 f"Gradient overflow.  Skipping step, loss scaler {done.index} "
@@ -382,11 +417,10 @@ class OptimizerState:
 
     def _diagnosis(self, done: Pass, scale: float) -> str:
         name = "unknown"
-        for param in self.params():
-            if param.grad is not None and not bool(torch.isfinite(_values(param.grad)).all()):
-                slot = self._slots.get(id(param))
-                model = param if slot is None else slot.model
-                name = self.training.name_of(model)
+        for entry in self._entries:
+            grad = entry.param.grad
+            if grad is not None and not bool(torch.isfinite(_values(grad)).all()):
+                name = self.training.name_of(entry.target)
                 break
         finite = bool(torch.isfinite(done.loss).all())
         cause = (
@@ -404,6 +438,7 @@ class OptimizerState:
 
     def _after_step(self) -> None:
         self.skipped = 0
+        self.landed = True
         self._stepped_once = True
         self._write_models()
         self._free_master_grads()
@@ -412,62 +447,70 @@ class OptimizerState:
     @torch.no_grad()
     def _write_models(self) -> None:
         """Round every master into its model weight."""
-        pairs = [(slot, slot.model) for slot in self._slots.values()]
-        weights = [model for _, model in pairs if model is not None]
-        if not weights:
+        pairs = [(e.master, e.target) for e in self._entries if e.master is not None]
+        if not pairs:
             return
-        torch._foreach_copy_(
-            weights, [slot.master.tensor for slot, model in pairs if model is not None]
-        )
-        for slot, model in pairs:
-            if model is not None:
-                slot.master.version = model._version
+        for device_pairs in _by_device(pairs):
+            torch._foreach_copy_(
+                [weight for _, weight in device_pairs],
+                [master.tensor for master, _ in device_pairs],
+            )
+        for master, weight in pairs:
+            master.version = weight._version
 
     def _free_master_grads(self) -> None:
         """A master's gradient ends with the step, since ``model.zero_grad()`` cannot reach it."""
         shared = self.training.shared_masters
-        for slot in self._slots.values():
-            if id(slot.master.tensor) not in shared:
-                slot.master.tensor.grad = None
+        for entry in self._entries:
+            if entry.master is not None and id(entry.param) not in shared:
+                entry.param.grad = None
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, and the same for the model weights behind masters."""
         self._inner["zero_grad"](*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         self._debt = None
-        for slot in self._slots.values():
-            slot.master.tensor.grad = None
-            slot.left = None
-            model = slot.model
-            if model is None or model.grad is None:
+        for entry in self._entries:
+            if entry.master is None:
                 continue
+            entry.param.grad = None
+            entry.left = None
+            target = entry.target
             if set_to_none:
-                model.grad = None
-            else:
-                model.grad.detach_().zero_()
+                target.grad = None
+            elif target.grad is not None:
+                target.grad.detach_().zero_()
 
     def add_param_group(self, group: Any) -> None:
         """The optimizer's own; 16-bit weights in the new group get masters."""
         self._inner["add_param_group"](group)
-        if self.use_masters:
-            self.adopt()
+        self._sync()
 
     # -- what programs of old look at --------------------------------------------------------------
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """The 16-bit model weights that have masters."""
-        return [m for slot in self._slots.values() if (m := slot.model) is not None]
+        return [entry.target for entry in self._sync() if entry.master is not None]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
         """The masters of :attr:`all_fp16_params`, in the same order."""
-        return [s.master.tensor for s in self._slots.values() if s.model is not None]
+        return [entry.param for entry in self._sync() if entry.master is not None]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
         """The tensors in the groups that are their own masters."""
-        return [param for param in self.params() if id(param) not in self._slots]
+        return [entry.param for entry in self._sync() if entry.master is None]
+
+
+def _by_device(
+    pairs: list[tuple[Master, torch.Tensor]],
+) -> Iterable[list[tuple[Master, torch.Tensor]]]:
+    groups: dict[torch.device, list[tuple[Master, torch.Tensor]]] = {}
+    for pair in pairs:
+        groups.setdefault(pair[1].device, []).append(pair)
+    return groups.values()
 
 
 class Debt:
@@ -534,22 +577,3 @@ def _add_back(aside: _Aside) -> None:
             old.append(before)
     if into:
         torch._foreach_add_(into, old)
-
-
-def _fresh(function: Any) -> Any:
-    """A function object of its own, so that ``functools.wraps`` marks only this optimizer's."""
-    return types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
-    )
-
-
-def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self._amp_stash.step(*args, **kwargs)
-
-
-def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-    self._amp_stash.zero_grad(*args, **kwargs)
-
-
-def _add_param_group(self: Any, param_group: Any) -> None:
-    self._amp_stash.add_param_group(param_group)
