@@ -159,7 +159,7 @@ class _Block:
 
     def close(self, *, check: bool) -> None:
         """Unscale, tell the states whether the pass was finite, and let the scale back off."""
-        done: set[int] = set()
+        done: set[int] | None = set() if len(self.states) > 1 else None
         flags = []
         for state, aside in zip(self.states, self.aside, strict=True):
             flag = state.close(aside, self.scale, done)

@@ -162,13 +162,15 @@ class OptimizerState:
 
     def _sync(self, full: dict[torch.nn.Parameter, torch.Tensor] | None = None) -> list[_Entry]:
         """The entries for what is in the groups now, with masters for new 16-bit weights."""
-        ids = [id(param) for param in self.params()]
+        optimizer = self._optimizer()
+        ids: list[int] = []
+        for group in () if optimizer is None else optimizer.param_groups:
+            ids += map(id, group["params"])
         if ids == self._ids:  # the entries keep their tensors alive, so an id says who it is
             return self._entries
         known = {id(entry.param): entry for entry in self._entries}
         known.update({id(entry.target): entry for entry in self._entries})
         entries = []
-        optimizer = self._optimizer()
         for group in () if optimizer is None else optimizer.param_groups:
             if not isinstance(group["params"], list):
                 group["params"] = list(group["params"])
@@ -237,13 +239,14 @@ class OptimizerState:
             _add_back(aside)
 
     @torch.no_grad()
-    def close(self, aside: _Aside, scale: torch.Tensor | float, done: set[int]) -> Any:
+    def close(self, aside: _Aside, scale: torch.Tensor | float, done: set[int] | None) -> Any:
         """Unscale what backward left and add what was set aside.
 
         Args:
             aside: What :meth:`open` returned.
             scale: The scale the pass began with.
             done: ids of tensors that another optimizer of this pass has dealt with; extended.
+                ``None`` when there is no other.
 
         Returns:
             The non-finite flag, see :func:`apex.amp.scaler.unscale_`.
@@ -255,18 +258,18 @@ class OptimizerState:
         grads: list[torch.Tensor] = []
         widened: list[tuple[torch.Tensor, torch.Tensor]] = []
         for entry in self._sync():
-            target = entry.target
-            grad = target.grad
+            grad = entry.target.grad
             if grad is None:
                 continue
+            if done is not None:
+                if id(entry.target) in done:
+                    entry.left, entry.version = grad, grad._version
+                    continue
+                done.add(id(entry.target))
+            if grad.is_sparse:
+                grad = entry.target.grad = grad.coalesce()
             if entry.master is not None:
                 entry.left, entry.version = grad, grad._version
-            if id(target) in done:
-                continue
-            done.add(id(target))
-            if grad.is_sparse:
-                grad = target.grad = grad.coalesce()
-            if entry.master is not None:
                 grad = grad.float()
                 widened.append((entry.param, grad))
             grads.append(grad)
@@ -288,7 +291,7 @@ class OptimizerState:
         debt = self._debt
         if debt is None:
             return
-        found = self.close({}, debt.scale, set())
+        found = self.close({}, debt.scale, None)
         self.record(debt.scaler, debt.index, found, debt.loss)
         debt.scaler.finish_pass(found)
 

@@ -37,18 +37,26 @@ __all__ = [
 TINY = torch.finfo(torch.float32).tiny
 
 
-def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _groups(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Split into lists of one device and dtype, as the foreach kernels want them."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1 and len({tensor.device for tensor in tensors}) == 1:
+        return [list(tensors)]
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    yield from groups.values()
+    return groups.values()
 
 
-def _dense(grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The stored values of each gradient (a sparse one must be coalesced), without autograd."""
-    values = [grad._values() if grad.is_sparse else grad.detach() for grad in grads]
-    return [torch.view_as_real(value) if value.is_complex() else value for value in values]
+def _plain(grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Real dense tensors that share memory with ``grads``; sparse ones must be coalesced."""
+    if {grad.layout for grad in grads} <= {torch.strided}:
+        values = list(grads)
+    else:
+        values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    if any(dtype.is_complex for dtype in {value.dtype for value in values}):
+        return [torch.view_as_real(value) if value.is_complex() else value for value in values]
+    return values
 
 
 @torch.no_grad()
@@ -63,7 +71,7 @@ def unscale_(grads: Sequence[torch.Tensor], scale: torch.Tensor | float) -> torc
         0-dim float32 tensor on ``scale``'s device, 1 if an element was inf or nan, else 0;
         ``None`` when ``scale`` is a float.
     """
-    values = _dense(grads)
+    values = _plain(grads)
     if not isinstance(scale, torch.Tensor):
         if scale != 1.0:
             for group in _groups(values):
