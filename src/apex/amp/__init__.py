@@ -13,6 +13,8 @@ on ``torch.autocast`` (:mod:`~apex.amp.casts`), with a thin layer for what torch
 (:mod:`~apex.amp.scaler`). ``_amp_state`` is a view for old readers.
 """
 
+from torch.amp import GradScaler
+
 from apex.amp import lists
 from apex.amp.amp import (
     float_function,
@@ -25,15 +27,19 @@ from apex.amp.amp import (
 )
 from apex.amp.casts import autocast
 from apex.amp.frontend import initialize, load_state_dict, reset, state_dict
+from apex.amp.gradients import clip_grad_norm_, clip_grad_value_, stepped
 from apex.amp.handle import disable_casts, scale_loss
 
 from apex.amp import _initialize, handle, opt, scaler  # isort: skip  # reached as attributes
 from apex.amp._amp_state import _amp_state, master_params  # last: replaces the module's name
 
 __all__ = [
+    "GradScaler",
     "_amp_state",
     "_initialize",
     "autocast",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "disable_casts",
     "float_function",
     "half_function",
@@ -52,4 +58,5 @@ __all__ = [
     "scale_loss",
     "scaler",
     "state_dict",
+    "stepped",
 ]
