@@ -109,3 +109,48 @@ def test_stepped_follows_each_step():
         optimizer.zero_grad()
         seen.append(amp.stepped(optimizer))
     assert seen == [True, False, True]
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("fused", [None, True])
+def test_torchs_scaler_is_refused_where_there_are_masters(fused, unscale):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    scaler = amp.GradScaler("cpu")
+    ((x, y),) = batches(1)
+    before = [p.clone() for p in amp.master_params(optimizer)]
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="amp.scale_loss"):
+        scaler.step(optimizer)
+    assert same(before, amp.master_params(optimizer))
+    optimizer.zero_grad()
+    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert amp.stepped(optimizer)
+    amp.reset()
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) is bool(fused)
+
+
+def test_torchs_scaler_switched_off_is_a_plain_backward():
+    runs = []
+    for use_scaler in (True, False):
+        model, optimizer, _ = start("O5")
+        scaler = amp.GradScaler("cpu", enabled=False)
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if use_scaler:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+        runs.append([p.detach() for p in amp.master_params(optimizer)])
+        amp.reset()
+    assert same(*runs)

@@ -116,6 +116,11 @@ class OptimizerState:
         self._was_own = {name for name in _PATCHED if name in vars(optimizer)}
         for name in _PATCHED:
             setattr(optimizer, name, types.MethodType(self._replacement(name), optimizer))
+        if self.use_masters:
+            # torch's GradScaler unscales what is in the groups, where masters have no gradients
+            # yet. With this mark it calls step() and says that it is there: see _refuse_scaler.
+            self._inner["mark"] = vars(optimizer).get("_step_supports_amp_scaling")
+            optimizer._step_supports_amp_scaling = True
 
     def _replacement(self, name: str) -> Any:
         """A function in the place of the optimizer's ``name``, marked like the original.
@@ -146,6 +151,10 @@ class OptimizerState:
                 continue  # wrapped by somebody since: what they hold passes through now
             delattr(optimizer, name)
         del optimizer._amp_stash
+        if self.use_masters:
+            del optimizer._step_supports_amp_scaling
+            if self._inner["mark"] is not None:
+                optimizer._step_supports_amp_scaling = self._inner["mark"]
         weights = {id(e.param): e.target for e in self._entries if e.master is not None}
         for group in optimizer.param_groups:
             group["params"][:] = [weights.get(id(param), param) for param in group["params"]]
@@ -308,6 +317,7 @@ class OptimizerState:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, unless a pass since the last one was not finite."""
+        self._refuse_scaler()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             return self._step_with(closure, args, kwargs)
@@ -320,6 +330,19 @@ class OptimizerState:
             result = self._inner["step"](*args, **kwargs)
         self._after_step()
         return result
+
+    def _refuse_scaler(self) -> None:
+        """Raise if torch's GradScaler drives a step that goes through masters."""
+        optimizer = self._optimizer()
+        if not self.use_masters or getattr(optimizer, "found_inf", None) is None:
+            return
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
+        raise RuntimeError(
+            f"amp: torch's GradScaler cannot drive this optimizer at "
+            f"{self.training.properties.opt_level}: the gradients are the 16-bit model's, the "
+            "weights float32 masters. Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+            "scaled_loss.backward()` and optimizer.step() instead, or O1 or O4 with GradScaler."
+        )
 
     def _step_with(self, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.can_skip():
