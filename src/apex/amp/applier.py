@@ -28,7 +28,7 @@ def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
         return fn(value)
     if isinstance(value, (str, bytes, torch.nn.Module, type)) or value is None:
         return value
-    if hasattr(value, "to") and not _is_array(value):
+    if callable(getattr(value, "to", None)) and not _is_array(value):
         return fn(value)
     if isinstance(value, Mapping):
         return _mapping(value, fn)

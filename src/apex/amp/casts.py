@@ -73,7 +73,7 @@ def _restore(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
     from apex.amp import rules as rule_room
 
     overlay.install()
-    rule_room.patch_default_names()
+    rule_room.patch_again(rules)
     return Casts(dtype, rules)
 
 

@@ -126,11 +126,12 @@ class _Block:
         self.training = states[0].training
         self.scaler = _scaler(self.training.loss_scalers, loss_id)
         self.index = loss_id % len(self.training.loss_scalers)
-        for state in states:
+        for state in (*states, *self.training.sharers(states)):
             if state.is_open:
                 raise RuntimeError(
-                    "amp.scale_loss: this optimizer is in an open scale_loss block already. "
-                    "Close that block first, or scale the sum of the losses in one block."
+                    "amp.scale_loss: this optimizer, or one that shares a parameter with it, is in "
+                    "an open scale_loss block already. Close that block first, or scale the sum of "
+                    "the losses in one block."
                 )
         self.scale = self.scaler.scale_on(loss.device)
 

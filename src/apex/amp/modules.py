@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -39,13 +40,30 @@ class Master:
     Attributes:
         tensor: float32 leaf, same shape and device as the weight.
         version: The weight's ``_version`` when it last equalled the rounded master.
+        left: The scaled gradient that a finished pass has left on the weight, to be read.
+        left_version: Its ``_version`` then.
+        waiting: ids of the optimizers' states that share this master and have yet to step.
     """
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("left", "left_version", "tensor", "version", "waiting")
 
     def __init__(self, tensor: torch.Tensor, version: int) -> None:
         self.tensor = tensor
         self.version = version
+        self.left: torch.Tensor | None = None
+        self.left_version = 0
+        self.waiting: set[int] = set()
+
+    def leave(self, grad: torch.Tensor, sharers: set[int] | None) -> None:
+        """Note that ``grad`` is in the master's gradient and stays on the weight to be read.
+
+        Args:
+            grad: The weight's gradient.
+            sharers: ids of the states of the optimizers that all step this master.
+        """
+        self.left, self.left_version = grad, grad._version
+        if sharers is not None:
+            self.waiting = set(sharers)
 
     @torch.no_grad()
     def refresh(self, weight: torch.Tensor) -> None:
@@ -54,7 +72,9 @@ class Master:
         Elements that still equal the rounded master keep the master's full precision.
         """
         master = self.tensor
-        if master.device != weight.device:
+        if master.is_meta:  # made before its weight had memory
+            master.data = weight.detach().to(master.dtype)
+        elif master.device != weight.device:
             master.data = master.data.to(weight.device)
         same = master.to(weight.dtype) == weight
         master.copy_(torch.where(same, master, weight.to(master.dtype)))
@@ -67,6 +87,16 @@ class Master:
         same = value.to(weight.dtype) == weight
         self.tensor.copy_(torch.where(same, value, weight.to(self.tensor.dtype)))
         self.version = weight._version
+
+
+class _Leftovers(threading.local):
+    """What to clear before the next forward in this thread; see ``OptimizerState.drop_left``."""
+
+    def __init__(self) -> None:
+        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+leftovers = _Leftovers()
 
 
 class _Caster:
@@ -112,7 +142,11 @@ class _Enter:
         if level.inputs is not None:
             args = tuple([applier(value, level.inputs) for value in args])
             kwargs = {name: applier(value, level.inputs) for name, value in kwargs.items()}
-        frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+        frame = None
+        if not torch.compiler.is_compiling():
+            frame = sys._getframe(1)
+            while leftovers.holders and torch.is_grad_enabled():
+                leftovers.holders.pop().drop_left()
         devices = () if level.casts is None else _devices(module)
         casting.enter(level, level.casts, devices, frame)
         return args, kwargs

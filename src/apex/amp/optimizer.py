@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from apex.amp import _speech, casts
-from apex.amp.modules import Master, masters
+from apex.amp.modules import Master, leftovers, masters
 from apex.amp.policy import HALF_TYPES
 from apex.amp.scaler import LossScaler, unscale_
 
@@ -61,18 +61,14 @@ class _Entry:
         param: What the optimizer steps: a master, or the model's own weight.
         target: What backward writes gradients to: always the model's weight.
         master: The master, where ``param`` is one.
-        left: The scaled gradient that a finished pass has left on a 16-bit ``target``.
-        version: Its ``_version`` then.
     """
 
-    __slots__ = ("left", "master", "param", "target", "version")
+    __slots__ = ("master", "param", "target")
 
     def __init__(self, param: torch.Tensor, target: torch.Tensor, master: Master | None) -> None:
         self.param = param
         self.target = target
         self.master = master
-        self.left: torch.Tensor | None = None
-        self.version = 0
 
 
 class OptimizerState:
@@ -102,6 +98,7 @@ class OptimizerState:
         self._entries: list[_Entry] = []
         self._ids: list[int] = []
         self._debt: Debt | None = None
+        self._aside: _Aside = {}
         self._stepped_once = False
         self._warned = False
         self._is_attached = True
@@ -224,12 +221,15 @@ class OptimizerState:
         for entry in self._sync():
             target = entry.target
             grad = target.grad
+            master = entry.master
             if grad is not None:
-                if grad is not entry.left:  # else scaled, and already in the master's
+                if master is None or grad is not master.left:  # else in the master's already
                     aside[target] = _unshared(grad)
                 target.grad = None
-            entry.left = None
+            if master is not None:
+                master.left = None
         self.is_open = True
+        self._aside = aside
         return aside
 
     def abandon(self, aside: _Aside) -> None:
@@ -264,6 +264,9 @@ class OptimizerState:
         if self._debt is not None:
             _add_back(aside)
             aside, self._debt = self._debt.unscaled, None
+        sharing = self.training.sharing
+        if self.use_masters:
+            leftovers.holders.add(self)
         grads: list[torch.Tensor] = []
         widened: list[tuple[torch.Tensor, torch.Tensor]] = []
         for entry in self._sync():
@@ -272,13 +275,13 @@ class OptimizerState:
                 continue
             if done is not None:
                 if id(entry.target) in done:
-                    entry.left, entry.version = grad, grad._version
                     continue
                 done.add(id(entry.target))
             if grad.is_sparse:
                 grad = entry.target.grad = grad.coalesce()
-            if entry.master is not None:
-                entry.left, entry.version = grad, grad._version
+            master = entry.master
+            if master is not None:
+                master.leave(grad, sharing.get(id(entry.param)))
                 grad = grad.float()
                 widened.append((entry.param, grad))
             grads.append(grad)
@@ -311,12 +314,30 @@ class OptimizerState:
 
     # -- the step --------------------------------------------------------------------------------
 
+    def drop_left(self) -> None:
+        """Clear the scaled gradients left on 16-bit weights.
+
+        Called as the next forward begins: their time for being read is over, a backward outside
+        of ``scale_loss`` must not add to them, and they are a copy's worth of memory.
+        """
+        for entry in self._entries:
+            master = entry.master
+            if master is not None and master.left is not None:
+                if entry.target.grad is master.left:
+                    entry.target.grad = None
+                master.left = None
+
     def can_skip(self) -> bool:
         """Whether any step of this optimizer could be skipped."""
         return any(scaler.dynamic for scaler in self.training.loss_scalers)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, unless a pass since the last one was not finite."""
+        if self.is_open:
+            raise RuntimeError(
+                "amp: step() was called inside the scale_loss block, where gradients are still "
+                "scaled. Call it after the block."
+            )
         self._refuse_scaler()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
@@ -388,16 +409,19 @@ class OptimizerState:
             grad = target.grad
             if grad is None:
                 continue
-            if grad is not entry.left:
-                _accumulate([(entry.param, _values(grad.detach()).float())])
-                entry.left, entry.version = grad, grad._version
-            elif grad._version != entry.version and not self._warned:
+            if grad is not master.left:
+                new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
+                _accumulate([(entry.param, new.float())])
+                master.leave(grad, None)
+                leftovers.holders.add(self)
+            elif grad._version != master.left_version and not self._warned:
                 self._warned = True
                 warnings.warn(
                     "amp: gradients of 16-bit model weights were changed after scale_loss (by "
-                    "clipping?). That has no effect: the optimizer steps the float32 masters. "
-                    "Use amp.clip_grad_norm_(optimizer, max_norm), or clip "
-                    "amp.master_params(optimizer).",
+                    "clipping, or by another backward of the same forward?). That has no effect: "
+                    "the optimizer steps the float32 masters. Use amp.clip_grad_norm_(optimizer, "
+                    "max_norm), or clip amp.master_params(optimizer); call every backward in "
+                    "scale_loss.",
                     stacklevel=4,
                 )
 
@@ -430,9 +454,7 @@ class OptimizerState:
                 f"reducing loss scale to {scale}",
                 logging.WARNING,
             )
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._opt_called = True  # torch's schedulers count a skipped step as taken
+        self._count_as_called()
         message = None
         if self.skipped >= self.training.max_skipped_steps:
             message = self._diagnosis(done, scale)
@@ -440,6 +462,16 @@ class OptimizerState:
         casts.forget_weights()
         if message is not None:
             raise RuntimeError(message)
+
+    def _count_as_called(self) -> None:
+        """Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        optimizer._opt_called = True
+        for inner in vars(optimizer).values():
+            if isinstance(inner, torch.optim.Optimizer):
+                inner._opt_called = True  # type: ignore[attr-defined]
 
     def _diagnosis(self, done: Pass, scale: float) -> str:
         name = "unknown"
@@ -486,9 +518,13 @@ class OptimizerState:
 
     def _free_master_grads(self) -> None:
         """A master's gradient ends with the step, since ``model.zero_grad()`` cannot reach it."""
-        shared = self.training.shared_masters
         for entry in self._entries:
-            if entry.master is not None and id(entry.param) not in shared:
+            master = entry.master
+            if master is not None:
+                if master.waiting:  # another optimizer has yet to step on it
+                    master.waiting.discard(id(self))
+                    if master.waiting:
+                        continue
                 entry.param.grad = None
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -496,11 +532,14 @@ class OptimizerState:
         self._inner["zero_grad"](*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         self._debt = None
+        self.passes.clear()  # their gradients are gone
+        if self.is_open:
+            self._aside.clear()
         for entry in self._entries:
             if entry.master is None:
                 continue
             entry.param.grad = None
-            entry.left = None
+            entry.master.left = None
             target = entry.target
             if set_to_none:
                 target.grad = None
@@ -580,6 +619,8 @@ def _accumulate(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for tensor, grad in pairs:
         if tensor.grad is None:
             tensor.grad = grad
+        elif grad.is_sparse or tensor.grad.is_sparse:
+            tensor.grad = tensor.grad + grad
         else:
             into.append(tensor.grad)
             new.append(grad)

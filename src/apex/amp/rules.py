@@ -13,8 +13,10 @@ half and promote leave casts on inside, so that layers it uses still meet their 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import Any, NamedTuple
@@ -99,9 +101,12 @@ def _edits(module: Any) -> Iterator[tuple[str, str]]:
             yield name, now.get(name, "native")
 
 
-def patch_default_names() -> None:
-    """Wrap what the lists name; used where casts arrive ready-made, in an unpickled model."""
-    casts_for(torch.float16)
+def patch_again(rules: Iterable[str]) -> None:
+    """Wrap what ``rules`` name, as far as it can be found; for casts of an unpickled model."""
+    for key in rules:
+        owner, _, name = key.lstrip(".").rpartition(".")
+        with contextlib.suppress(ImportError, AttributeError, ValueError):
+            _patch(pkgutil.resolve_name(owner), name)
 
 
 def restore() -> None:

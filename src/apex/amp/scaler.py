@@ -35,6 +35,7 @@ __all__ = [
 
 # Smallest normal float32: the reciprocal of the scale stays finite.
 TINY = torch.finfo(torch.float32).tiny
+HUGE = 2.0**127  # largest power of two in float32
 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
@@ -147,7 +148,16 @@ class LossScaler:
         )
         _check_range("growth_interval", scale_window, scale_window >= 1, "at least 1")
         _check_range("hysteresis", hysteresis, hysteresis >= 1, "at least 1")
-        _check_range("init_scale", init_scale, 0.0 < init_scale < float("inf"), "above 0")
+        _check_range("init_scale", init_scale, 0.0 < init_scale <= HUGE, "above 0, at most 2**127")
+        whole = isinstance(scale_window, int) and not isinstance(scale_window, bool)
+        _check_range("growth_interval", scale_window, whole, "an integer")
+        if max_loss_scale is not None:
+            _check_range("max_loss_scale", max_loss_scale, max_loss_scale > 0.0, "above 0")
+        if min_loss_scale is not None:
+            _check_range("min_loss_scale", min_loss_scale, min_loss_scale >= 0.0, "at least 0")
+        if loss_scale != "dynamic":
+            static = float(loss_scale)
+            _check_range("loss_scale", static, 0.0 < static < float("inf"), "finite, above 0")
         if min_loss_scale is not None and max_loss_scale is not None:
             _check_range(
                 "min_loss_scale",
@@ -155,7 +165,7 @@ class LossScaler:
                 min_loss_scale <= max_loss_scale,
                 f"at most max_loss_scale ({max_loss_scale})",
             )
-        self.dynamic = loss_scale == "dynamic"
+        dynamic = loss_scale == "dynamic"
         self._min_loss_scale = min_loss_scale
         self._max_loss_scale = max_loss_scale
         self._scale_seq_len = scale_window
@@ -165,18 +175,33 @@ class LossScaler:
         self._found: torch.Tensor | None = None  # of the pass under way
         self._unchecked: torch.Tensor | None = None  # seen by delay_overflow_check passes
         self._epoch = 0  # grows with each counted step; see Pass in apex.amp.optimizer
-        start = self._bounded(init_scale) if self.dynamic else float(loss_scale)
+        start = self._bounded(init_scale) if dynamic else float(loss_scale)
         self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32)
-        self._static = None if self.dynamic else start
+        self._static = None if dynamic else start
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale changes; may be switched in mid-training."""
+        return self._static is None
+
+    @dynamic.setter
+    def dynamic(self, value: bool) -> None:
+        if value == self.dynamic:
+            return
+        scale = self._loss_scale
+        self._static = None if value else scale
+        self._write(0, scale)
 
     def _bounded(self, scale: float) -> float:
-        if self._max_loss_scale is not None:
-            scale = min(scale, self._max_loss_scale)
-        return max(scale, self._floor)
+        return max(min(scale, self._ceiling), self._floor)
 
     @property
     def _floor(self) -> float:
         return max(float(self._min_loss_scale or 0.0), TINY)
+
+    @property
+    def _ceiling(self) -> float:
+        return HUGE if self._max_loss_scale is None else min(self._max_loss_scale, HUGE)
 
     # Plain attributes of old: any number may be written and takes effect at once.
     @property
@@ -210,6 +235,10 @@ class LossScaler:
         """The flag as the one-element int tensor that fused kernels of old wrote to."""
         found = torch.zeros((), device=self._state.device) if self._found is None else self._found
         return found.reshape(1).to(torch.int32)
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: torch.Tensor) -> None:
+        self._found = value.detach().reshape(-1)[0].float().to(self._state.device)
 
     def _read(self) -> list[float]:
         values: list[float] = self._state.tolist()
@@ -249,6 +278,7 @@ class LossScaler:
         """
         if found is None:
             return
+        self._found = found
         if not check:
             seen = self._unchecked
             self._unchecked = found if seen is None else torch.maximum(seen, found)
@@ -267,7 +297,7 @@ class LossScaler:
         scale, clean, hits = self._state.unbind()
         clean = clean + 1
         full = clean >= self._scale_seq_len
-        grown = (scale * self._growth_factor).clamp(self._floor, self._max_loss_scale)
+        grown = (scale * self._growth_factor).clamp(self._floor, self._ceiling)
         self._state = torch.stack(
             (torch.where(full, grown, scale), torch.where(full, 0.0, clean), hits)
         )

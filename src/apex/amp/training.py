@@ -42,10 +42,9 @@ class Training:
         self.loss_scalers = loss_scalers
         self.verbosity = int(verbosity)
         self.max_skipped_steps = max_skipped_steps
-        self.shared_masters: set[int] = set()
+        self.sharing: dict[int, set[int]] = {}  # states by the id of a tensor they share
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._states: list[weakref.ref[OptimizerState]] = []
-        self._has_shared = False
 
     def add_models(self, models: Sequence[torch.nn.Module]) -> None:
         """Remember ``models``, to name their parameters."""
@@ -55,24 +54,21 @@ class Training:
         self, optimizers: Sequence[Any], full: dict[torch.nn.Parameter, torch.Tensor]
     ) -> None:
         """Give each optimizer its state; ``full`` has the weights' values before rounding."""
-        owned: set[int] = set()
-        shared: set[int] = set()
+        owners: dict[int, set[int]] = {}
         states = []
         for optimizer in optimizers:
             use_masters = bool(self.properties.master_weights)
             state = OptimizerState(optimizer, self, use_masters, full)
             states.append(weakref.ref(state))
             _optimizers.add(optimizer)
-            mine = {id(param) for param in state.params()}
-            shared |= owned & mine
-            owned |= mine
+            for param in state.params():
+                owners.setdefault(id(param), set()).add(id(state))
         self._states = states
-        self._has_shared = bool(shared)
-        self.shared_masters = shared
+        self.sharing = {param: ids for param, ids in owners.items() if len(ids) > 1}
 
     def sharers(self, listed: Sequence[OptimizerState]) -> list[OptimizerState]:
         """The states not listed whose optimizers share a parameter with one that is."""
-        if not self._has_shared:
+        if not self.sharing:
             return []
         mine = {id(param) for state in listed for param in state.params()}
         return [

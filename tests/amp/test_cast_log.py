@@ -1,0 +1,206 @@
+"""The lines that ``verbosity=2`` speaks, one for each tensor that is cast."""
+
+import collections
+import logging
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from apex.amp import _speech
+
+TUTORIAL = {"Float->Half (conv2d)": 5, "Float->Half (linear)": 4, "Half->Float (log_softmax)": 1}
+
+
+class Net(nn.Module):
+    """The network of the tutorial: two convolutions, two linear layers, ``log_softmax``."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 10, 5), nn.Conv2d(10, 20, 5)
+        self.conv2_drop = nn.Dropout2d()
+        self.fc1, self.fc2 = nn.Linear(320, 50), nn.Linear(50, 10)
+
+    def forward(self, x):
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
+        x = F.relu(self.fc1(x.view(-1, 320)))
+        x = F.dropout(x, training=self.training)
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+@pytest.fixture
+def lines(capsys, monkeypatch):
+    """A function that returns the cast lines since the last call, counted."""
+    monkeypatch.setattr(_speech, "logger", logging.Logger("apex.amp"))  # without pytest's handlers
+
+    def read():
+        spoken = capsys.readouterr().out.splitlines()
+        return collections.Counter(line for line in spoken if "->" in line)
+
+    return read
+
+
+def iterate(model, optimizer):
+    loss = F.nll_loss(model(torch.randn(2, 1, 28, 28)), torch.tensor([1, 2]))
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def start(verbosity, level="O1"):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity)
+
+
+def test_the_tutorials_network(lines):
+    model, optimizer = start(2)
+    lines()
+    for _ in range(3):
+        iterate(model, optimizer)
+        assert lines() == TUTORIAL
+
+
+def test_the_tutorials_network_in_bfloat16(lines):
+    model, optimizer = start(2, "O4")
+    for _ in range(2):
+        iterate(model, optimizer)
+        assert lines() == {k.replace("Half", "BFloat16"): n for k, n in TUTORIAL.items()}
+
+
+def test_the_tutorials_network_with_init(lines):
+    amp.init(verbose=True)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        loss = F.nll_loss(model(torch.randn(2, 1, 28, 28)), torch.tensor([1, 2]))
+        with amp.disable_casts():
+            loss.backward()
+            optimizer.step()
+        assert lines() == TUTORIAL
+
+
+def test_evaluation_after_training(lines):
+    model, optimizer = start(2)
+    iterate(model, optimizer)
+    lines()
+    model.eval()
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.randn(2, 1, 28, 28))
+        assert lines() == TUTORIAL
+
+
+@pytest.mark.parametrize("verbosity", [0, 1, False, True, 3])
+def test_silent_at_other_verbosities(lines, verbosity):
+    model, optimizer = start(verbosity)
+    iterate(model, optimizer)
+    assert not lines()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_silent_at_levels_without_function_casts(lines, level):
+    model, optimizer = start(2, level)
+    iterate(model, optimizer)
+    assert not lines()
+
+
+def test_what_each_kind_of_cast_says(lines):
+    amp.register_float_function(torch, "sigmoid")
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=2)
+    x, half = torch.ones(2, 2), torch.ones(2, 2).half()
+
+    @amp.half_function
+    def own(a, b):
+        return a + b
+
+    cases = [
+        (lambda: x @ half, {"Float->Half (matmul)": 1}),  # torch says matmul for both spellings
+        (lambda: torch.mm(x, x), {"Float->Half (mm)": 2}),
+        (lambda: half.mm(half), {}),
+        (lambda: half.exp(), {"Half->Float (exp)": 1}),
+        (lambda: x.exp(), {}),
+        (lambda: half + x, {"Half->Float (add)": 1}),
+        (lambda: half + half, {}),
+        (lambda: torch.cat([half, x, half]), {"Half->Float (cat)": 2}),
+        (lambda: torch.stack([half, half]), {}),
+        (lambda: torch.sigmoid(half), {"Half->Float (sigmoid)": 1}),
+        (lambda: own(x, b=x), {"Float->Half (own)": 2}),
+        (lambda: x.double().exp(), {}),
+        (lambda: torch.arange(2).sum(), {}),
+        (lambda: F.gelu(half), {"Half->Float (gelu)": 1}),
+    ]
+    lines()
+    for call, spoken in cases:
+        call()
+        assert lines() == spoken
+    with amp.disable_casts():
+        torch.mm(x, x)
+        own(x, x)
+        half.exp()
+    assert not lines()
+
+
+def test_recurrent_weights_are_spoken_of(lines):
+    model = amp.initialize(nn.LSTM(2, 3), opt_level="O1", verbosity=2)
+    lines()
+    model(torch.randn(4, 1, 2))
+    # input, two hidden states, four weights
+    assert lines() == {"Float->Half (lstm)": 7}
+
+
+def test_the_log_ends_with_its_casts(lines):
+    start(2)
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=1)
+    lines()
+    torch.ones(2, 2).mm(torch.ones(2, 2))
+    assert not lines()
+    start(2)
+    amp.reset()
+    lines()
+    Net()(torch.randn(2, 1, 28, 28))
+    assert not lines()
+
+
+def test_the_log_is_the_threads(lines):
+    start(2)
+    lines()
+    thread = threading.Thread(target=lambda: torch.ones(2, 2).mm(torch.ones(2, 2)))
+    thread.start()
+    thread.join()
+    assert not lines()
+
+
+def test_the_log_leaves_other_modes_in_place(lines):
+    class Counting(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, 2)
+    start(2)
+    with Counting() as counting:
+        torch.mm(x, x)
+        amp.reset()
+        torch.mm(x, x)
+        assert counting.calls == 2
+    torch.mm(x, x)
+    assert counting.calls == 2
+
+
+def test_values_are_those_without_a_log(lines):
+    def losses(verbosity):
+        torch.manual_seed(0)
+        model, optimizer = start(verbosity)
+        model.eval()
+        return [model(torch.randn(2, 1, 28, 28)), iterate(model, optimizer), *model.parameters()]
+
+    for one, other in zip(losses(2), losses(0), strict=True):
+        assert one is other is None or torch.equal(one, other)

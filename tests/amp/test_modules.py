@@ -1,0 +1,629 @@
+"""What happens to a model: its containers, weights, copies and state dict."""
+
+import array
+import collections
+import copy
+import dataclasses
+import io
+import typing
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from apex import amp
+from apex.amp.applier import applier
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+MODEL = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+COMPUTES = MODEL | {"O0": torch.float32, "O1": torch.float16, "O4": torch.bfloat16}
+
+
+class Point(typing.NamedTuple):
+    x: torch.Tensor
+    label: str = "here"
+
+
+class Edge(typing.NamedTuple):
+    source: torch.Tensor
+    to: torch.Tensor  # a field, not a method that casts
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    rest: list = dataclasses.field(default_factory=list)
+    note: str = "note"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    x: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    inner: Batch | None = None
+
+
+@dataclasses.dataclass
+class ModelOutput(collections.OrderedDict):
+    """Fields as keys and as attributes, and copied as Hugging Face's ``ModelOutput`` is."""
+
+    logits: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                self[field.name] = value
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __setattr__(self, name, value):
+        if name in self and value is not None:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __getitem__(self, key):
+        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
+
+    def __delitem__(self, *args, **kwargs):
+        raise TypeError
+
+    def __reduce__(self):
+        make, _, *rest = super().__reduce__()
+        return make, tuple(getattr(self, f.name) for f in dataclasses.fields(self)), *rest
+
+
+class Tagged(list):
+    tag = None
+
+
+class Pair(tuple):
+    __slots__ = ()
+
+
+class WithTo:
+    """A custom batch."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, dtype):
+        return WithTo(self.x.to(dtype))
+
+
+class Echo(nn.Module):
+    """Returns what it was given and remembers it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, *args, **kwargs):
+        self.seen = (args, kwargs)
+        return args[0] if args else kwargs
+
+
+def start(level, model, **options):
+    return amp.initialize(model, opt_level=level, verbosity=0, **options)
+
+
+def start_with_optimizer(level, model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0, **options
+    )
+
+
+def train_step(model, optimizer, x):
+    with amp.scale_loss(model(x).float().square().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same_state(left, right):
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.dtype == right[name].dtype, name
+        assert torch.equal(value, right[name]), name
+
+
+# -- containers -----------------------------------------------------------------------------------
+
+WIDE = torch.tensor([1.0, 2.0])
+
+
+def default_dict(x):
+    value = collections.defaultdict(list)
+    value["x"] = x
+    return value
+
+
+def tagged(x):
+    value = Tagged([x])
+    value.tag = "tag"
+    return value
+
+
+def custom_order(x):
+    return collections.OrderedDict([("b", x), ("a", x)])
+
+
+CONTAINERS = {
+    "tensor": (lambda x: x, lambda v: v),
+    "list": (lambda x: [x, 1, "s"], lambda v: v[0]),
+    "tuple": (lambda x: (None, x), lambda v: v[1]),
+    "nested": (lambda x: {"a": [(x,)]}, lambda v: v["a"][0][0]),
+    "namedtuple": (lambda x: Point(x), lambda v: v.x),
+    "namedtuple with a field to": (lambda x: Edge(x, x), lambda v: v.to),
+    "dataclass": (lambda x: Batch(x), lambda v: v.x),
+    "inner dataclass": (lambda x: Frozen(None, Batch(None, [x])), lambda v: v.inner.rest[0]),
+    "frozen dataclass": (lambda x: Frozen(x), lambda v: v.x),
+    "dataclass with slots": (lambda x: Slotted(x), lambda v: v.x),
+    "OrderedDict": (custom_order, lambda v: v["b"]),
+    "defaultdict": (default_dict, lambda v: v["x"]),
+    "UserDict": (lambda x: collections.UserDict(x=x), lambda v: v["x"]),
+    "ModelOutput": (lambda x: ModelOutput(logits=x), lambda v: v.logits),
+    "list subclass": (tagged, lambda v: v[0]),
+    "tuple subclass": (lambda x: Pair([x]), lambda v: v[0]),
+    "set": (lambda x: {x, "s"}, lambda v: next(i for i in v if i != "s")),
+    "deque": (lambda x: collections.deque([x], maxlen=3), lambda v: v[0]),
+    "PackedSequence": (
+        lambda x: pack_padded_sequence(x.reshape(2, 1, 1), [2]),
+        lambda v: v.data.flatten(),
+    ),
+    "object with to": (WithTo, lambda v: v.x),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_containers_keep_their_type(level, name):
+    make, get = CONTAINERS[name]
+    model = start(level, Echo())
+    value = make(WIDE)
+    for output in (model(value), model(named=value)["named"]):
+        args, kwargs = model.seen
+        inside = args[0] if args else kwargs["named"]
+        assert type(inside) is type(value)
+        assert get(inside).dtype == MODEL[level]
+        assert type(output) is type(value)
+        assert get(output).dtype == torch.float32
+        assert torch.equal(get(output), WIDE)
+    assert get(value).dtype == torch.float32  # the caller's own is left as it was
+
+
+def test_containers_keep_what_else_they_carry():
+    model = start("O2", Echo())
+    assert model(tagged(WIDE)).tag == "tag"
+    assert model(default_dict(WIDE)).default_factory is list
+    assert list(model(custom_order(WIDE))) == ["b", "a"]
+    assert model(collections.deque([WIDE], maxlen=3)).maxlen == 3
+    assert model(Point(WIDE, "there")).label == "there"
+    output = model(ModelOutput(logits=WIDE))
+    assert output["logits"] is output.logits
+    assert dict(output).keys() == {"logits"}
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_what_has_nothing_to_cast_comes_through_identical(level):
+    model = start(level, Echo())
+    ready = torch.ones(2) if level == "O0" else torch.arange(2)
+    for value in (
+        torch.arange(3),
+        torch.ones(2, dtype=torch.complex64),
+        [ready, 1],
+        (ready, None),
+        {"a": [ready], "b": "s"},
+        Point(ready),
+        Frozen(ready),
+        Batch(ready),
+        ModelOutput(logits=ready),
+        collections.deque([1]),
+        {1, 2},
+        torch.Size([1, 2]),
+        range(3),
+        (i for i in "ab"),
+        iter([1]),
+        {}.keys(),
+        "text",
+        b"bytes",
+        bytearray(2),
+        array.array("f", [1.0]),
+        numpy.ones(2),
+        numpy.float32(1),
+        torch.float32,
+        torch.device("cpu"),
+        None,
+        1.5,
+        len,
+        nn.Linear,
+    ):
+        assert model(value) is value
+        assert model.seen[0][0] is value
+
+
+def test_a_module_argument_is_not_cast():
+    model, other = start("O2", Echo()), nn.Linear(1, 1)
+    assert model(other) is other
+    assert other.weight.dtype == torch.float32
+
+
+def test_a_generator_of_tensors_is_passed_on():
+    model = start("O2", Echo())
+    (tensor,) = model(t for t in [WIDE])
+    assert tensor is WIDE
+
+
+def test_float64_inputs_are_narrowed_and_float64_outputs_kept():
+    class Double(Echo):
+        def forward(self, x):
+            self.seen = x.dtype
+            return x.double()
+
+    for level, dtype in MODEL.items():
+        model = start(level, Double())
+        assert model(WIDE.double()).dtype == torch.float64
+        assert model.seen == dtype
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_cast_model_outputs(level):
+    model = start(level, nn.Linear(2, 2), cast_model_outputs=torch.bfloat16)
+    assert model(WIDE[None]).dtype == torch.bfloat16
+
+
+def test_applier_is_what_the_old_name_reaches():
+    assert applier([WIDE, "s"], lambda t: t.half())[0].dtype == torch.float16
+    assert amp._initialize.applier is applier
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+class Zoo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.tied = nn.Linear(2, 2)
+        self.tied.weight = self.linear.weight
+        self.norm, self.plain = nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False)
+        self.bare = nn.BatchNorm1d(2, track_running_stats=False)
+        self.layer, self.group = nn.LayerNorm(2), nn.GroupNorm(1, 2)
+        self.instance = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        self.loose = nn.Parameter(torch.ones(2))
+        self.register_buffer("floats", torch.ones(2))
+        self.register_buffer("doubles", torch.ones(2, dtype=torch.float64))
+        self.register_buffer("integers", torch.arange(2))
+        self.register_buffer("flags", torch.tensor([True]))
+        self.register_buffer("imaginary", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+        self.register_buffer("absent", None)
+
+    def forward(self, x):
+        x = self.tied(self.linear(x)) * self.loose
+        for norm in (self.norm, self.plain, self.bare):
+            x = norm(x)
+        return self.group(self.layer(x))
+
+
+def dtypes(model):
+    return {
+        name: tensor.dtype
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if tensor.is_floating_point()
+    }
+
+
+@pytest.mark.parametrize("keep", [None, True, False, "True", "False"])
+@pytest.mark.parametrize("level", MODEL)
+def test_which_weights_are_cast(level, keep):
+    model = start(level, Zoo(), keep_batchnorm_fp32=keep)
+    kept = level != "O3" if keep is None else keep in (True, "True")
+    for name, dtype in dtypes(model).items():
+        if name == "doubles":
+            assert dtype == torch.float64
+        elif kept and name.split(".")[0] in ("norm", "plain", "bare"):
+            assert dtype == torch.float32, name
+        else:
+            assert dtype == MODEL[level], name
+    assert model.integers.dtype == torch.int64
+    assert model.norm.num_batches_tracked.dtype == torch.int64
+    assert model.flags.dtype == torch.bool
+    assert model.imaginary.dtype == torch.complex64
+    assert model.absent is None
+    assert model.tied.weight is model.linear.weight
+    assert model(torch.randn(3, 2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_which_weights_are_not(level):
+    model = Zoo()
+    before = dtypes(model)
+    parameters = list(model.parameters())
+    state = copy.deepcopy(model.state_dict())
+    start(level, model)
+    assert dtypes(model) == before
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    assert_same_state(model.state_dict(), state)
+
+
+@pytest.mark.parametrize("level", MODEL)
+def test_parameters_keep_their_identity(level):
+    model = Zoo()
+    parameters = dict(model.named_parameters())
+    start(level, model)
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+
+
+def test_a_model_that_is_a_batchnorm_stays_float32():
+    model = start("O2", nn.BatchNorm1d(2))
+    assert model.weight.dtype == torch.float32
+    assert model(torch.randn(3, 2).half()).dtype == torch.float32
+
+
+def test_a_batchnorm_inside_takes_half_and_gives_half():
+    seen = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[1].register_forward_hook(
+        lambda module, args, out: seen.append((args[0].dtype, out.dtype))
+    )
+    start("O2", model)(torch.randn(3, 2))
+    assert seen == [(torch.float16, torch.float16)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_without_parameters(level):
+    model = start(level, nn.Softmax(-1))
+    half = torch.ones(2, 3).half()
+    assert model(half).dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_forward_is_not_replaced(level):
+    model = start(level, nn.Linear(2, 2))
+    assert "forward" not in vars(model)
+    assert type(model) is nn.Linear
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_hooks_of_the_users_meet_casts_as_they_were_registered(level):
+    seen = []
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    model.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    start(level, model)
+    model.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    out = model(WIDE[None])
+    inside = MODEL.get(level, torch.float32)
+    assert seen == [inside, COMPUTES[level], out.dtype]
+
+
+def test_a_meta_model():
+    for level in LEVELS:
+        model = start(level, nn.Linear(2, 2, device="meta"))
+        assert model(torch.ones(1, 2, device="meta")).device.type == "meta"
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_runs_its_own_weights_at_its_level(level, duplicate):
+    torch.manual_seed(0)
+    model, optimizer = start_with_optimizer(level, nn.Sequential(nn.Linear(2, 3), nn.Softmax(-1)))
+    x = torch.randn(4, 2)
+    train_step(model, optimizer, x)
+    want = model(x)
+    twin = duplicate(model)
+    start("O0" if level == "O1" else "O1", nn.Linear(1, 1))
+    assert twin(x).dtype == want.dtype
+    assert torch.equal(twin(x), want)
+    with torch.no_grad():
+        twin[0].weight.zero_()
+        twin[0].bias.zero_()
+    third = torch.tensor(1 / 3).to(MODEL.get(level, torch.float32)).float()
+    assert torch.equal(twin(x), third.expand(4, 3))
+    assert torch.equal(model(x), want)
+    assert all(v.dtype == torch.float32 for v in twin.state_dict().values())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_can_be_trained_on_its_own(level):
+    model, _ = start_with_optimizer(level, nn.Linear(2, 2))
+    twin = copy.deepcopy(model)
+    before = copy.deepcopy(model.state_dict())
+    twin, optimizer = start_with_optimizer(level, twin)
+    train_step(twin, optimizer, torch.ones(1, 2))
+    assert_same_state(model.state_dict(), before)
+    assert not torch.equal(twin.weight, model.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")  # in torch 2.13
+@pytest.mark.parametrize("level", LEVELS)
+def test_traced(level):
+    model = start(level, nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Softmax(-1)))
+    model.eval()
+    x = torch.randn(2, 1, 5, 5)
+    traced = torch.jit.trace(model, x)
+    for ambient in (level, "O0"):  # a trace holds its casts, and follows the thread's as well
+        start(ambient, nn.Linear(1, 1))
+        want, got = model(x), traced(x)
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_functional_call_uses_the_weights_it_is_given(level):
+    model = start(level, nn.Linear(2, 2))
+    x = torch.randn(3, 2)
+    model(x)
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert torch.func.functional_call(model, zeros, (x,)).count_nonzero() == 0
+
+
+# -- initialised again ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", LEVELS)
+@pytest.mark.parametrize("first", LEVELS)
+def test_the_same_model_at_another_level(first, second):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fresh = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for level in (first, second):
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if "O3" not in (first, second):  # which keeps no float32 values
+        assert_same_state(model.state_dict(), fresh.state_dict())
+    assert len(model._forward_pre_hooks) == 1
+    kept = second in ("O2", "O5")
+    assert model[0].weight.dtype == MODEL.get(second, torch.float32)
+    assert model[1].weight.dtype == (torch.float32 if kept else model[0].weight.dtype)
+    x = torch.randn(3, 4)
+    seen = []
+    model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model(x)
+    assert seen == [COMPUTES[second]]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_reset_gives_a_model_back(level):
+    torch.manual_seed(0)
+    model = Zoo()
+    before, kinds = copy.deepcopy(model.state_dict()), dtypes(model)
+    hooks = [dict(module.__dict__) for module in model.modules()]
+    model, optimizer = start_with_optimizer(level, model)
+    amp.reset()
+    if level != "O3":
+        assert_same_state(model.state_dict(), before)
+    assert dtypes(model) == kinds
+    for module, attributes in zip(model.modules(), hooks, strict=True):
+        assert module.__dict__.keys() == attributes.keys()
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert not module._state_dict_hooks
+        assert not module._load_state_dict_pre_hooks
+        assert not module._load_state_dict_post_hooks
+        assert not module._forward_pre_hooks_with_kwargs
+        assert not module._forward_hooks_always_called
+
+
+# -- state dict -----------------------------------------------------------------------------------
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_state_dict_is_float32_and_keeps_what_is_not_a_weight(level):
+    model = nn.Sequential(Zoo(), Extra(2, 2))
+    before = copy.deepcopy(model.state_dict())
+    start(level, model)
+    state = model.state_dict()
+    assert state.keys() == before.keys()
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == before[name].dtype, name
+    assert state["1._extra_state"] == {"calls": 3}
+    model.load_state_dict(state)
+    assert model[1].extra == {"calls": 3}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_state_dict_holds_the_masters(level):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    weight = model.weight.detach().clone()
+    model, optimizer = start_with_optimizer(level, model)
+    assert torch.equal(model.state_dict()["weight"], weight)
+    for _ in range(3):
+        train_step(model, optimizer, torch.randn(4, 3))
+        masters = list(amp.master_params(optimizer))
+        assert torch.equal(model.state_dict()["weight"], masters[0])
+        assert torch.equal(model.weight, masters[0].to(MODEL[level]))
+        assert not torch.equal(model.weight.float(), masters[0])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_loading_takes_float32_values_whole(level):
+    model, optimizer = start_with_optimizer(level, nn.Linear(3, 3))
+    wanted = {"weight": torch.randn(3, 3), "bias": torch.randn(3)}
+    model.load_state_dict(wanted)
+    assert_same_state(dict(model.state_dict()), wanted)
+    weight, bias = amp.master_params(optimizer)
+    assert torch.equal(weight, wanted["weight"])
+    assert torch.equal(bias, wanted["bias"])
+    assert torch.equal(model.weight, wanted["weight"].to(MODEL[level]))
+    train_step(model, optimizer, torch.zeros(1, 3))
+    assert torch.equal(weight, wanted["weight"])  # its gradient was zero
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_state_dict_goes_from_level_to_level(level):
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model, optimizer = start_with_optimizer(level, source)
+    train_step(model, optimizer, torch.randn(4, 3))
+    state = model.state_dict()
+    for other in LEVELS:
+        if other == "O3":  # rounds what it loads
+            continue
+        target, _ = start_with_optimizer(other, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        target.load_state_dict(state)
+        assert_same_state(target.state_dict(), state)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    plain.load_state_dict(state)
+    assert_same_state(plain.state_dict(), state)
+
+
+def test_state_dict_entries_do_not_change_with_training():
+    model, optimizer = start_with_optimizer("O2", nn.Linear(2, 2))
+    state = model.state_dict()
+    before = copy.deepcopy(state)
+    train_step(model, optimizer, torch.ones(1, 2))
+    assert_same_state(state, before)
+
+
+@pytest.mark.parametrize("level", MODEL)
+def test_state_dict_of_a_part_and_with_keep_vars(level):
+    model = start(level, nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))))
+    assert model[1].state_dict()["0.weight"].dtype == torch.float32
+    assert model[1][0].state_dict(prefix="p.")["p.weight"].dtype == torch.float32
+    assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+
+
+def test_a_partial_load_leaves_the_rest_alone():
+    model, optimizer = start_with_optimizer("O2", nn.Linear(3, 3))
+    bias = model.state_dict()["bias"]
+    weight = torch.randn(3, 3)
+    model.load_state_dict({"weight": weight}, strict=False)
+    assert_same_state(dict(model.state_dict()), {"weight": weight, "bias": bias})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({"weight": torch.randn(2, 3), "bias": bias})
+    assert_same_state(dict(model.state_dict()), {"weight": weight, "bias": bias})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})

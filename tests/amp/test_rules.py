@@ -1,0 +1,449 @@
+"""Registered and decorated functions, edited lists, the banned function."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from apex.amp import rules
+from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+
+REGISTER = {
+    "half": amp.register_half_function,
+    "float": amp.register_float_function,
+    "promote": amp.register_promote_function,
+}
+DECORATE = {
+    "half": amp.half_function,
+    "float": amp.float_function,
+    "promote": amp.promote_function,
+}
+# What a function under each annotation gets for (float, half), (half, half), (float64, half).
+RECEIVED = {
+    "half": ["16 16", "16 16", "64 16"],
+    "float": ["32 32", "32 32", "64 32"],
+    "promote": ["32 32", "16 16", "64 16"],
+}
+NAMES = {torch.float16: "16", torch.bfloat16: "16", torch.float32: "32", torch.float64: "64"}
+
+
+def look(*args, **kwargs):
+    """Say which types came in."""
+    return " ".join(NAMES[value.dtype] for value in [*args, *kwargs.values()])
+
+
+def start(level="O1"):
+    return amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+
+
+def received(function, half=torch.float16):
+    x = torch.ones(2)
+    return [
+        function(x, x.to(half)),
+        function(x.to(half), other=x.to(half)),
+        function(x.double(), x.to(half)),
+    ]
+
+
+class Own:
+    @staticmethod
+    def static(*args, **kwargs):
+        return look(*args, **kwargs)
+
+    @classmethod
+    def of_class(cls, *args, **kwargs):
+        assert issubclass(cls, Own)
+        return look(*args, **kwargs)
+
+    def method(self, *args, **kwargs):
+        assert isinstance(self, Own)
+        return look(*args, **kwargs)
+
+
+class Derived(Own):
+    pass
+
+
+# -- registrations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("kind", REGISTER)
+def test_registered_functions_of_the_users(kind, level):
+    module = types.ModuleType("own")
+    module.look = look
+    bag = types.SimpleNamespace(look=look)
+    REGISTER[kind](module, "look")
+    REGISTER[kind](Own, "static")
+    REGISTER[kind](Own, "of_class")
+    REGISTER[kind](Own, "method")
+    before = [module.look, Own.__dict__["static"], Own.__dict__["of_class"], Own.method]
+    start(level)
+    half = torch.float16 if level == "O1" else torch.bfloat16
+    for function in (module.look, Own.static, Own().static, Own.of_class, Own().method):
+        assert received(function, half) == RECEIVED[kind]
+    assert received(Derived().method, half) == RECEIVED[kind]
+    assert bag.look is look
+    amp.reset()
+    assert before == [module.look, Own.__dict__["static"], Own.__dict__["of_class"], Own.method]
+    assert received(Own.static) == ["32 16", "16 16", "64 16"]
+
+
+def test_a_registration_on_a_derived_class_leaves_the_base_alone():
+    amp.register_float_function(Derived, "method")
+    start()
+    assert received(Derived().method) == RECEIVED["float"]
+    assert received(Own().method) == ["32 16", "16 16", "64 16"]
+    amp.reset()
+    assert "method" not in vars(Derived)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_registrations_wait_where_functions_are_not_cast(level):
+    amp.register_float_function(Own, "static")
+    start(level)
+    assert received(Own.static) == ["32 16", "16 16", "64 16"]
+    start("O1")
+    assert received(Own.static) == RECEIVED["float"]
+    start("O1")  # they belong to the training before
+    assert received(Own.static) == ["32 16", "16 16", "64 16"]
+
+
+def test_a_registration_belongs_to_its_models_casts():
+    class Using(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return torch.sigmoid(self.linear(x)).dtype
+
+    amp.register_float_function(torch, "sigmoid")
+    one = amp.initialize(Using(), opt_level="O1", verbosity=0)
+    two = amp.initialize(Using(), opt_level="O1", verbosity=0)
+    x = torch.ones(1, 2)
+    assert (one(x), two(x)) == (torch.float32, torch.float16)
+    assert torch.sigmoid(x.half()).dtype == torch.float16
+
+
+def test_the_users_rule_wins_over_the_list():
+    a, b = torch.randn(5, 7), torch.randn(7, 3)
+    exact, rounded = a.mm(b), a.half().mm(b.half())
+    soft = a.half().softmax(-1)
+    amp.register_float_function(torch, "mm")
+    amp.register_half_function(F, "softmax")
+    amp.register_half_function(torch.Tensor, "__add__")
+    start()
+    assert torch.equal(torch.mm(a, b), exact)
+    assert torch.equal(a.mm(b), rounded)  # the method was not registered
+    assert torch.equal(F.softmax(a, -1), soft)
+    assert (a + a).dtype == torch.float16
+
+
+def test_the_last_registration_counts():
+    amp.register_half_function(Own, "static")
+    amp.register_promote_function(Own, "static")
+    amp.register_float_function(Own, "static")
+    start()
+    assert received(Own.static) == RECEIVED["float"]
+
+
+def test_two_modules_of_one_name_do_not_meet():
+    one, two = types.ModuleType("same"), types.ModuleType("same")
+    one.look = two.look = look
+    amp.register_half_function(one, "look")
+    amp.register_float_function(two, "look")
+    start()
+    assert received(one.look) == RECEIVED["half"]
+    assert received(two.look) == RECEIVED["float"]
+
+
+@pytest.mark.parametrize("register", REGISTER.values())
+def test_unknown_name(register):
+    with pytest.raises(ValueError, match="No function named sigmiod in module torch"):
+        register(torch, "sigmiod")
+    start()
+
+
+def test_layers_inside_a_half_function_still_meet_their_weights():
+    linear = nn.Linear(2, 2)
+    module = types.ModuleType("own")
+    module.call = lambda x: linear(x).dtype
+    for kind, dtype in (("half", torch.float16), ("promote", torch.float16)):
+        REGISTER[kind](module, "call")
+        start()
+        assert module.call(torch.ones(1, 2)) == dtype
+        amp.reset()
+    amp.register_float_function(module, "call")
+    start()
+    assert module.call(torch.ones(1, 2).half()) == torch.float32
+
+
+def test_containers_of_arguments():
+    start()
+    pair = types.SimpleNamespace(a=1)
+    point = torch.finfo  # any callable
+    seen = []
+
+    @amp.half_function
+    def keep(*args):
+        seen.extend(args)
+
+    x = torch.ones(2)
+    integers, text = torch.arange(2), "text"
+    keep([x, [x]], (x, integers), integers, text, None, {"x": x}, pair, point, x.to_sparse())
+    nested, mixed, same_integers, same_text, nothing, mapping, same_pair, same_point, sparse = seen
+    assert nested[0].dtype == nested[1][0].dtype == torch.float16
+    assert isinstance(mixed, tuple)
+    assert [t.dtype for t in mixed] == [torch.float16, torch.int64]
+    assert same_integers is integers
+    assert (same_text, nothing) == (text, None)
+    assert mapping["x"].dtype == torch.float32
+    assert (same_pair, same_point) == (pair, point)
+    assert sparse.dtype == torch.float16
+
+
+# -- decorators -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", DECORATE)
+def test_decorated_functions(kind):
+    before = DECORATE[kind](look)
+    assert before.__name__ == "look"
+    assert before.__doc__ == "Say which types came in."
+    assert before.__wrapped__ is look
+    assert received(before) == ["32 16", "16 16", "64 16"]
+    handle = amp.init()
+    after = DECORATE[kind](look)
+    for function in (before, after):
+        assert received(function) == RECEIVED[kind]
+    with amp.disable_casts():
+        assert received(before) == ["32 16", "16 16", "64 16"]
+    handle._deactivate()
+    assert received(before) == ["32 16", "16 16", "64 16"]
+    start("O4")
+    assert received(before, torch.bfloat16) == RECEIVED[kind]
+    for level in ("O0", "O2"):
+        start(level)
+        assert received(before) == ["32 16", "16 16", "64 16"]
+    amp.init(enabled=False)
+    assert received(before) == ["32 16", "16 16", "64 16"]
+
+
+@pytest.mark.parametrize("kind", DECORATE)
+def test_decorated_under_staticmethod_of_an_autograd_function(kind):
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        @DECORATE[kind]
+        def forward(ctx, x, y):
+            ctx.save_for_backward(y)
+            return x * y
+
+        @staticmethod
+        @DECORATE[kind]
+        def backward(ctx, grad):
+            (y,) = ctx.saved_tensors
+            return (grad * y).float(), None
+
+    start()
+    x = torch.randn(3, requires_grad=True)
+    y = torch.randn(3)
+    out = Scale.apply(x, y.half())
+    assert out.dtype == (torch.float16 if kind == "half" else torch.float32)
+    with amp.disable_casts():
+        out.sum().backward()
+    assert torch.equal(x.grad, y.half().float())
+
+
+def test_decorated_methods_and_gradients():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3))
+
+        @amp.half_function
+        def forward(self, x):
+            return x * self.weight.to(x.dtype)
+
+    layer = Layer()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    options = {"opt_level": "O1", "loss_scale": 128.0, "verbosity": 0}
+    layer, optimizer = amp.initialize(layer, optimizer, **options)
+    out = layer(torch.ones(3))
+    assert out.dtype == torch.float16
+    with amp.scale_loss(out.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    assert layer.weight.grad.dtype == torch.float32
+    assert layer.weight.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+# -- edited lists ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _lists_as_shipped():
+    modules = (functional_overrides, torch_overrides, tensor_overrides)
+    saved = [
+        (module, name, list(value))
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, list)
+    ]
+    yield
+    for module, name, value in saved:
+        getattr(module, name)[:] = value
+
+
+@pytest.mark.usefixtures("_lists_as_shipped")
+def test_a_function_moved_to_another_list():
+    # the edit that Tacotron 2 makes
+    amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
+    amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
+    x = torch.randn(3, 4)
+    half, wide = x.half().softmax(-1), x.half().float().softmax(-1)
+    start()
+    assert torch.equal(F.softmax(x, -1), half)
+    assert torch.equal(F.softmax(x.half(), -1), half)
+    assert torch.equal(torch.softmax(x.half(), -1), wide)  # on no list, so torch's
+    with amp.disable_casts():
+        assert torch.equal(F.softmax(x, -1), x.softmax(-1))
+
+
+@pytest.mark.usefixtures("_lists_as_shipped")
+def test_names_added_and_removed():
+    torch_overrides.FP32_FUNCS.append("sigmoid")
+    torch_overrides.FP16_FUNCS.remove("mm")
+    torch_overrides.CASTS.append("maximum")
+    tensor_overrides.FP32_FUNCS.append("tanh")
+    torch_overrides.FP16_FUNCS.append("no_such_function")
+    start()
+    x = torch.randn(3, 3)
+    assert torch.sigmoid(x.half()).dtype == torch.float32
+    assert torch.mm(x, x).dtype == torch.float32
+    assert torch.mm(x.half(), x.half()).dtype == torch.float16
+    assert x.mm(x).dtype == torch.float16
+    assert torch.maximum(x.half(), x).dtype == torch.float32
+    assert x.half().tanh().dtype == torch.float32
+
+
+@pytest.mark.usefixtures("_lists_as_shipped")
+def test_an_edit_after_initialize_waits_for_the_next():
+    start()
+    x = torch.randn(3, 3)
+    torch_overrides.FP32_FUNCS.append("sigmoid")
+    assert torch.sigmoid(x.half()).dtype == torch.float16
+    start()
+    assert torch.sigmoid(x.half()).dtype == torch.float32
+
+
+# -- the banned function --------------------------------------------------------------------------
+
+
+def test_banned():
+    start()
+    p, target = torch.rand(4), torch.rand(4)
+    for call in (F.binary_cross_entropy, nn.BCELoss()):
+        with pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
+            call(p.half(), target)
+        with pytest.raises(NotImplementedError, match="allow_banned=True"):
+            call(p, target.half())
+        assert call(p, target).dtype == torch.float32
+
+
+def test_banned_with_bfloat16():
+    start("O4")
+    with pytest.raises(NotImplementedError, match="allow_banned"):
+        nn.BCELoss()(torch.rand(4).bfloat16(), torch.rand(4))
+
+
+def test_banned_does_not_hold_where_casts_are_off():
+    p, target = torch.rand(4).half(), torch.rand(4).half()
+    native = F.binary_cross_entropy(p, target)
+    start()
+    with amp.disable_casts():
+        assert torch.equal(F.binary_cross_entropy(p, target), native)
+    start("O2")
+    assert torch.equal(F.binary_cross_entropy(p, target), native)
+
+
+def test_banned_may_be_allowed():
+    p, target = torch.rand(4).half(), torch.rand(4)
+    wide = F.binary_cross_entropy(p.float(), target)
+    amp.init(allow_banned=True)
+    assert torch.equal(F.binary_cross_entropy(p, target), wide)
+    assert torch.equal(nn.BCELoss()(p, target.half()), F.binary_cross_entropy(p, target.half()))
+
+
+def test_the_two_ways_out_that_the_message_names():
+    amp.register_float_function(torch, "sigmoid")
+    model = amp.initialize(nn.Linear(3, 1), opt_level="O1", verbosity=0)
+    p = torch.sigmoid(model(torch.randn(4, 3)))
+    assert p.dtype == torch.float32
+    F.binary_cross_entropy(p, torch.rand(4, 1)).backward()
+    amp.register_float_function(F, "binary_cross_entropy")
+    start()
+    assert F.binary_cross_entropy(torch.rand(4).half(), torch.rand(4)).dtype == torch.float32
+
+
+# -- reset ----------------------------------------------------------------------------------------
+
+
+def attributes():
+    spaces = (torch, F, torch.Tensor, nn.functional, Own, Derived)
+    return {(space, name): value for space in spaces for name, value in vars(space).items()}
+
+
+def test_reset_restores_every_attribute():
+    before = attributes()
+    amp.register_float_function(torch, "sigmoid")
+    amp.register_half_function(F, "relu")
+    amp.register_promote_function(torch.Tensor, "where")
+    amp.register_float_function(torch.Tensor, "__matmul__")
+    amp.register_float_function(Own, "static")
+    amp.register_float_function(Derived, "of_class")
+    start()
+    amp.register_half_function(torch, "sigmoid")
+    start()
+    amp.init()
+    changed = {key for key, value in attributes().items() if before.get(key) is not value}
+    assert (torch, "sigmoid") in changed
+    amp.reset()
+    after = attributes()
+    assert after.keys() == before.keys()
+    assert all(after[key] is value for key, value in before.items())
+    assert rules._patches == {}
+
+
+def test_reset_takes_the_kernels_back():
+    keys = torch._C._dispatch_get_registrations_for_dispatch_key
+    before = set(keys("AutocastCPU"))
+    start()
+    assert set(keys("AutocastCPU")) > before
+    amp.reset()
+    assert set(keys("AutocastCPU")) == before
+    start()
+    assert set(keys("AutocastCPU")) > before
+
+
+def test_reset_drops_registrations_that_wait():
+    amp.register_float_function(Own, "static")
+    amp.reset()
+    start()
+    assert received(Own.static) == ["32 16", "16 16", "64 16"]
+
+
+def test_rules_work_in_an_unpickled_model(tmp_path):
+    class Using(nn.Softmax):
+        def forward(self, x):
+            return super().forward(x), torch.sigmoid(x), nn.functional.local_response_norm(x, 3)
+
+    globals()["Using"] = Using  # for pickle to find
+    Using.__qualname__ = "Using"
+    amp.register_float_function(torch, "sigmoid")
+    torch.save(amp.initialize(Using(-1), opt_level="O1", verbosity=0), tmp_path / "model.pt")
+    amp.reset()
+    model = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert [t.dtype for t in model(torch.ones(2, 3, 4).half())] == [torch.float32] * 3
