@@ -11,6 +11,9 @@ if not torch.cuda.is_available():
     # Read by triton when a kernel is decorated, so it must be set before any kernel is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tensors here are tiny: two threads gain nothing, and on a busy machine cost up to a hundred times.
+torch.set_num_threads(1)
+
 try:
     import hypothesis
 except ModuleNotFoundError:  # on a borrowed GPU machine the rest of the suite must still run

@@ -284,3 +284,21 @@ def test_at_most_one_host_read_per_step(monkeypatch):
         optimizer.step()
         assert reads == ["tolist"], level
         amp.reset()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_programs_of_old_touch(level):
+    model, optimizer = start(level)
+    assert hasattr(optimizer, "_amp_stash")
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_lazy_init()
+    stash = optimizer._amp_stash
+    assert stash.lazy_init_called
+    stash.lazy_init_called = True
+    halves, masters = stash.all_fp16_params, stash.all_fp32_from_fp16_params
+    assert len(halves) == len(masters) == (4 if level in ("O2", "O5") else 0)
+    assert all(m.dtype == torch.float32 for m in masters)
+    assert len(stash.all_fp32_from_fp32_params) == 6 - len(masters)
+    train(model, optimizer)
+    amp.reset()
+    assert not hasattr(optimizer, "_amp_lazy_init")

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _Aside = dict[torch.Tensor, torch.Tensor]  # gradients set aside, by the tensor they belong to
 _PATCHED = ("step", "zero_grad", "add_param_group")
+_OLD_HOOKS = ("_lazy_init_maybe_master_weights", "_amp_lazy_init")  # called by programs of old
 
 
 class Pass:
@@ -93,6 +94,7 @@ class OptimizerState:
         self.passes: list[Pass] = []
         self.skipped = 0  # steps in a row
         self.landed = False  # whether the last step was taken
+        self.lazy_init_called = True  # read and written by programs of old
         self.is_open = False  # inside a scale_loss block
         self._optimizer = weakref.ref(optimizer)
         self._entries: list[_Entry] = []
@@ -113,6 +115,8 @@ class OptimizerState:
         self._was_own = {name for name in _PATCHED if name in vars(optimizer)}
         for name in _PATCHED:
             setattr(optimizer, name, types.MethodType(self._replacement(name), optimizer))
+        for name in _OLD_HOOKS:  # masters exist already: what is left to do is to look for new ones
+            setattr(optimizer, name, self._look_again)
         if self.use_masters:
             # torch's GradScaler unscales what is in the groups, where masters have no gradients
             # yet. With this mark it calls step() and says that it is there: see _refuse_scaler.
@@ -133,25 +137,32 @@ class OptimizerState:
 
         return replacement
 
+    def _unpatch(self, optimizer: Any) -> None:
+        for name in _PATCHED:
+            if not isinstance(vars(optimizer).get(name), types.MethodType):
+                continue  # wrapped by somebody since: what they hold passes through now
+            if name in self._was_own:
+                setattr(optimizer, name, self._inner[name])
+            else:
+                delattr(optimizer, name)
+        for name in ("_amp_stash", *_OLD_HOOKS):
+            delattr(optimizer, name)
+        if self.use_masters:
+            del optimizer._step_supports_amp_scaling
+            if self._inner["mark"] is not None:
+                optimizer._step_supports_amp_scaling = self._inner["mark"]
+
+    def _look_again(self) -> None:
+        self._sync()
+
     def detach(self) -> None:
-        """Give the optimizer back as it was: its own methods, the model's weights in its groups."""
+        """Give the optimizer its own methods back, and the model's weights in its groups."""
         optimizer = self._optimizer()
         if optimizer is None or not self._is_attached:
             return
         self._sync()
         self._is_attached = False
-        for name in _PATCHED:
-            method = vars(optimizer).get(name)
-            if not isinstance(method, types.MethodType) or name in self._was_own:
-                if isinstance(method, types.MethodType):
-                    setattr(optimizer, name, self._inner[name])
-                continue  # wrapped by somebody since: what they hold passes through now
-            delattr(optimizer, name)
-        del optimizer._amp_stash
-        if self.use_masters:
-            del optimizer._step_supports_amp_scaling
-            if self._inner["mark"] is not None:
-                optimizer._step_supports_amp_scaling = self._inner["mark"]
+        self._unpatch(optimizer)
         weights = {id(e.param): e.target for e in self._entries if e.master is not None}
         for group in optimizer.param_groups:
             group["params"][:] = [weights.get(id(param), param) for param in group["params"]]
