@@ -150,6 +150,33 @@ def test_torchs_own_autocast_compiled_keeps_its_meaning():
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_model_compiled_before_initialize(level):
+    model = Net()
+    model.eval()
+    compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(4, 1, 4, 4)
+    assert_same(compiled(x), model(x))
+    for each in (level, "O2", "O0"):
+        start(each, model)
+        assert_same(compiled(x), model(x))
+    amp.reset()
+    assert_same(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_initialize_takes_a_compiled_model(level):
+    torch.manual_seed(0)
+    model, _ = start(level, Net())
+    torch.manual_seed(0)
+    compiled, _ = start(level, torch.compile(Net(), backend="aot_eager"))
+    model.eval()
+    compiled.eval()
+    x = torch.randn(4, 1, 4, 4)
+    for ambient in (level, "O1" if level != "O1" else "O0"):
+        start(ambient, nn.Linear(1, 1))
+        assert_same(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_export(level):
     model, _ = start(level, Net())
     model.eval()

@@ -627,3 +627,47 @@ def test_a_partial_load_leaves_the_rest_alone():
     assert_same_state(dict(model.state_dict()), {"weight": weight, "bias": bias})
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({})
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_inputs_that_hold_themselves(level):
+    class First(nn.Module):
+        def forward(self, batch):
+            return batch["x"] * 2
+
+    model = amp.initialize(First(), opt_level=level, verbosity=0)
+    batch = {"x": torch.ones(2)}
+    batch["self"] = batch
+    assert torch.equal(model(batch), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_an_object_that_can_only_go_to_a_device_is_left_alone(level):
+    class Batch:
+        x = torch.ones(2)
+
+        def to(self, device):
+            return self if isinstance(device, str) else self.missing(device)
+
+        def missing(self, device):
+            raise TypeError(device)
+
+    class First(nn.Module):
+        def forward(self, batch):
+            return batch.x * 2
+
+    model = amp.initialize(First(), opt_level=level, verbosity=0)
+    assert torch.equal(model(Batch()), torch.full((2,), 2.0))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # what is refused here
+def test_modules_that_take_no_hooks_or_have_no_shape_are_refused_at_once():
+    with pytest.raises(TypeError, match="TorchScript"):
+        amp.initialize(torch.jit.script(nn.Linear(2, 2)), opt_level="O2", verbosity=0)
+    lazy = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(RuntimeError, match=r"'0.weight' has no shape yet"):
+        amp.initialize(lazy, opt_level="O2", verbosity=0)
+    assert not torch.is_autocast_enabled("cpu")
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    model = amp.initialize(model, opt_level="O2", verbosity=0)
+    assert model(torch.ones(1, 2)).dtype == torch.float32

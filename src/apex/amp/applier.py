@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+
+_Function = Callable[[Any], Any]
 
 
 def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
@@ -24,18 +26,26 @@ def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
         value: Anything.
         fn: Called with a tensor or an object that has ``to``; returns what replaces it.
     """
+    return _walk(value, fn, ())
+
+
+def _walk(value: Any, fn: _Function, path: tuple[int, ...]) -> Any:
+    """Apply ``fn`` below ``value``; ``path`` holds the ids of the containers around it."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, (str, bytes, torch.nn.Module, type)) or value is None:
         return value
     if callable(getattr(value, "to", None)) and not _is_array(value):
         return fn(value)
+    if id(value) in path:  # a container that holds itself
+        return value
+    path = (*path, id(value))
     if isinstance(value, Mapping):
-        return _mapping(value, fn)
+        return _mapping(value, fn, path)
     if dataclasses.is_dataclass(value):
-        return _fields(value, fn)
+        return _fields(value, fn, path)
     if isinstance(value, (Sequence, Set)) or type(value).__name__ == "deque":
-        return _items(value, fn)
+        return _items(value, fn, path)
     return value
 
 
@@ -43,10 +53,10 @@ def _is_array(value: Any) -> bool:
     return type(value).__module__.split(".")[0] == "numpy"
 
 
-def _mapping(value: Any, fn: Callable[[Any], Any]) -> Any:
+def _mapping(value: Any, fn: _Function, path: tuple[int, ...]) -> Any:
     changed = {}
     for key, old in value.items():
-        new = applier(old, fn)
+        new = _walk(old, fn, path)
         if new is not old:
             changed[key] = new
     if not changed:
@@ -59,11 +69,11 @@ def _mapping(value: Any, fn: Callable[[Any], Any]) -> Any:
     return result
 
 
-def _fields(value: Any, fn: Callable[[Any], Any]) -> Any:
+def _fields(value: Any, fn: _Function, path: tuple[int, ...]) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         old = getattr(value, field.name, None)
-        new = applier(old, fn)
+        new = _walk(old, fn, path)
         if new is not old:
             changed[field.name] = new
     if not changed:
@@ -74,11 +84,11 @@ def _fields(value: Any, fn: Callable[[Any], Any]) -> Any:
     return result
 
 
-def _items(value: Any, fn: Callable[[Any], Any]) -> Any:
+def _items(value: Any, fn: _Function, path: tuple[int, ...]) -> Any:
     if isinstance(value, (range, torch.Size, memoryview, bytearray)):
         return value
     old = list(value)
-    new = [applier(item, fn) for item in old]
+    new = [_walk(item, fn, path) for item in old]
     if all(one is other for one, other in zip(new, old, strict=True)):
         return value
     if hasattr(value, "_fields"):  # a namedtuple takes its fields one by one
@@ -96,16 +106,3 @@ def _rebuilt(value: Any, new: list[Any]) -> Any:
         result.extend(new)
         return result
     return type(value)(new)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor that :func:`applier` would meet."""
-    found: list[torch.Tensor] = []
-
-    def note(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        return item
-
-    applier(value, note)
-    yield from found

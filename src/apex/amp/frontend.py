@@ -254,6 +254,11 @@ def _optimizer_list(optimizers: Any) -> list[Any]:
 def _model_list(models: Any) -> list[torch.nn.Module]:
     listed = models if isinstance(models, list) else [models]
     for model in listed:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError(
+                "amp.initialize: models was or held a TorchScript module, which takes no hooks. "
+                "Pass the module it was made from, and torch.jit.trace it afterwards."
+            )
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
                 f"amp.initialize: models was or held a {type(model).__name__}; it must be a "
@@ -294,6 +299,11 @@ def _check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> 
         ]
         named += [("buffer", *item) for item in model.named_buffers()]
         for kind, name, tensor in named:
+            if casts_model and torch.nn.parameter.is_lazy(tensor):
+                raise RuntimeError(
+                    f"amp.initialize: {kind} '{name}' has no shape yet (a lazy module). Run one "
+                    "forward before initialize."
+                )
             if tensor.dtype in HALF_TYPES and not casts_model:
                 warn_or_err(
                     f"amp.initialize: found {kind} '{name}' of {tensor.dtype}; at "

@@ -112,7 +112,10 @@ class _Caster:
 
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value.to(self.dtype)
+            try:
+                return value.to(self.dtype)
+            except TypeError:  # its to() takes no dtype: a device, say
+                return value
         if value.is_floating_point() and value.dtype not in self.kept:
             return value.to(self.dtype)
         return value
@@ -171,7 +174,7 @@ def _devices(module: torch.nn.Module) -> tuple[str, ...]:
     return (first.device.type,) if first is not None and first.device.type in known else known
 
 
-def _skip_frames(*functions: Any) -> None:
+def skip_frames(*functions: Any) -> None:
     """Tell Dynamo not to compile these frames on their own.
 
     At the top of a compiled model hooks run before the traced frame. Left to itself Dynamo
@@ -185,7 +188,7 @@ def _skip_frames(*functions: Any) -> None:
             frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-_skip_frames(_Enter.__call__, _Leave.__call__)
+skip_frames(_Enter.__call__, _Leave.__call__)
 
 
 class _ShowFloat32:
@@ -289,6 +292,8 @@ def prepare(
 
 
 def _show_float32(module: torch.nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+        return
     tensors = [*module._parameters.values(), *module._buffers.values()]
     if not any(t is not None and t.dtype in HALF_TYPES for t in tensors):
         return

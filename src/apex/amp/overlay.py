@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from apex.amp import casts
-from apex.amp.modules import _skip_frames
+from apex.amp.modules import skip_frames
 
 _Cast = Callable[[Any], Any]
 
@@ -109,7 +109,7 @@ def _kernel(op: Any, key: Any, cast: Callable[[Any], _Cast]) -> Callable[..., An
                 **{name: convert(value) for name, value in kwargs.items()},
             )
 
-    _skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
+    skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
     return kernel
 
 
