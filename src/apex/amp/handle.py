@@ -18,7 +18,8 @@ from apex.amp._amp_state import _amp_state, master_params, maybe_print
 from apex.amp.cast_log import CastLog
 from apex.amp.casts import Casts
 from apex.amp.opt import OptimWrapper, attach
-from apex.amp.optimizer import Debt, OptimizerState
+from apex.amp.optimizer import OptimizerState
+from apex.amp.passes import Debt
 from apex.amp.registry import take
 from apex.amp.scaler import LossScaler
 from apex.amp.training import is_disabled, state_of

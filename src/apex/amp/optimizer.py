@@ -29,30 +29,15 @@ import torch
 
 from apex.amp import _speech, casts
 from apex.amp.modules import Master, leftovers, masters
+from apex.amp.passes import Aside, Debt, Pass, accumulate, add_back, stored_values, unshared
 from apex.amp.policy import HALF_TYPES
 from apex.amp.scaler import LossScaler, unscale_
 
 if TYPE_CHECKING:
     from apex.amp.training import Training
 
-_Aside = dict[torch.Tensor, torch.Tensor]  # gradients set aside, by the tensor they belong to
 _PATCHED = ("step", "zero_grad", "add_param_group")
 _OLD_HOOKS = ("_lazy_init_maybe_master_weights", "_amp_lazy_init")  # called by programs of old
-
-
-class Pass:
-    """One backward pass: its scaler, its flag, and the loss, to tell who was non-finite."""
-
-    __slots__ = ("epoch", "found", "index", "loss", "scaler")
-
-    def __init__(
-        self, scaler: LossScaler, index: int, found: torch.Tensor, loss: torch.Tensor
-    ) -> None:
-        self.scaler = scaler
-        self.index = index
-        self.found = found
-        self.loss = loss
-        self.epoch = scaler._epoch
 
 
 class _Entry:
@@ -100,7 +85,7 @@ class OptimizerState:
         self._entries: list[_Entry] = []
         self._ids: list[int] = []
         self._debt: Debt | None = None
-        self._aside: _Aside = {}
+        self._aside: Aside = {}
         self._stepped_once = False
         self._warned = False
         self._is_attached = True
@@ -220,7 +205,7 @@ class OptimizerState:
 
     # -- one pass ------------------------------------------------------------------------------
 
-    def open(self, scaler: LossScaler, scale: torch.Tensor | float) -> _Aside:
+    def open(self, scaler: LossScaler, scale: torch.Tensor | float) -> Aside:
         """Set every gradient aside, so that backward leaves only its own.
 
         Gradients that an earlier pass left scaled stay so if this one has the same scale, and
@@ -228,14 +213,14 @@ class OptimizerState:
         """
         if self._debt is not None and not self._debt.matches(scaler, scale):
             self.settle_debt()
-        aside: _Aside = {}
+        aside: Aside = {}
         for entry in self._sync():
             target = entry.target
             grad = target.grad
             master = entry.master
             if grad is not None:
                 if master is None or grad is not master.left:  # else in the master's already
-                    aside[target] = _unshared(grad)
+                    aside[target] = unshared(grad)
                 target.grad = None
             if master is not None:
                 master.left = None
@@ -243,23 +228,23 @@ class OptimizerState:
         self._aside = aside
         return aside
 
-    def abandon(self, aside: _Aside) -> None:
+    def abandon(self, aside: Aside) -> None:
         """Put every gradient back as :meth:`open` found it."""
         self.is_open = False
         for entry in self._entries:
             entry.target.grad = aside.get(entry.target)
 
-    def close_delayed(self, aside: _Aside, debt: Debt) -> None:
+    def close_delayed(self, aside: Aside, debt: Debt) -> None:
         """End a pass whose gradients stay scaled until the next pass or the step."""
         self.is_open = False
         if self._debt is None:
             self._debt = debt
             debt.unscaled = aside
         else:  # of the same scale, or open() had settled it
-            _add_back(aside)
+            add_back(aside)
 
     @torch.no_grad()
-    def close(self, aside: _Aside, scale: torch.Tensor | float, done: set[int] | None) -> Any:
+    def close(self, aside: Aside, scale: torch.Tensor | float, done: set[int] | None) -> Any:
         """Unscale what backward left and add what was set aside.
 
         Args:
@@ -273,7 +258,7 @@ class OptimizerState:
         """
         self.is_open = False
         if self._debt is not None:
-            _add_back(aside)
+            add_back(aside)
             aside, self._debt = self._debt.unscaled, None
         sharing = self.training.sharing
         if self.use_masters:
@@ -297,17 +282,17 @@ class OptimizerState:
                 widened.append((entry.param, grad))
             grads.append(grad)
         found = unscale_(grads, scale)
-        _accumulate(widened)
+        accumulate(widened)
         if aside:
             self._return(aside)
         return found
 
-    def _return(self, aside: _Aside) -> None:
+    def _return(self, aside: Aside) -> None:
         """Add unscaled gradients that were set aside: to the master, where there is one."""
         for entry in self._entries:
             if entry.master is not None and entry.target in aside:
-                _accumulate([(entry.param, aside.pop(entry.target).float())])
-        _add_back(aside)
+                accumulate([(entry.param, aside.pop(entry.target).float())])
+        add_back(aside)
 
     def settle_debt(self) -> None:
         """Unscale what passes with ``delay_unscale`` left, at the scale that made it."""
@@ -422,7 +407,7 @@ class OptimizerState:
                 continue
             if grad is not master.left:
                 new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
-                _accumulate([(entry.param, new.float())])
+                accumulate([(entry.param, new.float())])
                 master.leave(grad, None)
                 leftovers.holders.add(self)
             elif grad._version != master.left_version and not self._warned:
@@ -488,7 +473,7 @@ class OptimizerState:
         name = "unknown"
         for entry in self._entries:
             grad = entry.param.grad
-            if grad is not None and not bool(torch.isfinite(_values(grad)).all()):
+            if grad is not None and not bool(torch.isfinite(stored_values(grad)).all()):
                 name = self.training.name_of(entry.target)
                 break
         finite = bool(torch.isfinite(done.loss).all())
@@ -587,71 +572,3 @@ def _by_device(
     for pair in pairs:
         groups.setdefault(pair[1].device, []).append(pair)
     return groups.values()
-
-
-class Debt:
-    """Gradients left scaled by passes with ``delay_unscale``."""
-
-    __slots__ = ("index", "loss", "scale", "scaler", "state", "unscaled")
-
-    def __init__(
-        self, scaler: LossScaler, index: int, scale: torch.Tensor | float, loss: torch.Tensor
-    ) -> None:
-        self.scaler = scaler
-        self.index = index
-        self.scale = scale
-        self.state = scaler._state
-        self.loss = loss.detach()
-        self.unscaled: _Aside = {}
-
-    def matches(self, scaler: LossScaler, scale: torch.Tensor | float) -> bool:
-        """Whether a pass with this scale may add to the same gradients."""
-        if isinstance(scale, torch.Tensor):
-            return scaler is self.scaler and scaler._state is self.state
-        return scale == self.scale
-
-
-def _values(grad: torch.Tensor) -> torch.Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def _unshared(grad: torch.Tensor) -> torch.Tensor:
-    """The gradient, copied if it is part of a buffer that the next backward may write to."""
-    if grad.is_sparse or grad.untyped_storage().nbytes() <= grad.numel() * grad.element_size():
-        return grad
-    return grad.clone()
-
-
-@torch.no_grad()
-def _accumulate(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give each tensor its new gradient, on top of what it has accumulated."""
-    into: list[torch.Tensor] = []
-    new: list[torch.Tensor] = []
-    for tensor, grad in pairs:
-        if tensor.grad is None:
-            tensor.grad = grad
-        elif grad.is_sparse or tensor.grad.is_sparse:
-            tensor.grad = tensor.grad + grad
-        else:
-            into.append(tensor.grad)
-            new.append(grad)
-    if new:
-        torch._foreach_add_(into, new)
-
-
-@torch.no_grad()
-def _add_back(aside: _Aside) -> None:
-    """Add gradients that were set aside to those that are there now."""
-    into: list[torch.Tensor] = []
-    old: list[torch.Tensor] = []
-    for target, before in aside.items():
-        now = target.grad
-        if now is None:
-            target.grad = before
-        elif now.is_sparse or before.is_sparse:
-            target.grad = before + now
-        else:
-            into.append(now)
-            old.append(before)
-    if into:
-        torch._foreach_add_(into, old)

@@ -5,7 +5,7 @@ which level it was: the options say what to do. ``Properties`` checks each optio
 so a level's defaults and a user's overrides pass the same door.
 
 O0 to O3 are NVIDIA's; O4 and O5 are O1 and O2 in bfloat16, whose range is float32's, so they
-need no loss scaling. Source: ``../shared/spec/amp.md`` section 2 describes the original.
+need no loss scaling.
 """
 
 from __future__ import annotations
