@@ -1,9 +1,10 @@
 """The ``apex`` command: finds the sub-command, and turns what users get wrong into one line.
 
-A sub-command is a module with ``HELP`` (its description), ``add_arguments(parser)`` and
-``run(args) -> int`` (the exit code). It is imported only once it has been chosen, because
-some need packages of the ``bench`` extra. ``run`` reports a bad combination of options by
-raising `UsageError`; whatever else it raises is a defect and keeps its traceback.
+A sub-command is one word, or two as in ``apex bench kernels``, and a module with ``HELP`` (its
+description), ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). It is imported
+only once it has been chosen, because some need packages of the ``bench`` extra. ``run`` reports a
+bad combination of options by raising `UsageError`; whatever else it raises is a defect and keeps
+its traceback.
 """
 
 import argparse
@@ -48,6 +49,10 @@ class Command(NamedTuple):
 COMMANDS = {
     "info": Command("apex.bench.info", "what is installed here and which code path runs it"),
     "bench": Command("apex.bench.digits", "what each precision level costs and gives"),
+    "bench kernels": Command(
+        "apex.bench.kernel_times", "how long each operation takes, ours and other people's"
+    ),
+    "kernels": Command("apex.bench.kernels", "what the compiler makes of each Triton kernel"),
 }
 
 EXTRAS = {"bench": frozenset({"matplotlib", "numpy", "rich", "sklearn"})}  # what each brings
@@ -70,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 2 for a request that cannot be met, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if " ".join(arguments[:2]) in COMMANDS:  # a command of two words
+        arguments[:2] = [" ".join(arguments[:2])]
     chosen = next((word for word in arguments if not word.startswith("-")), "")
     try:
         args = _parser(chosen).parse_args(arguments)
@@ -102,8 +109,15 @@ def _parser(chosen: str) -> _Parser:
             module = cast(CommandModule, importlib.import_module(command.module))
             subparser.description = module.HELP
             module.add_arguments(subparser)
+            subparser.epilog = _further(name)
             subparser.set_defaults(module=module)
     return parser
+
+
+def _further(name: str) -> str | None:
+    """Name the commands that begin with this one's word."""
+    further = [f"apex {other}" for other in COMMANDS if other.startswith(f"{name} ")]
+    return f"see also: {', '.join(further)}" if further else None
 
 
 def _extra_with(package: str) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from apex.bench import families, installs, machine
+from apex.ops import _runtime
 
 __all__ = ["HELP", "Report", "add_arguments", "as_dict", "collect", "draw", "run"]
 
@@ -30,6 +31,7 @@ class Report:
     versions: machine.Versions
     devices: tuple[machine.Device, ...]
     cuda: machine.Cuda
+    why_not_triton: str | None  # why no Triton kernel can run here, None if they can
     op_families: tuple[families.LivePath, ...]
     installs: installs.Installs
     warnings: tuple[str, ...]  # what torch had to say about this machine
@@ -53,11 +55,13 @@ def collect() -> Report:
         warnings.simplefilter("always")
         devices = machine.devices()
         cuda = machine.cuda()
+        why_not_triton = _runtime.why_not_triton()
         paths = families.live_paths(device.device for device in devices)
     return Report(
         versions=machine.versions(),
         devices=tuple(devices),
         cuda=cuda,
+        why_not_triton=why_not_triton,
         op_families=tuple(paths),
         installs=installs.look(),
         warnings=tuple(dict.fromkeys(" ".join(str(item.message).split()) for item in caught)),
@@ -74,7 +78,7 @@ def draw(report: Report) -> str:
     sections = [
         ("Versions", _versions(report.versions)),
         ("Devices", [row for device in report.devices for row in _device(device)]),
-        ("CUDA", _cuda(report.cuda)),
+        ("CUDA", [*_cuda(report.cuda), ("Triton kernels", _triton(report.why_not_triton))]),
         ("Code paths", _families(report.op_families)),
         ("Called apex here", _installs(report.installs)),
     ]
@@ -125,6 +129,12 @@ def _built_for(cuda: machine.Cuda) -> str:
     if cuda.torch_rocm is not None:
         return f"ROCm {cuda.torch_rocm}"
     return f"CUDA {cuda.torch_cuda}" if cuda.torch_cuda else "CPU only"
+
+
+def _triton(why_not: str | None) -> str:
+    if why_not is None:
+        return "run"
+    return f"cannot run: {why_not} (plain PyTorch runs in their place)"
 
 
 def _driver(cuda: machine.Cuda) -> str:

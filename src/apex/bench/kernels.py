@@ -1,0 +1,134 @@
+"""``apex kernels``: what the compiler makes of each Triton kernel, with no GPU.
+
+The work is done by :mod:`apex.kernels._inspect`; here are the options, the table and the exit
+code. Triton is imported once the command runs, as on machines without it `apex` has other uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from apex.bench.cli import UsageError
+
+if TYPE_CHECKING:
+    from apex.kernels._inspect import Finding
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = (
+    "Compile every Triton kernel, which needs no GPU, and show registers, spills, widths of the "
+    "accesses to memory and bytes moved per element. The exit code is 1 if something is wrong: "
+    "registers are spilled, or tiles are not moved by the widest accesses."
+)
+DEFAULT = "sm_90"
+OK, FAILED = 0, 1  # exit codes
+HEADINGS = (
+    "kernel", "dtypes", "target", "registers", "spilled", "shared",
+    "main loads", "main stores", "all loads", "all stores", "bytes/element",
+)  # fmt: skip
+
+NUMBERS = {"registers", "spilled", "shared", "bytes/element"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``apex kernels``."""
+    parser.add_argument(
+        "--target", nargs="+", default=[DEFAULT], metavar="NAME",
+        help="what to compile for: sm_80, sm_90, sm_100, gfx942, ... (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``apex kernels``.
+
+    Raises:
+        UsageError: triton or its compiler for a target is missing, or a name is unknown.
+        ModuleNotFoundError: A package of the ``bench`` extra is missing; nothing was compiled.
+    """
+    if not args.json:
+        importlib.import_module("rich")  # now and not after a minute of compiling
+    findings = _inspect(_unique(args.target), args.kernel)
+    if args.json:
+        print(json.dumps({"kernels": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        _show(findings)
+    return FAILED if any(finding.problems for finding in findings) else OK
+
+
+def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Finding]:
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("triton is missing: pip install triton (it exists for Linux)")
+    # Under Triton's interpreter nothing would be compiled; read when triton is imported.
+    os.environ.pop("TRITON_INTERPRET", None)
+    from apex.kernels import _inspect
+
+    cases = list(_inspect.cases())
+    known = _unique(case.name for case in cases)
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise UsageError(f"--kernel {unknown[0]}: unknown; there are {', '.join(known)}")
+    chosen = [case for case in cases if not names or case.name in names]
+    try:
+        return [_inspect.inspect(case, target) for case in chosen for target in targets]
+    except _inspect.UnavailableError as error:
+        raise UsageError(str(error)) from error
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    # Rich takes a file or a pipe to be 80 wide, which would break long rows.
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 180
+    console = Console(width=wide, highlight=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in NUMBERS else "left")
+    for finding in findings:
+        table.add_row(*_row(finding))
+    console.print(table)
+    console.print(
+        "Bytes spilled are of a thread, bytes of shared memory of a block. Accesses are counted in "
+        "the code: how many × bits for one thread; main is the path without masks, tiles only.",
+        style="dim",
+    )
+    for finding in findings:
+        for problem in finding.problems:
+            where = f"{finding.kernel} ({finding.variant}), {finding.target}"
+            console.print(f"{where}: {problem}", markup=False, style="red")
+
+
+def _row(finding: Finding) -> list[Any]:
+    return [
+        finding.kernel,
+        finding.variant,
+        finding.target,
+        str(finding.registers),
+        str(finding.spilled),
+        str(finding.shared),
+        _widths(finding.main_loads),
+        _widths(finding.main_stores),
+        _widths(finding.loads),
+        _widths(finding.stores),
+        f"{finding.bytes_per_element:g}" if finding.bytes_per_element else "—",
+    ]
+
+
+def _widths(counts: dict[int, int] | None) -> str:
+    if not counts:
+        return "—"
+    return " ".join(f"{counts[bits]}×{bits}" for bits in sorted(counts, reverse=True))

@@ -1,0 +1,5 @@
+"""Clipping gradients by their norm without waiting for a device."""
+
+from apex.contrib.clip_grad.clip_grad import clip_grad_norm_
+
+__all__ = ["clip_grad_norm_"]

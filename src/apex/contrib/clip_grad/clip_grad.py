@@ -1,0 +1,44 @@
+"""``clip_grad_norm_``: torch's, in two launches for each dtype and device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from apex.ops.clip import clip_
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float | torch.Tensor,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients down to a total norm of ``max_norm``, in place.
+
+    Drop-in for ``torch.nn.utils.clip_grad_norm_``. Gradients may have any dtypes and devices; sums
+    run in float32. Every gradient is multiplied by ``min(1, max_norm / (norm + 1e-6))``, in any
+    case, so nothing waits to know the norm.
+
+    Args:
+        parameters: Tensors whose ``grad`` is clipped; those without one are passed over.
+        max_norm: Largest total norm allowed.
+        norm_type: Which p-norm; ``float("inf")`` for the largest element.
+        error_if_nonfinite: Raise when the norm is inf or nan, before anything changes. This waits.
+
+    Returns:
+        The total norm before clipping, 0-dim, on the first gradient's device.
+
+    Raises:
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_([weight], max_norm=1.0)
+        tensor(5.)
+    """
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads = [parameter.grad for parameter in listed if parameter.grad is not None]
+    return clip_(grads, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)

@@ -1,0 +1,9 @@
+"""Optimizers with the signatures of 2019: gradients, outputs and scale as arguments of ``step``.
+
+New programs want :mod:`apex.optimizers`.
+"""
+
+from apex.contrib.optimizers.fused_adam import FusedAdam
+from apex.contrib.optimizers.fused_lamb import FusedLAMB
+
+__all__ = ["FusedAdam", "FusedLAMB"]

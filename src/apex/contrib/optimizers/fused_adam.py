@@ -1,0 +1,182 @@
+"""``FusedAdam`` as it was in 2019: per-parameter steps, clipping by norm, eps inside the root."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from apex.contrib.optimizers._old_step import OldStep
+from apex.ops.adam import Adam, adam_, unbiased
+from apex.ops.multi_tensor import Scalar, local
+from apex.ops.norms import l2_norm
+from apex.ops.storage import How
+from apex.optimizers._base import Bucket, scalar
+
+
+class FusedAdam(OldStep):
+    """AdamW with the bias corrections in the learning rate and ``eps`` beside what it corrects.
+
+    ::
+
+        g = grad / scale
+        param -= lr * sqrt(1 - beta2 ** step) / (1 - beta1 ** step) * (m / root + decay * param)
+        root = sqrt(v) + eps      or, with eps_inside_sqrt, sqrt(v + eps)
+
+    so that weight decay is multiplied by the corrections too. Steps are counted per parameter.
+
+    Args:
+        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        lr: Learning rate; a tensor is read on its device.
+        bias_correction: Whether there are bias corrections.
+        betas: Decays of the two moments.
+        eps: Added to the root of the second moment.
+        eps_inside_sqrt: Add it to the second moment instead.
+        weight_decay: Decoupled weight decay; a tensor is read on its device.
+        max_grad_norm: Largest norm of each group's gradients; 0 turns clipping off.
+        amsgrad: Not supported; here because callers pass ``False``.
+        use_mt: Of no effect: there is always one launch for many tensors.
+        amp_scale_adjustment: What gradients are divided by in addition, under amp.
+
+    Raises:
+        ValueError: No parameters, an unknown key in a group, a number out of range.
+        RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = FusedAdam(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step(scale=1.0)
+    """
+
+    slots = ("exp_avg", "exp_avg_sq")
+    _counts_steps = False  # in the groups; here each parameter has its own
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float | torch.Tensor = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        use_mt: bool = False,
+        amp_scale_adjustment: float = 1.0,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError(
+                "FusedAdam does not support the AMSGrad variant; leave amsgrad=False."
+            )
+        self.eps_mode = 0 if eps_inside_sqrt else 1
+        self._use_multi_tensor = use_mt
+        self._amp_scale_adjustment = amp_scale_adjustment
+        self._factors: dict[int, Scalar] = {}
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+
+    def _before(
+        self,
+        work: Sequence[tuple[dict[str, Any], list[torch.Tensor]]],
+        factor: Scalar,
+        noop: torch.Tensor | None,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Find what each group's gradients are multiplied by."""
+        if hasattr(self, "_amp_stash"):
+            factor = factor / self._amp_scale_adjustment
+        self._factors = {}
+        for number, (group, params) in enumerate(work):
+            clip = factor
+            if group["max_grad_norm"] > 0 and params:
+                norm = self._grad_norms and self._grad_norms[number]
+                if norm is None:
+                    given = {} if grads is None else grads
+                    own = [given.get(param, param.grad) for param in params]
+                    norm = l2_norm([local(grad) for grad in own if grad is not None])
+                clip = _clipped(factor, norm, group["max_grad_norm"])
+            self._factors[id(group)] = clip
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+        device = bucket.weights[0].device
+        factor = self._factors[id(group)]
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(device, torch.float32, non_blocking=True).reshape(())
+        columns = self.columns(bucket)
+        lr = scalar(group["lr"], device)
+        beta1, beta2 = group["betas"]
+        for step, members in self._by_step(bucket, how.noop):
+            rate: Scalar = lr
+            if group["bias_correction"]:
+                unbias2 = unbiased(beta2, step)
+                root = unbias2.sqrt() if isinstance(unbias2, torch.Tensor) else math.sqrt(unbias2)
+                rate = lr * unbiased(beta1, step) / root
+            numbers = Adam(
+                lr=rate,
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=scalar(group["weight_decay"], device),
+                adam_w_mode=True,
+                bias_correction=False,
+                step=step,
+                eps_inside_sqrt=self.eps_mode == 0,
+            )
+            extra = None if how.extra is None else [how.extra[i] for i in members]
+            part = [[column[i] for i in members] for column in columns]
+            adam_(part, numbers, replace(how, factor=factor, extra=extra))
+
+    def _by_step(
+        self, bucket: Bucket, noop: torch.Tensor | None
+    ) -> list[tuple[int | torch.Tensor, list[int]]]:
+        """Count the step of each parameter; those of one count belong together."""
+        found: dict[Any, tuple[int | torch.Tensor, list[int]]] = {}
+        for number, param in enumerate(bucket.params):
+            state = self.state[param]
+            before = state.get("step", 0)
+            key = id(before) if isinstance(before, torch.Tensor) else -before
+            if key not in found:
+                found[key] = (_next(before, noop, bucket.weights[0].device), [])
+            state["step"], members = found[key]
+            members.append(number)
+        return list(found.values())
+
+    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        found = super()._from_twin(state_dict)
+        for number, state in state_dict["state"].items():
+            if "step" in state:
+                found["state"][number]["step"] = int(state["step"])
+        return found
+
+
+def _next(
+    before: int | torch.Tensor, noop: torch.Tensor | None, device: torch.device
+) -> int | torch.Tensor:
+    """The next step, on the device where that may be skipped there."""
+    if noop is None:
+        return before + 1
+    landed = (noop.to(device, non_blocking=True).reshape(()) == 0).to(torch.int32)
+    return landed + before
+
+
+def _clipped(factor: Scalar, norm: Any, largest: float) -> Scalar:
+    """``factor``, so that gradients of the norm ``norm`` end at most at ``largest``."""
+    if isinstance(norm, torch.Tensor) and norm.device.type == "cpu":
+        norm = norm.item()
+    if not isinstance(norm, torch.Tensor) and not isinstance(factor, torch.Tensor):
+        over = (norm * factor + 1e-6) / largest
+        return factor / over if over > 1 else factor
+    over = (torch.as_tensor(norm * factor).reshape(()) + 1e-6) / largest
+    return factor / torch.where(over > 1, over, 1.0)

@@ -1,0 +1,57 @@
+"""``FusedLAMB`` with the signature of 2019, before NVLAMB."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex.optimizers.fused_lamb import FusedLAMB as _FusedLAMB
+
+
+class FusedLAMB(_FusedLAMB):
+    """:class:`apex.optimizers.FusedLAMB` without ``use_nvlamb``; see there.
+
+    The original clips with a norm that the host has read; here nothing waits for it.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        lr: Learning rate.
+        bias_correction: Whether moments are corrected for their start at 0.
+        betas: Decays of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Its size.
+        amsgrad: Not supported; here because callers pass ``False``.
+        adam_w_mode: Decoupled weight decay instead of an L2 penalty.
+        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
+        set_grad_none: Kept from the original; gradients are freed in any case.
+        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float | torch.Tensor = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            adam_w_mode=adam_w_mode,
+            grad_averaging=grad_averaging,
+            set_grad_none=set_grad_none,
+            max_grad_norm=max_grad_norm,
+        )

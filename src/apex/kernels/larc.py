@@ -1,0 +1,27 @@
+"""LARC on float32 tiles; see :mod:`apex.ops.larc` for the definition."""
+
+from collections.abc import Iterator
+
+import triton
+
+from apex.kernels._cases import Case
+from apex.kernels.multi_tensor import case
+
+
+@triton.jit
+def larc_squares(values, scalars, own):
+    """``(grad, param) -> (grad^2, param^2)``."""
+    return values[0] * values[0], values[1] * values[1]
+
+
+@triton.jit
+def larc(values, scalars, own):
+    """``(grad, param) -> (grad,)``; ``own``: rate and weight decay of each tensor."""
+    return ((values[0] + own[1] * values[1]) * own[0],)
+
+
+def cases() -> Iterator[Case]:
+    """What is inspected."""
+    for dtypes in ("fp32 fp32", "fp16 fp16", "bf16 bf16"):
+        yield case(larc_squares, dtypes, (), sums=(0, 1), noop=False)
+        yield case(larc, dtypes, ((0, 0),), own=2, noop=False)

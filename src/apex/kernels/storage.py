@@ -1,0 +1,135 @@
+"""How weights are stored, on tiles; see :mod:`apex.ops.storage`.
+
+The weight is column 1 in and value 0 out; the storage's own column is the last one in, and its new
+value is appended to what the update returned.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from apex.kernels._cases import Case
+from apex.kernels.multi_tensor import case, rounded, widened
+
+__all__ = [
+    "add_error",
+    "cases",
+    "join_low_bits",
+    "keep_error",
+    "optimizer_cases",
+    "rounded_stochastically",
+    "split_low_bits",
+    "widened",
+]
+
+
+@triton.jit
+def _with_weight(raw, weight):
+    values = (raw[0].to(tl.float32), weight)
+    for i in tl.static_range(2, len(raw) - 1):
+        values = values + (raw[i].to(tl.float32),)
+    return values
+
+
+@triton.jit
+def join_low_bits(raw, scalars):
+    """Codec: the weight from its bfloat16 part and the 16 low bits."""
+    low = raw[len(raw) - 1].to(tl.int32)
+    high = raw[1].to(tl.int16, bitcast=True).to(tl.int32) - (low < 0).to(tl.int32)
+    return _with_weight(raw, ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def split_low_bits(raw, values, scalars, new, index):
+    """Codec: the weight as bfloat16, rounded half up, and the 16 low bits."""
+    # A GPU's own nan has all bits set: rounding up would carry it to -0.
+    bits = tl.where(new[0] != new[0], 0x7FC00000, new[0].to(tl.int32, bitcast=True))
+    # An unsigned shift, so that the carry out of the largest finite value ends in inf as rounding
+    # does, and int32 overflow cannot occur.
+    high = ((bits.to(tl.uint32, bitcast=True) + 0x8000) >> 16).to(tl.uint16)
+    stored = (high.to(tl.int16, bitcast=True).to(tl.bfloat16, bitcast=True),)
+    for i in tl.static_range(1, len(new)):
+        stored = stored + (new[i],)
+    return stored + ((bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True),)
+
+
+@triton.jit
+def add_error(raw, scalars):
+    """Codec: the weight from its bfloat16 part and the error of rounding."""
+    return _with_weight(raw, raw[1].to(tl.float32) + raw[len(raw) - 1].to(tl.float32))
+
+
+@triton.jit
+def keep_error(raw, values, scalars, new, index):
+    """Codec: the weight as bfloat16 and the error of rounding."""
+    weight = new[0].to(tl.bfloat16)
+    stored = (weight,)
+    for i in tl.static_range(1, len(new)):
+        stored = stored + (new[i],)
+    return stored + (new[0] - weight.to(tl.float32),)
+
+
+@triton.jit
+def rounded_stochastically(raw, values, scalars, new, index):
+    """Codec: the weight as one of its two bfloat16 neighbours, the nearer the likelier."""
+    seed = scalars[len(scalars) - 1].to(tl.int32)
+    # The counter is 32 bits wide: what is above goes into the seed.
+    noise = tl.randint(seed ^ (index >> 32).to(tl.int32), (index & 0xFFFFFFFF).to(tl.uint32))
+    noise = (noise & 0xFFFF).to(tl.int32)
+    bits = new[0].to(tl.int32, bitcast=True)
+    moved = ((bits + noise) & -65536).to(tl.float32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    stored = (tl.where(finite, moved, new[0]).to(tl.bfloat16),)
+    for i in tl.static_range(1, len(new)):
+        stored = stored + (new[i],)
+    return stored
+
+
+def optimizer_cases(
+    update: Any, states: int, scalars: int, *, own: int = 0, sums: tuple[int, ...] = ()
+) -> Iterator[Case]:
+    """Describe an optimizer's update with each storage, as :mod:`apex.ops.storage` runs it.
+
+    Args:
+        update: ``(grad, param, *states) -> (param, *states, grad)``.
+        states: How many there are; they are float32.
+        scalars: Of the update; the first is the gradients' factor, on the device.
+        own: Of the update.
+        sums: Numbers of new values to sum over each tensor.
+    """
+    low, kahan = (join_low_bits, split_low_bits), (add_error, keep_error)
+    stochastic = (widened, rounded_stochastically)
+    plain = (widened, rounded)
+    all_states = " fp32" * states
+    stores = tuple((1 + number, number) for number in range(1 + states))
+    copy, beside, grad = (2 + states, 0), (2 + states, 2 + states), (0, 1 + states)
+
+    def one(
+        variant: str,
+        columns: str,
+        codec: tuple[Any, Any] = plain,
+        more: tuple[tuple[int, int], ...] = (),
+        **others: Any,
+    ) -> Case:
+        seed = codec is stochastic
+        return case(
+            update, columns, (*stores, *more), scalars + seed, variant=variant,
+            on_device=(0,), own=own, sums=sums, codec=codec, **others,
+        )  # fmt: skip
+
+    yield one("", "fp32 fp32" + all_states)
+    yield one("", "fp16 fp16" + all_states)
+    yield one("", "bf16 bf16" + all_states)
+    yield one("copies", f"fp16 fp32{all_states} fp16", more=(copy,), write_only=(2 + states,))
+    yield one("writes gradients", "fp16 fp16" + all_states, more=(grad,))
+    yield one("low bits", f"bf16 bf16{all_states} i16", low, (beside,))
+    yield one("kahan", f"bf16 bf16{all_states} bf16", kahan, (beside,))
+    yield one("stochastic", "bf16 bf16" + all_states, stochastic)
+    yield one("not aligned", "fp16 fp16" + all_states, aligned=False)
+
+
+def cases() -> Iterator[Case]:
+    """Nothing by itself: each storage is inspected with each optimizer."""
+    return iter(())

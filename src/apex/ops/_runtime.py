@@ -1,0 +1,81 @@
+"""What can run here, and why not.
+
+A Triton kernel needs a GPU, the triton package, and a C compiler for the launcher that Triton
+builds on first use. Everything has a definition in plain PyTorch that runs wherever torch does, so
+the answer decides about speed, never about whether a program works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+
+import torch
+
+_path: contextvars.ContextVar[str | None] = contextvars.ContextVar("path", default=None)
+
+
+@functools.cache
+def _missing() -> str | None:
+    """What Triton lacks on this machine besides a GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package is not installed: pip install triton"
+    names = [os.environ.get("CC"), "gcc", "clang", "cc"]
+    if not any(name and shutil.which(name) for name in names):
+        return "no C compiler for Triton's launcher: install gcc or clang, or set CC"
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    if not os.path.exists(header):
+        return "no Python.h for Triton's launcher: install Python's development headers"
+    return None
+
+
+def why_not_triton(device_type: str = "cuda") -> str | None:
+    """Why no Triton kernel can run on ``device_type``; ``None`` if one can."""
+    if device_type != "cuda":
+        return f"Triton has no kernels for {device_type}"
+    if not torch.cuda.is_available():
+        return "no GPU that torch can use"
+    return _missing()
+
+
+def can_fuse(device: torch.device) -> bool:
+    """Whether a Triton kernel is to run for tensors on ``device``."""
+    wanted = _path.get()
+    if wanted is not None:
+        return wanted == "triton"
+    return device.type == "cuda" and _missing() is None
+
+
+@contextlib.contextmanager
+def use(path: str) -> Iterator[None]:
+    """Take one path in this block, whatever the device: for tests and benchmarks.
+
+    Args:
+        path: ``"triton"`` (on the CPU in Triton's interpreter) or ``"reference"``.
+
+    Raises:
+        ValueError: Another word.
+    """
+    if path not in ("triton", "reference"):
+        raise ValueError(f'path was {path!r}; allowed are "triton" and "reference".')
+    token = _path.set(path)
+    try:
+        yield
+    finally:
+        _path.reset(token)
+
+
+def forced() -> str | None:
+    """The path that :func:`use` asked for, if any."""
+    return _path.get()
+
+
+def waits(device: torch.device) -> bool:
+    """Whether reading a tensor on ``device`` makes the host wait for it."""
+    return device.type != "cpu"

@@ -1,0 +1,81 @@
+"""Clipping a list of gradients by their total norm, without waiting to know it.
+
+    grad *= min(1, max_norm / (norm + 1e-6))
+
+The factor is applied in any case. Norm and factor are float32, each gradient is rounded once.
+
+Source: Pascanu et al., arXiv:1211.5063, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from apex.ops.multi_tensor import grouped, run
+from apex.ops.norms import l2_norm, max_norms
+from apex.ops.scale import SCALE
+
+
+@torch.no_grad()
+def clip_(
+    grads: Sequence[torch.Tensor],
+    max_norm: float | torch.Tensor,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clip in place.
+
+    Args:
+        grads: Gradients; dtypes and devices may be mixed.
+        max_norm: Largest total norm allowed.
+        norm_type: Which p-norm. 2 and infinity are one launch for each dtype and device.
+        error_if_nonfinite: Whether to raise, which waits.
+
+    Returns:
+        The norm before clipping, 0-dim, on the first gradient's device.
+
+    Raises:
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    if not grads:
+        return torch.tensor(0.0)
+    norm = total_norm(grads, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped. To disable this error and scale the gradients by the "
+            "non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    if isinstance(max_norm, torch.Tensor):
+        max_norm = max_norm.to(norm.device, non_blocking=True)
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).reshape(())
+    if not all(map(_is_plain, grads)):
+        for grad in grads:
+            grad.mul_(coefficient.to(grad.device, non_blocking=True))
+        return norm
+    for _, (some,) in grouped([grads]):
+        here = coefficient.to(some[0].device, non_blocking=True)
+        if some[0].dtype != torch.float64:
+            here = here.float()
+        run(SCALE, [some], ((0, 0),), (here,))
+    return norm
+
+
+def total_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Compute the norm of all elements together: float32, or float64 where a gradient is that."""
+    wide = any(grad.dtype == torch.float64 for grad in grads)
+    if wide or norm_type not in (2.0, float("inf")) or not all(map(_is_plain, grads)):
+        full = [grad for grad in grads if grad.numel()]  # torch finds no largest among none
+        if not full:
+            return torch.zeros((), device=grads[0].device, dtype=torch.float64 if wide else None)
+        norm: torch.Tensor = torch.nn.utils.get_total_norm(full, norm_type)
+        return norm
+    return l2_norm(grads) if norm_type == 2.0 else max_norms(grads).amax()
+
+
+def _is_plain(grad: torch.Tensor) -> bool:
+    """Whether ``grad`` holds its own memory: not sparse, not distributed."""
+    return grad.layout == torch.strided and not hasattr(grad, "to_local")

@@ -1,0 +1,75 @@
+"""LARC over lists of tensors: a learning rate for each tensor, multiplied into its gradient.
+
+    rate = trust * |param| / (|grad| + decay * |param| + eps)
+    rate = min(rate / lr, 1)                                      with clipping
+    grad = (grad + decay * param) * rate                          if both norms are above 0
+
+The norms are float32. The optimizer that steps afterwards multiplies by ``lr``: with clipping the
+learning rate is thus the smaller of the local and the global one, without it their product. Two
+launches; nothing waits for the host.
+
+Source: You et al., arXiv:1708.03888, section 5; the clipping is NVIDIA's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from apex.ops.multi_tensor import Column, Scalar, Update, Values, grouped, run
+
+
+def _squares(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
+    return values[0] * values[0], values[1] * values[1]
+
+
+def _larc(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
+    return ((values[0] + own[1] * values[1]) * own[0],)
+
+
+SQUARES = Update(_squares, "larc:larc_squares")
+LARC = Update(_larc, "larc:larc")
+
+
+@torch.no_grad()
+def larc_(
+    grads: Column,
+    params: Column,
+    *,
+    lr: Scalar,
+    weight_decay: Scalar,
+    trust_coefficient: float,
+    eps: float,
+    clip: bool,
+) -> None:
+    """Multiply the local learning rates and the weight decay into the gradients, in place.
+
+    Args:
+        grads: Gradients, of any dtypes and devices.
+        params: Their weights.
+        lr: The global learning rate; a tensor is read on its device.
+        weight_decay: Of the local rate and of the gradient; a tensor is read on its device.
+        trust_coefficient: What the ratio of norms is multiplied by.
+        eps: Added to the denominator.
+        clip: Whether the local rate is at most the global one.
+    """
+    for _, columns in grouped([grads, params]):
+        sums = run(SQUARES, columns, (), sums=(0, 1))
+        assert sums is not None  # asked for
+        device = columns[0][0].device
+        grad, param = sums.sqrt().unbind()
+        decay = _on(weight_decay, device)
+        rate = trust_coefficient * param / (grad + decay * param + eps)
+        if clip:
+            rate = (rate / _on(lr, device)).clamp(max=1.0)
+        usual = (grad != 0) & (param != 0)
+        own = torch.where(usual, rate, 1.0), torch.where(usual, decay, 0.0)
+        run(LARC, columns, ((0, 0),), own=own)
+
+
+def _on(value: Scalar, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        return torch.full((), value, dtype=torch.float32, device=device)
+    return value.to(device, torch.float32, non_blocking=True).reshape(())

@@ -1,0 +1,149 @@
+"""What the functions of ``amp_C`` expect of their lists of tensors, checked before anything runs.
+
+The original walks raw memory, so it compares numbers of elements only. Lists are taken here as it
+takes them, and messages hold its words, which callers match.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from apex.ops.multi_tensor import Scalar, local
+
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+_DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+_NAMES = {
+    torch.float64: "Double",
+    torch.float32: "Float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
+
+
+def checked(
+    name: str, lists: Sequence[Sequence[torch.Tensor]], depths: Sequence[int]
+) -> list[list[torch.Tensor]]:
+    """Check lists of tensors and make those at one position equal in shape.
+
+    Args:
+        name: Of the function, for messages.
+        lists: Equally long lists; the tensors at one position have one number of elements.
+        depths: How many lists there may be.
+
+    Returns:
+        The lists; where the shapes at a position differ, views of the memory in its order.
+
+    Raises:
+        RuntimeError: The lists do not fit; the messages are those of the original.
+    """
+    if len(lists) not in depths:
+        wanted = " or ".join(map(str, depths))
+        raise RuntimeError(
+            f"tensor_lists.size() != depth: {name} takes {wanted} lists of tensors and got "
+            f"{len(lists)}."
+        )
+    columns = [[local(tensor) for tensor in tensors] for tensors in lists]
+    first = columns[0]
+    if not first:
+        raise RuntimeError(f"tensor_lists[0].size() is not > 0: {name} got no tensors.")
+    for number, column in enumerate(columns):
+        if len(column) != len(first):
+            raise RuntimeError(
+                f"Size mismatch among tensor lists: {name} got {len(first)} tensors in list 0 and "
+                f"{len(column)} in list {number}."
+            )
+    for number, column in enumerate(columns):
+        for index, tensor in enumerate(column):
+            _check_tensor(name, f"list {number}, tensor {index}", tensor, first[0], first[index])
+    positions = [_alike(position) for position in zip(*columns, strict=True)]
+    return [list(column) for column in zip(*positions, strict=True)]
+
+
+def _check_tensor(
+    name: str, where: str, tensor: torch.Tensor, first: torch.Tensor, beside: torch.Tensor
+) -> None:
+    if tensor.layout != torch.strided or _memory_format(tensor) is None:
+        raise RuntimeError(
+            f"A tensor was not contiguous. {name}, {where}: layout {tensor.layout}, shape "
+            f"{tuple(tensor.shape)}. Contiguous, channels_last and channels_last_3d are taken."
+        )
+    if tensor.device != first.device:
+        raise RuntimeError(
+            "A tensor was not on the same device as the first tensor. "
+            f"{name}, {where}: {tensor.device}; the first tensor is on {first.device}."
+        )
+    if tensor.numel() != beside.numel():
+        raise RuntimeError(
+            f"Size mismatch: {name}, {where} has {tensor.numel()} elements; the tensor of list 0 "
+            f"has {beside.numel()}."
+        )
+    if not tensor.is_floating_point():
+        kind = _NAMES.get(tensor.dtype, str(tensor.dtype))
+        raise RuntimeError(
+            f"\"{name}\" not implemented for '{kind}' ({where}). Floating types are taken."
+        )
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
+    for layout in _FORMATS:
+        if _DIMS.get(layout, tensor.dim()) != tensor.dim():
+            continue
+        if tensor.is_contiguous(memory_format=layout):
+            return layout
+    return None
+
+
+def _alike(position: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    shape = position[0].shape
+    if all(tensor.shape == shape for tensor in position):
+        return position
+    return [_linear(tensor) for tensor in position]
+
+
+def _linear(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.movedim(1, -1).view(-1)
+
+
+def number(value: object, device: torch.device) -> Scalar:
+    """Take what converts to a float: numbers, NumPy's scalars, one-element tensors.
+
+    A tensor elsewhere than on the CPU is not read here but handed over to be read on ``device``.
+
+    Raises:
+        TypeError: Anything else.
+    """
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.detach().to(device, torch.float32, non_blocking=True).reshape(())
+    return float(value)  # type: ignore[arg-type]  # it says itself what it cannot take
+
+
+@contextlib.contextmanager
+def raising(flag: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+    """Lend a one-element flag that is on ``device``; what is set there is set in ``flag``."""
+    first = flag.detach().reshape(-1)[:1]
+    if first.numel() != 1:
+        raise RuntimeError("The noop_flag is empty; a tensor of one element is needed.")
+    if first.device == device:
+        yield first
+        return
+    lent = torch.zeros_like(first, device=device)
+    yield lent
+    first.masked_fill_(lent.to(first.device, non_blocking=True) != 0, 1)
+
+
+def lowered(flag: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Give the flag to be read on ``device``."""
+    return flag.detach().reshape(-1)[:1].to(device, non_blocking=True)

@@ -1,0 +1,376 @@
+"""Elementwise updates over lists of tensors: one definition, three ways to run it.
+
+A *column* is a list of tensors; position ``i`` of every column belongs together (gradient, weight,
+first moment, ...). An :class:`Update` is a pure function of float32 values at one position. It runs
+
+* in one Triton launch for each (device, dtypes), see :mod:`apex.kernels.multi_tensor`;
+* tensor by tensor in plain PyTorch, where Triton cannot run, for float64 and for tensors whose
+  memory is not one dense piece: this is also the oracle of the tests.
+
+Both widen to float32 (float64 stays), compute, and round once on the store.
+
+Nothing here waits for a device. A call can be told to do nothing by ``noop``, a one-element tensor
+that is read where the tensors are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from apex.ops import _runtime
+
+if TYPE_CHECKING:
+    from apex.kernels import multi_tensor as kernels
+
+Column = Sequence[torch.Tensor]
+Values = tuple[torch.Tensor, ...]
+Scalar = float | torch.Tensor
+Reference = Callable[[Values, Sequence[Any], Sequence[Any]], Values]
+
+# Elements that the definition computes at a time on a CPU: float32 of 128 KiB, so that a dozen
+# intermediate results fit an L2 of 1 MiB or 2.
+PIECE = 2**15
+FUSABLE = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
+
+
+@dataclass(frozen=True)
+class Update:
+    """An algorithm.
+
+    Attributes:
+        reference: Its definition: ``(values, scalars, own) -> new values``.
+        kernel: Where its jitted twin is: ``"module:function"`` in ``apex.kernels``.
+    """
+
+    reference: Reference
+    kernel: str
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How columns are stored: what stands between memory and an :class:`Update`.
+
+    Attributes:
+        decode: ``(raw columns, scalars) -> values`` in plain PyTorch.
+        encode: ``(raw, values, scalars, new) -> what is stored``.
+        kernel: The jitted twins, ``"module:decode,encode"`` in ``apex.kernels``.
+    """
+
+    decode: Callable[[Values, Sequence[Any]], Values]
+    encode: Callable[[Values, Values, Sequence[Any], Values], Values]
+    kernel: str
+
+
+def _widen(raw: Values, scalars: Sequence[Any]) -> Values:
+    return tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in raw)
+
+
+def _as_is(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
+    return new
+
+
+PLAIN = Codec(_widen, _as_is, "multi_tensor:widened,rounded")
+
+
+def run(
+    update: Update,
+    columns: Sequence[Column],
+    stores: tuple[tuple[int, int], ...],
+    scalars: Sequence[Scalar] = (),
+    *,
+    own: Sequence[torch.Tensor] = (),
+    noop: torch.Tensor | None = None,
+    sums: tuple[int, ...] = (),
+    codec: Codec = PLAIN,
+    flag: torch.Tensor | None = None,
+    flags: tuple[int, ...] = (),
+    largest: bool = False,
+) -> torch.Tensor | None:
+    """Run ``update`` over the columns, in place.
+
+    Args:
+        update: The algorithm.
+        columns: Equally long lists. All tensors are on one device; those of a column have one
+            dtype; those of a position have one number of elements.
+        stores: Pairs (column, number of the new value that is written to it).
+        scalars: Numbers, or one-element tensors on the device.
+        own: float32 tensors with one number for each position.
+        noop: One-element tensor on the device; nothing is written if it is not 0.
+        sums: Numbers of new values to sum over each position.
+        codec: How the columns are stored.
+        flag: One-element tensor of any dtype on the device. It becomes 1 if a new value is not
+            finite, and is left alone otherwise.
+        flags: Numbers of the new values that are looked at for it.
+        largest: Take the largest instead of the sum, of values that are at least 0; nan wins.
+
+    Returns:
+        With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.
+    """
+    if not columns[0]:
+        return torch.zeros(len(sums), 0) if sums else None
+    call = _Call(
+        update,
+        columns,
+        stores,
+        scalars,
+        own,
+        noop,
+        sums,
+        codec,
+        flag,
+        flags if flag is not None else (),
+        largest,
+    )
+    if _runtime.can_fuse(call.device) and _fits(columns):
+        return _fused(call)
+    return _reference(call)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The arguments of :func:`run`."""
+
+    update: Update
+    columns: Sequence[Column]
+    stores: tuple[tuple[int, int], ...]
+    scalars: Sequence[Scalar]
+    own: Sequence[torch.Tensor]
+    noop: torch.Tensor | None
+    sums: tuple[int, ...]
+    codec: Codec
+    flag: torch.Tensor | None
+    flags: tuple[int, ...]
+    largest: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.columns[0][0].device
+
+
+def _fits(columns: Sequence[Column]) -> bool:
+    """Whether the columns are what a kernel can walk: fusable dtypes in dense, equal layouts."""
+    if any(column[0].dtype not in FUSABLE for column in columns):
+        return False
+    for column in columns:
+        if not all(map(torch.Tensor.is_contiguous, column)):
+            return all(map(_same_dense_layout, zip(*columns, strict=True)))
+    return True
+
+
+def _same_dense_layout(position: Sequence[torch.Tensor]) -> bool:
+    first = position[0]
+    if all(tensor.is_contiguous() for tensor in position):
+        return True
+    dense = any(
+        first.dim() == dims and first.is_contiguous(memory_format=layout)
+        for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d))
+    )
+    return dense and all(tensor.stride() == first.stride() for tensor in position)
+
+
+# -- the definition ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _reference(call: _Call) -> torch.Tensor | None:
+    noop, sums = call.noop, call.sums
+    if noop is not None and not _runtime.waits(noop.device):
+        if noop.item():
+            return torch.zeros(len(sums), len(call.columns[0])) if sums else None
+        noop = None
+    keep = None if noop is None else noop.reshape(()) != 0
+    totals: list[torch.Tensor] = []
+    for number, raw in _positions(call):
+        values = call.codec.decode(raw, call.scalars)
+        mine = [numbers[number] for numbers in call.own]
+        updated = call.update.reference(values, call.scalars, mine)
+        new = call.codec.encode(raw, values, call.scalars, updated)
+        if call.flag is not None:
+            raise_flag(call.flag, [new[result] for result in call.flags], keep)
+        totals += [_reduced(new[result], call.largest) for result in sums]
+        for column, result in call.stores:
+            value = new[result].to(raw[column].dtype)
+            raw[column].copy_(value if keep is None else torch.where(keep, raw[column], value))
+    if not sums:
+        return None
+    return torch.stack(totals).view(len(call.columns[0]), len(sums)).t()
+
+
+def _positions(call: _Call) -> Iterable[tuple[int, Values]]:
+    """The positions with their numbers; on a CPU in pieces, unless there is something to sum.
+
+    A definition makes a dozen tensors on the way. Those of a piece stay in the cache; those of a
+    large tensor are pages that the system has to find and clear first.
+    """
+    for number, raw in enumerate(zip(*call.columns, strict=True)):
+        whole = call.sums or call.device.type != "cpu" or raw[0].numel() <= PIECE
+        if whole or not all(map(torch.Tensor.is_contiguous, raw)):
+            yield number, raw
+        else:
+            pieces = zip(*(tensor.view(-1).split(PIECE) for tensor in raw), strict=True)
+            yield from ((number, piece) for piece in pieces)
+
+
+def _reduced(values: torch.Tensor, largest: bool) -> torch.Tensor:
+    if not largest:
+        return values.sum(dtype=torch.float32)
+    return values.amax().float() if values.numel() else values.new_zeros((), dtype=torch.float32)
+
+
+def raise_flag(
+    flag: torch.Tensor, values: Iterable[torch.Tensor], keep: torch.Tensor | None = None
+) -> None:
+    """Set ``flag`` to 1 if one of ``values`` is not finite, unless ``keep``; without waiting."""
+    for value in values:
+        bad = value.isfinite().all().logical_not()
+        if keep is not None:
+            bad = bad & ~keep
+        flag.masked_fill_(bad.to(flag.device, non_blocking=True), 1)
+
+
+# -- the kernel ----------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
+
+
+class _Recent(OrderedDict[Any, Any]):
+    """What was built last, by key; an entry serves as long as its addresses do."""
+
+    limit = 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def find(self, key: Any, build: Callable[[], _T]) -> _T:
+        with self._lock:
+            if key in self:
+                self.move_to_end(key)
+                found: _T = self[key]
+                return found
+            made = self[key] = build()
+            while len(self) > self.limit:
+                self.popitem(last=False)
+            return made
+
+
+_layouts, _tables = _Recent(), _Recent()
+_captured: list[Any] = []  # a CUDA graph keeps reading these
+
+
+def _jitted(name: str) -> list[Any]:
+    module, functions = name.split(":")
+    found = importlib.import_module(f"apex.kernels.{module}")
+    return [getattr(found, function) for function in functions.split(",")]
+
+
+def _fused(call: _Call) -> torch.Tensor | None:
+    from apex.kernels import multi_tensor as kernels  # late: importing us must not import triton
+
+    device = call.device
+    numels = [tensor.numel() for tensor in call.columns[0]]
+    if 0 in numels:
+        return _without_empty(call, numels)
+    layout = _layout(kernels, tuple(numels), device)
+    tables = [_table(kernels, column, device) for column in call.columns]
+    dtypes = [column[0].dtype for column in call.columns]
+    (function,) = _jitted(call.update.kernel)
+    decode, encode = _jitted(call.codec.kernel)
+    # Kernels write behind autograd's back; a tensor saved for backward must be seen to change.
+    written = [tensor for column, _ in call.stores for tensor in call.columns[column]]
+    torch.autograd.graph.increment_version(written)
+    return kernels.launch(
+        layout,
+        tables,
+        dtypes,
+        function,
+        call.stores,
+        call.scalars,
+        call.own,
+        call.noop,
+        call.sums,
+        (decode, encode),
+        largest=call.largest,
+        flag=call.flag,
+        flags=call.flags,
+    )
+
+
+def _layout(module: Any, numels: tuple[int, ...], device: torch.device) -> kernels.Layout:
+    made: kernels.Layout = _layouts.find((numels, device), lambda: module.Layout(numels, device))
+    return _kept(made)
+
+
+def _table(module: Any, column: Column, device: torch.device) -> kernels.Table:
+    addresses = tuple([tensor.data_ptr() for tensor in column])
+    made: kernels.Table = _tables.find((addresses, device), lambda: module.Table(addresses, device))
+    return _kept(made)
+
+
+def _kept(made: _T) -> _T:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        _captured.append(made)
+    return made
+
+
+def _without_empty(call: _Call, numels: Sequence[int]) -> torch.Tensor | None:
+    full = [number for number, numel in enumerate(numels) if numel]
+    sums, device = call.sums, call.device
+    out = torch.zeros(len(sums), len(numels), device=device) if sums else None
+    if not full:
+        return out
+    index = torch.tensor(full).to(device, non_blocking=True)  # at once, the host would wait
+    columns = [[column[i] for i in full] for column in call.columns]
+    some = _fused(replace(call, columns=columns, own=[numbers[index] for numbers in call.own]))
+    if out is not None and some is not None:
+        out[:, index] = some
+    return out
+
+
+def torch_can(columns: Sequence[Column]) -> bool:
+    """Whether torch's own fused CPU kernels take the columns: float32 on a CPU, nothing forced.
+
+    They are the fastest there is on a CPU, but compute 16-bit weights with 16-bit moments.
+    """
+    if _runtime.forced() or columns[0][0].device.type != "cpu":
+        return False
+    return all(column[0].dtype == torch.float32 for column in columns) and _fits(columns)
+
+
+# -- splitting -----------------------------------------------------------------------------------
+
+
+def grouped(columns: Sequence[Column]) -> Iterable[tuple[list[int], list[list[torch.Tensor]]]]:
+    """Split into lists of one device and one dtype for each column.
+
+    Yields:
+        The positions, and the columns at these positions.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, position in enumerate(zip(*columns, strict=True)):
+        key = (position[0].device, *(tensor.dtype for tensor in position))
+        groups.setdefault(key, []).append(number)
+    if len(groups) == 1:
+        yield list(range(len(columns[0]))), [list(column) for column in columns]
+        return
+    for numbers in groups.values():
+        yield numbers, [[column[i] for i in numbers] for column in columns]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds the memory: the local part of a DTensor, else ``tensor`` itself.
+
+    An address taken from a wrapper is that of nothing.
+    """
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    part: torch.Tensor = to_local()
+    return part

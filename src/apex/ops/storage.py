@@ -1,0 +1,207 @@
+"""How an optimizer's weights are stored: four ways to keep what 16 bits round away.
+
+| storage | weight | beside it | bytes per weight | what is lost |
+|---|---|---|---|---|
+| ``"plain"`` | float32, or 16-bit as it is | | 4 or 2 | 16-bit: updates below half an ulp |
+| ``"low_bits"`` | bfloat16 | the 16 low bits, int16 | 4 | nothing: bit-equal to float32 |
+| ``"kahan"`` | bfloat16 | its rounding error, bfloat16 | 4 | what 16 significant bits round away |
+| ``"stochastic"`` | bfloat16 | | 2 | nothing on average |
+
+A float32 master beside a 16-bit model weight is plain storage with a copy: 6 bytes.
+
+The update itself never knows: a storage turns columns into float32 values before it and new values
+into columns after it, in plain PyTorch here and in the same kernel launch in
+:mod:`apex.kernels.storage`.
+
+Sources: the split is that of NVIDIA Apex's distributed Adam; Kahan, "Further remarks on reducing
+truncation errors", CACM 8(1), 1965, as used for weights by Zamirai et al., arXiv:2010.06192, who
+also give stochastic rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from apex.ops.multi_tensor import PLAIN as PLAIN_CODEC
+from apex.ops.multi_tensor import Codec, Column, Scalar, Update, Values, run
+
+PARAM = 1  # the column of the weight, in every optimizer's update
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A way to store weights.
+
+    Attributes:
+        name: What users call it.
+        codec: Columns to values and back.
+        extra: dtype of the column beside the weight, or ``None``.
+        seeded: Whether the last scalar is a seed.
+    """
+
+    name: str
+    codec: Codec
+    extra: torch.dtype | None = None
+    seeded: bool = False
+
+
+def _others_widened(raw: Values, param: torch.Tensor) -> Values:
+    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in raw[:-1]]
+    wide[PARAM] = param
+    return tuple(wide)
+
+
+def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split float32 into bfloat16, rounded half up, and the 16 low bits as int16.
+
+    A nan loses its payload: rounding up could carry it to -0, and a GPU's own nan does.
+    """
+    bits = value.contiguous().view(torch.int32)
+    bits = torch.where(value.isnan(), 0x7FC00000, bits)
+    low = bits.bitwise_and(0xFFFF)
+    high = (bits.to(torch.int64) + 0x8000) >> 16
+    return _int16(high).view(torch.bfloat16), _int16(low)
+
+
+def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`split`."""
+    top = high.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+    return ((top << 16) | low.to(torch.int32).bitwise_and(0xFFFF)).view(torch.float32)
+
+
+def _int16(bits: torch.Tensor) -> torch.Tensor:
+    """The 16 low bits as int16."""
+    bits = bits.bitwise_and(0xFFFF)
+    return torch.where(bits >= 0x8000, bits - 0x10000, bits).to(torch.int16)
+
+
+def _decode_low_bits(raw: Values, scalars: Sequence[Any]) -> Values:
+    return _others_widened(raw, join(raw[PARAM], raw[-1]))
+
+
+def _encode_low_bits(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
+    high, low = split(new[0])
+    return high, *new[1:], low
+
+
+def _decode_kahan(raw: Values, scalars: Sequence[Any]) -> Values:
+    return _others_widened(raw, raw[PARAM].float() + raw[-1].float())
+
+
+def _encode_kahan(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
+    rounded = new[0].to(torch.bfloat16)
+    return rounded, *new[1:], new[0] - rounded.float()
+
+
+def round_stochastically(
+    value: torch.Tensor, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Round float32 to one of its two bfloat16 neighbours, each as likely as the value is near.
+
+    The expected result is the value itself. inf and nan stay what they are.
+    """
+    noise = torch.randint(
+        0, 1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator
+    )
+    bits = value.contiguous().view(torch.int32) + noise
+    rounded = bits.bitwise_and(-65536).view(torch.float32)
+    return torch.where(value.isfinite(), rounded, value).to(torch.bfloat16)
+
+
+def _encode_stochastic(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
+    return round_stochastically(new[0]), *new[1:]
+
+
+PLAIN = Storage("plain", PLAIN_CODEC)
+LOW_BITS = Storage(
+    "low_bits",
+    Codec(_decode_low_bits, _encode_low_bits, "storage:join_low_bits,split_low_bits"),
+    torch.int16,
+)
+KAHAN = Storage(
+    "kahan", Codec(_decode_kahan, _encode_kahan, "storage:add_error,keep_error"), torch.bfloat16
+)
+STOCHASTIC = Storage(
+    "stochastic",
+    Codec(PLAIN_CODEC.decode, _encode_stochastic, "storage:widened,rounded_stochastically"),
+    seeded=True,
+)
+STORAGES = {storage.name: storage for storage in (PLAIN, LOW_BITS, KAHAN, STOCHASTIC)}
+
+
+@dataclass(frozen=True, eq=False)
+class How:
+    """What surrounds a step, the same for every optimizer.
+
+    Attributes:
+        factor: What gradients are multiplied by: 1 / loss scale, times a clipping coefficient.
+        noop: One-element tensor; nothing happens if it is not 0.
+        write_grads: Whether gradients are left multiplied by ``factor``.
+        storage: How the weights are stored.
+        extra: The storage's own column; with plain storage 16-bit weights that get the new
+            values too.
+    """
+
+    factor: Scalar = 1.0
+    noop: torch.Tensor | None = None
+    write_grads: bool = False
+    storage: Storage = PLAIN
+    extra: Column | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing surrounds the step."""
+        hosted = not isinstance(self.factor, torch.Tensor) and self.factor == 1.0
+        return hosted and self.noop is None and self.storage is PLAIN and self.extra is None
+
+
+PLAINLY = How()
+
+
+def run_stored(
+    update: Update,
+    columns: Sequence[Column],
+    scalars: Sequence[Scalar],
+    how: How,
+    *,
+    own: Sequence[torch.Tensor] = (),
+    sums: tuple[int, ...] = (),
+) -> torch.Tensor | None:
+    """Run an optimizer's update on weights stored in some way.
+
+    Args:
+        update: Returns the new weight, the new states in order, then the scaled gradient.
+        columns: Gradients, weights, states.
+        scalars: Of the update.
+        how: Skipping and storage.
+        own: Of the update.
+        sums: Numbers of new values to sum over each position.
+
+    Returns:
+        What :func:`apex.ops.multi_tensor.run` returns.
+    """
+    states = len(columns) - 2
+    stores = [(PARAM + i, i) for i in range(1 + states)]
+    if how.write_grads:
+        stores.append((0, 1 + states))
+    columns = list(columns)
+    if how.extra is not None:
+        stores.append((len(columns), 0 if how.storage is PLAIN else 2 + states))
+        columns.append(how.extra)
+    if how.storage.seeded:
+        seed = torch.randint(0, 1 << 24, (), dtype=torch.int32).item()
+        scalars = (*scalars, float(seed))
+    return run(
+        update,
+        columns,
+        tuple(stores),
+        scalars,
+        own=own,
+        noop=how.noop,
+        sums=sums,
+        codec=how.storage.codec,
+    )

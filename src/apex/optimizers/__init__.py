@@ -1,0 +1,21 @@
+"""Fused optimizers: drop-in for ``torch.optim``, one kernel launch for all parameters.
+
+They run on every device: in Triton on a GPU, on a CPU in torch's own fused kernels where those
+compute the same, else in plain PyTorch.
+"""
+
+from apex.optimizers.fused_adagrad import FusedAdagrad
+from apex.optimizers.fused_adam import FusedAdam
+from apex.optimizers.fused_lamb import FusedLAMB
+from apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
+from apex.optimizers.fused_novograd import FusedNovoGrad
+from apex.optimizers.fused_sgd import FusedSGD
+
+__all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+]

@@ -1,0 +1,99 @@
+"""``FusedAdagrad``: Adagrad in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex.ops.adagrad import Adagrad, adagrad_
+from apex.ops.storage import How
+from apex.optimizers._base import Bucket, FusedOptimizer, scalar
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad in one launch for all parameters.
+
+    Drop-in for ``torch.optim.Adagrad`` with ``lr_decay=0``; see :mod:`apex.ops.adagrad` for the
+    formula. Sums are kept in the parameter's dtype, as in the original; float32 with a ``storage``.
+
+    Args:
+        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        lr: Learning rate; a tensor is read on its device.
+        eps: Added to the root of the sum.
+        weight_decay: Its size; a tensor is read on its device.
+        set_grad_none: Kept from the original; gradients are freed in any case.
+        adagrad_w_mode: Decoupled weight decay instead of an L2 penalty.
+        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
+            weights), ``"kahan"`` or ``"stochastic"``.
+
+    Raises:
+        ValueError: No parameters, an unknown key in a group, a number out of range.
+        RuntimeError: A parameter that is not a real floating tensor.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = FusedAdagrad(model.parameters(), lr=0.01)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    slots = ("sum",)
+    narrow_slots = ("sum",)
+    _counts_steps = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float | torch.Tensor = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+        *,
+        storage: str = "plain",
+    ) -> None:
+        self.adagrad_w_mode = bool(adagrad_w_mode)
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+        device = bucket.weights[0].device
+        numbers = Adagrad(
+            lr=scalar(group["lr"], device),
+            eps=group["eps"],
+            weight_decay=scalar(group["weight_decay"], device),
+            adagrad_w_mode=self.adagrad_w_mode,
+        )
+        adagrad_(self.columns(bucket), numbers, how)
+
+    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group in groups:
+            if group.pop("lr_decay", 0):
+                raise ValueError(
+                    "FusedAdagrad: the state was saved with lr_decay, which this optimizer does "
+                    "not do. A torch.optim.lr_scheduler.LambdaLR lowers the learning rate as well."
+                )
+            group.pop("initial_accumulator_value", None)  # it is in the sums
+        return super()._from_twin({**state_dict, "param_groups": groups})
+
+    def _as_twin(self, state: dict[str, Any]) -> dict[str, Any]:
+        # The twin's step matters with lr_decay only; here nobody counts.
+        return {"step": torch.tensor(0.0), **state}
+
+    def _twin_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        if self.adagrad_w_mode and group["weight_decay"]:
+            raise ValueError(
+                "FusedAdagrad: torch.optim.Adagrad has no decoupled weight decay; with "
+                "adagrad_w_mode=True and weight_decay it would compute something else."
+            )
+        return {
+            **group,
+            "lr_decay": 0,
+            "initial_accumulator_value": 0,
+            "foreach": None,
+            "maximize": False,
+            "differentiable": False,
+            "fused": None,
+        }

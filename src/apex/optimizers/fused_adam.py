@@ -1,0 +1,162 @@
+"""``FusedAdam``: Adam and AdamW in one launch, with masters, storage modes and CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from apex.ops.adam import Adam, adam_
+from apex.ops.storage import How
+from apex.optimizers._base import HALF, Bucket, FusedOptimizer, counted, scalar
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam, or AdamW with ``adam_w_mode`` (the default), in one launch for all parameters.
+
+    Drop-in for ``torch.optim.AdamW``, and for ``torch.optim.Adam`` with ``adam_w_mode=False``; see
+    :mod:`apex.ops.adam` for the formula. Moments are float32 for every parameter dtype. The step is
+    counted per group.
+
+    Args:
+        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        lr: Learning rate; a tensor is read on its device.
+        bias_correction: Whether moments are corrected for their start at 0.
+        betas: Decays of the two moments.
+        eps: Added to the root of the second moment.
+        adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
+        weight_decay: Its size; a tensor is read on its device.
+        amsgrad: Not supported; here because callers pass ``False``.
+        set_grad_none: Kept from the original; gradients are freed in any case.
+        capturable: Keep ``lr`` and ``step`` on the device, so that a CUDA graph can replay a step.
+        master_weights: Keep float32 masters of 16-bit parameters; needs ``capturable``.
+        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
+            masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``.
+
+    Raises:
+        ValueError: No parameters, an unknown key in a group, a number out of range.
+        RuntimeError: ``amsgrad``, ``master_weights`` without ``capturable``, or a parameter that
+            is not a real floating tensor.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    slots = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float | torch.Tensor = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        storage: str = "plain",
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
+        if master_weights and not capturable:
+            raise RuntimeError(
+                "Master weights is currently only supported with the capturable version. Pass "
+                "capturable=True too."
+            )
+        if master_weights and storage != "plain":
+            raise ValueError(
+                f'FusedAdam: master_weights=True needs storage="plain", not {storage!r}: either '
+                "keeps what 16 bits round away."
+            )
+        self.adam_w_mode = bool(adam_w_mode)
+        self.capturable = capturable
+        self.master_weights = master_weights
+        if capturable and not isinstance(lr, torch.Tensor):
+            lr = torch.tensor(lr, dtype=torch.float32)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; with ``master_weights`` its 16-bit parameters get masters."""
+        super().add_param_group(param_group)
+        self._prepare(self.param_groups[-1])
+
+    def _prepare(self, group: dict[str, Any]) -> None:
+        """Move ``lr`` and ``step`` to the device if ``capturable``; make missing masters."""
+        if self.capturable and group["params"]:
+            device = group["params"][0].device
+            lr = torch.as_tensor(group["lr"], dtype=torch.float32)
+            group["lr"] = lr.clone().to(device)
+            step = torch.as_tensor(group.get("step", 0), dtype=torch.int32)
+            group["step"] = step.clone().reshape(1).to(device)
+        for param in group["params"]:
+            if not self.master_weights:
+                self.state.get(param, {}).pop("master_param", None)
+            elif param.dtype in HALF and "master_param" not in self.state[param]:
+                self.state[param]["master_param"] = param.detach().clone().float()
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        super()._restore(loaded)
+        for group in self.param_groups:
+            self._prepare(group)
+
+    @property
+    def param_groups_master(self) -> list[dict[str, Any]] | None:
+        """The masters by group, as the original has them; ``None`` without ``master_weights``."""
+        if not self.master_weights:
+            return None
+        return [
+            {"params": [self.state[p].get("master_param", p) for p in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+        device = bucket.weights[0].device
+        numbers = Adam(
+            lr=scalar(group["lr"], device),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=scalar(group["weight_decay"], device),
+            adam_w_mode=self.adam_w_mode,
+            bias_correction=bool(group["bias_correction"]),
+            step=counted(group["step"], device),
+        )
+        adam_(self.columns(bucket), numbers, how)
+
+    def _refuse(self, historic: Mapping[str, Any]) -> None:
+        given = [name for name, value in historic.items() if value is not None]
+        if given:
+            raise RuntimeError(
+                "FusedAdam has been updated. Simply initialize it identically to torch.optim.Adam, "
+                f"and call step() with no arguments; {', '.join(given)} was passed. "
+                "apex.contrib.optimizers.FusedAdam still takes them."
+            )
+
+    def _twin_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        group.pop("bias_correction")
+        return {
+            **group,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+            "decoupled_weight_decay": self.adam_w_mode,
+        }

@@ -1,0 +1,140 @@
+"""``FusedLAMB``: LAMB in two launches, with the norms on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from apex.ops.lamb import Lamb, clipped, lamb_
+from apex.ops.multi_tensor import Scalar, local
+from apex.ops.storage import How
+from apex.optimizers._base import Bucket, FusedOptimizer, scalar
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB: Adam's step, scaled for each tensor by the ratio of weight to step.
+
+    See :mod:`apex.ops.lamb` for the formula. All gradients together, of every group, are clipped to
+    the norm ``max_grad_norm`` first. Norms stay where the tensors are: nothing waits for them.
+
+    Kept from the original: after ``step()`` a parameter's ``grad`` holds what was multiplied by
+    the learning rate, so clear it; the norm that clips is the constructor's, a group's own is
+    ignored; moments of float16 parameters are float16. Those of bfloat16 parameters, which the
+    original refused, are float32: eight bits cannot hold a sum that changes by a thousandth.
+
+    Args:
+        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        lr: Learning rate; a tensor is read on its device.
+        bias_correction: Whether moments are corrected for their start at 0.
+        betas: Decays of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Its size; a tensor is read on its device. Where it is 0 steps are not scaled.
+        amsgrad: Not supported; here because callers pass ``False``.
+        adam_w_mode: Decoupled weight decay instead of an L2 penalty.
+        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
+        set_grad_none: Kept from the original; gradients are freed in any case.
+        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
+        use_nvlamb: Whether steps without weight decay are scaled too.
+        storage: How weights are stored, see :class:`apex.optimizers.FusedAdam`.
+
+    Raises:
+        ValueError: No parameters, an unknown key in a group, a number out of range.
+        RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor or is sharded
+            over processes.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = FusedLAMB(model.parameters(), lr=1e-3)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    slots = ("exp_avg", "exp_avg_sq")
+    narrow_slots = ("exp_avg", "exp_avg_sq")
+
+    def __init__(  # noqa: PLR0913
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float | torch.Tensor = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        *,
+        storage: str = "plain",
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support the AMSGrad variant; leave amsgrad=False."
+            )
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.use_nvlamb = use_nvlamb
+        self._factor: Scalar = 1.0
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+
+    def _check_params(self, params: Any) -> None:
+        super()._check_params(params)
+        for entry in [params] if isinstance(params, torch.Tensor) else params:
+            tensor = entry[1] if isinstance(entry, tuple) else entry
+            if any(place.is_shard() for place in getattr(tensor, "placements", ())):
+                raise RuntimeError(
+                    f"{type(self).__name__} needs the norm of a whole tensor, and a parameter is "
+                    "sharded over processes. Use FusedAdam for it."
+                )
+
+    def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
+        if param.dtype == torch.bfloat16:
+            return torch.float32
+        return super()._slot_dtype(slot, param)
+
+    def _before(
+        self,
+        work: Sequence[tuple[dict[str, Any], list[torch.Tensor]]],
+        factor: Scalar,
+        noop: torch.Tensor | None,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Measure all gradients, unscaled, and clip by what they are multiplied by."""
+        given = {} if grads is None else grads
+        found = [given.get(param, param.grad) for _, params in work for param in params]
+        every = [local(grad) for grad in found if grad is not None]
+        self._factor = clipped(every, factor, float(self.defaults["max_grad_norm"]))
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+        device = bucket.weights[0].device
+        step = group["step"]
+        numbers = Lamb(
+            lr=scalar(group["lr"], device),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=scalar(group["weight_decay"], device),
+            adam_w_mode=bool(self.adam_w_mode),
+            bias_correction=bool(group["bias_correction"]),
+            grad_averaging=bool(group["grad_averaging"]),
+            use_nvlamb=bool(self.use_nvlamb),
+            step=step.to(device, non_blocking=True) if isinstance(step, torch.Tensor) else step,
+        )
+        factor = self._factor
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(device, non_blocking=True)
+        lamb_(self.columns(bucket), numbers, replace(how, factor=factor))

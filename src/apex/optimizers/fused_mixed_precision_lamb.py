@@ -1,0 +1,132 @@
+"""``FusedMixedPrecisionLamb``: LAMB with float32 masters, driven by torch's ``GradScaler``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex.ops.multi_tensor import local
+from apex.optimizers.fused_lamb import FusedLAMB
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """:class:`FusedLAMB` that keeps ``lr`` and ``step`` on the device, and masters.
+
+    Parameters of ``reduced_precision_dtype`` get float32 masters at the first step, so that a
+    broadcast of the weights before it is honoured; they are part of the state. Moments are float32
+    where there is a master. A skipped step, told by ``GradScaler``, skips on the device. Clipping
+    looks at unscaled gradients of all groups, whatever their dtypes.
+
+    Args:
+        params: Parameters, named parameters or groups. A group may have its own ``lr`` and
+            ``step``.
+        lr: Learning rate.
+        step: Steps taken so far, for bias correction.
+        bias_correction: As for :class:`FusedLAMB`, and so are the others.
+        betas: Decays of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Its size.
+        amsgrad: Not supported; here because callers pass ``False``.
+        adam_w_mode: Decoupled weight decay instead of an L2 penalty.
+        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
+        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
+        use_nvlamb: Whether steps without weight decay are scaled too.
+        reduced_precision_dtype: dtype of the parameters that get masters; ``None`` for no masters.
+
+    Raises:
+        ValueError: No parameters, an unknown key in a group, a number out of range.
+        RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor or is sharded
+            over processes.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2).bfloat16()
+        >>> optimizer = FusedMixedPrecisionLamb(
+        ...     model.parameters(), reduced_precision_dtype=torch.bfloat16
+        ... )
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        step: int | torch.Tensor = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float | torch.Tensor = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.reduced_precision_dtype = reduced_precision_dtype
+        self._first_step = step
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            adam_w_mode=adam_w_mode,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its ``lr`` and ``step`` move to the device of its parameters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("step", self._first_step)
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        lr = torch.as_tensor(group["lr"], dtype=torch.float32)
+        step = torch.as_tensor(group["step"], dtype=torch.int32)
+        group["lr"] = lr.detach().clone().to(device).reshape(())
+        group["step"] = step.detach().clone().to(device).reshape(1)
+
+    @property
+    def param_groups_full_precision(self) -> list[dict[str, Any]]:
+        """The groups with masters in the place of parameters that have them by now."""
+        return [
+            {**group, "params": [self._master_or(param) for param in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    def _master_or(self, param: torch.Tensor) -> torch.Tensor:
+        master: torch.Tensor = self.state.get(param, {}).get("master_param", param)
+        return master
+
+    def _has_master(self, param: torch.Tensor) -> bool:
+        return param.dtype == self.reduced_precision_dtype and param.dtype != torch.float32
+
+    def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
+        if self._has_master(param) and "master_param" not in self.state[param]:
+            self.state[param]["master_param"] = local(param).detach().clone().float()
+        return super()._state_of(param)
+
+    def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
+        return torch.float32 if self._has_master(param) else super()._slot_dtype(slot, param)
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        """Put back what torch has cast; moments keep the dtype they were saved in."""
+        super()._restore(loaded)
+        saved = [number for group in loaded["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved, params, strict=True):
+            for slot in self.slots:
+                value = loaded["state"].get(number, {}).get(slot)
+                if value is not None:
+                    self.state[param][slot] = value.detach().clone().to(param.device)
+        for group in self.param_groups:  # as numbers, or tensors on another device
+            if group["params"]:
+                device = group["params"][0].device
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+                step = torch.as_tensor(group.get("step", 0), dtype=torch.int32)
+                group["step"] = step.to(device).reshape(1)

@@ -1,0 +1,203 @@
+"""``FusedNovoGrad``: NovoGrad in a few launches, its norms kept on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from apex.ops.multi_tensor import Scalar
+from apex.ops.novograd import UNSET, NovoGrad, novograd_
+from apex.ops.storage import How
+from apex.optimizers._base import Bucket, FusedOptimizer, counted, scalar
+
+# The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
+KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad: Adam with one second moment, a norm, for each tensor.
+
+    See :mod:`apex.ops.novograd` for the formula. Moments are kept in the parameter's dtype, as in
+    the original; float32 with a ``storage``. ``group["exp_avg_sq"]`` holds the norms (not their
+    squares): a float32 vector for the float16 parameters that were stepped so far, one for the
+    float32 ones, then, if there are any, for bfloat16 and float64. The step is counted per group.
+
+    Args:
+        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        lr: Learning rate; a tensor is read on its device.
+        bias_correction: Whether moment and norm are corrected for their start.
+        betas: Decays of moment and norm.
+        eps: Added to the corrected norm.
+        weight_decay: Its size; a tensor is read on its device.
+        amsgrad: Not supported; here because callers pass ``False``.
+        reg_inside_moment: Add weight decay to the gradient that enters the moment, instead of to
+            the update.
+        grad_averaging: Gradients enter the moment by ``1 - beta1``, instead of whole.
+        norm_type: 2, or 0 for the largest magnitude.
+        init_zero: Norms start at 0, instead of at the first gradient's.
+        set_grad_none: Kept from the original; gradients are freed in any case.
+        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
+            weights), ``"kahan"`` or ``"stochastic"``.
+
+    Raises:
+        ValueError: No parameters, an unknown key in a group, a number out of range.
+        RuntimeError: ``amsgrad``, another ``norm_type``, or a parameter that is not a real floating
+            tensor, or is sharded over processes.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = FusedNovoGrad(model.parameters(), lr=0.01, betas=(0.95, 0.98))
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    slots = ("exp_avg",)
+    narrow_slots = ("exp_avg",)
+
+    def __init__(  # noqa: PLR0913 - the original's signature
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | torch.Tensor = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+        *,
+        storage: str = "plain",
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant.")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        self.moment_mode = 0 if reg_inside_moment else 1
+        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+
+    def _group_keys(self) -> set[str]:
+        return super()._group_keys() | {"exp_avg_sq"}
+
+    def _check_numbers(self, group: Mapping[str, Any]) -> None:
+        super()._check_numbers(group)
+        if group["norm_type"] not in (0, 2):
+            raise RuntimeError(
+                "FusedNovoGrad only support l2/inf norm now: norm_type was "
+                f"{group['norm_type']!r}; allowed are 2 and 0 (the largest magnitude)."
+            )
+
+    def _check_params(self, params: Any) -> None:
+        super()._check_params(params)
+        for entry in [params] if isinstance(params, torch.Tensor) else params:
+            tensor = entry[1] if isinstance(entry, tuple) else entry
+            if any(place.is_shard() for place in getattr(tensor, "placements", ())):
+                raise RuntimeError(
+                    "FusedNovoGrad needs the norm of a whole gradient, and a parameter is sharded "
+                    "over processes. Use FusedAdam for it."
+                )
+
+    def _members(self, group: dict[str, Any], kind: torch.dtype) -> list[torch.Tensor]:
+        """The parameters behind the entries of a vector: those that have been stepped."""
+        return [
+            param
+            for param in group["params"]
+            if param.dtype == kind and "exp_avg" in self.state.get(param, {})
+        ]
+
+    def _before(
+        self,
+        work: Sequence[tuple[dict[str, Any], list[torch.Tensor]]],
+        factor: Scalar,
+        noop: torch.Tensor | None,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Make room for the norms of parameters that are stepped for the first time."""
+        for group, params in work:
+            fresh = {param for param in params if "exp_avg" not in self.state.get(param, {})}
+            if not fresh:
+                continue
+            kinds = len(KINDS) if {param.dtype for param in fresh} & {*KINDS[2:]} else 2
+            vectors = list(group.get("exp_avg_sq", ()))
+            while len(vectors) < kinds:
+                vectors.append(torch.zeros(0, device=params[0].device))
+            group["exp_avg_sq"] = vectors
+            group["exp_avg_sq"] = [
+                self._with_room(group, kind, fresh) for kind in KINDS[: len(vectors)]
+            ]
+
+    def _norms(self, group: dict[str, Any], kind: torch.dtype, members: int) -> torch.Tensor:
+        norms: torch.Tensor = group["exp_avg_sq"][KINDS.index(kind)]
+        if norms.numel() != members:
+            raise ValueError(
+                f'FusedNovoGrad: a group\'s "exp_avg_sq" holds {norms.numel()} norms of {kind} '
+                f'parameters, and {members} of its parameters have an "exp_avg". Load a state that '
+                "was saved as a whole."
+            )
+        return norms
+
+    def _with_room(
+        self, group: dict[str, Any], kind: torch.dtype, fresh: set[torch.Tensor]
+    ) -> torch.Tensor:
+        old = self._members(group, kind)
+        norms = self._norms(group, kind, len(old))
+        seen = {*old}
+        every = [p for p in group["params"] if p.dtype == kind and (p in seen or p in fresh)]
+        if len(every) == len(old):
+            return norms
+        start = 0.0 if group["init_zero"] else UNSET
+        room = torch.full((len(every),), start, device=every[0].device)
+        kept = [number for number, param in enumerate(every) if param in seen]
+        return room.index_copy_(0, _index(kept, room.device), norms.to(room.device))
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+        device = bucket.weights[0].device
+        numbers = NovoGrad(
+            lr=scalar(group["lr"], device),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=scalar(group["weight_decay"], device),
+            reg_inside_moment=self.moment_mode == 0,
+            grad_averaging=bool(group["grad_averaging"]),
+            norm_type=group["norm_type"],
+            bias_correction=bool(group["bias_correction"]),
+            step=counted(group["step"], device),
+        )
+        kind = bucket.params[0].dtype
+        members = self._members(group, kind)
+        norms = self._norms(group, kind, len(members))
+        columns = self.columns(bucket)
+        if len(members) == len(bucket.params):  # the same ones, in the same order
+            novograd_(columns, norms, numbers, how)
+            return
+        here = {*bucket.params}
+        index = [number for number, param in enumerate(members) if param in here]
+        entries = _index(index, norms.device)
+        some = norms[entries].to(device, non_blocking=True)
+        novograd_(columns, some, numbers, how)
+        norms.index_copy_(0, entries, some.to(norms.device, non_blocking=True))
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        super()._restore(loaded)
+        for group in self.param_groups:
+            for number, norms in enumerate(group.get("exp_avg_sq", ())):
+                members = self._members(group, KINDS[number])
+                device = (members or group["params"])[0].device
+                group["exp_avg_sq"][number] = norms.to(device, torch.float32)
+
+
+def _index(numbers: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

@@ -1,0 +1,192 @@
+"""``FusedSGD``: SGD with momentum in one launch, with the attributes that amp drives it by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import required
+
+from apex.ops.multi_tensor import Scalar
+from apex.ops.sgd import SGD, sgd_
+from apex.ops.storage import How
+from apex.optimizers._base import Bucket, FusedOptimizer, scalar
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD, with momentum, dampening and Nesterov's variant, in one launch for all parameters.
+
+    Drop-in for ``torch.optim.SGD``; see :mod:`apex.ops.sgd` for the formula. Momentum buffers are
+    kept in the parameter's dtype, as in the original; float32 with a ``storage``.
+
+    Args:
+        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        lr: Learning rate, to be given here or in each group; a tensor is read on its device.
+        momentum: Decay of the momentum buffer.
+        dampening: What is left out of each gradient that enters the buffer.
+        weight_decay: L2 penalty; a tensor is read on its device.
+        nesterov: Nesterov's momentum.
+        wd_after_momentum: Add the penalty behind the momentum.
+        materialize_master_grads: Read by amp at O2: whether masters get gradients of their own, or
+            the step reads the model's, still scaled.
+        set_grad_none: Kept from the original; gradients are freed in any case.
+        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
+            weights), ``"kahan"`` or ``"stochastic"``.
+
+    Attributes:
+        most_recent_scale: What gradients are still multiplied by; the next step divides by it and
+            makes it 1.
+        scale_set_by_backward: Whether ``most_recent_scale`` was set since the last step.
+
+    Raises:
+        ValueError: No parameters or ``lr``, an unknown key in a group, a number out of range,
+            Nesterov's momentum without momentum or with dampening.
+        RuntimeError: A parameter that is not a real floating tensor.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    slots = ("momentum_buffer",)
+    narrow_slots = ("momentum_buffer",)
+    # "first": not 0 on the device while the buffer has no history, see `_before`.
+    _more_state = (*FusedOptimizer._more_state, "first")
+    _counts_steps = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | torch.Tensor = 0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        *,
+        storage: str = "plain",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        self.wd_after_momentum = bool(wd_after_momentum)
+        self.materialize_master_grads = materialize_master_grads
+        self.most_recent_scale: float | torch.Tensor = 1.0
+        self.scale_set_by_backward = False
+        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("nesterov", False)
+
+    def _check_numbers(self, group: Mapping[str, Any]) -> None:
+        super()._check_numbers(group)
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError(
+                "Nesterov momentum requires a momentum and zero dampening; momentum was "
+                f"{group['momentum']}, dampening {group['dampening']}."
+            )
+
+    def get_momentums(
+        self, params: Iterable[torch.Tensor]
+    ) -> tuple[list[torch.Tensor | None], bool]:
+        """The momentum buffers, made where there are none.
+
+        Returns:
+            The buffers, and whether all of them are new.
+        """
+        params = list(params)
+        fresh = all(self._is_fresh(param) for param in params)
+        return [self._state_of(param)["momentum_buffer"] for param in params], fresh
+
+    def _is_fresh(self, param: torch.Tensor) -> bool:
+        return "momentum_buffer" not in self.state.get(param, {})
+
+    @torch.no_grad()
+    def step_scaled(
+        self,
+        factor: Scalar = 1.0,
+        noop: torch.Tensor | None = None,
+        *,
+        write_grads: bool = False,
+        copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Take one step, see the base; gradients are divided by ``most_recent_scale`` too."""
+        scale = self.most_recent_scale
+        if isinstance(scale, torch.Tensor):
+            factor = scale.reciprocal().float() * factor
+        elif scale != 1.0:
+            factor = factor / scale
+        super().step_scaled(factor, noop, write_grads=write_grads, copies=copies, grads=grads)
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+
+    def _before(
+        self,
+        work: Sequence[tuple[dict[str, Any], list[torch.Tensor]]],
+        factor: Scalar,
+        noop: torch.Tensor | None,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Mark the buffers that become their first gradient, whole in spite of dampening.
+
+        On the device, because a step that is skipped there does not begin their history.
+        """
+        for group, params in work:
+            if group["momentum"] and group["dampening"]:
+                for param in filter(self._is_fresh, params):
+                    self.state[param]["first"] = torch.ones((), device=param.device)
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+        device = bucket.weights[0].device
+        momentum = float(group["momentum"])
+        numbers = SGD(
+            lr=scalar(group["lr"], device),
+            momentum=momentum,
+            dampening=float(group["dampening"]),
+            weight_decay=scalar(group["weight_decay"], device),
+            nesterov=bool(group["nesterov"]),
+            wd_after_momentum=self.wd_after_momentum,
+        )
+        columns = self.columns(bucket)
+        if not momentum:
+            sgd_(columns[:2], numbers, how)
+            return
+        states = [self.state[param] for param in bucket.params]
+        if not any("first" in state for state in states):
+            sgd_(columns, numbers, how)
+            return
+        zero = torch.zeros((), device=device)
+        first = torch.stack([state.get("first", zero) for state in states])
+        sgd_(columns, numbers, how, first)
+        for state in states:
+            if how.noop is None:
+                state.pop("first", None)
+            elif "first" in state:
+                state["first"] = torch.where(how.noop.reshape(()) != 0, state["first"], 0.0)
+
+    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {
+            number: {key: value for key, value in state.items() if value is not None}
+            for number, state in state_dict["state"].items()
+        }
+        return super()._from_twin({**state_dict, "state": states})
+
+    def _twin_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        if self.wd_after_momentum and group["weight_decay"] and group["momentum"]:
+            raise ValueError(
+                "FusedSGD: torch.optim.SGD adds the weight decay before the momentum; with "
+                "wd_after_momentum=True it would compute something else."
+            )
+        return {**group, "maximize": False, "foreach": None, "differentiable": False, "fused": None}

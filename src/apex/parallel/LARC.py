@@ -1,0 +1,196 @@
+"""``LARC``: layer-wise adaptive rates around any optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from apex.ops.larc import larc_
+from apex.ops.multi_tensor import local
+
+
+class LARC(torch.optim.Optimizer):
+    """Give each tensor a learning rate in proportion to the ratio of its norm and its gradient's.
+
+    Wraps an optimizer; at each step gradients are multiplied by the local rates and get the weight
+    decay, and the wrapped optimizer steps without any. See :mod:`apex.ops.larc` for the formula.
+    Norms are float32, whatever the parameter's dtype, and stay on the device.
+
+    Groups, state and checkpoints are the wrapped optimizer's. In the original this was no
+    ``torch.optim.Optimizer``, which learning-rate schedulers refused.
+
+    Kept from the original: ``param.grad`` is changed, and a tensor whose norm or whose gradient's
+    is 0 gets no weight decay in that step.
+
+    Args:
+        optimizer: The optimizer to wrap, of torch or of :mod:`apex.optimizers`.
+        trust_coefficient: What the ratio of the norms is multiplied by.
+        clip: Take the smaller of local and global learning rate, instead of their product.
+        eps: Added to the denominator.
+        epsilon: ``eps`` in the very first version, which did not clip; so this turns ``clip`` off.
+
+    Raises:
+        TypeError: ``clip`` is not a flag.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4))
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    #: ``from apex.parallel import LARC`` was the module; both spellings reach the class.
+    LARC: ClassVar[type[torch.optim.Optimizer]]
+
+    def __init__(  # torch's own, which would make groups and a state, is not called
+        self,
+        optimizer: Any,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
+        *,
+        epsilon: float | None = None,
+    ) -> None:
+        if isinstance(clip, float):
+            raise TypeError(
+                f"LARC: clip was {clip!r}; it must be True or False. In the first version the "
+                "third argument was epsilon: pass eps by name."
+            )
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip if epsilon is None else False
+        self.eps = eps if epsilon is None else epsilon
+
+    # -- what is the wrapped optimizer's -------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        # Not everything: an optimizer's ways to step that are not step() would bypass us.
+        if name == "_amp_stash" or name.startswith("_optimizer_"):
+            return getattr(self.__dict__["optim"], name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups."""
+        groups: list[dict[str, Any]] = self.optim.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optim.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's defaults."""
+        found: dict[str, Any] = getattr(self.optim, "defaults", {})
+        return found
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optim.defaults = value
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("optim", "trust_coefficient", "clip", "eps")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's; nothing is added."""
+        found: dict[str, Any] = self.optim.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state."""
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients, as the wrapped optimizer does."""
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.optim.add_param_group(param_group)
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Scale the gradients, and let the wrapped optimizer step without weight decay.
+
+        Args:
+            closure: Evaluates the loss again; once, before the gradients are scaled.
+
+        Returns:
+            What ``closure`` returned, else what the wrapped ``step`` did.
+
+        Raises:
+            RuntimeError: A gradient is sparse or complex, or a parameter is sharded.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check()
+        with self._without_decay() as decays:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                params = [param for param in group["params"] if param.grad is not None]
+                if params:
+                    larc_(
+                        [local(param.grad) for param in params],
+                        [local(param) for param in params],
+                        lr=group["lr"],
+                        weight_decay=decay,
+                        trust_coefficient=self.trust_coefficient,
+                        eps=self.eps,
+                        clip=bool(self.clip),
+                    )
+            result = self.optim.step()
+        return result if closure is None else loss
+
+    @contextmanager
+    def _without_decay(self) -> Iterator[list[Any]]:
+        """Set the groups' weight decay to 0 in this block; yields what it was."""
+        groups = list(self.param_groups)
+        decays = [group.get("weight_decay", 0.0) for group in groups]
+        having = [group for group in groups if "weight_decay" in group]
+        kept = [group["weight_decay"] for group in having]
+        try:
+            for group in having:
+                group["weight_decay"] = 0.0
+            yield decays
+        finally:
+            for group, decay in zip(having, kept, strict=True):
+                group["weight_decay"] = decay
+
+    def _check(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                if grad.layout != torch.strided or grad.is_complex():
+                    raise RuntimeError("LARC does not support sparse or complex gradients.")
+                if any(place.is_shard() for place in getattr(param, "placements", ())):
+                    raise RuntimeError(
+                        "LARC needs the norm of a whole tensor, and a parameter is sharded over "
+                        "processes."
+                    )
+
+
+LARC.LARC = LARC

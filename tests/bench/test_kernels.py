@@ -1,0 +1,162 @@
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import apex
+from apex.bench import cli, info, kernels
+from apex.ops import _runtime
+
+NEEDS_TRITON = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+SOURCE = pathlib.Path(apex.__file__).parent.parent
+FOUND = {
+    "kernel": "norm",
+    "variant": "fp16",
+    "target": "sm_90",
+    "registers": 40,
+    "spilled": 0,
+    "shared": 128,
+    "main_loads": {128: 2, 64: 1},
+    "main_stores": None,
+    "loads": {128: 2, 64: 1},
+    "stores": {},
+    "bytes_per_element": 4.5,
+    "problems": (),
+}
+
+ROW = ["norm", "fp16", "sm_90", "40", "0", "128", "2×128", "1×64", "—", "2×128", "1×64", "—", "4.5"]
+
+
+def _apex(*words, **environment):
+    """Run the command line in a process of its own: this one may have kernels interpreted."""
+    path = os.pathsep.join([str(SOURCE), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "apex", "kernels", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+
+
+def _one_line(capsys):
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert errors.count("\n") == 1
+    return errors
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Make the inspection find what a test says, without compiling anything."""
+    inspection = pytest.importorskip("apex.kernels._inspect")
+
+    def put(**changes):
+        finding = inspection.Finding(**{**FOUND, **changes})
+        monkeypatch.setattr(kernels, "_inspect", lambda targets, names: [finding])
+
+    return put
+
+
+# --- the command ---------------------------------------------------------------------------
+
+
+@NEEDS_TRITON
+def test_it_compiles_in_spite_of_the_interpreter():
+    done = _apex("--json", "--kernel", "segment_sums", TRITON_INTERPRET="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = json.loads(done.stdout)["kernels"]
+    assert (line["kernel"], line["target"], line["spilled"]) == ("segment_sums", "sm_90", 0)
+    assert line["registers"] > 0
+    assert line["problems"] == []
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target", "sm90"], "sm90: unknown target; use sm_80, sm_90, sm_100, gfx942 or"),
+        (["--kernel", "nonsense"], "--kernel nonsense: unknown; there are "),
+    ],
+)
+def test_what_is_unknown_gets_one_line_and_2(words, message):
+    done = _apex("--json", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"apex kernels: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_triton_it_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["kernels", "--json"]) == 2
+    assert _one_line(capsys) == (
+        "apex kernels: triton is missing: pip install triton (it exists for Linux)\n"
+    )
+
+
+def test_without_rich_nothing_is_compiled(capsys, monkeypatch, found):
+    found()
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert cli.main(["kernels"]) == 2
+    assert "rich is missing: pip install" in _one_line(capsys)
+    assert cli.main(["kernels", "--json"]) == 0
+
+
+@NEEDS_TRITON
+def test_a_triton_without_the_compiler_is_named(monkeypatch):
+    inspection = pytest.importorskip("apex.kernels._inspect")
+    monkeypatch.setattr(inspection, "backends", {})
+    inspection._gpu.cache_clear()
+    with pytest.raises(inspection.UnavailableError, match="no nvidia compiler for sm_90: pip inst"):
+        inspection._gpu("sm_90")
+    with pytest.raises(inspection.UnavailableError, match="no amd compiler for gfx942: pip inst"):
+        inspection._gpu("gfx942")
+
+
+def test_the_table(capsys, monkeypatch, found):
+    pytest.importorskip("rich")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    found()
+    assert cli.main(["kernels"]) == 0
+    head, line, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[:6] == ["kernel", "dtypes", "target", "registers", "spilled", "shared"]
+    assert line.split() == ROW
+
+
+def test_a_problem_is_named_and_the_exit_code_1(capsys, found):
+    pytest.importorskip("rich")
+    found(problems=("x_ptr: 8 loads narrower than 128 bits",))
+    assert cli.main(["kernels"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "norm (fp16), sm_90: x_ptr: 8 loads narrower than 128 bits" in out
+    assert cli.main(["kernels", "--json"]) == 1
+    (line,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert line["problems"] == ["x_ptr: 8 loads narrower than 128 bits"]
+
+
+# --- whether kernels can run: `apex info` ----------------------------------------------------
+
+
+def test_info_says_why_kernels_cannot_run(monkeypatch, capsys):
+    monkeypatch.setattr(_runtime, "why_not_triton", lambda: "no C compiler: install gcc")
+    line = "Triton kernels   cannot run: no C compiler: install gcc ("
+    assert line in info.draw(info.collect())
+    assert cli.main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["why_not_triton"] == "no C compiler: install gcc"
+
+
+def test_info_says_that_kernels_run(monkeypatch):
+    monkeypatch.setattr(_runtime, "why_not_triton", lambda: None)
+    assert "Triton kernels   run\n" in info.draw(info.collect())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_info_on_a_machine_without_a_gpu():
+    assert info.collect().why_not_triton == "no GPU that torch can use"

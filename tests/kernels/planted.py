@@ -1,0 +1,119 @@
+"""Kernels with planted defects; run as a program it prints what the inspection says of each.
+
+Run by test_compiled in a process of its own, where kernels are compiled and not interpreted.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import sys
+import tempfile
+
+import triton
+import triton.language as tl
+
+from apex.kernels import _inspect, multi_tensor
+from apex.kernels._cases import Case
+
+MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, own,"
+MASKED = "pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, own,"
+UNMASKED = " False,\n            )"
+LOAD = "raw = raw + (tl.load(pointers[i] + offsets),)"
+STORE = "tl.store(pointer, new[STORES[i][1]])"
+STORED = "tl.store(pointer, new[STORES[i][1]], mask=mask)"
+
+
+@triton.jit
+def add(values, scalars, own):
+    return (values[0] + scalars[0] * values[1],)
+
+
+@triton.jit
+def row(x_ptr, weight_ptr, y_ptr, sum_ptr, columns, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * columns
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, columns, BLOCK):
+        mask = at + lanes < columns
+        x = tl.load(x_ptr + start + at + lanes, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + start + at + lanes, x * weight, mask=mask)
+        total += x
+    tl.store(sum_ptr + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def heavy(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + lanes)
+    total = tl.sum(x)
+    for _ in range(8):
+        x = x * total + tl.sum(x * x)
+    tl.store(y_ptr + lanes, x)
+
+
+def row_case(**changes):
+    case = Case(
+        row,
+        "row",
+        "fp16",
+        signature={
+            "x_ptr": "*fp16", "weight_ptr": "*fp32", "y_ptr": "*fp16", "sum_ptr": "*fp32",
+            "columns": "i32",
+        },
+        constants={"BLOCK": 1024},
+        tile=1024,
+        divisible=("columns",),
+        reads=("x_ptr", "weight_ptr"),
+        writes=("y_ptr",),
+        narrow={"sum_ptr": "one number a row"},
+    )  # fmt: skip
+    return dataclasses.replace(case, **changes)
+
+
+def list_case(module, **changes):
+    return module.case(add, "fp16 fp32 fp32", ((0, 0), (2, 0)), 1, write_only=(2,), **changes)
+
+
+def planted(folder, name, *changes):
+    """Import the list kernel with some lines changed."""
+    text = pathlib.Path(multi_tensor.__file__).read_text()
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    file = pathlib.Path(folder, f"{name}.py")
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cases(folder):
+    sound = list_case(multi_tensor)
+    yield "sound list", sound
+    both = planted(folder, "both", (MAIN, MASKED), (UNMASKED, UNMASKED.replace("False", "True")))
+    yield "main path masked", list_case(both)
+    stores = planted(folder, "stores", (MAIN, MASKED), (STORE, STORED))
+    yield "stores of the main path masked", list_case(stores)
+    twice = planted(
+        folder, "twice", (LOAD, f"{LOAD}; tl.load(pointers[i] + offsets, volatile=True)")
+    )
+    yield "loaded twice", list_case(twice)
+    yield "not aligned", dataclasses.replace(list_case(multi_tensor, aligned=False), narrow={})
+    yield "too wide a claim", dataclasses.replace(sound, tile=2 * sound.tile)
+    yield "undeclared read", dataclasses.replace(sound, reads=sound.reads[:1])
+    yield "sound row", row_case()
+    yield "bound that is any number", row_case(divisible=())
+    yield "undeclared write", row_case(narrow={})
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32"}
+    ways = {"reads": ("x_ptr",), "writes": ("y_ptr",), "tile": 32768}
+    options = {"num_warps": 4}
+    yield "spills", Case(heavy, "heavy", "", signature, {"BLOCK": 32768}, **ways, options=options)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        said = {name: _inspect.inspect(case, sys.argv[1]).problems for name, case in cases(folder)}
+    print(json.dumps(said))

@@ -1,0 +1,111 @@
+"""The machine code of every kernel, compiled for GPUs that are not here."""
+
+import functools
+import importlib
+import json
+import os
+import pathlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+import apex.kernels
+
+PLANTED = pathlib.Path(__file__).with_name("planted.py")
+SOURCE = pathlib.Path(apex.__file__).parent.parent
+TARGETS = [
+    pytest.param("sm_80", marks=pytest.mark.exhaustive),
+    "sm_90",
+    pytest.param("sm_100", marks=pytest.mark.exhaustive),
+    pytest.param("gfx942", marks=pytest.mark.exhaustive),
+]
+
+
+@functools.cache
+def _program(*words):
+    """Run Python where kernels are compiled: this process may have them interpreted."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *words],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def _compiled(target):
+    return _program("-m", "apex", "kernels", "--json", "--target", target)["kernels"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_kernel_has_a_problem(target):
+    """No spills; every tile moved by 128-bit accesses; nothing moved that need not be."""
+    found = _compiled(target)
+    assert found
+    problems = {(line["kernel"], line["variant"]): line["problems"] for line in found}
+    assert {case: said for case, said in problems.items() if said} == {}
+    assert {line["spilled"] for line in found} == {0}
+
+
+def test_the_main_path_of_lists_is_128_bits_wide():
+    """The numbers themselves, for one optimizer: the judgement is not taken on trust."""
+    adam = {
+        line["variant"]: (line["main_loads"], line["main_stores"], line["bytes_per_element"])
+        for line in _compiled("sm_90")
+        if line["kernel"] == "adam"
+    }
+    # 1024 elements of 4 columns by 128 threads, 16 bytes each; 3 columns are written
+    assert adam["fp32 fp32 fp32 fp32"] == ({"128": 8}, {"128": 6}, 28)
+    assert adam["fp16 fp16 fp32 fp32"] == ({"128": 6}, {"128": 5}, 22)
+    assert adam["fp16 fp32 fp32 fp32 fp16 copies"] == ({"128": 7}, {"128": 7}, 28)
+
+
+@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(apex.kernels.__path__)])
+def test_every_kernel_file_lists_its_cases(name):
+    if not name.startswith("_"):
+        for case in importlib.import_module(f"apex.kernels.{name}").cases():
+            names = {key for key, _, _ in case.parameters()} | set(case.pointers())
+            assert {*case.reads, *case.writes, *case.tables, *case.divisible} <= names
+            assert set(case.reads + case.writes) <= set(case.pointers())
+            assert all(case.narrow.values())  # a reason for each
+
+
+# --- defects that are planted ------------------------------------------------------------------
+
+NVIDIA = {
+    "sound list": "",
+    "main path masked": "tables.0[]: 0 128-bit loads of the main path, and the tile needs 1",
+    "stores of the main path masked": "tables.2[]: 0 128-bit stores of the main path",
+    "loaded twice": "tables.0[]: loads of the main path move more than the tile",
+    "not aligned": "tables.2[]: 8 stores of the main path narrower than 128 bits",
+    "too wide a claim": "tables.1[]: 2 128-bit loads of the main path, and the tile needs 4",
+    "undeclared read": "tables.1[] is read, which its case does not say",
+    "sound row": "",
+    "bound that is any number": "x_ptr: 8 loads narrower than 128 bits",
+    "undeclared write": "sum_ptr is written, which its case does not say",
+    "spills": "bytes of spilled registers or local memory",
+}
+AMD = {
+    "sound list": "",
+    "main path masked": "0 64-bit loads, and the tiles need 1",
+    "stores of the main path masked": "0 64-bit stores, and the tiles need 1",
+    "not aligned": "0 128-bit loads, and the tiles need 1",
+    "sound row": "",
+    "bound that is any number": "0 128-bit loads, and the tiles need 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [("sm_90", NVIDIA), pytest.param("gfx942", AMD, marks=pytest.mark.exhaustive)],
+)
+def test_planted_defects_are_found(target, expected):
+    said = _program(str(PLANTED), target)
+    for name, problem in expected.items():
+        problems = " | ".join(said[name])
+        assert problem in problems if problem else not problems, (name, problems)

@@ -1,0 +1,152 @@
+"""What the tests of the optimizers share: paths, parameters, and the check of each step."""
+
+import contextlib
+import copy
+
+import numpy as np
+import torch
+
+from apex.ops import _runtime
+from apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedNovoGrad,
+    FusedSGD,
+)
+from tests.tolerance import assert_one_rounding
+
+PATHS = (None, "reference", "triton")  # torch's own kernels, the definition, the interpreter
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SHAPES = ((), (1,), (7,), (0,), (33, 5), (3, 4, 5))
+EVERY = {  # one way to make each, with state and with weight decay
+    "FusedAdam": lambda params, **more: FusedAdam(params, **{"lr": 0.02, **more}),
+    "FusedSGD": lambda params, **more: FusedSGD(params, **{"lr": 0.05, "momentum": 0.9, **more}),
+    "FusedAdagrad": lambda params, **more: FusedAdagrad(params, **{"lr": 0.05, **more}),
+    "FusedNovoGrad": lambda params, **more: FusedNovoGrad(params, **{"lr": 0.02, **more}),
+    "FusedLAMB": lambda params, **more: FusedLAMB(params, **{"lr": 0.02, **more}),
+}
+
+
+def on(path):
+    return contextlib.nullcontext() if path is None else _runtime.use(path)
+
+
+def parameters(dtype=torch.float32, shapes=SHAPES, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+        for shape in shapes
+    ]
+
+
+def give_grads(params, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        param.grad = (scale * grad).to(param)
+
+
+def values(params):
+    return [param.detach().clone() for param in params]
+
+
+def train(optimizer, params, steps, path=None, scale=1.0):
+    """Step on the gradients of the numbered steps."""
+    with on(path):
+        for number in steps:
+            give_grads(params, number, scale)
+            optimizer.step()
+    return values(params)
+
+
+def same(left, right):
+    return all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def check_steps(optimizer, oracle, steps, path):
+    """Compare each step with float64, from what was stored before it.
+
+    ``oracle(group, number, grad, param, state, norm)`` returns the new parameter and the new slots;
+    ``norm`` is what NovoGrad keeps for the tensor.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number in range(1, steps + 1):
+        give_grads(params, number)
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        old = values(params)
+        with on(path):
+            optimizer.step()
+        pairs, index = [], 0
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                state = {
+                    slot: before.get(index, {}).get(slot, torch.zeros(())).double()
+                    for slot in optimizer.slots
+                }
+                norm = norm_of(optimizer, group, param)
+                wanted, slots = oracle(
+                    group, number, param.grad.double(), old[index].double(), state, norm
+                )
+                pairs.append(("param", param.detach(), wanted))
+                for slot, exact in slots.items():
+                    pairs.append((slot, optimizer.state[param][slot], exact))
+                index += 1
+        assert_pooled(pairs, path)
+
+
+def assert_pooled(pairs, path):
+    """Judge all tensors of a kind and a dtype together: a single number may be off by chance."""
+    pools = {}
+    for kind, actual, exact in pairs:
+        pool = pools.setdefault((kind, actual.dtype), ([], []))
+        pool[0].append(actual.flatten())
+        pool[1].append(exact.flatten())
+    for actual, exact in pools.values():
+        assert_one_rounding(torch.cat(actual), torch.cat(exact), interpreted=path == "triton")
+
+
+def norm_of(optimizer, group, param):
+    if not isinstance(optimizer, FusedNovoGrad):
+        return None
+    kinds = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
+    mine = [other for other in group["params"] if other.dtype == param.dtype]
+    position = next(number for number, other in enumerate(mine) if other is param)
+    return group["exp_avg_sq"][kinds.index(param.dtype)][position].double()
+
+
+BORDERS = (0, 1, 127, 1024, 1025, 8191, 8192, 8193, 16385)
+
+
+def fuzz(make, seed, dtype, path):
+    """Step a list of awkward sizes with inf and nan planted; compare with float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(limit):
+        return int(torch.randint(limit, (), generator=generator))
+
+    shapes = [(BORDERS[pick(len(BORDERS))],) for _ in range(pick(6))]
+    shapes.insert(pick(1 + len(shapes)), (BORDERS[-1 - seed % 4],))  # always one by the border
+    params = parameters(dtype, shapes, seed)
+    wide = [torch.nn.Parameter(param.detach().double()) for param in params]
+    give_grads(params, seed)
+    full = [param for param in params if param.numel()]
+    if full:
+        spoilt = full[pick(len(full))].grad
+        at = (0, spoilt.numel() // 2, spoilt.numel() - 1)[pick(3)]
+        spoilt[at] = (float("inf"), float("-inf"), float("nan"))[pick(3)]
+    for param, exact in zip(params, wide, strict=True):
+        exact.grad = param.grad.double()
+    optimizer, exactly = make(params), make(wide)
+    with on(path), np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns
+        optimizer.step()
+    exactly.step()
+    pairs = []
+    for param, exact in zip(params, wide, strict=True):
+        pairs.append(("param", param.detach(), exact.detach()))
+        for slot in optimizer.slots:
+            pairs.append((slot, optimizer.state[param][slot], exactly.state[exact][slot]))
+    assert_pooled(pairs, path)

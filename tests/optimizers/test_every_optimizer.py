@@ -1,0 +1,558 @@
+"""What holds for every fused optimizer: gradients, groups, layouts, skipping, copies, bad input."""
+
+import contextlib
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from apex.ops import _runtime
+from apex.optimizers import FusedLAMB
+from tests.optimizers.common import (
+    EVERY,
+    PATHS,
+    give_grads,
+    on,
+    parameters,
+    same,
+    train,
+    values,
+)
+from tests.tolerance import assert_one_rounding
+
+SMALL = ((7,), (33, 5))
+every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY.keys())
+paths = pytest.mark.parametrize("path", PATHS)
+
+
+@contextlib.contextmanager
+def lagging_device():
+    """Take the CPU for a device that lags behind the host: reading it would wait."""
+
+    def refused(*_):
+        raise AssertionError("the host waits for the device")
+
+    with pytest.MonkeyPatch.context() as patch, _runtime.use("reference"):
+        patch.setattr(_runtime, "waits", lambda device: True)
+        for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__"):
+            patch.setattr(torch.Tensor, name, refused)
+        for name in ("__int__", "__index__"):
+            patch.setattr(torch.Tensor, name, refused)
+        yield
+
+
+# -- which parameters ----------------------------------------------------------------------------
+
+
+@every
+@paths
+def test_repeats_bit_for_bit(make, path):
+    results = []
+    for _ in range(2):
+        params = parameters()
+        results.append(train(make(params), params, range(3), path))
+    assert same(*results)
+
+
+@every
+def test_groups_added_later_are_stepped(make):
+    params = parameters(shapes=SMALL)
+    optimizer = make(params[:1])
+    train(optimizer, params, range(2))
+    optimizer.add_param_group({"params": params[1:], "lr": 0.5})
+    before = values(params)
+    after = train(optimizer, params, range(2))
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert optimizer.param_groups[1]["lr"] == 0.5
+
+
+@every
+@paths
+def test_parameters_without_gradients_are_left_alone(make, path):
+    params = parameters(shapes=(*SMALL, (4,)))
+    params[2].requires_grad_(False)
+    optimizer = make(params)
+    give_grads(params[:2], 0)
+    params[0].grad = None
+    before = values(params)
+    with on(path):
+        optimizer.step()
+    assert [torch.equal(a, b) for a, b in zip(before, values(params), strict=True)] == [
+        True,
+        False,
+        True,
+    ]
+    assert params[0] not in optimizer.state
+
+
+@every
+def test_a_step_without_gradients(make):
+    optimizer = make(parameters())
+    before = values(optimizer.param_groups[0]["params"])
+    optimizer.step()
+    assert same(before, values(optimizer.param_groups[0]["params"]))
+
+
+@every
+def test_an_empty_group_is_skipped(make):
+    params = parameters(shapes=SMALL)
+    optimizer = make([{"params": params}, {"params": []}])
+    train(optimizer, params, range(1))
+    assert "step" not in optimizer.param_groups[1]
+
+
+@every
+@paths
+def test_empty_tensors_alone(make, path):
+    params = parameters(shapes=((0,), (3, 0)))
+    train(make(params), params, range(2), path)
+
+
+@every
+def test_gradients_of_another_dtype(make):
+    """As amp has them: 16-bit gradients for float32 weights."""
+    expected, params = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    plain, optimizer = make(expected), make(params)
+    give_grads(expected, 0)
+    for other in expected:
+        other.grad = other.grad.half().float()
+    halves = {p: other.grad.half() for p, other in zip(params, expected, strict=True)}
+    with on("reference"):
+        plain.step()
+    with on("triton"):
+        optimizer.step_scaled(grads=halves)
+    for actual, exact in zip(values(params), values(expected), strict=True):
+        assert_one_rounding(actual, exact.double())
+
+
+@every
+@paths
+def test_copies_get_the_new_values(make, path):
+    params = parameters(shapes=SMALL)
+    optimizer = make(params)
+    give_grads(params, 0)
+    copies = {param: torch.zeros_like(param, dtype=torch.float16) for param in params}
+    with on(path):
+        optimizer.step_scaled(copies=copies)
+    for param, half in copies.items():
+        assert torch.equal(half, param.detach().half())
+
+
+# -- memory layouts ------------------------------------------------------------------------------
+
+
+def transposed():
+    return torch.nn.Parameter(torch.randn(6, 9).t())
+
+
+def strided():
+    return torch.nn.Parameter(torch.randn(6, 9)[:, ::2])
+
+
+def channels_last():
+    return torch.nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+
+
+def channels_last_3d():
+    return torch.nn.Parameter(torch.randn(2, 3, 4, 5, 2).to(memory_format=torch.channels_last_3d))
+
+
+@every
+@paths
+@pytest.mark.parametrize("layout", [transposed, strided, channels_last, channels_last_3d])
+@pytest.mark.parametrize("grad_is_contiguous", [True, False])
+def test_layouts(make, path, layout, grad_is_contiguous):
+    param = layout()
+    twin = torch.nn.Parameter(param.detach().contiguous())
+    odd, plain = make([param]), make([twin])
+    stride = param.stride()
+    for number in range(2):
+        give_grads([twin], number)
+        param.grad = twin.grad.clone() if grad_is_contiguous else _strided_as(twin.grad, param)
+        with on(path):
+            odd.step()
+            plain.step()
+    assert param.stride() == stride
+    assert_one_rounding(param.detach(), twin.detach().double())
+
+
+def _strided_as(grad, param):
+    out = torch.empty_strided(param.shape, param.stride())
+    return out.copy_(grad)
+
+
+# -- what surrounds a step -----------------------------------------------------------------------
+
+
+@every
+@paths
+def test_scaled_gradients(make, path):
+    """A power of two is taken out exactly; gradients are left multiplied if asked."""
+    expected, params = parameters(), parameters()
+    train(make(expected), expected, range(2), path or "reference")
+    optimizer = make(params)
+    with on(path or "reference"):
+        for number in range(2):
+            give_grads(params, number, scale=1024.0)
+            scaled = [param.grad.clone() for param in params]
+            write = number == 1
+            optimizer.step_scaled(torch.tensor(1 / 1024), torch.zeros(1), write_grads=write)
+            for param, grad in zip(params, scaled, strict=True):
+                if not isinstance(optimizer, FusedLAMB):  # which keeps something else there
+                    assert torch.equal(param.grad, grad / 1024 if write else grad)
+    assert same(values(params), values(expected))
+
+
+@every
+@paths
+def test_a_skipped_step_changes_nothing(make, path):
+    params = parameters()
+    optimizer = make(params)
+    train(optimizer, params, range(1), path)
+    before = copy.deepcopy((values(params), optimizer.state_dict()))
+    give_grads(params, 1)
+    params[2].grad[0] = float("inf")
+    grads = [param.grad.clone() for param in params]
+    with on(path):
+        optimizer.step_scaled(0.5, torch.ones(1), write_grads=True)
+    assert same(before[0], values(params))
+    assert _equal(before[1], optimizer.state_dict())
+    assert same(grads, [param.grad for param in params])
+
+
+def _equal(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return left == right
+
+
+@every
+def test_a_device_that_lags_is_not_waited_for(make):
+    """Skipped and landed steps give what they give when the flag is read."""
+    flags = (0.0, 1.0, 0.0)
+    expected, params = parameters(), parameters()
+    plain, optimizer = make(expected), make(params)
+    for number, flag in enumerate(flags):
+        give_grads(expected, number)
+        with on("reference"):
+            plain.step_scaled(torch.tensor(0.5), torch.tensor(flag), write_grads=True)
+        give_grads(params, number)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(flag)
+        with lagging_device():
+            optimizer.step()
+    for actual, exact in zip(params, expected, strict=True):
+        if exact.numel():
+            assert_one_rounding(actual.detach(), exact.detach().double())
+    if optimizer._counts_steps:
+        assert int(optimizer.param_groups[0]["step"]) == 2
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_on_a_device_without_memory(make, dtype):
+    """On meta a value that is read is an error."""
+    params = [torch.nn.Parameter(torch.empty(5, device="meta", dtype=dtype)) for _ in range(2)]
+    optimizer = make(params)
+    for number in range(3):
+        for param in params:
+            param.grad = torch.empty_like(param)
+        if number:
+            params[0].grad = None
+        optimizer.grad_scale = torch.empty((), device="meta")
+        optimizer.found_inf = torch.empty((), device="meta")
+        optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+    optimizer.step()
+
+
+@pytest.mark.gpu
+@every
+def test_steps_on_a_gpu_without_waiting(make):
+    params = [torch.nn.Parameter(param.detach().cuda()) for param in parameters()]
+    optimizer = make(params)
+    flags = [torch.tensor(flag, device="cuda") for flag in (0.0, 1.0, 0.0)]
+    optimizer.grad_scale = torch.tensor(2.0, device="cuda")
+    for number, flag in enumerate(flags):
+        give_grads(params, number)
+        if number == 2:
+            params[2].grad = None
+        optimizer.found_inf = flag
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@every
+def test_lr_may_be_a_tensor(make):
+    expected, params = parameters(), parameters()
+    train(make(expected, lr=0.25), expected, range(3))
+    assert same(values(expected), train(make(params, lr=torch.tensor(0.25)), params, range(3)))
+
+
+@every
+@pytest.mark.parametrize("kind", ["float32", "int64"])
+def test_lr_may_be_a_number_of_numpy(make, kind):
+    np = pytest.importorskip("numpy")
+    expected, params = parameters(), parameters()
+    train(make(expected, lr=2.0), expected, range(1))
+    assert same(values(expected), train(make(params, lr=getattr(np, kind)(2)), params, range(1)))
+
+
+# -- torch's GradScaler --------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("historic", [False, True])
+def test_torch_grad_scaler_drives_the_step(make, historic):
+    expected, params = parameters(), parameters()
+    train(make(expected), expected, (0, 2), "reference")
+    optimizer = make(params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with warnings.catch_warnings(), on("reference"):
+        warnings.simplefilter("error")
+        for number in range(3):
+            give_grads(params, number)
+            for param in params:
+                param.grad *= scaler.scale(torch.ones(()))
+            if number == 1:
+                params[2].grad[1] = float("inf")
+            if historic:
+                optimizer.step(grad_scaler=scaler)
+            else:
+                scaler.step(optimizer)
+            assert number == 1 or params[1].grad.abs() < 10  # unscaled
+            scaler.update()
+            optimizer.zero_grad()
+    assert scaler.get_scale() == 512.0
+    assert same(values(params), values(expected))
+
+
+@every
+@pytest.mark.parametrize("historic", [False, True])
+def test_unscaling_before_the_step(make, historic):
+    """To clip, say: the scaler then says that nothing is left to divide by."""
+    expected, params = parameters(), parameters()
+    train(make(expected), expected, range(1))
+    optimizer = make(params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    give_grads(params, 0, scale=1024.0)
+    scaler.unscale_(optimizer)
+    if historic:
+        optimizer.step(grad_scaler=scaler)
+    else:
+        scaler.step(optimizer)
+    assert same(values(params), values(expected))
+
+
+# -- copies and programs -------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("storage", ["plain", "low_bits"])
+def test_deepcopy_and_pickle(make, storage):
+    """torch's own copies forget what a subclass keeps in attributes; the original's cannot step."""
+    params = parameters(torch.bfloat16)
+    optimizer = make(params, storage=storage)
+    train(optimizer, params, range(2))
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    expected = train(optimizer, params, range(2, 4))
+    for copied in copies:
+        others = copied.param_groups[0]["params"]
+        assert same(train(copied, others, range(2, 4)), expected)
+        copied.add_param_group({"params": parameters(torch.bfloat16), "lr": 0.1})
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_resuming_is_bit_exact(make, dtype):
+    """Through a file, into parameters that were loaded too."""
+    params = parameters(dtype)
+    optimizer = make(params)
+    train(optimizer, params, range(3))
+    file = io.BytesIO()
+    torch.save((optimizer.state_dict(), values(params)), file)
+    expected = train(optimizer, params, range(3, 6))
+    file.seek(0)
+    saved, kept = torch.load(file)
+    others = [torch.nn.Parameter(value) for value in kept]
+    resumed = make(others)
+    resumed.load_state_dict(saved)
+    assert same(train(resumed, others, range(3, 6)), expected)
+
+
+@every
+def test_hooks_around_loading(make):
+    """A user's hooks see the state on the way in, and what was made of it on the way out."""
+    params = parameters(torch.float16, SMALL)
+    optimizer, other = make(params), make(params)
+    train(optimizer, params, range(1))
+    slot = optimizer.slots[0]
+
+    def ones(_, given):
+        given = copy.deepcopy(given)
+        for state in given["state"].values():
+            state[slot].fill_(1)
+        return given
+
+    seen = []
+    other.register_load_state_dict_pre_hook(ones)
+    other.register_load_state_dict_post_hook(lambda o: seen.append(o.state[params[0]][slot].dtype))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[params[0]][slot].eq(1).all()
+    assert seen == [optimizer.state[params[0]][slot].dtype]
+
+
+@every
+def test_closures_hooks_and_schedulers(make):
+    params = parameters(shapes=SMALL)
+    optimizer = make(params)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("hook"))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    lr = optimizer.param_groups[0]["lr"]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(param.square().sum() for param in params)
+        loss.backward()
+        return loss
+
+    before = closure().item()
+    assert optimizer.step(closure).item() == before
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == lr / 2
+    assert closure().item() < before
+    assert seen == ["hook"]
+
+
+@every
+def test_named_parameters(make):
+    model = torch.nn.Linear(3, 2)
+    optimizer = make(model.named_parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+
+
+@every
+@pytest.mark.parametrize(
+    ("arguments", "left"), [({}, None), ({"set_to_none": True}, None), ({"set_to_none": False}, 0)]
+)
+@pytest.mark.parametrize("set_grad_none", [True, False])
+def test_zero_grad(make, arguments, left, set_grad_none):
+    """The original takes no argument."""
+    params = parameters(shapes=((7,),))
+    optimizer = make(params, set_grad_none=set_grad_none)
+    give_grads(params, 0)
+    optimizer.zero_grad(**arguments)
+    grad = params[0].grad
+    assert grad is None if left is None else not grad.any()
+
+
+@pytest.mark.dist
+@every
+def test_parameters_of_a_mesh(make, tmp_path):
+    """Addresses are those of the local parts."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def spread(x):
+            return distribute_tensor(x, mesh, [Replicate()])
+
+        expected, plain = parameters(shapes=SMALL), parameters(shapes=SMALL)
+        params = [torch.nn.Parameter(spread(param.detach())) for param in plain]
+        left, right = make(expected), make(params)
+        for number in range(2):
+            give_grads(expected, number)
+            for param, other in zip(params, expected, strict=True):
+                param.grad = spread(other.grad.clone())
+            with on("triton"):
+                left.step()
+                right.step()
+        assert all(isinstance(param, DTensor) for param in params)
+        assert same(values(expected), [param.detach().to_local() for param in params])
+        saved = right.state_dict()
+        make(params).load_state_dict(saved)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@every
+def test_sparse_gradients_are_refused_and_nothing_changes(make):
+    params = parameters(shapes=SMALL)
+    optimizer = make(params)
+    give_grads(params, 0)
+    params[1].grad = torch.randn(33, 5).to_sparse()
+    before = values(params)
+    with pytest.raises(RuntimeError, match=r"sparse gradients.*SparseAdam"):
+        optimizer.step()
+    assert same(before, values(params))
+    assert not optimizer.state
+    assert "step" not in optimizer.param_groups[0]
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+def test_other_dtypes_are_refused(make, dtype):
+    with pytest.raises(RuntimeError, match=rf"only support fp16 and fp32.*{dtype}"):
+        make([torch.zeros(3, dtype=dtype)])
+
+
+@every
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -0.1}, "Invalid learning rate: -0.1"),
+        ({"lr": float("nan")}, "Invalid learning rate: nan"),
+        ({"lr": "0.1"}, "Invalid learning rate: 0.1"),
+        ({"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
+        ({"lr": torch.ones(2)}, "must have one element"),
+    ],
+)
+def test_numbers_out_of_range(make, options, words):
+    params = parameters(shapes=SMALL)
+    with pytest.raises(ValueError, match=words):
+        make(params[:1], **options)
+    optimizer = make(params[:1])
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group({"params": params[1:], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@every
+def test_no_parameters(make):
+    with pytest.raises(ValueError, match="empty parameter list"):
+        make([])
+
+
+@every
+def test_unknown_keys_of_a_group(make):
+    with pytest.raises(ValueError, match=r"unknown key\(s\) learning_rate; known are"):
+        make([{"params": parameters(), "learning_rate": 0.1}])
+
+
+@every
+def test_states_that_do_not_fit(make):
+    optimizer = make(parameters())
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        optimizer.load_state_dict(make(parameters(shapes=SMALL)).state_dict())
+    train(optimizer, optimizer.param_groups[0]["params"], range(1))

@@ -1,0 +1,478 @@
+"""FusedAdam: the formula, the twins in torch.optim, masters, storages, CUDA-graph state."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from apex.ops.storage import join, round_stochastically, split
+from apex.optimizers import FusedAdam
+from tests.optimizers.common import (
+    DTYPES,
+    PATHS,
+    check_steps,
+    fuzz,
+    give_grads,
+    on,
+    parameters,
+    same,
+    train,
+    values,
+)
+from tests.tolerance import TWIN_IN_FLOAT64, assert_close_to_largest
+
+SMALL = ((7,), (33, 5))
+
+
+def oracle(mode):
+    def new(group, number, grad, param, state, norm):
+        beta1, beta2 = group["betas"]
+        decay, lr = float(group["weight_decay"]), float(group["lr"])
+        if not mode:
+            grad = grad + decay * param
+        m = beta1 * state["exp_avg"] + (1 - beta1) * grad
+        v = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad**2
+        c1, c2 = 1.0, 1.0
+        if group["bias_correction"]:
+            c1, c2 = 1 - beta1**number, 1 - beta2**number
+        update = (m / c1) / ((v / c2).sqrt() + group["eps"])
+        if mode:
+            update = update + decay * param
+        return param - lr * update, {"exp_avg": m, "exp_avg_sq": v}
+
+    return new
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("decay", "mode", "bias"), [(0.0, True, True), (0.1, True, True), (0.1, False, False)]
+)
+def test_formula(dtype, path, decay, mode, bias):
+    optimizer = FusedAdam(
+        parameters(dtype), lr=0.02, weight_decay=decay, adam_w_mode=mode, bias_correction=bias
+    )
+    check_steps(optimizer, oracle(mode), 2 if path == "triton" else 20, path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("decay", "mode", "bias"), list(itertools.product((0.0, 0.1), (True, False), (True, False)))
+)
+def test_formula_in_full(dtype, path, decay, mode, bias):
+    params = parameters(dtype)
+    options = {"weight_decay": decay, "adam_w_mode": mode, "bias_correction": bias}
+    check_steps(FusedAdam(params, lr=0.02, **options), oracle(mode), 20, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dtypes_mixed_in_one_optimizer(path):
+    params = [param for dtype in DTYPES for param in parameters(dtype, SMALL)]
+    check_steps(FusedAdam(params, lr=0.02, weight_decay=0.1), oracle(True), 3, path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_awkward_lists(seed, dtype):
+    fuzz(lambda params: FusedAdam(params, weight_decay=0.1), seed, dtype, "triton")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(4, 40))
+@pytest.mark.parametrize("path", PATHS)
+def test_more_awkward_lists(seed, path):
+    fuzz(lambda params: FusedAdam(params, weight_decay=0.1), seed, torch.float32, path)
+
+
+# -- the twins -----------------------------------------------------------------------------------
+
+TWINS = [(torch.optim.AdamW, True), (torch.optim.Adam, False)]
+
+
+def twin_of(params, twin, **more):
+    return twin(params, lr=0.02, weight_decay=0.1, **more)
+
+
+@pytest.mark.parametrize(("twin", "mode"), TWINS)
+def test_equals_the_twin(twin, mode):
+    ours, theirs = parameters(), parameters()
+    left = train(FusedAdam(ours, lr=0.02, weight_decay=0.1, adam_w_mode=mode), ours, range(20))
+    right = train(twin_of(theirs, twin, fused=True), theirs, range(20))
+    assert same(left, right)
+
+
+@pytest.mark.parametrize(("twin", "mode"), TWINS)
+def test_definition_equals_the_twin_in_float64(twin, mode):
+    ours, theirs = parameters(torch.float64), parameters(torch.float64)
+    left = train(FusedAdam(ours, lr=0.02, weight_decay=0.1, adam_w_mode=mode), ours, range(20))
+    right = train(twin_of(theirs, twin, foreach=False), theirs, range(20))
+    for actual, exact in zip(left, right, strict=True):
+        if exact.numel():
+            assert_close_to_largest(actual, exact, TWIN_IN_FLOAT64)
+
+
+@pytest.mark.parametrize(("twin", "mode"), TWINS)
+def test_switching_from_and_to_the_twin(twin, mode):
+    alone, params = parameters(), parameters()
+    expected = train(twin_of(alone, twin, fused=True), alone, range(15))
+    options = {"lr": 0.02, "weight_decay": 0.1, "adam_w_mode": mode}
+    first = twin_of(params, twin, fused=True)
+    train(first, params, range(5))
+    second = FusedAdam(params, **options)
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["step"] == 5
+    assert second.param_groups[0]["bias_correction"] is True
+    train(second, params, range(5, 10))
+    third = twin_of(params, twin, fused=True)
+    third.load_state_dict(second.torch_state_dict())
+    third.param_groups[0]["fused"] = True  # loading replaces a group's options
+    assert same(train(third, params, range(10, 15)), expected)
+
+
+def test_the_twin_does_not_share_tensors():
+    params = parameters()
+    optimizer = FusedAdam(params)
+    train(optimizer, params, range(2))
+    twin = torch.optim.AdamW(params)
+    twin.load_state_dict(optimizer.torch_state_dict())
+    assert twin.state[params[1]]["exp_avg"] is not optimizer.state[params[1]]["exp_avg"]
+    train(twin, params, range(1))
+    assert optimizer.param_groups[0]["step"] == 2
+
+
+@pytest.mark.parametrize("key", ["amsgrad", "maximize"])
+def test_states_of_other_algorithms_are_refused(key):
+    params = parameters(shapes=SMALL)
+    theirs = torch.optim.AdamW(params, **{key: True})
+    with pytest.raises(ValueError, match=f"saved with {key}=True"):
+        FusedAdam(params).load_state_dict(theirs.state_dict())
+
+
+def test_different_steps_in_a_group_are_refused():
+    params = parameters(shapes=SMALL)
+    theirs = torch.optim.AdamW(params)
+    train(theirs, params[:1], range(1))
+    train(theirs, params, range(1))
+    with pytest.raises(ValueError, match="at different steps"):
+        FusedAdam(params).load_state_dict(theirs.state_dict())
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_moments_stay_float32_through_a_checkpoint(dtype):
+    """torch casts what it loads to the parameter's dtype."""
+    params = parameters(dtype)
+    optimizer = FusedAdam(params)
+    train(optimizer, params, range(3))
+    resumed = FusedAdam(params)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for param in params:
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert resumed.state[param][slot].dtype == torch.float32
+            assert torch.equal(resumed.state[param][slot], optimizer.state[param][slot])
+
+
+def test_layout_of_the_state():
+    params = parameters(torch.float16, SMALL)
+    optimizer = FusedAdam(params)
+    train(optimizer, params, range(1))
+    saved = optimizer.state_dict()
+    assert {*saved["state"][0]} == {"exp_avg", "exp_avg_sq"}
+    keys = {"lr", "bias_correction", "betas", "eps", "weight_decay", "step", "params"}
+    assert {*saved["param_groups"][0]} == keys
+    assert saved["param_groups"][0]["step"] == 1
+    assert optimizer.adam_w_mode is True
+
+
+# -- capturable and masters ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_capturable_takes_the_same_steps(path):
+    plain, params = parameters(), parameters()
+    expected = train(FusedAdam(plain, lr=0.0625), plain, range(3), path)
+    optimizer = FusedAdam(params, lr=0.0625, capturable=True)
+    assert same(train(optimizer, params, range(3), path), expected)
+    group = optimizer.param_groups[0]
+    assert group["step"].dtype == torch.int32
+    assert group["step"].tolist() == [3]
+    assert group["lr"].dtype == torch.float32
+
+
+def test_capturable_groups_have_their_own_numbers():
+    first, second = parameters(shapes=SMALL)
+    optimizer = FusedAdam([{"params": [first]}, {"params": [second]}], lr=0.5, capturable=True)
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert optimizer.param_groups[1]["lr"].item() == 0.5
+
+
+def test_capturable_state_loads_from_either():
+    params = parameters(shapes=SMALL)
+    plain, graph = FusedAdam(params), FusedAdam(params, capturable=True)
+    train(plain, params, range(2))
+    graph.load_state_dict(plain.state_dict())
+    group = graph.param_groups[0]
+    assert isinstance(group["lr"], torch.Tensor)
+    assert (group["step"].dtype, group["step"].tolist()) == (torch.int32, [2])
+    train(graph, params, range(2))
+    back = FusedAdam(params)
+    back.load_state_dict(graph.state_dict())
+    train(back, params, range(1))
+    assert int(back.param_groups[0]["step"]) == 5
+
+
+def test_a_skipped_step_is_not_counted():
+    """The original looks at the flag of the step before."""
+    params = parameters(shapes=SMALL)
+    optimizer = FusedAdam(params, capturable=True)
+    optimizer.grad_scale = torch.tensor(2.0)
+    counts = []
+    for overflow in (0.0, 1.0, 0.0, 1.0, 1.0):
+        give_grads(params, 0)
+        optimizer.found_inf = torch.tensor(overflow)
+        optimizer.step()
+        counts.append(int(optimizer.param_groups[0]["step"]))
+    assert counts == [1, 1, 2, 2, 2]
+
+
+def masters(params, **more):
+    return FusedAdam(params, lr=0.001, capturable=True, master_weights=True, **more)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masters_keep_what_16_bits_lose(dtype, path):
+    """The original ignores them for bfloat16."""
+    params = parameters(dtype, SMALL)
+    wide = [torch.nn.Parameter(param.detach().float()) for param in params]
+    optimizer, exact = masters(params), FusedAdam(wide, lr=0.001, capturable=True)
+    with on(path):
+        for number in range(5):
+            give_grads(params, number)
+            for param, other in zip(params, wide, strict=True):
+                other.grad = param.grad.float()
+            optimizer.step()
+            exact.step()
+    for param, other in zip(params, wide, strict=True):
+        assert torch.equal(optimizer.state[param]["master_param"], other)
+        if path != "triton" or dtype != torch.bfloat16:  # which the interpreter truncates
+            assert torch.equal(param, other.to(dtype))
+
+
+def test_masters_are_saved():
+    """The original starts again from the rounded weights of construction time."""
+    params = parameters(torch.bfloat16, SMALL)
+    optimizer = masters(params)
+    train(optimizer, params, range(5))
+    saved = copy.deepcopy(optimizer.state_dict())
+    kept = values(params)
+    expected = train(optimizer, params, range(5, 10))
+    with torch.no_grad():
+        for param, value in zip(params, kept, strict=True):
+            param.copy_(value)
+    resumed = masters(params)
+    resumed.load_state_dict(saved)
+    assert resumed.state[params[0]]["master_param"].dtype == torch.float32
+    assert same(train(resumed, params, range(5, 10)), expected)
+
+
+def test_masters_that_were_not_saved_are_made():
+    params = parameters(torch.float16, SMALL)
+    without = FusedAdam(params)
+    train(without, params, range(2))
+    optimizer = masters(params)
+    optimizer.load_state_dict(without.state_dict())
+    for param in params:
+        assert torch.equal(optimizer.state[param]["master_param"], param.float())
+    train(optimizer, params, range(2))
+    without.load_state_dict(optimizer.state_dict())
+    assert "master_param" not in without.state[params[0]]
+
+
+def test_masters_of_groups_added_later():
+    """The original never steps them."""
+    first, second = parameters(torch.bfloat16, SMALL)
+    optimizer = masters([first])
+    optimizer.add_param_group({"params": [second]})
+    before = values([second])
+    train(optimizer, [first, second], range(3))
+    assert not same(before, values([second]))
+    assert [len(group["params"]) for group in optimizer.param_groups_master] == [1, 1]
+
+
+def test_float32_needs_no_master():
+    params = parameters(torch.float32, SMALL)
+    optimizer = masters(params)
+    train(optimizer, params, range(1))
+    assert "master_param" not in optimizer.state[params[0]]
+    assert optimizer.param_groups_master[0]["params"][0] is params[0]
+
+
+# -- storages ------------------------------------------------------------------------------------
+
+
+def stored(storage, path, steps=4, lr=0.001):
+    params = parameters(torch.bfloat16, ((7,), (1500,)))
+    optimizer = FusedAdam(params, lr=lr, weight_decay=0.1, storage=storage)
+    train(optimizer, params, range(steps), path)
+    return optimizer, params
+
+
+def float32_weights(path, steps=4, lr=0.001):
+    params = parameters(torch.bfloat16, ((7,), (1500,)))
+    wide = [torch.nn.Parameter(param.detach().float()) for param in params]
+    optimizer = FusedAdam(wide, lr=lr, weight_decay=0.1)
+    with on(path):
+        for number in range(steps):
+            give_grads(params, number)
+            for param, exact in zip(params, wide, strict=True):
+                exact.grad = param.grad.float()
+            optimizer.step()
+    return values(wide)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_low_bits_are_float32(path):
+    optimizer, params = stored("low_bits", path)
+    for param, exact in zip(params, float32_weights(path), strict=True):
+        assert torch.equal(join(param.detach(), optimizer.state[param]["low_bits"]), exact)
+
+
+def test_low_bits_survive_a_checkpoint():
+    optimizer, params = stored("low_bits", "reference")
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = FusedAdam(params, lr=0.001, weight_decay=0.1, storage="low_bits")
+    again.load_state_dict(saved)
+    for param in params:
+        low = optimizer.state[param]["low_bits"]
+        assert low.dtype == torch.int16
+        assert torch.equal(again.state[param]["low_bits"], low)
+
+
+def test_every_float32_is_split_and_joined():
+    bits = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64).to(torch.int32)
+    inf, nan = 0x7F800000, 0x7FFFFFFF  # the latter is what a GPU makes
+    awkward = [0, -(2**31), 1, inf, inf - 1, -1, nan, inf + 1, 0x7F808000, 0x7F7F8000]
+    value = torch.cat([bits, torch.tensor(awkward, dtype=torch.int32)]).view(torch.float32)
+    high, low = split(value)
+    joined = join(high, low)
+    good = ~value.isnan()
+    assert torch.equal(joined[good].view(torch.int32), value[good].view(torch.int32))
+    assert joined[~good].isnan().all()
+    assert high[~good].isnan().all()
+    error = (high.double() - value.double())[high.isfinite()].abs()
+    assert (error <= value.double()[high.isfinite()].abs() * 2**-8 + 2.0**-134).all()
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_a_nan_is_seen_in_low_bits(path):
+    params = parameters(torch.bfloat16, SMALL)
+    optimizer = FusedAdam(params, storage="low_bits")
+    give_grads(params, 0)
+    params[0].grad[3] = float("nan")
+    with on(path):
+        optimizer.step()
+    assert params[0].isnan().nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_kahan_loses_less(path):
+    steps = 12
+    exact = torch.cat(float32_weights(path, steps))
+    off = {}
+    for storage in ("plain", "kahan"):
+        optimizer, params = stored(storage, path, steps)
+        sums = [p.detach().float() for p in params]
+        if storage == "kahan":
+            sums = [
+                s + optimizer.state[p]["error"].float() for s, p in zip(sums, params, strict=True)
+            ]
+        off[storage] = (torch.cat(sums) - exact).square().mean().sqrt()
+    assert off["kahan"] < off["plain"] / 50
+
+
+def assert_unbiased(drawn, exact):
+    """The mean of the draws is within four standard errors; both neighbours occur."""
+    spacing = drawn.max() - drawn.min()
+    share = (exact - drawn.min()) / spacing
+    error = (share * (1 - share)).sqrt() * spacing / drawn.numel() ** 0.5
+    assert (drawn.mean() - exact).abs() <= 4 * error
+    assert drawn.unique().numel() == 2
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_stochastic_rounding_is_unbiased(path, sign):
+    param = torch.nn.Parameter(torch.full((100_000,), sign, dtype=torch.bfloat16))
+    optimizer = FusedAdam([param], lr=0.0005, storage="stochastic")
+    param.grad = torch.full_like(param, -sign)
+    with on(path):
+        optimizer.step()
+    assert_unbiased(param.detach().double(), torch.tensor(sign * 1.0005).double())
+
+
+@pytest.mark.parametrize("value", [1.001, -3.1e-5, 6.02e23])
+def test_rounding_of_one_value(value):
+    exact = torch.tensor(value)
+    drawn = round_stochastically(exact.expand(100_000))
+    assert_unbiased(drawn.double(), exact.double())
+
+
+def test_stochastic_rounding_keeps_what_is_exact():
+    exact = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), float("-inf")])
+    assert torch.equal(round_stochastically(exact).float(), exact)
+    assert round_stochastically(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_stochastic_steps_differ_and_repeat():
+    """Two steps do not draw the same; the seed decides."""
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        optimizer, params = stored("stochastic", "reference")
+        results.append(values(params))
+    assert same(*results)
+    optimizer, params = stored("stochastic", "reference")
+    assert not same(values(params), results[0])
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"amsgrad": True}, RuntimeError, "does not support the AMSGrad variant"),
+        ({"master_weights": True}, RuntimeError, "only supported with the capturable version"),
+        ({"betas": (0.9, 1.0)}, ValueError, "Invalid beta parameter at index 1: 1.0"),
+        ({"betas": (-0.1, 0.9)}, ValueError, "Invalid beta parameter at index 0: -0.1"),
+        ({"eps": -1e-8}, ValueError, "Invalid epsilon value: -1e-08"),
+        ({"storage": "int8"}, ValueError, "allowed are 'plain', 'low_bits'"),
+        ({"storage": "kahan"}, RuntimeError, "keeps bfloat16 weights"),
+        (
+            {"storage": "kahan", "master_weights": True, "capturable": True},
+            ValueError,
+            'needs storage="plain"',
+        ),
+    ],
+)
+def test_bad_arguments(options, error, words):
+    with pytest.raises(error, match=words):
+        FusedAdam(parameters(), **options)
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "eps_inside_sqrt", "use_mt"])
+def test_arguments_of_old_are_refused(name):
+    with pytest.raises(TypeError, match=name):
+        FusedAdam(parameters(), **{name: 1})
+
+
+@pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
+def test_step_arguments_of_old_are_refused(name):
+    with pytest.raises(RuntimeError, match="FusedAdam has been updated"):
+        FusedAdam(parameters()).step(**{name: 1.0})

@@ -1,0 +1,202 @@
+"""FusedMixedPrecisionLamb: masters, numbers on the device, mixed dtypes, GradScaler, state."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from apex.ops import _runtime
+from apex.optimizers import FusedLAMB, FusedMixedPrecisionLamb
+from tests.optimizers.common import PATHS, give_grads, on, parameters, same, train, values
+from tests.tolerance import CLIPPED, assert_close_to_largest
+
+SMALL = ((7,), (33, 5))
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def pair(dtype, **options):
+    """16-bit parameters with masters, and float32 twins of these."""
+    params = parameters(dtype, SMALL)
+    wide = [torch.nn.Parameter(param.detach().float()) for param in params]
+    mixed = FusedMixedPrecisionLamb(params, lr=0.02, reduced_precision_dtype=dtype, **options)
+    return params, mixed, wide, FusedLAMB(wide, lr=0.02, **options)
+
+
+def give_both(params, wide, number, scale=1.0):
+    give_grads(params, number)
+    for param, other in zip(params, wide, strict=True):
+        other.grad = param.grad.float()
+        param.grad *= scale
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("options", [{}, {"use_nvlamb": True, "adam_w_mode": False}], ids=str)
+def test_steps_like_float32(dtype, path, options):
+    params, mixed, wide, plain = pair(dtype, **options)
+    for number in range(2 if path == "triton" else 5):
+        give_both(params, wide, number)
+        with on(path):
+            mixed.step()
+            plain.step()
+    for param, other in zip(params, wide, strict=True):
+        master = mixed.state[param]["master_param"]
+        assert_close_to_largest(master, other.detach(), CLIPPED)
+        nearest = torch.equal(param.detach(), master.to(dtype))
+        assert nearest or (path == "triton" and dtype == torch.bfloat16)  # the interpreter's store
+        assert mixed.state[param]["exp_avg"].dtype == torch.float32
+
+
+def test_masters_are_made_at_the_first_step():
+    """So that a broadcast of the weights after the constructor counts."""
+    params, mixed, wide, plain = pair(torch.float16)
+    assert mixed.param_groups_full_precision[0]["params"][0] is params[0]
+    with torch.no_grad():
+        for param, other in zip(params, wide, strict=True):
+            param.fill_(0.5)
+            other.fill_(0.5)
+    give_both(params, wide, 0)
+    mixed.step()
+    plain.step()
+    found = mixed.param_groups_full_precision[0]["params"]
+    assert [x.dtype for x in found] == [torch.float32] * 2
+    for actual, exact in zip(found, values(wide), strict=True):
+        assert_close_to_largest(actual, exact, CLIPPED)
+
+
+def test_groups_keep_their_own_numbers():
+    """The original overwrites them with the defaults."""
+    first, second = parameters(shapes=SMALL)
+    optimizer = FusedMixedPrecisionLamb(
+        [{"params": [first], "lr": 0.5, "step": 3}, {"params": [second]}], lr=0.25, step=7
+    )
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
+    assert [int(group["step"]) for group in optimizer.param_groups] == [3, 7]
+    for group in optimizer.param_groups:
+        assert (group["lr"].dtype, group["lr"].shape) == (torch.float32, ())
+        assert (group["step"].dtype, group["step"].shape) == (torch.int32, (1,))
+    train(optimizer, [first, second], range(2))
+    assert [int(group["step"]) for group in optimizer.param_groups] == [5, 9]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dtypes_mixed_among_and_in_groups(path):
+    """The original measures a wrong norm, or fails where a group has another dtype."""
+    dtypes = (torch.float16, torch.float32, torch.bfloat16)
+    params = [param for dtype in dtypes for param in parameters(dtype, SMALL)]
+    wide = [torch.nn.Parameter(param.detach().float()) for param in params]
+    mixed = FusedMixedPrecisionLamb(
+        [{"params": params[:3]}, {"params": params[3:]}],
+        lr=0.02,
+        reduced_precision_dtype=torch.float16,
+    )
+    plain = FusedLAMB(wide, lr=0.02)
+    give_both(params, wide, 0)
+    with on(path):
+        mixed.step()
+        plain.step()
+    for param, exact in zip(params, values(wide), strict=True):
+        actual = mixed.state[param].get("master_param", param.detach())
+        relative = 2.0**-7 if param.dtype == torch.bfloat16 else CLIPPED
+        assert_close_to_largest(actual, exact, relative)
+        assert ("master_param" in mixed.state[param]) == (param.dtype == torch.float16)
+
+
+@pytest.mark.parametrize("historic", [False, True])
+def test_grad_scaler(historic):
+    params, mixed, wide, plain = pair(torch.float16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for number in range(3):
+        scaler.scale(torch.ones(()))
+        give_both(params, wide, number, scale=scaler.get_scale())
+        if number == 1:
+            params[0].grad[2] = float("inf")
+        if historic:
+            mixed.step(grad_scaler=scaler)
+        else:
+            scaler.step(mixed)
+        scaler.update()
+        if number != 1:
+            plain.step()
+    assert scaler.get_scale() == 128.0
+    assert int(mixed.param_groups[0]["step"]) == 2
+    for param, exact in zip(params, values(wide), strict=True):
+        assert_close_to_largest(mixed.state[param]["master_param"], exact, CLIPPED)
+
+
+def test_nothing_waits_for_the_device():
+    params = [torch.nn.Parameter(torch.empty(5, device="meta", dtype=torch.float16))]
+    optimizer = FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16)
+    for _ in range(2):
+        params[0].grad = torch.empty_like(params[0])
+        optimizer.grad_scale = torch.empty((), device="meta")
+        optimizer.found_inf = torch.empty((), device="meta")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_a_flag_that_is_not_read(flag, monkeypatch):
+    params, mixed, wide, plain = pair(torch.float16)
+    give_both(params, wide, 0)
+    before = values(params)
+    mixed.found_inf = torch.tensor(flag)
+    with monkeypatch.context() as patch, on("reference"):
+        patch.setattr(_runtime, "waits", lambda device: True)
+        mixed.step()
+    assert int(mixed.param_groups[0]["step"]) == 1 - flag
+    assert same(before, values(params)) == bool(flag)
+
+
+def test_a_step_without_gradients():
+    """An error in the original."""
+    optimizer = FusedMixedPrecisionLamb(parameters())
+    optimizer.step()
+
+
+def test_resuming_is_bit_exact():
+    """Masters are saved; the original begins again from the rounded weights."""
+    params, mixed, *_ = pair(torch.bfloat16)
+    train(mixed, params, range(3))
+    file = io.BytesIO()
+    torch.save((mixed.state_dict(), values(params)), file)
+    expected = train(mixed, params, range(3, 6))
+    file.seek(0)
+    saved, kept = torch.load(file)
+    others = [torch.nn.Parameter(value) for value in kept]
+    resumed = FusedMixedPrecisionLamb(others, lr=9.0, reduced_precision_dtype=torch.bfloat16)
+    resumed.load_state_dict(saved)
+    assert same(train(resumed, others, range(3, 6)), expected)
+    assert float(resumed.param_groups[0]["lr"]) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_moments_keep_the_dtype_they_were_saved_in(path):
+    params = parameters(torch.float16, SMALL)
+    optimizer = FusedMixedPrecisionLamb(params)
+    train(optimizer, params, range(1))
+    assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float16
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"] = state["exp_avg"].float()
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float32
+    train(optimizer, params, range(1, 2), path)
+    assert all(param.isfinite().all() for param in params)
+
+
+def test_deepcopy_and_schedulers():
+    params, mixed, *_ = pair(torch.float16)
+    train(mixed, params, range(1))
+    copied = copy.deepcopy(mixed)
+    others = copied.param_groups[0]["params"]
+    assert same(train(mixed, params, range(1, 3)), train(copied, others, range(1, 3)))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(mixed, 0.5)
+    train(mixed, params, range(1))
+    scheduler.step()
+    assert float(mixed.param_groups[0]["lr"]) == pytest.approx(0.01)
+
+
+def test_amsgrad_is_refused():
+    with pytest.raises(RuntimeError, match="FusedMixedPrecisionLamb does not support the AMSGrad"):
+        FusedMixedPrecisionLamb(parameters(), amsgrad=True)

@@ -1,0 +1,207 @@
+"""FusedNovoGrad: the formula, and its norms through late parameters, skips and checkpoints."""
+
+import copy
+
+import pytest
+import torch
+
+from apex.optimizers import FusedNovoGrad
+from tests.optimizers.common import (
+    DTYPES,
+    PATHS,
+    check_steps,
+    fuzz,
+    give_grads,
+    norm_of,
+    on,
+    parameters,
+    same,
+    train,
+    values,
+)
+from tests.tolerance import assert_one_rounding
+
+SMALL = ((7,), (33, 5))
+OPTIONS = [
+    {},
+    {"weight_decay": 0.1, "grad_averaging": False},
+    {"weight_decay": 0.1, "reg_inside_moment": True},
+    {"weight_decay": 0.1, "norm_type": 0, "bias_correction": False},
+]
+
+
+def oracle(inside):
+    def new(group, number, grad, param, state, norm):
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        c1, c2 = 1.0, 1.0
+        if group["bias_correction"]:
+            c1, c2 = 1 - beta1**number, (1 - beta2**number) ** 0.5
+        beta3 = 1 - beta1 if group["grad_averaging"] else 1.0
+        scale = norm / c2 + group["eps"]
+        if inside:
+            m = beta1 * state["exp_avg"] + beta3 * (grad / scale + decay * param)
+            update = m / c1
+        else:
+            m = beta1 * state["exp_avg"] + beta3 * grad
+            update = (m / c1) / scale + decay * param
+        return param - group["lr"] * update, {"exp_avg": m}
+
+    return new
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_formula(dtype, path, options):
+    optimizer = FusedNovoGrad(parameters(dtype), lr=0.02, **options)
+    inside = "reg_inside_moment" in options
+    check_steps(optimizer, oracle(inside), 2 if path == "triton" else 20, path)
+
+
+def blended(group, grads, start):
+    """The norm after these gradients, in float64."""
+    beta, norm = group["betas"][1], start
+    for grad in grads:
+        if group["norm_type"] == 0:
+            now = grad.double().abs().max()
+            norm = now if norm is None else norm
+            norm = beta * norm + (1 - beta) * now
+        else:
+            now = grad.double().norm()
+            norm = now if norm is None else norm
+            norm = (beta * norm**2 + (1 - beta) * now**2).sqrt()
+    return norm
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("norm_type", [0, 2])
+@pytest.mark.parametrize("init_zero", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(path, norm_type, init_zero, dtype):
+    params = parameters(dtype, SMALL)
+    optimizer = FusedNovoGrad(params, norm_type=norm_type, init_zero=init_zero, betas=(0.9, 0.5))
+    grads = [[], []]
+    for number in range(3):
+        give_grads(params, number)
+        for seen, param in zip(grads, params, strict=True):
+            seen.append(param.grad.clone())
+        with on(path):
+            optimizer.step()
+    group = optimizer.param_groups[0]
+    for seen, param in zip(grads, params, strict=True):
+        exact = blended(group, seen, torch.tensor(0.0).double() if init_zero else None)
+        assert_one_rounding(norm_of(optimizer, group, param).float(), exact)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dtypes_mixed_in_one_optimizer(path):
+    params = [param for dtype in DTYPES[:3] for param in parameters(dtype, SMALL)]
+    check_steps(FusedNovoGrad(params, weight_decay=0.1), oracle(False), 3, path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_awkward_lists(seed):
+    """float32 norms of a float64 oracle: float16 results show the rest."""
+    fuzz(lambda params: FusedNovoGrad(params, weight_decay=0.1), seed, torch.float16, "triton")
+
+
+# -- the norms in the group ----------------------------------------------------------------------
+
+
+def test_layout_of_the_state():
+    params = parameters(torch.float16, SMALL) + parameters(torch.float32, ((4,),))
+    optimizer = FusedNovoGrad(params)
+    assert "exp_avg_sq" not in optimizer.param_groups[0]
+    train(optimizer, params, range(1))
+    group = optimizer.param_groups[0]
+    assert [tuple(norms.shape) for norms in group["exp_avg_sq"]] == [(2,), (1,)]
+    assert all(norms.dtype == torch.float32 for norms in group["exp_avg_sq"])
+    keys = {"lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "norm_type"}
+    assert {*group} == keys | {"init_zero", "step", "exp_avg_sq", "params"}
+    assert {*optimizer.state_dict()["state"][0]} == {"exp_avg"}
+    assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float16
+    assert optimizer.moment_mode == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_parameters_that_come_late_or_pause(path):
+    """Each keeps its own norm, whichever of them have gradients; the original gives up."""
+    params = parameters(shapes=((3,), (4,), (5,)))
+    optimizer = FusedNovoGrad(params, betas=(0.9, 0.5))
+    seen = [[], [], []]
+    for number, present in enumerate([(1,), (0, 1), (2,), (0, 2), (0, 1, 2)]):
+        give_grads(params, number)
+        for index, param in enumerate(params):
+            if index in present:
+                seen[index].append(param.grad.clone())
+            else:
+                param.grad = None
+        with on(path):
+            optimizer.step()
+    group = optimizer.param_groups[0]
+    for grads, param in zip(seen, params, strict=True):
+        exact = blended(group, grads, None)
+        assert_one_rounding(norm_of(optimizer, group, param).float(), exact)
+
+
+@pytest.mark.parametrize("before_the_first_step", [True, False])
+def test_resuming(before_the_first_step):
+    """The original raises KeyError for a state from before the first step."""
+    params = parameters()
+    optimizer = FusedNovoGrad(params, lr=0.02)
+    if not before_the_first_step:
+        train(optimizer, params, range(3))
+    saved, kept = copy.deepcopy(optimizer.state_dict()), values(params)
+    expected = train(optimizer, params, range(3, 6))
+    with torch.no_grad():
+        for param, value in zip(params, kept, strict=True):
+            param.copy_(value)
+    resumed = FusedNovoGrad(params, lr=0.02)
+    resumed.load_state_dict(saved)
+    assert same(train(resumed, params, range(3, 6)), expected)
+
+
+def test_a_torn_state_is_refused():
+    params = parameters()
+    optimizer = FusedNovoGrad(params)
+    train(optimizer, params, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][1]
+    optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match="holds 6 norms"):
+        train(optimizer, params, range(1))
+
+
+def test_a_first_step_skipped_on_the_device_leaves_no_norm():
+    expected, params = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    plain = FusedNovoGrad(expected, lr=0.02)
+    train(plain, expected, range(2), "reference")
+    optimizer = FusedNovoGrad(params, lr=0.02)
+    with pytest.MonkeyPatch.context() as patch, on("reference"):
+        patch.setattr("apex.ops._runtime.waits", lambda device: True)
+        give_grads(params, 5)
+        params[0].grad[0] = float("inf")
+        optimizer.step_scaled(1.0, torch.tensor(1.0))
+        for number in range(2):
+            give_grads(params, number)
+            optimizer.step_scaled(1.0, torch.tensor(0.0))
+    assert optimizer.param_groups[0]["step"].tolist() == [2]
+    for actual, exact in zip(params, expected, strict=True):
+        assert_one_rounding(actual.detach(), exact.detach().double())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"amsgrad": True}, "does not support the AMSGrad variant"),
+        ({"norm_type": 1}, "only support l2/inf norm now"),
+    ],
+)
+def test_bad_arguments(options, words):
+    with pytest.raises(RuntimeError, match=words):
+        FusedNovoGrad(parameters(), **options)
+
+
+def test_there_is_no_twin():
+    with pytest.raises(NotImplementedError, match="no twin in torch.optim"):
+        FusedNovoGrad(parameters()).torch_state_dict()
