@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from apex.amp.scaler import (
     LossScaler,
@@ -15,33 +17,101 @@ from apex.amp.scaler import (
     scale_check_overflow_python,
     unscale_,
 )
-from tests.amp.hand import Scale
-
-EVENTS = st.lists(st.sampled_from(["clean", "overflow", "land"]), max_size=60)
 
 
-@given(
-    events=EVENTS,
-    window=st.integers(1, 4),
-    start=st.sampled_from([1.0, 2.0**16, 2.0**24]),
-    floor=st.sampled_from([None, 0.5, 2.0**15]),
+class Rule:
+    """The scale rule, in float32 as on any device."""
+
+    def __init__(self, start, window, floor, ceiling, growth, backoff, hysteresis):
+        self.scale, self.clean, self.hits = np.float32(start), 0, 0
+        self.window, self.hysteresis = window, hysteresis
+        self.floor, self.ceiling = np.float32(floor), np.float32(ceiling)
+        self.growth, self.backoff = np.float32(growth), np.float32(backoff)
+
+    def finish_pass(self, overflow):
+        if not overflow:
+            self.hits = 0
+            return
+        self.clean, self.hits = 0, self.hits + 1
+        if self.hits >= self.hysteresis:
+            self.scale = max(self.scale * self.backoff, self.floor)
+
+    def land(self):
+        self.clean += 1
+        if self.clean >= self.window:
+            grown = max(self.scale * self.growth, self.floor)
+            self.scale, self.clean = min(grown, self.ceiling), 0
+
+
+class ScalerMachine(RuleBasedStateMachine):
+    """Any sequence of passes, steps, writes and restores; with and without a free host read."""
+
+    @initialize(
+        start=st.sampled_from([1.0, 2.0**16, 2.0**24]),
+        window=st.integers(1, 4),
+        floor=st.sampled_from([2.0**-126, 0.5, 1.0]),
+        growth=st.sampled_from([1.0, 1.3, 2.0]),
+        backoff=st.sampled_from([0.5, 0.7, 1.0]),
+        hysteresis=st.integers(1, 3),
+        on_host=st.booleans(),
+    )
+    def begin(self, start, window, floor, growth, backoff, hysteresis, on_host):
+        reads = LossScaler if on_host else AsOnADevice
+        self.scaler = reads(
+            "dynamic",
+            start,
+            scale_window=window,
+            min_loss_scale=floor,
+            growth_factor=growth,
+            backoff_factor=backoff,
+            hysteresis=hysteresis,
+        )
+        self.rule = Rule(start, window, floor, 2.0**24, growth, backoff, hysteresis)
+        self.waiting = False
+
+    @rule(overflow=st.booleans())
+    def checked_pass(self, overflow):
+        self.scaler.finish_pass(torch.tensor(float(overflow)))
+        self.rule.finish_pass(overflow or self.waiting)
+        self.waiting = False
+
+    @rule(overflow=st.booleans())
+    def unchecked_pass(self, overflow):
+        self.scaler.finish_pass(torch.tensor(float(overflow)), check=False)
+        self.waiting |= overflow
+
+    @rule()
+    def step(self):
+        self.scaler.count_step()
+        self.rule.land()
+
+    @rule(scale=st.sampled_from([0.25, 3.0, 2.0**20]))
+    def written_by_hand(self, scale):
+        self.scaler._loss_scale = scale
+        self.rule.scale = np.float32(scale)
+
+    @rule(clean=st.integers(0, 9))
+    def restored(self, clean):
+        self.scaler._unskipped = clean
+        self.rule.clean = clean
+
+    @invariant()
+    def equal(self):
+        if hasattr(self, "scaler"):
+            assert self.scaler.loss_scale() == float(self.rule.scale)
+            assert self.scaler._unskipped == self.rule.clean
+
+
+class AsOnADevice(LossScaler):
+    """A scaler that never reads its state on the host, as where a read would wait."""
+
+    _waits_for_nothing = False
+
+
+ScalerMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=30, derandomize=True, deadline=None
 )
-def test_scale_follows_the_rule(events, window, start, floor):
-    scaler = LossScaler("dynamic", start, scale_window=window, min_loss_scale=floor)
-    rule = Scale(max(start, floor or 0.0), window, floor or 2.0**-126)
-    epoch = None
-    for event in events:
-        if event == "land":
-            if epoch == scaler._epoch:  # what a step asks before it counts
-                scaler.count_step()
-            rule.land()
-        else:
-            scaler.finish_pass(torch.tensor(float(event == "overflow")))
-            rule.finish_pass(event == "overflow")
-            if event == "clean":
-                epoch = scaler._epoch
-        assert scaler.loss_scale() == rule.value
-        assert scaler._unskipped == rule.clean
+TestScaler = ScalerMachine.TestCase
 
 
 @given(events=st.lists(st.booleans(), max_size=30), hysteresis=st.integers(1, 4))

@@ -1,11 +1,14 @@
 """What the founding tutorials have their readers type, device words aside."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from apex import amp
+from tests.amp.hand import Hand, same
 from tests.tolerance import O1_REGRESSION, assert_close_to_largest
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
@@ -181,3 +184,232 @@ def test_t5_forward_in_the_head_of_the_with_statement():
             scaled_loss.backward()
         optimizer.step()
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 6
+
+
+def test_t5_clipping_printed_before_the_backward():
+    """There it clips nothing at first, then what the last step has left: the run goes on."""
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    losses = []
+    for data, target in loader(20):
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(data), target)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        assert norm == 0.0
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def by_norm(parameters, norm_type):
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm=0.1, norm_type=norm_type)
+
+
+def by_parameter(parameters):
+    for param in parameters:
+        if param.grad is not None:
+            torch.nn.utils.clip_grad_norm_(param, max_norm=0.1)
+
+
+def by_value(parameters):
+    torch.nn.utils.clip_grad_value_(parameters, clip_value=0.01)
+
+
+def normalized(parameters):
+    for param in parameters:
+        if param.grad is not None:
+            param.grad.data = param.grad.data / (param.grad.data.norm() + 1e-6)
+
+
+TREATMENTS = {
+    "norm 2": lambda parameters: by_norm(parameters, 2),
+    "norm 1": lambda parameters: by_norm(parameters, 1.0),
+    "norm inf": lambda parameters: by_norm(parameters, float("inf")),
+    "each parameter": by_parameter,
+    "value": by_value,
+    "normalization": normalized,
+}
+
+
+@pytest.mark.parametrize("treat", TREATMENTS.values(), ids=TREATMENTS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_t5_what_is_done_to_gradients_before_a_step(level, treat):
+    model = classifier()
+    hand = Hand(model, lambda params: torch.optim.SGD(params, lr=0.1), level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for data, target in loader(3):
+        optimizer.zero_grad()
+        with amp.scale_loss(F.cross_entropy(model(data), target), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        treat(list(amp.master_params(optimizer)))
+        optimizer.step()
+        hand.zero_grad()
+        hand.backward(hand.loss(data, target))
+        treat(hand.params)
+        hand.step()
+    assert same(amp.master_params(optimizer), hand.params)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(x + self.bn2(self.conv2(x)))
+        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, (1, 1)), 1))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_t5_residual_network_with_adam(level):
+    model = Residual()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    loss_function = nn.CrossEntropyLoss()
+    losses = []
+    for data, target in loader(10):
+        optimizer.zero_grad()
+        loss = loss_function(model(data), target)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.eval()
+    with torch.no_grad():
+        assert model(loader()[0][0]).argmax(1).shape == (8,)
+
+
+@dataclasses.dataclass
+class Output:
+    """What a language model returns: its parts are attributes."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.classifier = nn.Linear(16, 2)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        hidden = self.layer(self.embedding(input_ids), src_key_padding_mask=attention_mask == 0)
+        logits = self.classifier(hidden[:, 0])
+        return Output(F.cross_entropy(logits.float(), labels), logits)
+
+
+def sentences():
+    input_ids = torch.randint(0, 20, (8, 6), generator=torch.Generator().manual_seed(5))
+    return {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones(8, 6, dtype=torch.int64),
+        "labels": input_ids[:, 0] % 2,
+    }
+
+
+def language(make=lambda model: model):
+    torch.manual_seed(4)
+    model = make(Language())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / 100)
+
+
+@pytest.mark.parametrize("level", [None, "O0", "O1", "O4"])
+def test_t5_language_model_under_autocast_with_a_scaler_and_a_scheduler(level):
+    model, optimizer, scheduler = language()
+    if level:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scaler = amp.GradScaler("cpu", init_scale=2**10)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        with amp.autocast():
+            outputs = model(**sentences())
+            loss = outputs.loss
+        assert outputs.logits.shape == (8, 2)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert optimizer.param_groups[0]["lr"] == 0.1 * (1 - 12 / 100)
+
+
+def test_t5_half_model_with_torchs_scaler_is_refused_by_torch():
+    """As printed: float16 weights, autocast, a scaler. torch unscales no float16 gradients."""
+    model, optimizer, _ = language(nn.Module.half)
+    scaler = amp.GradScaler("cpu", init_scale=2**10)
+    with amp.autocast():
+        loss = model(**sentences()).loss
+    scaler.scale(loss).backward()
+    with pytest.raises(ValueError, match="unscale FP16 gradients"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_t5_half_model_that_is_initialised(level):
+    """What the snippet is after: 16-bit weights, autocast, scaling, a scheduler."""
+    model, optimizer, scheduler = language(nn.Module.half)
+    with pytest.warns(UserWarning, match="in 16 bits already"):
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        with amp.autocast():
+            outputs = model(**sentences())
+        with amp.scale_loss(outputs.loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(outputs.loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_t5_bfloat16_model_under_autocast_with_a_scaler_and_a_scheduler():
+    model, optimizer, scheduler = language(nn.Module.bfloat16)
+    scaler = amp.GradScaler("cpu", init_scale=2**10)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        with amp.autocast(dtype=torch.bfloat16):
+            outputs = model(**sentences())
+        scaler.scale(outputs.loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        losses.append(outputs.loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_t5_looking_for_numbers_that_are_not_finite(level):
+    """Weights, outputs and gradients, looked at in every step, and the scale beside them."""
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    seen = []
+    for number, (data, target) in enumerate(loader(4)):
+        optimizer.zero_grad()
+        output = model(data)
+        assert torch.isfinite(output).all()
+        with amp.scale_loss(F.cross_entropy(output, target), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if number == 2:
+                model[1].bias.grad[0] = float("nan")
+        finite = all(bool(torch.isfinite(p.grad).all()) for p in amp.master_params(optimizer))
+        optimizer.step()
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        seen.append((finite, amp.state_dict()["loss_scaler0"]["loss_scale"]))
+    assert seen == [(True, 2.0**16)] * 2 + [(False, 2.0**15), (True, 2.0**15)]

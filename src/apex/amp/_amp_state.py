@@ -57,9 +57,14 @@ class AmpState:
             "opt_properties",
             "min_loss_scale",
             "max_loss_scale",
-            "loss_scalers",
             "handle",
         ):
+            self.__dict__.pop(name, None)
+        self.forget_scalers()
+
+    def forget_scalers(self) -> None:
+        """Drop the scalers shown here, of a training that is over."""
+        for name in ("loss_scalers", "training"):
             self.__dict__.pop(name, None)
 
 
@@ -85,5 +90,8 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Args:
         optimizer: Anything with ``param_groups``.
     """
+    materialise = getattr(getattr(optimizer, "_amp_stash", None), "materialise", None)
+    if materialise is not None:
+        materialise()
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -91,6 +91,7 @@ class _Thread(threading.local):
         self.casts: Casts | None = None
         self.held: _Saved | None = None
         self.stack: list[_Saved] = []
+        self.off: list[dict[str, bool]] = []  # what the blocks of _Off under way will put back
 
 
 _thread = _Thread()
@@ -175,6 +176,7 @@ def hold(casts: Casts, devices: tuple[str, ...]) -> None:
     release()
     _thread.held = _save(None, nested=False)
     _set(casts, devices)
+    _after_blocks()
     torch.set_autocast_cache_enabled(False)
     if casts.log is not None:
         casts.log.start()
@@ -195,8 +197,17 @@ def release() -> None:
         _thread.casts.log.stop()
     _thread.held = None
     _put_back(saved)
+    _after_blocks()
     torch.set_autocast_cache_enabled(saved.cache)
     torch.clear_autocast_cache()
+
+
+def _after_blocks() -> None:
+    """Inside of :func:`off`, let the state that was just set wait for the end of the block."""
+    for saved in _thread.off:
+        saved.update((device, torch.is_autocast_enabled(device)) for device in saved)
+    for device in device_types() if _thread.off else ():
+        torch.set_autocast_enabled(device, False)
 
 
 def enter(
@@ -266,14 +277,19 @@ def forget_weights() -> None:
 
 
 class _Off:
-    """Context in which no function is cast; models called inside still compute at their level."""
+    """Context in which no function is cast; models called inside still compute at their level.
+
+    What an ``initialize`` or ``reset`` inside switches on or off comes into force after it.
+    """
 
     def __init__(self) -> None:
-        self.saved: list[tuple[tuple[str, bool], ...]] = []
+        self.saved: list[dict[str, bool]] = []
 
     def __enter__(self) -> None:
         heal()
-        self.saved.append(tuple((d, torch.is_autocast_enabled(d)) for d in device_types()))
+        saved = {device: torch.is_autocast_enabled(device) for device in device_types()}
+        self.saved.append(saved)
+        _thread.off.append(saved)
         for device in device_types():
             torch.set_autocast_enabled(device, False)
 
@@ -283,13 +299,15 @@ class _Off:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for device, enabled in self.saved.pop():
+        saved = self.saved.pop()
+        _thread.off[:] = [other for other in _thread.off if other is not saved]
+        for device, enabled in saved.items():
             torch.set_autocast_enabled(device, enabled)
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
         """Inside this context, casts as they were outside of it."""
-        for device, enabled in self.saved[-1]:
+        for device, enabled in self.saved[-1].items():
             torch.set_autocast_enabled(device, enabled)
         try:
             yield

@@ -1,9 +1,13 @@
 """``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of the newest training.
 
 The format is NVIDIA's: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``,
-plain numbers that load under ``torch.load(weights_only=True)``. Everything is checked before
-anything is changed. When amp is disabled the dict is empty, so that checkpoint code needs no
-branches.
+plain numbers that load under ``torch.load(weights_only=True)``. With a hysteresis above 1 each
+entry also has ``"overflows": int``, the non-finite passes in a row, which NVIDIA's loader passes
+over. Everything is checked before anything is changed.
+
+An ``initialize`` with ``enabled=False`` makes no training: a program that only ever disables amp
+gets an empty dict, so that checkpoint code needs no branches, and one that trains a second model
+without amp still saves the scalers of its first.
 """
 
 from __future__ import annotations
@@ -18,13 +22,10 @@ from typing import Any
 from apex.amp._amp_state import _amp_state
 from apex.amp.scaler import LossScaler
 
-_KEY = re.compile(r"loss_scaler(\d+)")
+_KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 
 
 def _scalers() -> list[LossScaler]:
-    options = getattr(_amp_state, "opt_properties", None)
-    if options is None or not options.enabled:
-        return []
     scalers: list[LossScaler] = getattr(_amp_state, "loss_scalers", [])
     return scalers
 
@@ -37,15 +38,18 @@ def state_dict(destination: Any = None) -> Any:
 
     Returns:
         ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for
-        each scaler; nothing is added when amp is disabled.
+        each scaler of the newest training; nothing is added when there is none.
     """
     if destination is None:
         destination = OrderedDict()
     for index, scaler in enumerate(_scalers()):
-        destination[f"loss_scaler{index}"] = {
+        entry: dict[str, float] = {
             "loss_scale": scaler.loss_scale(),
             "unskipped": scaler._unskipped,
         }
+        if scaler._hysteresis > 1:
+            entry["overflows"] = int(scaler._read()[2])
+        destination[f"loss_scaler{index}"] = entry
     return destination
 
 
@@ -53,7 +57,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Take scales and counts saved by :func:`state_dict`, by the number in each key.
 
     A static scaler keeps its scale. Entries for scalers that do not exist are left out with a
-    warning, and so is everything when amp is disabled.
+    warning, and so is everything when there is no training.
 
     Args:
         state_dict: What ``amp.state_dict`` returned, here or in NVIDIA's Apex.
@@ -83,7 +87,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             f"{len(scalers)} loss_scalers are used. Pass the same num_losses to initialize.",
             stacklevel=2,
         )
-    for key, (scale, unskipped) in entries.items():
+    for key, (scale, unskipped, overflows) in entries.items():
         number = int(str(key).removeprefix("loss_scaler"))
         if number >= len(scalers):
             continue
@@ -91,19 +95,28 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         if scaler.dynamic:
             scaler._loss_scale = scaler._bounded(scale)
             scaler._unskipped = unskipped
+            scaler._write(2, overflows)
 
 
-def _checked(key: str, entry: Any) -> tuple[float, int]:
+def _checked(key: str, entry: Any) -> tuple[float, int, int]:
     try:
-        scale, unskipped = float(entry["loss_scale"]), int(entry["unskipped"])
-    except (KeyError, TypeError, ValueError) as error:
+        scale = float(entry["loss_scale"])
+        unskipped, overflows = _whole(entry["unskipped"]), _whole(entry.get("overflows", 0))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise RuntimeError(
             f'amp.load_state_dict: the entry "{key}" was {entry!r}; it must hold a number '
             "loss_scale and an integer unskipped."
-        ) from error
-    if not math.isfinite(scale) or scale <= 0 or unskipped < 0:
+        ) from e
+    if not math.isfinite(scale) or scale <= 0 or unskipped < 0 or overflows < 0:
         raise RuntimeError(
             f'amp.load_state_dict: the entry "{key}" was {entry!r}; loss_scale must be finite '
             "and above 0, unskipped at least 0."
         )
-    return scale, unskipped
+    return scale, unskipped, overflows
+
+
+def _whole(value: Any) -> int:
+    number = int(value)
+    if number != float(value):
+        raise ValueError(f"{value} is not a whole number")
+    return number

@@ -8,7 +8,7 @@ models belong to the thread, because a loss computed there is to be cast too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,13 +61,16 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     growth_interval: int = 2000,
     hysteresis: int = 1,
     max_skipped_steps: int = 50,
+    fused_step: bool = False,
 ) -> Any:
     """Prepare models and optimizers for mixed precision, in place.
 
     Args:
         models: A module, or a list of modules, in float32, on any device.
         optimizers: An optimizer, a list or tuple of them, or ``None``.
-        enabled: ``False`` changes nothing and makes every other call of amp a pass-through.
+        enabled: ``False`` makes every other call of amp a pass-through for these models and
+            optimizers. Those that went through ``initialize`` before are plain torch again, as
+            after :func:`reset`; to others nothing is done.
         opt_level: ``"O0"`` to ``"O5"``; each sets the six options below.
         cast_model_type: dtype to cast weights and inputs to; ``False`` for no cast.
         patch_torch_functions: Whether to cast functions by list (O1, O4 only).
@@ -86,6 +89,10 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         growth_interval: Clean steps after which it grows.
         hysteresis: Non-finite passes in a row before it backs off.
         max_skipped_steps: Skipped steps in a row after which ``step`` raises.
+        fused_step: Let gradients stay scaled until ``step``, which then reads each of them once
+            less: for an optimizer of :mod:`apex.optimizers` on a GPU. Clip with
+            ``amp.clip_grad_norm_``, and read gradients through ``amp.master_params(optimizer)``;
+            ``param.grad`` itself is scaled. Elsewhere it changes nothing.
 
     Returns:
         ``models`` when ``optimizers`` is ``None``, else ``(models, optimizers)``: the same
@@ -141,13 +148,18 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     ]
 
     training = Training(
-        properties, scalers, verbosity=verbosity, max_skipped_steps=max_skipped_steps
+        properties,
+        scalers,
+        verbosity=verbosity,
+        max_skipped_steps=max_skipped_steps,
+        fused_step=fused_step,
     )
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = properties  # type: ignore[attr-defined]
     _amp_state.min_loss_scale = min_loss_scale  # type: ignore[attr-defined]
     _amp_state.max_loss_scale = max_loss_scale  # type: ignore[attr-defined]
     _amp_state.loss_scalers = scalers  # type: ignore[attr-defined]
+    _amp_state.training = training  # type: ignore[attr-defined]
     _build(training, model_list, optimizer_list, cast_model_outputs)
     return models if optimizers is None else (models, optimizers)
 
@@ -159,11 +171,7 @@ def _build(
     cast_model_outputs: torch.dtype | None,
 ) -> None:
     properties = training.properties
-    for optimizer in optimizers:
-        trainings.release_optimizer(optimizer)
-    for model in models:
-        if modules.is_prepared(model):
-            modules.undo(model)
+    _release(models, optimizers)
     full = {}
     if properties.master_weights:
         for model in models:
@@ -179,29 +187,53 @@ def _build(
     training.add_models(models)
     training.add_optimizers(optimizers, full)
     for optimizer in optimizers:
-        _retype_state(optimizer)
+        _retype_state(optimizer, trainings.halves_of(optimizer))
 
 
-def _retype_state(optimizer: Any) -> None:
-    """Bring state that mirrors a parameter to the parameter's dtype (O3; no-op with masters)."""
-    for param, state in optimizer.state.items():
-        if not isinstance(state, dict) or param.dtype not in HALF_TYPES:
-            continue
-        for name, value in state.items():
-            mirrors = isinstance(value, torch.Tensor) and value.shape == param.shape
-            if mirrors and value.is_floating_point() and name != "step":
-                state[name] = value.to(param.dtype)
+def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
+    """Make plain torch again of what amp has changed; leave anything else alone."""
+    stepped = [(o, trainings.halves_of(o)) for o in (*optimizers, *trainings.managed())]
+    for optimizer in optimizers:
+        trainings.release_optimizer(optimizer)
+    for model in models:
+        if isinstance(model, torch.nn.Module) and modules.is_prepared(model):
+            modules.undo(model)
+    for optimizer, weights in stepped:
+        _retype_state(optimizer, weights)
+
+
+def _retype_state(optimizer: Any, params: Iterable[Any]) -> None:
+    """Bring the state of ``params`` to the dtype that they have now, be it wider or narrower.
+
+    What it would have been had the optimizer begun like that: numbers that it keeps beside its
+    tensors, a step count among them, stay as they are.
+    """
+    for param in params:
+        state = optimizer.state.get(param)
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, list):  # L-BFGS keeps its history so
+                state[name] = [_retyped(item, param.dtype) for item in value]
+            elif isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[name] = _retyped(value, param.dtype)
+
+
+def _retyped(value: Any, dtype: torch.dtype) -> Any:
+    is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_floating else value
 
 
 def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
     casting.release()
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = Properties()  # type: ignore[attr-defined]
-    if optimizers is None:
-        return models
-    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+    listed = [x if isinstance(x, (list, tuple)) else [x] for x in (models, optimizers)]
+    _release(map(_inner, listed[0]), listed[1])
+    for optimizer in listed[1]:
         trainings.note_disabled(optimizer)
-    return models, optimizers
+    newest = getattr(_amp_state, "training", None)
+    if newest is not None and newest.is_over():
+        _amp_state.forget_scalers()
+    return models if optimizers is None else (models, optimizers)
 
 
 def _options(opt_level: str, overrides: dict[str, Any], speak: bool) -> Properties:
@@ -269,21 +301,21 @@ def _model_list(models: Any) -> list[torch.nn.Module]:
 
 def _unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module:
     """The module whose forward is to compute at the level, without a parallel wrapper."""
-    inner: torch.nn.Module
     ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
-    if isinstance(model, ddp):
-        if properties.cast_model_type in HALF_TYPES:
-            raise RuntimeError(
-                f"amp.initialize: a model is wrapped in DistributedDataParallel already, and "
-                f"{properties.opt_level} casts its parameters, which the wrapper would miss. "
-                "Wrap it after amp.initialize."
-            )
-        inner = model.module
-        return inner
-    if isinstance(model, torch.nn.DataParallel):
-        inner = model.module
-        return inner
-    return model
+    if isinstance(model, ddp) and properties.cast_model_type in HALF_TYPES:
+        raise RuntimeError(
+            f"amp.initialize: a model is wrapped in DistributedDataParallel already, and "
+            f"{properties.opt_level} casts its parameters, which the wrapper would miss. "
+            "Wrap it after amp.initialize."
+        )
+    inner: torch.nn.Module = _inner(model)
+    return inner
+
+
+def _inner(model: Any) -> Any:
+    """What a parallel wrapper of torch's holds; anything else itself."""
+    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", torch.nn.DataParallel)
+    return model.module if isinstance(model, (torch.nn.DataParallel, ddp)) else model
 
 
 def _check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> None:
@@ -332,9 +364,8 @@ def reset() -> None:
     wait are dropped. What was computed stays: weights and optimizer state keep their values.
     """
     casting.release()
-    trainings.release_all()
-    for model in modules.alive():
-        modules.undo(model)
+    _release(modules.alive(), trainings.managed())
+    trainings.forget_disabled()
     rules.restore()
     overlay.uninstall()
     _USER_CAST_REGISTRY.clear()

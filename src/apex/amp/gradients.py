@@ -50,9 +50,20 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or a
             ``scale_loss`` block of the optimizer is open.
     """
-    return torch.nn.utils.clip_grad_norm_(
-        _collected(optimizer), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-    )
+    state = state_of(optimizer)
+    known = None if state is None or state.is_open or norm_type != 2.0 else state.measure()
+    if state is None or known is None:
+        return torch.nn.utils.clip_grad_norm_(
+            _collected(optimizer), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+    if error_if_nonfinite and not bool(known.isfinite()):
+        raise RuntimeError(
+            f"amp.clip_grad_norm_: the total norm of the gradients is {known.item()}. Pass "
+            "error_if_nonfinite=False to let amp skip the step."
+        )
+    if not state.clip((max_norm / (known + 1e-6)).clamp(max=1.0)):
+        torch.nn.utils.clip_grads_with_norm_(_collected(optimizer), max_norm, known)
+    return known
 
 
 def clip_grad_value_(optimizer: Any, clip_value: float) -> None:

@@ -109,6 +109,9 @@ def scale_loss(
         raise
     if delay_unscale:
         block.close_delayed()
+    elif not delay_overflow_check and block.keeps_scaled():
+        block.debt.kept = True
+        block.close_delayed()
     else:
         block.close(check=not delay_overflow_check)
 
@@ -125,8 +128,8 @@ class _Block:
         self.loss = loss if loss.dtype == torch.float64 else loss.float()
         self.states = states
         self.training = states[0].training
-        self.scaler = _scaler(self.training.loss_scalers, loss_id)
-        self.index = loss_id % len(self.training.loss_scalers)
+        scaler = _scaler(self.training.loss_scalers, loss_id)
+        index = loss_id % len(self.training.loss_scalers)
         for state in (*states, *self.training.sharers(states)):
             if state.is_open:
                 raise RuntimeError(
@@ -134,7 +137,8 @@ class _Block:
                     "an open scale_loss block already. Close that block first, or scale the sum of "
                     "the losses in one block."
                 )
-        self.scale = self.scaler.scale_on(loss.device)
+        self.scale = scaler.scale_on(loss.device)
+        self.debt = Debt(scaler, index, self.scale, states, self.loss)
 
     def needs_nothing(self) -> bool:
         """Whether a plain backward is all there is to do: scale 1, no masters, no check."""
@@ -146,33 +150,28 @@ class _Block:
 
     def open(self) -> None:
         """Set accumulated gradients aside."""
-        self.aside = [state.open(self.scaler, self.scale) for state in self.states]
+        for state in self.states:
+            state.settle_debt(unless=self.debt)
+        self.aside = [state.open() for state in self.states]
 
     def abandon(self) -> None:
         """Put everything back as it was."""
-        for state, aside in zip(self.states, self.aside, strict=True):
-            state.abandon(aside)
+        for state, aside in zip(reversed(self.states), reversed(self.aside), strict=True):
+            state.abandon(aside)  # the first to open has the gradients that are shared
+
+    def keeps_scaled(self) -> bool:
+        """Whether the gradients are to stay scaled until the step; see apex.amp.fused_step."""
+        return len(self.states) == 1 and self.states[0].keeps_scaled(self.aside[0])
 
     def close_delayed(self) -> None:
         """Leave the gradients scaled."""
+        self.debt.loss = self.loss.detach()
         for state, aside in zip(self.states, self.aside, strict=True):
-            debt = Debt(self.scaler, self.index, self.scale, self.loss)
-            state.close_delayed(aside, debt)
+            state.close_delayed(aside, self.debt)
 
     def close(self, *, check: bool) -> None:
-        """Unscale, tell the states whether the pass was finite, and let the scale back off."""
-        done: set[int] | None = set() if len(self.states) > 1 else None
-        flags = []
-        for state, aside in zip(self.states, self.aside, strict=True):
-            flag = state.close(aside, self.scale, done)
-            if flag is not None:
-                flags.append(flag)
-        if not flags:
-            return
-        found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        for state in (*self.states, *self.training.sharers(self.states)):
-            state.record(self.scaler, self.index, found, self.loss)
-        self.scaler.finish_pass(found, check=check)
+        """Unscale what is left, here and by delayed passes that this one was added to."""
+        self.debt.settle(self.aside, check=check)
 
 
 @contextlib.contextmanager

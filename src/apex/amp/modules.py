@@ -54,16 +54,23 @@ class Master:
         self.left_version = 0
         self.waiting: set[int] = set()
 
-    def leave(self, grad: torch.Tensor, sharers: set[int] | None) -> None:
-        """Note that ``grad`` is in the master's gradient and stays on the weight to be read.
-
-        Args:
-            grad: The weight's gradient.
-            sharers: ids of the states of the optimizers that all step this master.
-        """
-        self.left, self.left_version = grad, grad._version
+    def wait_for(self, sharers: set[int] | None) -> None:
+        """Keep the gradient until all of ``sharers`` (ids of optimizers' states) have stepped."""
         if sharers is not None:
             self.waiting = set(sharers)
+
+    def has_left(self, grad: torch.Tensor | None) -> bool:
+        """Whether ``grad`` is what a finished pass has left.
+
+        It may be another tensor of the same bits: when torch's DistributedDataParallel rebuilds
+        its buckets (``gradient_as_bucket_view=True``), it moves the gradients that it finds.
+        """
+        left = self.left
+        if grad is None or left is None or grad is left:
+            return grad is left
+        if left.layout != torch.strided or grad.layout != torch.strided:
+            return False
+        return torch.equal(grad.view(torch.int16), left.view(torch.int16))
 
     @torch.no_grad()
     def refresh(self, weight: torch.Tensor) -> None:

@@ -19,19 +19,24 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from apex.amp import _speech, casts
+from apex.amp.fused_step import Clip, Measured, inverse, measured_scaled, unscale_and_measure
+from apex.amp.lag import Word, runs_behind
 from apex.amp.modules import Master, leftovers, masters
 from apex.amp.passes import Aside, Debt, Pass, accumulate, add_back, stored_values, unshared
 from apex.amp.policy import HALF_TYPES
 from apex.amp.scaler import LossScaler, unscale_
+from apex.ops.unscale import takes
 
 if TYPE_CHECKING:
     from apex.amp.training import Training
@@ -78,15 +83,24 @@ class OptimizerState:
         self.use_masters = use_masters
         self.passes: list[Pass] = []
         self.skipped = 0  # steps in a row
-        self.landed = False  # whether the last step was taken
         self.lazy_init_called = True  # read and written by programs of old
         self.is_open = False  # inside a scale_loss block
         self._optimizer = weakref.ref(optimizer)
         self._entries: list[_Entry] = []
-        self._ids: list[int] = []
+        self._params: list[torch.Tensor] = []
+        self._plain: list[torch.Tensor] = []
+        self._twins: list[tuple[torch.Tensor, torch.Tensor, Master]] = []
         self._debt: Debt | None = None
+        self._unscaled: Aside = {}  # what had accumulated before the debt was made
         self._aside: Aside = {}
         self._stepped_once = False
+        self._landed: bool | torch.Tensor = False  # whether the last step was taken
+        self._skips: torch.Tensor | None = None  # steps in a row, counted on the device
+        self._words: deque[tuple[list[int], Word]] = deque()
+        self._takes_flag = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.takes_scaled = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
+        self._measured: Measured | None = None
+        self._clip: Clip | None = None
         self._warned = False
         self._is_attached = True
         self._sync(full)
@@ -145,6 +159,11 @@ class OptimizerState:
         optimizer = self._optimizer()
         if optimizer is None or not self._is_attached:
             return
+        if not self.is_open:
+            self.settle_debt()
+            clip, self._clip = self._clip, None
+            if clip is not None and clip.measured.holds(self._params, or_gone=True):
+                clip.apply(param.grad for param in self._params)
         self._sync()
         self._is_attached = False
         self._unpatch(optimizer)
@@ -154,7 +173,7 @@ class OptimizerState:
         for entry in self._entries:
             if entry.master is not None and entry.param in optimizer.state:
                 optimizer.state[entry.target] = optimizer.state.pop(entry.param)
-        self._entries, self._ids = [], []
+        self._remember([])
 
     def params(self) -> Iterator[torch.Tensor]:
         """Every tensor in the optimizer's groups."""
@@ -165,10 +184,10 @@ class OptimizerState:
     def _sync(self, full: dict[torch.nn.Parameter, torch.Tensor] | None = None) -> list[_Entry]:
         """The entries for what is in the groups now, with masters for new 16-bit weights."""
         optimizer = self._optimizer()
-        ids: list[int] = []
+        now: list[torch.Tensor] = []
         for group in () if optimizer is None else optimizer.param_groups:
-            ids += map(id, group["params"])
-        if ids == self._ids:  # the entries keep their tensors alive, so an id says who it is
+            now += group["params"]
+        if len(now) == len(self._params) and all(map(operator.is_, now, self._params)):
             return self._entries
         known = {id(entry.param): entry for entry in self._entries}
         known.update({id(entry.target): entry for entry in self._entries})
@@ -181,8 +200,15 @@ class OptimizerState:
                 entry = known.get(id(param)) or self._entry(optimizer, param, full or {})
                 params[index] = entry.param
                 entries.append(entry)
-        self._entries, self._ids = entries, [id(entry.param) for entry in entries]
+        self._remember(entries)
         return entries
+
+    def _remember(self, entries: list[_Entry]) -> None:
+        """Keep the entries, and in columns what every step goes through."""
+        self._entries = entries
+        self._params = [entry.param for entry in entries]
+        self._plain = [entry.param for entry in entries if entry.master is None]
+        self._twins = [(e.target, e.param, e.master) for e in entries if e.master is not None]
 
     @torch.no_grad()
     def _entry(
@@ -205,28 +231,31 @@ class OptimizerState:
 
     # -- one pass ------------------------------------------------------------------------------
 
-    def open(self, scaler: LossScaler, scale: torch.Tensor | float) -> Aside:
-        """Set every gradient aside, so that backward leaves only its own.
-
-        Gradients that an earlier pass left scaled stay so if this one has the same scale, and
-        are settled first if not.
-        """
-        if self._debt is not None and not self._debt.matches(scaler, scale):
-            self.settle_debt()
+    def open(self) -> Aside:
+        """Set every gradient aside, so that backward leaves only its own."""
         aside: Aside = {}
+        self.apply_clip()
+        self._measured = None
         for entry in self._sync():
             target = entry.target
             grad = target.grad
-            master = entry.master
             if grad is not None:
+                master = entry.master
                 if master is None or grad is not master.left:  # else in the master's already
                     aside[target] = unshared(grad)
                 target.grad = None
-            if master is not None:
-                master.left = None
+        for _, _, master in self._twins:
+            master.left = None
+        if self.passes and not aside and self._debt is None:
+            self._forget_passes_without_gradients()
         self.is_open = True
         self._aside = aside
         return aside
+
+    def _forget_passes_without_gradients(self) -> None:
+        """Let an overflow go with its gradients, where the program has cleared those itself."""
+        if all(param.grad is None for _, param, _ in self._twins):
+            self.passes.clear()
 
     def abandon(self, aside: Aside) -> None:
         """Put every gradient back as :meth:`open` found it."""
@@ -238,9 +267,8 @@ class OptimizerState:
         """End a pass whose gradients stay scaled until the next pass or the step."""
         self.is_open = False
         if self._debt is None:
-            self._debt = debt
-            debt.unscaled = aside
-        else:  # of the same scale, or open() had settled it
+            self._debt, self._unscaled = debt, aside
+        else:  # of the same kind, or it had been settled
             add_back(aside)
 
     @torch.no_grad()
@@ -259,33 +287,64 @@ class OptimizerState:
         self.is_open = False
         if self._debt is not None:
             add_back(aside)
-            aside, self._debt = self._debt.unscaled, None
-        sharing = self.training.sharing
-        if self.use_masters:
-            leftovers.holders.add(self)
-        grads: list[torch.Tensor] = []
+            aside, self._debt, self._unscaled = self._unscaled, None, {}
+        plain, twins = self._plain, self._twins
+        if done is not None:
+            plain = [tensor for tensor in plain if id(tensor) not in done]
+            twins = [twin for twin in twins if id(twin[0]) not in done]
+            done.update(id(entry.target) for entry in self._entries)
+        grads = [weight.grad for weight in plain if weight.grad is not None]
+        if any(grad.is_sparse for grad in grads):
+            grads = [_coalesced(weight) for weight in plain if weight.grad is not None]
+        halves = [weight.grad for weight, _, _ in twins if weight.grad is not None]
+        in_one_pass = takes(grads + halves)
         widened: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for entry in self._sync():
-            grad = entry.target.grad
-            if grad is None:
-                continue
-            if done is not None:
-                if id(entry.target) in done:
-                    continue
-                done.add(id(entry.target))
-            if grad.is_sparse:
-                grad = entry.target.grad = grad.coalesce()
-            master = entry.master
-            if master is not None:
-                master.leave(grad, sharing.get(id(entry.param)))
-                grad = grad.float()
-                widened.append((entry.param, grad))
-            grads.append(grad)
-        found = unscale_(grads, scale)
+        if twins:
+            leftovers.holders.add(self)
+            wide = self._widen(twins, widened, empty=in_one_pass)
+        else:
+            wide = []
+        if in_one_pass:
+            found, squares = unscale_and_measure(grads + halves, grads + wide, scale)
+        else:
+            found, squares = unscale_(grads + wide, scale), None
         accumulate(widened)
         if aside:
             self._return(aside)
+        elif squares is not None and done is None and not widened:
+            self._measured = Measured(squares, self._params)
         return found
+
+    def _widen(
+        self,
+        twins: list[tuple[torch.Tensor, torch.Tensor, Master]],
+        widened: list[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        empty: bool,
+    ) -> list[torch.Tensor]:
+        """float32 copies of what backward left on 16-bit weights, for their masters.
+
+        They are given to masters that have no gradient yet, else listed in ``widened``. With
+        ``empty`` they are for somebody else to fill.
+        """
+        grads: list[torch.Tensor] = []
+        sharing = self.training.sharing
+        for weight, tensor, master in twins:
+            grad = weight.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                grad = weight.grad = grad.coalesce()
+            master.left, master.left_version = grad, grad._version
+            if sharing:
+                master.wait_for(sharing.get(id(tensor)))
+            wide = torch.empty_like(grad, dtype=torch.float32) if empty else grad.float()
+            if tensor.grad is None:
+                tensor.grad = wide
+            else:
+                widened.append((tensor, wide))
+            grads.append(wide)
+        return grads
 
     def _return(self, aside: Aside) -> None:
         """Add unscaled gradients that were set aside: to the master, where there is one."""
@@ -294,14 +353,22 @@ class OptimizerState:
                 accumulate([(entry.param, aside.pop(entry.target).float())])
         add_back(aside)
 
-    def settle_debt(self) -> None:
-        """Unscale what passes with ``delay_unscale`` left, at the scale that made it."""
+    def settle_debt(self, unless: Debt | None = None) -> None:
+        """Unscale what passes with ``delay_unscale`` left, at the scale that made it.
+
+        Args:
+            unless: A pass about to begin: nothing is done if it may add to the same gradients.
+        """
         debt = self._debt
         if debt is None:
             return
-        found = self.close({}, debt.scale, None)
-        self.record(debt.scaler, debt.index, found, debt.loss)
-        debt.scaler.finish_pass(found)
+        # a second pass must not add up in 16 bits what masters would add up in float32
+        fits = unless is not None and debt.matches(unless) and not (debt.kept and self._twins)
+        if not fits:
+            clip, self._clip = self._clip, None
+            debt.settle([{} for _ in debt.states])
+            if clip is not None:
+                clip.apply(param.grad for param in self._params)
 
     def record(self, scaler: LossScaler, index: int, found: Any, loss: torch.Tensor) -> None:
         """Note a finished pass for the step to look at."""
@@ -316,11 +383,10 @@ class OptimizerState:
         Called as the next forward begins: their time for being read is over, a backward outside
         of ``scale_loss`` must not add to them, and they are a copy's worth of memory.
         """
-        for entry in self._entries:
-            master = entry.master
-            if master is not None and master.left is not None:
-                if entry.target.grad is master.left:
-                    entry.target.grad = None
+        for target, _, master in self._twins:
+            if master.left is not None:
+                if master.has_left(target.grad):
+                    target.grad = None
                 master.left = None
 
     def can_skip(self) -> bool:
@@ -335,18 +401,207 @@ class OptimizerState:
                 "scaled. Call it after the block."
             )
         self._refuse_scaler()
+        self._hear()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             return self._step_with(closure, args, kwargs)
-        self.collect()
-        bad = self._overflowed()
-        if bad is not None:
-            self._skip(bad)
-            return None
+        how = self._scaled_step()
+        if how is None:
+            self.collect()
+            how = {}
+        if self._can_lag():
+            self._let_device_decide(how)
+        else:
+            bad = self._overflowed()
+            if bad is not None:
+                self._skip(bad)
+                return None
+            self._landed, self.skipped = True, 0
         with casts.off():
-            result = self._inner["step"](*args, **kwargs)
-        self._after_step()
+            result = self._call(how, args, kwargs)
+        self._after_step(copied="copies" in how)
         return result
+
+    def _call(self, how: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        """The optimizer's own step, told to multiply gradients or to heed a flag."""
+        optimizer = self._optimizer()
+        if not how or optimizer is None:
+            return self._inner["step"](*args, **kwargs)
+        if self.takes_scaled:
+            optimizer._scaled_step = how
+            try:
+                return self._inner["step"](*args, **kwargs)
+            finally:
+                vars(optimizer).pop("_scaled_step", None)
+        optimizer.grad_scale, optimizer.found_inf = None, how["noop"]
+        try:
+            return self._inner["step"](*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    # -- gradients that stay scaled, and clipping factors that wait ------------------------------
+
+    def keeps_scaled(self, aside: Aside) -> bool:
+        """Whether a pass of this optimizer alone is to leave its gradients scaled until the step.
+
+        Asked for by ``initialize(fused_step=True)`` or by the optimizer itself, and done where its
+        kernels run: elsewhere nothing is gained.
+        """
+        optimizer = self._optimizer()
+        asked = self.training.fused_step or not getattr(optimizer, "materialize_master_grads", True)
+        if not (asked and self.takes_scaled) or self.training.sharing:
+            return False
+        if (aside and self._debt is None) or (self._debt is not None and not self._debt.kept):
+            return False
+        if any(tensor.grad is not None for _, tensor, _ in self._twins):
+            return False
+        return takes([e.target.grad for e in self._entries if e.target.grad is not None])
+
+    def measure(self) -> torch.Tensor | None:
+        """The norm of all gradients, if one pass made them and none has changed since.
+
+        Returns:
+            float32, 0-dim; ``None`` where it has to be computed from the gradients.
+        """
+        if self._clip is not None:
+            return None
+        debt = self._debt
+        if debt is not None and debt.kept and not self._unscaled:
+            if self._measured is None:
+                self._measured = measured_scaled(debt, self._scaled_grads())
+            return self._measured.norm
+        if debt is None and self._measured is not None and self._measured.holds(self._params):
+            return self._measured.norm
+        return None
+
+    def clip(self, coefficient: torch.Tensor) -> bool:
+        """Let the next step multiply gradients by ``coefficient``; say whether it can."""
+        if not self.takes_scaled or self._measured is None:
+            return False
+        self._clip = Clip(coefficient, self._measured)
+        return True
+
+    def apply_clip(self) -> None:
+        """Multiply the gradients by the factor that was to wait for the step."""
+        clip, self._clip = self._clip, None
+        if clip is None:
+            return
+        if self._debt is not None:
+            clip.apply(self._scaled_grads().values())
+        else:
+            clip.check(self._params)
+            clip.apply(param.grad for param in self._params)
+
+    def materialise(self) -> None:
+        """Let a reader find gradients as they will be stepped; inside a block they are scaled."""
+        if self.is_open:
+            return
+        if self._debt is not None and self._debt.kept:
+            self.settle_debt()
+        self.apply_clip()
+
+    def _scaled_grads(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What backward left, by what the optimizer steps."""
+        pairs = [(weight, weight.grad) for weight in self._plain]
+        pairs += [(tensor, weight.grad) for weight, tensor, _ in self._twins]
+        return {param: grad for param, grad in pairs if grad is not None}
+
+    def _scaled_step(self) -> dict[str, Any] | None:
+        """Arguments for a step on gradients as they are, or ``None`` if they must be collected."""
+        debt = self._debt
+        clip = self._clip
+        if debt is None:
+            if clip is None:
+                return None
+            clip.check(self._params)
+            self._clip = None
+            self.collect()
+            return {"factor": clip.coefficient}
+        if not debt.kept or self._unscaled or any(t.grad is not None for _, t, _ in self._twins):
+            return None
+        self._sync()
+        self._debt = self._clip = None
+        grads = self._scaled_grads()
+        measured, self._measured = self._measured, None
+        if isinstance(debt.scale, torch.Tensor):
+            if measured is None:
+                measured = measured_scaled(debt, grads)
+            self.record(debt.scaler, debt.index, measured.found, debt.loss)
+            debt.scaler.finish_pass(measured.found)
+        factor = inverse(debt.scale)
+        if clip is not None:
+            factor = clip.coefficient * factor
+        copies = {}
+        for weight, tensor, master in self._twins:
+            if weight._version != master.version or not self._stepped_once:
+                master.refresh(weight)
+            if weight.grad is not None:
+                master.left, master.left_version = weight.grad, weight.grad._version
+                copies[tensor] = weight
+        leftovers.holders.add(self)
+        return {"factor": factor, "grads": grads, "copies": copies}
+
+    # -- steps on a device that the host does not wait for ---------------------------------------
+
+    @property
+    def landed(self) -> bool:
+        """Whether the last step was taken; waits for a device that decided it."""
+        if isinstance(self._landed, torch.Tensor):
+            self._landed = False if self._landed.is_meta else bool(self._landed)
+        return self._landed
+
+    def _can_lag(self) -> bool:
+        """Whether the kernels of the step can skip by themselves, so that nobody has to wait."""
+        if not self.passes or not self._takes_flag:
+            return False
+        return all(runs_behind(done.found.device) for done in self.passes)
+
+    def _let_device_decide(self, how: dict[str, Any]) -> None:
+        """Hand the flags of the passes to the step, and send for them."""
+        passes, self.passes = self.passes, []
+        device = passes[0].found.device
+        flags = [done.found.to(device, torch.float32, non_blocking=True) for done in passes]
+        noop = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        how["noop"] = noop
+        self._landed = landed = noop == 0
+        for done in passes:
+            if done.epoch == done.scaler._epoch:
+                done.scaler.count_step(landed)
+        skips = torch.zeros_like(noop) if self._skips is None else self._skips
+        self._skips = torch.where(landed, 0.0, skips.to(device) + 1)
+        scales = [done.scaler._state[0].to(device, non_blocking=True) for done in passes]
+        word = Word(torch.stack([self._skips, *flags, *scales]))
+        if not word.is_lost:
+            self._words.append(([done.index for done in passes], word))
+
+    def _hear(self) -> None:
+        """Speak of steps that a device has skipped, as far as that is known by now.
+
+        Raises:
+            RuntimeError: Too many in a row.
+        """
+        while self._words:
+            indices, word = self._words[0]
+            values = word.read()
+            if values is None:
+                return
+            self._words.popleft()
+            self.skipped = int(values[0])
+            if self.skipped == 0:
+                continue
+            flags, scales = values[1 : 1 + len(indices)], values[1 + len(indices) :]
+            index, scale = next(
+                (index, scale)
+                for index, flag, scale in zip(indices, flags, scales, strict=True)
+                if flag
+            )
+            self._say_skipped(index, scale)
+            if self.skipped >= self.training.max_skipped_steps:
+                raise RuntimeError(
+                    f"amp: {self.skipped} steps in a row were skipped because of non-finite "
+                    f"gradients; the loss scale is now {scale}. (The device told so after the "
+                    "step; initialize(max_skipped_steps=...) sets the limit.)"
+                )
 
     def _refuse_scaler(self) -> None:
         """Raise if torch's GradScaler drives a step that goes through masters."""
@@ -371,7 +626,8 @@ class OptimizerState:
         off = casts.off()
 
         def evaluate() -> Any:
-            self._write_models()  # the optimizer may have moved the masters since
+            if self._twins:  # the optimizer may have moved the masters since
+                self._write_models()
             with off.lifted():
                 loss = closure()
             self.collect()
@@ -381,6 +637,7 @@ class OptimizerState:
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         with off:
             result = self._inner["step"](evaluate, *args[1:], **rest)
+        self._landed, self.skipped = True, 0
         self._after_step()
         return result
 
@@ -391,15 +648,10 @@ class OptimizerState:
         hands the gradients of a backward outside of ``scale_loss`` to the masters.
         """
         self.settle_debt()
-        entries = self._sync()
-        if not self.use_masters:
-            return
+        self.apply_clip()
+        self._sync()
         stepped = self._stepped_once
-        for entry in entries:
-            master = entry.master
-            if master is None:
-                continue
-            target = entry.target
+        for target, param, master in self._twins:
             if target._version != master.version or not stepped:
                 master.refresh(target)
             grad = target.grad
@@ -407,8 +659,8 @@ class OptimizerState:
                 continue
             if grad is not master.left:
                 new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
-                accumulate([(entry.param, new.float())])
-                master.leave(grad, None)
+                accumulate([(param, new.float())])
+                master.left, master.left_version = grad, grad._version
                 leftovers.holders.add(self)
             elif grad._version != master.left_version and not self._warned:
                 self._warned = True
@@ -443,13 +695,9 @@ class OptimizerState:
     def _skip(self, bad: tuple[Pass, float]) -> None:
         done, scale = bad
         self.skipped += 1
-        self.landed = False
-        if self.training.verbosity > 0:
-            _speech.say(
-                f"Gradient overflow.  Skipping step, loss scaler {done.index} "
-                f"reducing loss scale to {scale}",
-                logging.WARNING,
-            )
+        self._landed = False
+        self._measured = self._clip = None
+        self._say_skipped(done.index, scale)
         self._count_as_called()
         message = None
         if self.skipped >= self.training.max_skipped_steps:
@@ -458,6 +706,14 @@ class OptimizerState:
         casts.forget_weights()
         if message is not None:
             raise RuntimeError(message)
+
+    def _say_skipped(self, index: int, scale: float) -> None:
+        if self.training.verbosity > 0:
+            _speech.say(
+                f"Gradient overflow.  Skipping step, loss scaler {index} "
+                f"reducing loss scale to {scale}",
+                logging.WARNING,
+            )
 
     def _count_as_called(self) -> None:
         """Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too."""
@@ -490,57 +746,55 @@ class OptimizerState:
             f"{scale}. {cause} (initialize(max_skipped_steps=...) sets the limit.)"
         )
 
-    def _after_step(self) -> None:
-        self.skipped = 0
-        self.landed = True
+    def _after_step(self, *, copied: bool = False) -> None:
         self._stepped_once = True
-        self._write_models()
-        self._free_master_grads()
+        self._measured = None
+        if copied:  # by the step itself
+            for weight, _, master in self._twins:
+                master.version = weight._version
+        elif self._twins:
+            self._write_models()
+        if self._twins:
+            self._free_master_grads()
         casts.forget_weights()
 
     @torch.no_grad()
     def _write_models(self) -> None:
         """Round every master into its model weight."""
-        pairs = [(e.master, e.target) for e in self._entries if e.master is not None]
-        if not pairs:
-            return
-        for device_pairs in _by_device(pairs):
-            torch._foreach_copy_(
-                [weight for _, weight in device_pairs],
-                [master.tensor for master, _ in device_pairs],
-            )
-        for master, weight in pairs:
+        weights = [weight for weight, _, _ in self._twins]
+        torch._foreach_copy_(weights, [tensor for _, tensor, _ in self._twins])
+        for weight, _, master in self._twins:
             master.version = weight._version
 
     def _free_master_grads(self) -> None:
         """A master's gradient ends with the step, since ``model.zero_grad()`` cannot reach it."""
-        for entry in self._entries:
-            master = entry.master
-            if master is not None:
-                if master.waiting:  # another optimizer has yet to step on it
-                    master.waiting.discard(id(self))
-                    if master.waiting:
-                        continue
-                entry.param.grad = None
+        if not self.training.sharing:
+            for _, tensor, _ in self._twins:
+                tensor.grad = None
+            return
+        for _, tensor, master in self._twins:
+            master.waiting.discard(id(self))
+            if not master.waiting:  # else another optimizer has yet to step on it
+                tensor.grad = None
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, and the same for the model weights behind masters."""
+        self._measured = self._clip = None
+        if not self.is_open:
+            self.settle_debt()  # what it finds, the other optimizers of the pass have to know
         self._inner["zero_grad"](*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-        self._debt = None
+        self._debt, self._unscaled = None, {}
         self.passes.clear()  # their gradients are gone
         if self.is_open:
             self._aside.clear()
-        for entry in self._entries:
-            if entry.master is None:
-                continue
-            entry.param.grad = None
-            entry.master.left = None
-            target = entry.target
+        for target, tensor, master in self._twins:
+            master.left = None
             if set_to_none:
-                target.grad = None
+                tensor.grad = target.grad = None
             elif target.grad is not None:
                 target.grad.detach_().zero_()
+        leftovers.holders.discard(self)
 
     def add_param_group(self, group: Any) -> None:
         """The optimizer's own; 16-bit weights in the new group get masters."""
@@ -565,10 +819,10 @@ class OptimizerState:
         return [entry.param for entry in self._sync() if entry.master is None]
 
 
-def _by_device(
-    pairs: list[tuple[Master, torch.Tensor]],
-) -> Iterable[list[tuple[Master, torch.Tensor]]]:
-    groups: dict[torch.device, list[tuple[Master, torch.Tensor]]] = {}
-    for pair in pairs:
-        groups.setdefault(pair[1].device, []).append(pair)
-    return groups.values()
+def _coalesced(weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of ``weight``, which becomes a coalesced one if it is sparse."""
+    grad = weight.grad
+    assert grad is not None
+    if grad.is_sparse:
+        weight.grad = grad = grad.coalesce()
+    return grad

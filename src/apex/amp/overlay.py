@@ -14,6 +14,7 @@ Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any
@@ -50,29 +51,33 @@ _PROMOTE_ON_CPU = (
 )
 
 _library: torch.library.Library | None = None
+_lock = threading.Lock()
 
 
 def install() -> None:
     """Register the kernels, once per process; undone by :func:`uninstall`."""
     global _library  # noqa: PLW0603  # a registration with the dispatcher is process-wide
-    if _library is not None:
-        return
-    _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for device in casts.device_types():
-        key = f"Autocast{device.upper()}"
-        _register(_library, _FLOAT_EVERYWHERE, key, _to_float)
-        if device == "cpu":
-            _register(_library, _FLOAT_ON_CPU, key, _to_float)
-            _register(_library, _HALF_ON_CPU, key, _to_half)
-            _register(_library, _PROMOTE_ON_CPU, key, _to_widest)
+    with _lock:  # another thread that initialises must not go on with half of them
+        if _library is not None:
+            return
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        for device in casts.device_types():
+            key = f"Autocast{device.upper()}"
+            _register(library, _FLOAT_EVERYWHERE, key, _to_float)
+            if device == "cpu":
+                _register(library, _FLOAT_ON_CPU, key, _to_float)
+                _register(library, _HALF_ON_CPU, key, _to_half)
+                _register(library, _PROMOTE_ON_CPU, key, _to_widest)
+        _library = library
 
 
 def uninstall() -> None:
     """Take the kernels back."""
     global _library  # noqa: PLW0603
-    if _library is not None:
-        _library._destroy()  # type: ignore[no-untyped-call]
-        _library = None
+    with _lock:
+        if _library is not None:
+            _library._destroy()  # type: ignore[no-untyped-call]
+            _library = None
 
 
 def _register(

@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
 from apex.amp.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from apex.amp.optimizer import OptimizerState
 
 Aside = dict[torch.Tensor, torch.Tensor]  # gradients set aside, by the tensor they belong to
 
@@ -28,25 +34,65 @@ class Pass:
 
 
 class Debt:
-    """Gradients left scaled by passes with ``delay_unscale``."""
+    """Gradients that one pass, or several of one kind with ``delay_unscale``, have left scaled.
 
-    __slots__ = ("index", "loss", "scale", "scaler", "state", "unscaled")
+    The optimizers of a pass owe it together: what is not finite in one skips the step of all.
+
+    Attributes:
+        scaler: Whose scale the pass began with.
+        index: The scaler's number.
+        scale: The scale the pass began with.
+        turn: Which of the scaler's turns that was.
+        states: The optimizers that were listed.
+        loss: To tell who was non-finite.
+        kept: Whether the gradients are to stay scaled until the step, of their own accord.
+    """
+
+    __slots__ = ("index", "kept", "loss", "scale", "scaler", "states", "turn")
 
     def __init__(
-        self, scaler: LossScaler, index: int, scale: torch.Tensor | float, loss: torch.Tensor
+        self,
+        scaler: LossScaler,
+        index: int,
+        scale: torch.Tensor | float,
+        states: list[OptimizerState],
+        loss: torch.Tensor,
     ) -> None:
         self.scaler = scaler
         self.index = index
         self.scale = scale
-        self.state = scaler._state
-        self.loss = loss.detach()
-        self.unscaled: Aside = {}
+        self.turn = scaler._turn
+        self.states = states
+        self.loss = loss
+        self.kept = False
 
-    def matches(self, scaler: LossScaler, scale: torch.Tensor | float) -> bool:
-        """Whether a pass with this scale may add to the same gradients."""
-        if isinstance(scale, torch.Tensor):
-            return scaler is self.scaler and scaler._state is self.state
-        return scale == self.scale
+    def matches(self, other: Debt) -> bool:
+        """Whether the gradients of another pass may be added to these before they are unscaled."""
+        if set(self.states) != set(other.states):
+            return False
+        if isinstance(self.scale, torch.Tensor):
+            return self.scaler is other.scaler and self.turn == other.turn
+        return self.scale == other.scale
+
+    def settle(self, asides: Sequence[Aside], *, check: bool = True) -> None:
+        """Unscale, tell the optimizers whether all was finite, and let the scale back off.
+
+        Args:
+            asides: For each of ``states``, the unscaled gradients to add.
+            check: ``False`` leaves the scale alone.
+        """
+        done: set[int] | None = set() if len(self.states) > 1 else None
+        flags = []
+        for state, aside in zip(self.states, asides, strict=True):
+            flag = state.close(aside, self.scale, done)
+            if flag is not None:
+                flags.append(flag)
+        if not flags:
+            return
+        found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        for state in (*self.states, *self.states[0].training.sharers(self.states)):
+            state.record(self.scaler, self.index, found, self.loss)
+        self.scaler.finish_pass(found, check=check)
 
 
 def stored_values(grad: torch.Tensor) -> torch.Tensor:

@@ -38,26 +38,24 @@ TINY = torch.finfo(torch.float32).tiny
 HUGE = 2.0**127  # largest power of two in float32
 
 
-def _groups(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Split into lists of one device and dtype, as the foreach kernels want them."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) == 1 and len({tensor.device for tensor in tensors}) == 1:
-        return [list(tensors)]
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups.values()
+_Kind = tuple[torch.device, torch.dtype, torch.layout]
 
 
-def _plain(grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Real dense tensors that share memory with ``grads``; sparse ones must be coalesced."""
-    if {grad.layout for grad in grads} <= {torch.strided}:
-        values = list(grads)
+def _groups(grads: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Real dense tensors that share memory with ``grads``, in lists of one device and dtype.
+
+    That is what the foreach kernels want. Sparse gradients must be coalesced.
+    """
+    kinds: list[_Kind] = [(grad.device, grad.dtype, grad.layout) for grad in grads]
+    groups: dict[_Kind, list[torch.Tensor]] = {kind: [] for kind in set(kinds)}
+    if len(groups) == 1:
+        groups = {kinds[0]: list(grads)}
     else:
-        values = [grad._values() if grad.is_sparse else grad for grad in grads]
-    if any(dtype.is_complex for dtype in {value.dtype for value in values}):
-        return [torch.view_as_real(value) if value.is_complex() else value for value in values]
-    return values
+        for kind, grad in zip(kinds, grads, strict=True):
+            groups[kind].append(grad)
+    for (_, dtype, layout), group in groups.items():
+        values = group if layout == torch.strided else [grad._values() for grad in group]
+        yield [torch.view_as_real(value) for value in values] if dtype.is_complex else values
 
 
 @torch.no_grad()
@@ -72,15 +70,14 @@ def unscale_(grads: Sequence[torch.Tensor], scale: torch.Tensor | float) -> torc
         0-dim float32 tensor on ``scale``'s device, 1 if an element was inf or nan, else 0;
         ``None`` when ``scale`` is a float.
     """
-    values = _plain(grads)
     if not isinstance(scale, torch.Tensor):
         if scale != 1.0:
-            for group in _groups(values):
+            for group in _groups(grads):
                 torch._foreach_mul_(group, 1.0 / scale)
         return None
     inverse = scale.reciprocal()
     found: dict[torch.device, torch.Tensor] = {}
-    for group in _groups(values):
+    for group in _groups(grads):
         device = group[0].device
         if device not in found:
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
@@ -174,7 +171,8 @@ class LossScaler:
         self._hysteresis = hysteresis
         self._found: torch.Tensor | None = None  # of the pass under way
         self._unchecked: torch.Tensor | None = None  # seen by delay_overflow_check passes
-        self._epoch = 0  # grows with each counted step; see Pass in apex.amp.optimizer
+        self._epoch = 0  # grows with each counted step; see Pass in apex.amp.passes
+        self._turn = 0  # grows whenever the scale may have changed; see Debt there
         start = self._bounded(init_scale) if dynamic else float(loss_scale)
         self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32)
         self._static = None if dynamic else start
@@ -240,6 +238,11 @@ class LossScaler:
     def _overflow_buf(self, value: torch.Tensor) -> None:
         self._found = value.detach().reshape(-1)[0].float().to(self._state.device)
 
+    @property
+    def _waits_for_nothing(self) -> bool:
+        """Whether reading the state is free: then the usual case is settled on the host."""
+        return self._state.device.type == "cpu"
+
     def _read(self) -> list[float]:
         values: list[float] = self._state.tolist()
         return values
@@ -248,6 +251,7 @@ class LossScaler:
         state = self._state.clone()
         state[index] = float(value)
         self._state = state
+        self._turn += 1
 
     def loss_scale(self) -> float:
         """The scale as a Python float; waits for the device when the scale is dynamic."""
@@ -283,20 +287,37 @@ class LossScaler:
             seen = self._unchecked
             self._unchecked = found if seen is None else torch.maximum(seen, found)
             return
+        self._turn += 1
         if self._unchecked is not None:
             found, self._unchecked = torch.maximum(found, self._unchecked), None
+        if self._waits_for_nothing and not found.item() and not self._read()[2]:
+            return
         self._state = _apply_overflow(
             self._state, found, self._backoff_factor, self._floor, self._hysteresis
         )
 
-    def count_step(self) -> None:
-        """Count a step that landed on this scaler's gradients; grow when there were enough."""
+    def count_step(self, landed: torch.Tensor | None = None) -> None:
+        """Count a step that landed on this scaler's gradients; grow when there were enough.
+
+        Args:
+            landed: Whether it did, where only the device knows: 0-dim, bool.
+        """
         self._epoch += 1
+        self._turn += 1
         if self._static is not None:
             return
+        if self._waits_for_nothing and landed is None:
+            values = self._read()
+            values[1] += 1
+            if values[1] < self._scale_seq_len:
+                self._state = torch.tensor(values)
+                return
         scale, clean, hits = self._state.unbind()
-        clean = clean + 1
+        counts = 1 if landed is None else landed.to(self._state.device, torch.float32)
+        clean = clean + counts
         full = clean >= self._scale_seq_len
+        if landed is not None:
+            full = full & landed.to(self._state.device)
         grown = (scale * self._growth_factor).clamp(self._floor, self._ceiling)
         self._state = torch.stack(
             (torch.where(full, grown, scale), torch.where(full, 0.0, clean), hits)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from apex.amp.optimizer import OptimizerState
-from apex.amp.policy import Properties
+from apex.amp.policy import HALF_TYPES, Properties
 from apex.amp.scaler import LossScaler
 
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that carry a state of ours
@@ -28,6 +28,7 @@ class Training:
         loss_scalers: One scaler for each loss.
         verbosity: Whether overflow lines are spoken.
         max_skipped_steps: Skipped steps in a row after which a step raises.
+        fused_step: Whether gradients stay scaled until the step.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class Training:
         *,
         verbosity: int,
         max_skipped_steps: int,
+        fused_step: bool = False,
     ) -> None:
         self.properties = properties
         self.loss_scalers = loss_scalers
         self.verbosity = int(verbosity)
         self.max_skipped_steps = max_skipped_steps
+        self.fused_step = fused_step
         self.sharing: dict[int, set[int]] = {}  # states by the id of a tensor they share
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._states: list[weakref.ref[OptimizerState]] = []
@@ -79,6 +82,13 @@ class Training:
             and any(id(param) in mine for param in state.params())
         ]
 
+    def is_over(self) -> bool:
+        """Whether none of its optimizers, or of its models where it has none, is left to amp."""
+        if not self._states:
+            return not any(reference() is not None for reference in self._models)
+        states = map(state_of, list(_optimizers))
+        return not any(state is not None and state.training is self for state in states)
+
     def name_of(self, weight: torch.Tensor | None) -> str:
         """The name of a model weight, with the model's number when there are several."""
         for number, reference in enumerate(self._models):
@@ -97,12 +107,25 @@ def state_of(optimizer: Any) -> OptimizerState | None:
     return state if isinstance(state, OptimizerState) else None
 
 
+def halves_of(optimizer: Any) -> list[torch.Tensor]:
+    """The weights that amp has cast to 16 bits and ``optimizer`` steps itself, without masters."""
+    state = state_of(optimizer)
+    if state is None or state.training.properties.cast_model_type not in HALF_TYPES:
+        return []
+    return [param for param in state.params() if param.dtype in HALF_TYPES]
+
+
 def release_optimizer(optimizer: Any) -> None:
-    """Give ``optimizer`` back as it was before ``initialize``."""
+    """Give ``optimizer`` its own methods and weights back."""
     state = state_of(optimizer)
     if state is not None:
         state.detach()
-    _optimizers.discard(optimizer)
+        _optimizers.discard(optimizer)
+
+
+def managed() -> list[Any]:
+    """Every optimizer that carries a state of ours."""
+    return list(_optimizers)
 
 
 def note_disabled(optimizer: Any) -> None:
@@ -121,18 +144,18 @@ def is_disabled(optimizer: Any) -> bool:
         return False
 
 
-def release_all() -> None:
-    """Give every optimizer back as it was; used by ``reset``."""
-    for optimizer in list(_optimizers):
-        release_optimizer(optimizer)
+def forget_disabled() -> None:
+    """Forget what :func:`note_disabled` remembers."""
     _disabled.clear()
 
 
 __all__ = [
     "Training",
+    "forget_disabled",
+    "halves_of",
     "is_disabled",
+    "managed",
     "note_disabled",
-    "release_all",
     "release_optimizer",
     "state_of",
 ]

@@ -1,0 +1,331 @@
+"""Scaling, clipping and stepping together: the same numbers, fewer passes, nobody waits."""
+
+import contextlib
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from apex.amp import optimizer as amp_optimizer
+from apex.ops import _runtime
+from apex.optimizers import FusedAdam
+from tests.amp.hand import same
+from tests.tolerance import CLIPPED, assert_close_to_largest
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+CLIPS = ["none", "amp", "torch", "read", "value"]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        x = torch.randn(6, 8, generator=generator)
+        yield x, torch.randint(0, 4, (6,), generator=generator)
+
+
+def on(path):
+    return _runtime.use(path) if path else contextlib.nullcontext()
+
+
+def start(level, make=FusedAdam, **options):
+    model = net()
+    optimizer = make(model.parameters(), lr=1e-2, eps=1e-2)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def clip(optimizer, how):
+    if how == "amp":
+        return amp.clip_grad_norm_(optimizer, 0.1)
+    if how == "torch":
+        params = list(amp.master_params(optimizer))
+        return torch.nn.utils.clip_grad_norm_(params, 0.1)
+    if how == "read":
+        total = amp.clip_grad_norm_(optimizer, 0.1)
+        grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
+        norm = torch.stack([g.float().norm() for g in grads]).norm()
+        assert not norm.isfinite() or norm < 0.101
+        return total
+    if how == "value":
+        amp.clip_grad_norm_(optimizer, 0.1)
+        amp.clip_grad_value_(optimizer, 0.01)
+    return torch.zeros(())
+
+
+def train(level, how, path, fused, each=1, bad=None, make=FusedAdam):
+    """Weights, scales, moments and norms after six passes, and how many were kept scaled."""
+    amp.reset()
+    model, optimizer = start(level, make, fused_step=fused)
+    norms, kept = [], 0
+    with on(path):
+        for number, (x, y) in enumerate(batches(6)):
+            if number % each == 0:
+                optimizer.zero_grad()
+            with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+                scaled.backward()
+                if number == bad:
+                    model[0].weight.grad.view(-1)[5] = float("inf")
+            if number % each == each - 1:
+                norms.append(clip(optimizer, how))
+                debt = optimizer._amp_stash._debt
+                kept += debt is not None and debt.kept
+                optimizer.step()
+    state = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
+    weights = [p.detach().clone() for p in amp.master_params(optimizer)]
+    halves = [p.detach().clone() for p in model.parameters()]
+    # what amp.clip_grad_norm_ changes by an ulp may flip the last bit of a 16-bit weight
+    halves = halves if how in ("none", "torch") else []
+    return [*weights, *halves, *state], amp.state_dict(), norms, kept
+
+
+@pytest.mark.parametrize(
+    ("level", "bad"), [*((level, None) for level in LEVELS), ("O1", 2), ("O2", 2)]
+)
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("how", CLIPS)
+def test_fused_step_gives_the_same_run(level, how, each, bad):
+    plain = train(level, how, "reference", False, each, bad)
+    fused = train(level, how, "reference", True, each, bad)
+    # Two passes of different sizes at O2 add up in float32 either way: nothing is kept then.
+    expected = 6 // each if how in ("none", "amp") and level in ("O1", "O2", "O5") else 0
+    assert fused[3] == (expected if each == 1 or level == "O1" else 0)
+    assert plain[1] == fused[1]
+    assert_same_run(how, plain[0], fused[0])
+
+
+def assert_same_run(how, plain, fused):
+    """Bit for bit, but for norms whose squares were added up in another order."""
+    if how in ("none", "torch"):
+        assert same(plain, fused)
+        return
+    for left, right in zip(plain, fused, strict=True):
+        assert_close_to_largest(left, right, CLIPPED)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("how", ["none", "amp"])
+def test_the_kernels_do_the_same(level, how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the interpreter's numpy speaks of inf
+        plain = train(level, how, "triton", False, bad=2)
+        fused = train(level, how, "triton", True, bad=2)
+    assert fused[3] == 6
+    assert_same_run(how, plain[0], fused[0])
+    assert plain[1] == fused[1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_where_no_kernel_runs_nothing_is_kept(level):
+    plain, fused = train(level, "amp", None, False), train(level, "amp", None, True)
+    assert fused[3] == 0
+    assert same(plain[0], fused[0])
+
+
+def test_by_default_every_reader_finds_unscaled_gradients():
+    """FusedAdam at O1, clipped as public code does, is stock AdamW bit for bit."""
+    results = []
+    for make in (FusedAdam, lambda p, lr, eps: torch.optim.AdamW(p, lr, eps=eps, fused=True)):
+        amp.reset()
+        model = net()
+        optimizer = make(model.parameters(), lr=1e-2, eps=1e-2)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.01
+        model, optimizer = amp.initialize(model, optimizer, verbosity=0)
+        for x, y in batches(5):
+            optimizer.zero_grad()
+            with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+                scaled.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_norm_is_not_computed_twice(level, fused):
+    model, optimizer = start(level, fused_step=fused)
+    ((x, y),) = batches(1)
+    with on("reference"):
+        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+            scaled.backward()
+        with mock.patch("torch.nn.utils.clip_grad_norm_", side_effect=AssertionError):
+            amp.clip_grad_norm_(optimizer, 0.1)
+        before = [p.grad for p in optimizer._amp_stash._params]
+        marks = [g if g is None else g._version for g in before]
+        optimizer.step()
+        assert marks == [g if g is None else g._version for g in before]  # nothing was multiplied
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_second_pass_finds_the_first_one_clipped(fused):
+    passes = list(batches(2))
+    results = []
+    for how in ("amp", "torch"):
+        amp.reset()
+        model, optimizer = start("O1", fused_step=fused)
+        with on("reference"):
+            for x, y in passes:
+                with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+                    scaled.backward()
+                clip(optimizer, how)
+            optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    for left, right in zip(*results, strict=True):
+        assert_close_to_largest(left, right, CLIPPED)
+
+
+def test_gradients_changed_between_clip_and_step_are_noticed():
+    model, optimizer = start("O1")
+    ((x, y),) = batches(1)
+    with on("reference"):
+        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+            scaled.backward()
+        amp.clip_grad_norm_(optimizer, 0.1)
+        model[0].weight.grad.add_(1.0)
+        with pytest.raises(RuntimeError, match="changed after amp.clip_grad_norm_"):
+            optimizer.step()
+
+
+def test_a_gradient_dropped_between_clip_and_step_is_left_out():
+    model, optimizer = start("O1")
+    ((x, y),) = batches(1)
+    before = model[0].weight.detach().clone()
+    with on("reference"):
+        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+            scaled.backward()
+        amp.clip_grad_norm_(optimizer, 0.1)
+        model[0].weight.grad = None
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+def test_clipping_can_insist_on_a_finite_norm():
+    model, optimizer = start("O1", fused_step=True)
+    ((x, y),) = batches(1)
+    with on("reference"):
+        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+            scaled.backward()
+            model[0].weight.grad[0, 0] = float("nan")
+        with pytest.raises(RuntimeError, match="total norm of the gradients is nan"):
+            amp.clip_grad_norm_(optimizer, 0.1, error_if_nonfinite=True)
+
+
+# -- a device that the host does not wait for ------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_reads():
+    """Whatever would wait for a device raises."""
+    with contextlib.ExitStack() as stack:
+        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "nonzero"):
+
+            def refuse(*_, name=name, **__):
+                raise AssertionError(f"the host waited: {name}")
+
+            stack.enter_context(mock.patch.object(torch.Tensor, name, refuse))
+        yield
+
+
+@pytest.mark.parametrize("path", [None, "reference"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_whole_step_never_waits(level, fused, path):
+    with torch.device("meta"):
+        model = net()
+    optimizer = FusedAdam(model.parameters())
+    model, optimizer = amp.initialize(
+        model,
+        optimizer,
+        opt_level=level,
+        loss_scale="dynamic",
+        num_losses=2,
+        verbosity=0,
+        fused_step=fused,
+    )
+    with on(path), no_reads():
+        for _ in range(3):
+            optimizer.zero_grad()
+            for loss_id in range(2):
+                loss = model(torch.empty(6, 8, device="meta")).float().sum()
+                with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+                    scaled.backward()
+            amp.clip_grad_norm_(optimizer, 1.0)
+            optimizer.step()
+    assert optimizer.param_groups[0]["step"].is_meta  # it advances where the flags are
+
+
+class Delayed:
+    """Stands for Word: what is sent for arrives when told."""
+
+    arrived = False
+    is_lost = False
+
+    def __init__(self, values):
+        self.values = values
+
+    def read(self):
+        return self.values.tolist() if Delayed.arrived else None
+
+
+@pytest.fixture
+def lagging(monkeypatch):
+    """Treat the CPU as a device that runs behind the host."""
+    monkeypatch.setattr(amp_optimizer, "runs_behind", lambda device: True)
+    monkeypatch.setattr(amp_optimizer, "Word", Delayed)
+    monkeypatch.setattr(Delayed, "arrived", False)
+
+
+def fused_adamw(params, lr, eps):
+    return torch.optim.AdamW(params, lr, eps=eps, weight_decay=0.0, fused=True)
+
+
+@pytest.mark.parametrize("make", [FusedAdam, fused_adamw], ids=["ours", "torch's"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_device_that_decides_gives_the_same_run(level, each, make, lagging, monkeypatch):
+    late = train(level, "none", None, False, each, bad=2, make=make)
+    monkeypatch.undo()
+    read = train(level, "none", None, False, each, bad=2, make=make)
+    assert same(late[0], read[0])
+    assert late[1] == read[1]
+
+
+def test_what_the_device_skipped_is_said_when_it_is_known(lagging, caplog):
+    amp.reset()
+    model, optimizer = start("O1", max_skipped_steps=2)
+    optimizer._amp_stash.training.verbosity = 1
+
+    def step(bad):
+        ((x, y),) = batches(1)
+        optimizer.zero_grad()
+        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+            scaled.backward()
+            if bad:
+                model[0].weight.grad[0, 0] = float("inf")
+        optimizer.step()
+
+    step(bad=True)
+    assert not amp.stepped(optimizer)
+    step(bad=False)
+    assert amp.stepped(optimizer)
+    assert caplog.messages == []
+    Delayed.arrived = True
+    step(bad=False)
+    assert caplog.messages == [
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+    ]
+    step(bad=True)
+    step(bad=True)
+    weights = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="2 steps in a row were skipped"):
+        step(bad=False)
+    assert same(weights, model.parameters())

@@ -1,0 +1,426 @@
+"""Trainings side by side: each computes what it computes alone, bit for bit.
+
+The losses are computed in float32 outside of the models, so that they do not depend on the casts
+outside of models, which follow the newest ``initialize`` of the thread (``test_casts.py``).
+"""
+
+import copy
+import functools
+import gc
+import itertools
+import math
+import random
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from apex.amp import overlay
+from tests.amp import hand
+from tests.amp.hand import batches, same
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+PAIRS = list(itertools.product(LEVELS, LEVELS))
+MOMENTS = ["begun", "forward", "in the block", "backward", "out of the block", "stepped"]
+STEPS = 4
+PATIENCE = 60  # seconds after which a thread that hangs is a failure
+
+
+def net(seed):
+    """With two functions in a row that O1 and O4 compute in float32 by rules of amp's own."""
+    model = hand.net(seed)
+    model[2] = nn.Sequential(nn.GELU(), nn.Softplus())
+    return model
+
+
+class Run:
+    """A training that can be stopped at each moment of each of its steps."""
+
+    def __init__(self, level, seed, model=None):
+        self.level, self.seed = level, seed
+        self.model = net(seed) if model is None else model
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2, eps=1e-4)
+        self.scalers = []
+
+    def initialize(self, **options):
+        self.model, self.optimizer = amp.initialize(
+            self.model,
+            self.optimizer,
+            **{"opt_level": self.level, "growth_interval": 2, "verbosity": 0, **options},
+        )
+        self.scalers = amp._amp_state.loss_scalers
+        return self
+
+    def moments(self, count=STEPS):
+        """Stop at every moment of every step; the gradients of the second step overflow."""
+        for number, (x, y) in enumerate(batches(count, self.seed + 10)):
+            yield "begun"
+            loss = F.cross_entropy(self.model(x).float(), y)
+            yield "forward"
+            self.optimizer.zero_grad()
+            with amp.scale_loss(loss, self.optimizer) as scaled:
+                yield "in the block"
+                scaled.backward()
+                if number == 1 and self.level in ("O1", "O2"):
+                    self.model[4].bias.grad[0] = math.nan
+                yield "backward"
+            yield "out of the block"
+            self.optimizer.step()
+            yield "stepped"
+
+    def train(self, count=STEPS):
+        for _ in self.moments(count):
+            pass
+        return self
+
+    def results(self):
+        """Weights, buffers, masters, moments, scale and counter."""
+        stepped = list(amp.master_params(self.optimizer))
+        slots = [slot for param in stepped for slot in self.optimizer.state[param].values()]
+        weights = [*self.model.state_dict().values(), *stepped]
+        scales = [[scaler.loss_scale(), scaler._unskipped] for scaler in self.scalers]
+        everything = [*weights, *self.model.parameters(), *slots, *map(torch.tensor, scales)]
+        return [torch.as_tensor(tensor).detach().clone() for tensor in everything]
+
+
+@functools.cache
+def alone(level, seed):
+    results = Run(level, seed).initialize().train().results()
+    amp.reset()
+    return results
+
+
+def advance(moments, to):
+    """Let a training go on to a moment; False at its end."""
+    return any(moment == to for moment in moments)
+
+
+def test_the_runs_hold_what_they_are_to_show():
+    assert not same(alone("O2", 0), alone("O2", 1))
+    assert alone("O2", 0)[-1].tolist() == [2.0**16, 0]  # an overflow, then two steps and growth
+    assert alone("O5", 0)[-1].tolist() == [1.0, 0]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_step_by_step(first, second):
+    one, two = Run(first, 0).initialize(), Run(second, 1).initialize()
+    left, right = one.moments(), two.moments()
+    while advance(left, "stepped"):
+        assert advance(right, "stepped")
+    assert same(one.results(), alone(first, 0))
+    assert same(two.results(), alone(second, 1))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_whole_step_within_a_step(first, second, moment):
+    """One waits at some moment, inside its block too, while the other takes a step."""
+    one, two = Run(first, 0).initialize(), Run(second, 1).initialize()
+    left, right = one.moments(), two.moments()
+    while advance(left, moment):
+        assert advance(right, "stepped")
+    assert same(one.results(), alone(first, 0))
+    assert same(two.results(), alone(second, 1))
+
+
+# -- in threads -----------------------------------------------------------------------------------
+
+
+def in_threads(*bodies, barrier=None):
+    """Run functions at the same time, and raise what one of them raised."""
+    errors = []
+
+    def guarded(body):
+        try:
+            body()
+        except BaseException as error:  # noqa: BLE001  # raised again below
+            errors.append(error)
+            if barrier is not None:
+                barrier.abort()
+
+    threads = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_in_two_threads_in_every_kind_of_order(first, second):
+    """One of them at a time, from moment to moment: forwards, backwards and blocks cross anyhow."""
+    runs = [Run(first, 0), Run(second, 1)]
+    order = [0, 1] * (STEPS * (len(MOMENTS) + 2) + 1)
+    random.Random(f"{first} {second}").shuffle(order)
+    turns = [threading.Semaphore(0), threading.Semaphore(0)]
+    done = threading.Semaphore(0)
+
+    def body(who):
+        def pause():
+            done.release()
+            assert turns[who].acquire(timeout=PATIENCE)
+
+        def pause_in_forward_and_backward(module, args, output):
+            pause()
+            output.register_hook(lambda grad: pause())
+
+        assert turns[who].acquire(timeout=PATIENCE)
+        try:
+            runs[who].model[0].register_forward_hook(pause_in_forward_and_backward)
+            for _ in runs[who].initialize().moments():
+                pause()
+        finally:
+            done.release()
+
+    def conduct():
+        for who in order:
+            turns[who].release()
+            assert done.acquire(timeout=PATIENCE)
+
+    in_threads(lambda: body(0), lambda: body(1), conduct)
+    assert same(runs[0].results(), alone(first, 0))
+    assert same(runs[1].results(), alone(second, 1))
+
+
+@pytest.fixture
+def restless():
+    """Threads that give way at every chance."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_in_two_threads_at_once(first, second, where, restless):
+    """Both begin each moment together; ``initialize`` was called here, or in the threads."""
+    runs = [Run(first, 0), Run(second, 1)]
+    if where == "here":
+        for run in runs:
+            run.initialize()
+    barrier = threading.Barrier(2, timeout=PATIENCE)
+
+    def body(run):
+        barrier.wait()
+        if where == "there":
+            run.initialize()
+        for _ in run.moments():
+            barrier.wait()
+
+    in_threads(*(functools.partial(body, run) for run in runs), barrier=barrier)
+    if where == "there":  # both at once: which one the view of old shows is a matter of luck
+        for run in runs:
+            run.scalers = run.optimizer._amp_stash.training.loss_scalers
+    assert same(runs[0].results(), alone(first, 0))
+    assert same(runs[1].results(), alone(second, 1))
+
+
+def test_a_thread_waits_while_another_registers_kernels(monkeypatch):
+    """The other begins in the middle of it, and would compute without the rest."""
+    register = overlay._register
+    begun, ahead, who = threading.Event(), threading.Event(), set()
+
+    def slow(*args):
+        begun.set()
+        who.add(threading.get_ident())
+        assert not ahead.wait(0.01)
+        register(*args)
+
+    def second():
+        assert begun.wait(PATIENCE)
+        overlay.install()
+        ahead.set()
+
+    monkeypatch.setattr(overlay, "_register", slow)
+    in_threads(Run("O1", 0).initialize, second)
+    assert len(who) == 1
+
+
+# -- a later initialize ---------------------------------------------------------------------------
+
+
+def disabled():
+    other = net(5)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    amp.initialize(other, optimizer, enabled=False)
+    return other, optimizer
+
+
+def at_level(level):
+    other = net(5)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    return amp.initialize(other, optimizer, opt_level=level, verbosity=0)
+
+
+def for_the_next_fold():
+    other, optimizer = at_level("O2")
+    loss_of(other, optimizer)
+    return amp.initialize(other, optimizer, opt_level="O1", verbosity=0)
+
+
+def loss_of(model, optimizer):
+    ((x, y),) = batches(1, seed=8)
+    with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+LATER = {
+    "disabled": disabled,
+    "O0": lambda: at_level("O0"),
+    "O1": lambda: at_level("O1"),
+    "O3": lambda: at_level("O3"),
+    "O5": lambda: at_level("O5"),
+    "next fold": for_the_next_fold,
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("later", LATER.values(), ids=LATER)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_later_initialize_changes_nothing_for_an_earlier_training(level, later, moment):
+    run = Run(level, 0).initialize()
+    moments = run.moments()
+    advance(moments, "stepped")
+    advance(moments, moment)
+    loss_of(*later())
+    advance(moments, None)
+    assert same(run.results(), alone(level, 0))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_same_model_in_every_fold_of_a_cross_validation(level):
+    """Each fold is as in a process of its own, and so is a training beside them."""
+    beside = Run("O2", 1).initialize()
+    moments = beside.moments()
+    model, start = net(0), copy.deepcopy(net(0).state_dict())
+    for _ in range(3):
+        fold = Run(level, 0, model).initialize()
+        model.load_state_dict(start)
+        own = fold.moments()
+        while advance(own, "stepped"):
+            advance(moments, "stepped")
+        assert same(fold.results(), alone(level, 0))
+    assert same(beside.results(), alone("O2", 1))
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_initialised_again_at_another_level_is_saved_and_loaded_there(before, after):
+    run = Run(before, 0).initialize().train(2)
+    fresh = Run(after, 0)
+    fresh.model.load_state_dict(run.model.state_dict())
+    fresh.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    fresh.initialize().train()
+    run.level = after
+    run.initialize().train()
+    assert same(run.results(), fresh.results())
+
+
+# -- back to plain torch --------------------------------------------------------------------------
+
+
+def plain_twin(run):
+    """A model and an optimizer that amp has never seen, with the values of ``run``."""
+    twin = Run("O0", run.seed)
+    twin.model.load_state_dict(run.model.state_dict())
+    state = copy.deepcopy(run.optimizer.state_dict())
+    twin.optimizer.load_state_dict(state)
+    return twin
+
+
+def train_plainly(run):
+    for x, y in batches(3, seed=20):
+        run.optimizer.zero_grad()
+        F.cross_entropy(run.model(x), y).backward()
+        run.optimizer.step()
+    return run.results()
+
+
+ENDS = {
+    "reset": lambda run: amp.reset(),
+    "disabled": lambda run: amp.initialize(run.model, run.optimizer, enabled=False),
+    "disabled lists": lambda run: amp.initialize([run.model], [run.optimizer], enabled=False),
+    "disabled wrapped": lambda run: amp.initialize(
+        nn.DataParallel(run.model), run.optimizer, enabled=False
+    ),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_released_in_mid_training_is_plain_torch(level, end, moment):
+    run = Run(level, 0)
+    step = run.optimizer.step.__func__
+    moments = run.initialize().moments()
+    advance(moments, "stepped")
+    advance(moments, moment)
+    twin = plain_twin(run)
+    end(run)
+    moments.close()
+    run.scalers = []
+    assert amp.state_dict() == {}
+    assert run.optimizer.step.__func__ is step
+    assert not hasattr(run.optimizer, "_amp_stash")
+    assert not run.model._forward_pre_hooks
+    assert not run.model._forward_hooks
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+    params = run.optimizer.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(params, run.model.parameters(), strict=True))
+    assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype == torch.float32
+    assert same(train_plainly(run), train_plainly(twin))
+
+
+def test_a_disabled_initialize_leaves_an_earlier_training_its_checkpoint():
+    run = Run("O2", 0).initialize().train()
+    saved = amp.state_dict()
+    other, optimizer = disabled()
+    assert amp.state_dict() == saved == {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0}}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}})
+    assert run.scalers[0].loss_scale() == 8.0
+    with amp.scale_loss(torch.ones((), requires_grad=True), optimizer) as scaled:
+        assert scaled.item() == 1.0
+    amp.initialize(other, optimizer, enabled=False)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
+    amp.initialize(run.model, run.optimizer, enabled=False)
+    assert amp.state_dict() == {}
+
+
+def test_a_training_that_is_gone_leaves_no_checkpoint_to_a_disabled_one():
+    run = Run("O2", 0).initialize().train()
+    del run
+    gc.collect()
+    disabled()
+    assert amp.state_dict() == {}
+
+
+def test_of_two_optimizers_one_is_released():
+    models = [net(0), net(1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    amp.initialize(models[0], optimizers[0], enabled=False)
+    assert {p.dtype for p in models[0].parameters()} == {torch.float32}
+    assert models[1][4].weight.dtype == torch.float16
+    assert list(amp.state_dict()) == ["loss_scaler0"]
+    loss_of(models[1], optimizers[1])
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+    amp.initialize(models, optimizers, enabled=False)
+    assert amp.state_dict() == {}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_released_without_its_optimizer_is_trained_on(level):
+    """The optimizer keeps its scale; it steps the float32 weights through what it has."""
+    run = Run(level, 0).initialize().train()
+    amp.initialize(run.model, enabled=False)
+    before = [p.clone() for p in run.model.parameters()]
+    assert {p.dtype for p in before} == {torch.float32}
+    loss_of(run.model, run.optimizer)
+    assert not any(map(torch.equal, before, run.model.parameters()))

@@ -1,0 +1,229 @@
+"""The example that may be killed at any moment, killed at its worst ones.
+
+``SITTER`` imports torch once and then, for each line of orders, forks a child that runs the
+example and kills itself with SIGKILL at the moment ordered. No moment is a matter of luck: it is
+the n-th call of a function, or the n-th byte of a file.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "resume" / "train.py"
+STEPS, EVERY = 12, 4
+DONE, DISK_FULL, KILLED = 0, 1, -signal.SIGKILL  # how a child ends
+SHORT = ["--steps", str(STEPS), "--save-every", str(EVERY)]
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills by SIGKILL, sits by fork")
+
+SITTER = """
+import importlib.util, io, json, os, signal, sys, traceback
+import torch
+import torch._dynamo  # which the first step of an optimizer would import in each child
+torch.set_num_threads(1)
+spec = importlib.util.spec_from_file_location("example", sys.argv[1])
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Torn(io.FileIO):
+    left = 0
+    def write(self, data):
+        done = super().write(bytes(data)[:Torn.left])
+        Torn.left -= done
+        if Torn.left == 0:
+            die()
+        return done
+
+def at_call(name, number):
+    def profile(frame, event, arg):
+        nonlocal number
+        if event in ("call", "return"):
+            code = frame.f_code
+            who = f"{os.path.basename(code.co_filename)[:-3]}.{code.co_name}"
+        else:
+            who = f"{arg.__module__}.{arg.__name__}"
+        if "return" in event:
+            who += " done"
+        if name in ("", who):
+            number -= 1
+            if number == 0:
+                die()
+    sys.setprofile(profile)
+
+def child(arguments, moment):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if moment and moment[0] == "byte":
+        _, save, Torn.left = moment
+        saves = iter(range(1, 1000))
+        example.open = lambda path, mode: (
+            Torn(path, "w") if next(saves) == save else open(path, mode)
+        )
+    elif moment and moment[0] == "full":
+        flush, calls = os.fsync, iter(range(1, 1000))
+        os.fsync = lambda file: flush(file) if next(calls) != moment[1] else os.write(-1, b"")
+    elif moment:
+        at_call(*moment)
+    example.main(arguments)
+
+print("ready", flush=True)
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child(*json.loads(line))
+        except OSError:
+            os._exit(1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(2)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def environment():
+    # no GPU: its context does not outlive a fork
+    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Run the example in a child that dies at ``moment``; give back how it ended."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SITTER, str(EXAMPLE)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as sitter:
+        assert sitter.stdout.readline() == "ready\n"
+
+        def order(path, level, moment=None):
+            words = [str(path), "--opt-level", level, *SHORT]
+            sitter.stdin.write(json.dumps([words, moment]) + "\n")
+            sitter.stdin.flush()
+            return int(sitter.stdout.readline())
+
+        yield order
+        sitter.stdin.close()
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def assert_equal(left, right):
+    """Two checkpoints, bit for bit, whatever they hold."""
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_equal(left[key], right[key])
+    elif isinstance(left, list):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_equal(one, other)
+    elif isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    else:
+        assert left == right
+
+
+@pytest.fixture(scope="module")
+def untouched(run, tmp_path_factory):
+    """The last checkpoint of a run that nobody killed."""
+
+    @functools.cache
+    def checkpoint(level):
+        path = tmp_path_factory.mktemp("untouched") / "checkpoint.pt"
+        assert run(path, level) == DONE
+        return load(path)
+
+    return checkpoint
+
+
+def step_of(path):
+    """The step that was saved last; reading it shows that the file is whole."""
+    return load(path)["step"] if path.exists() else 0
+
+
+MOMENTS = {  # what happens, and the step of the checkpoint that must be there then
+    "before the first step": (["handle.scale_loss", 1], 0),
+    "as a block ends": (["handle.scale_loss", 14], 4),
+    "in backward": (["_tensor.backward", 10], 8),
+    "in a step": (["optimizer._after_step", 3], 0),
+    "in the scheduler": (["lr_scheduler.get_lr", 10], 8),
+    "as saving begins": (["train.save", 2], 4),
+    "at the first byte": (["byte", 2, 1], 4),
+    "in the middle of the file": (["byte", 2, 20_000], 4),
+    "in the middle of the first file": (["byte", 1, 20_000], 0),
+    "before the flush to disk": (["posix.fsync", 3], 8),
+    "before the renaming": (["posix.replace", 2], 4),
+    "after the renaming": (["posix.replace done", 2], 8),
+    "before the last renaming": (["posix.replace", 3], 8),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+def test_killed_at_a_moment_and_resumed(run, untouched, moment, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    moment, saved = moment
+    assert run(path, "O2", moment) == KILLED
+    assert step_of(path) == saved
+    assert run(path, "O2") == DONE
+    assert_equal(load(path), untouched("O2"))
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_killed_again_and_again(run, untouched, level, tmp_path):
+    """Each life ends at its 9,000th event, whatever that is, or at its second save."""
+    path = tmp_path / "checkpoint.pt"
+    lives = [["", 9_000 + 613 * life] for life in range(3)] + [
+        ["posix.replace", 2],
+        ["posix.fsync", 2],
+    ]
+    steps = []
+    for moment in lives:
+        if run(path, level, moment) == KILLED:
+            steps.append(step_of(path))
+    assert steps == sorted(steps)
+    assert len(steps) > 3
+    assert run(path, level) == DONE
+    assert_equal(load(path), untouched(level))
+
+
+@pytest.mark.slow
+def test_killed_from_outside(run, untouched, tmp_path):
+    """As a user does it: a process of its own, and a signal to it."""
+    path = tmp_path / "checkpoint.pt"
+    words = [sys.executable, str(EXAMPLE), str(path), "--opt-level", "O2", *SHORT]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as first:
+        for line in first.stdout:
+            if line.startswith("step 6 "):
+                first.send_signal(signal.SIGKILL)
+    assert first.returncode == KILLED
+    assert step_of(path) in (4, 8)
+    assert run(path, "O2") == DONE
+    assert_equal(load(path), untouched("O2"))
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(run, untouched, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    assert run(path, "O2", ["full", 2]) == DISK_FULL
+    assert step_of(path) == EVERY
+    assert run(path, "O2") == DONE
+    assert_equal(load(path), untouched("O2"))

@@ -1,0 +1,515 @@
+"""A run that was saved and resumed is the run that was not, bit for bit.
+
+Every continuation here is ten steps in which the scale, where it is dynamic, grows, backs off at
+a poisoned gradient and grows again.
+"""
+
+import copy
+import functools
+import io
+import itertools
+import math
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from apex import amp
+from tests.amp.hand import Hand, batches, net, same
+
+LEVELS = {
+    "O0": {"opt_level": "O0"},
+    "O1": {"opt_level": "O1"},
+    "O1 static": {"opt_level": "O1", "loss_scale": 128.0},
+    "O2": {"opt_level": "O2"},
+    "O2 static": {"opt_level": "O2", "loss_scale": 128.0},
+    "O2 bfloat16": {"opt_level": "O2", "cast_model_type": torch.bfloat16},
+    "O3": {"opt_level": "O3"},
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "O5 dynamic": {"opt_level": "O5", "loss_scale": "dynamic"},
+}
+PLAIN = ["O0", "O1", "O2", "O3", "O4", "O5"]
+DYNAMIC = ["O1", "O2", "O2 bfloat16", "O5 dynamic"]
+
+EPS = 1e-4  # O3 steps in float16, where 1e-8 is 0
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": functools.partial(torch.optim.Adam, lr=1e-2, eps=EPS, weight_decay=1e-3),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, eps=EPS, amsgrad=True),
+    "adagrad": functools.partial(
+        torch.optim.Adagrad, lr=1e-2, eps=EPS, initial_accumulator_value=0.1
+    ),
+    "rmsprop": functools.partial(
+        torch.optim.RMSprop, lr=1e-3, eps=EPS, momentum=0.5, centered=True
+    ),
+    "lbfgs": functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3, history_size=4),
+}
+CASES = [
+    (level, name)
+    for level, name in itertools.product(LEVELS, OPTIMIZERS)
+    if not (name == "lbfgs" and level in DYNAMIC)  # refused: a closure cannot be skipped
+]
+ORDERS = [
+    order
+    for order in itertools.permutations(["initialize", "model", "optimizer", "amp"])
+    if order.index("initialize") < order.index("amp")
+]
+
+
+def start(level, model, optimizer, **options):
+    settings = {"init_scale": 2.0**10, "growth_interval": 3, **LEVELS[level], **options}
+    return amp.initialize(model, optimizer, verbosity=0, **settings)
+
+
+def train(model, optimizer, count, seed, poisoned=None):
+    """``count`` steps; the gradients of step number ``poisoned`` get an inf."""
+    for number, (x, y) in enumerate(batches(count, seed)):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled:
+                scaled.backward()
+            return scaled.detach()
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+            continue
+        optimizer.zero_grad()
+        with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled:
+            scaled.backward()
+            if number == poisoned:
+                model[4].bias.grad[2] = math.inf
+        optimizer.step()
+
+
+def checkpoint(model, optimizer):
+    """What a program saves, after a trip through a file."""
+    file = io.BytesIO()
+    state = {"model": model, "optimizer": optimizer, "amp": amp}
+    torch.save({name: part.state_dict() for name, part in state.items()}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def tensors(value, path=""):
+    """Every tensor and number in nested containers, as tensors, by where it is."""
+    if isinstance(value, (torch.Tensor, float, int)):
+        return {path: torch.as_tensor(value)}
+    items = value.items() if isinstance(value, dict) else enumerate(value or ())
+    found = {}
+    for name, item in () if isinstance(value, str) else items:
+        found.update(tensors(item, f"{path}.{name}".removeprefix(".")))
+    return found
+
+
+def everything(model, optimizer):
+    """All that a training consists of, copied: its checkpoint, its masters, its 16-bit weights."""
+    parts = {
+        "checkpoint": checkpoint(model, optimizer),
+        "stepped": list(amp.master_params(optimizer)),
+        "computed with": [*model.parameters(), *model.buffers()],
+    }
+    return {name: tensor.detach().clone() for name, tensor in tensors(parts).items()}
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    assert [n for n in left if left[n].dtype != right[n].dtype] == []
+    assert [n for n in left if not torch.equal(left[n], right[n])] == []
+
+
+def go_on(level, model, optimizer):
+    train(model, optimizer, 10, seed=3, poisoned=5 if level in DYNAMIC else None)
+
+
+@functools.cache
+def saved_and_after(level, name, saved_after=5, **options):
+    """A checkpoint, and everything ten steps later in the run that was never interrupted."""
+    model = net(0)
+    model, optimizer = start(level, model, OPTIMIZERS[name](model.parameters()), **options)
+    train(model, optimizer, saved_after, seed=2)
+    saved = checkpoint(model, optimizer)
+    go_on(level, model, optimizer)
+    after = everything(model, optimizer)
+    amp.reset()
+    return saved, after
+
+
+def resume(level, name, saved, order, **options):
+    model = net(7)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for what in order:
+        if what == "initialize":
+            model, optimizer = start(level, model, optimizer, **options)
+        else:
+            part = {"model": model, "optimizer": optimizer, "amp": amp}[what]
+            part.load_state_dict(copy.deepcopy(saved[what]))
+    return model, optimizer
+
+
+def check(level, name, order):
+    saved, after = saved_and_after(level, name)
+    model, optimizer = resume(level, name, saved, order)
+    go_on(level, model, optimizer)
+    assert_equal(everything(model, optimizer), after)
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=str)
+def test_a_resumed_run_is_the_run(number, case):
+    """Each level and optimizer in two of the twelve orders, so that each order is in ten cases."""
+    check(*case, ORDERS[number % 12])
+    amp.reset()
+    check(*case, ORDERS[(number + 5) % 12])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_every_order(case, order):
+    check(*case, order)
+
+
+@pytest.mark.parametrize("level", DYNAMIC)
+def test_the_ten_steps_hold_growth_and_a_skip(level):
+    """Else the tests above would show less than they say."""
+    saved, after = saved_and_after(level, "adam")
+    assert saved["amp"]["loss_scaler0"] == {"loss_scale": 2.0**11, "unskipped": 2}
+    # 5 land, and with the 2 before them make two growths and 1; a skip; 4 make a growth and 1
+    assert after["checkpoint.amp.loss_scaler0.loss_scale"] == 2.0**13
+    assert after["checkpoint.amp.loss_scaler0.unskipped"] == 1
+    assert after["checkpoint.optimizer.state.0.step"] == 14
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_hysteresis_is_resumed_between_two_overflows(level):
+    def half_way(model, optimizer):
+        train(model, optimizer, 3, seed=2, poisoned=2)
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**10  # not yet
+
+    def rest(model, optimizer):
+        train(model, optimizer, 2, seed=3, poisoned=0)
+        return everything(model, optimizer)
+
+    settings = {"growth_interval": 100, "hysteresis": 2}
+    model = net(0)
+    model, optimizer = start(level, model, OPTIMIZERS["adam"](model.parameters()), **settings)
+    half_way(model, optimizer)
+    saved = checkpoint(model, optimizer)
+    after = rest(model, optimizer)
+    assert after["checkpoint.amp.loss_scaler0.loss_scale"] == 2.0**9
+    amp.reset()
+    assert_equal(rest(*resume(level, "adam", saved, ORDERS[0], **settings)), after)
+
+
+# -- from level to level --------------------------------------------------------------------------
+
+
+class HalfHand(Hand):
+    """O3 by hand: everything in float16, no masters, no scale."""
+
+    def __init__(self, model, make_optimizer):
+        super().__init__(copy.deepcopy(model).half(), make_optimizer, "O3")
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x.half()).float(), y)
+
+
+def hand_from(level, name, saved):
+    """A run of ``level`` by hand, from what was saved."""
+    model = net(7)
+    model.load_state_dict(saved["model"])
+    make = OPTIMIZERS[name]
+    hand = HalfHand(model, make) if level == "O3" else Hand(model, make, level, window=3)
+    hand.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    if hand.scale:
+        entry = saved["amp"]["loss_scaler0"]
+        hand.scale.value, hand.scale.clean = entry["loss_scale"], entry["unskipped"]
+    return hand
+
+
+def stored(value, level):
+    """``value`` as it is at ``level``: only O3 has less than float32 to keep it in."""
+    value = torch.as_tensor(value)
+    if not value.is_floating_point():
+        return value
+    return value.half().float() if level == "O3" else value.float()
+
+
+def assert_arrived(level, saved, model, optimizer):
+    state = model.state_dict()
+    assert state.keys() == saved["model"].keys()
+    assert all(torch.equal(state[k], stored(v, level)) for k, v in saved["model"].items())
+    if level in ("O2", "O5"):
+        wide = [saved["model"][name].float() for name, _ in model.named_parameters()]
+        assert same(amp.master_params(optimizer), wide)
+        weights = [w.to(p.dtype) for w, p in zip(wide, model.parameters(), strict=True)]
+        assert same(model.parameters(), weights)
+    groups = zip(saved["optimizer"]["param_groups"], optimizer.param_groups, strict=True)
+    for then, now in groups:
+        assert now["lr"] == then["lr"]
+        for key, param in zip(then["params"], now["params"], strict=True):
+            slots = saved["optimizer"]["state"][key]
+            assert optimizer.state[param].keys() == slots.keys()
+            for name, value in slots.items():
+                wanted = torch.tensor(float(value)) if name == "step" else stored(value, level)
+                assert torch.equal(torch.as_tensor(optimizer.state[param][name]).float(), wanted)
+                assert name == "step" or optimizer.state[param][name].dtype == param.dtype
+    if level in ("O1", "O2"):
+        assert amp.state_dict() == saved["amp"]
+    else:
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
+
+
+def assert_goes_on_as(hand, model, optimizer):
+    """Six steps, one of them poisoned, against the run written by hand."""
+
+    def poison(model):
+        model[4].bias.grad[2] = math.inf
+
+    for number, (x, y) in enumerate(batches(6, seed=4)):
+        spoil = poison if number == 3 and hand.scale else None
+        loss, by_hand = F.cross_entropy(model(x).float(), y), hand.loss(x, y)
+        assert torch.equal(loss, by_hand)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            if spoil:
+                spoil(model)
+        optimizer.step()
+        hand.zero_grad()
+        hand.backward(by_hand, spoil)
+        assert hand.step() == bool(spoil)
+        assert same(amp.master_params(optimizer), hand.params)
+    if hand.scale:
+        entry = amp.state_dict()["loss_scaler0"]
+        assert (entry["loss_scale"], entry["unskipped"]) == (hand.scale.value, hand.scale.clean)
+
+
+FIRST = ("initialize", "model", "optimizer", "amp")
+LAST = ("optimizer", "model", "initialize", "amp")
+
+
+@pytest.mark.parametrize("order", [FIRST, LAST], ids=["initialize first", "initialize last"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("after", PLAIN)
+@pytest.mark.parametrize("before", PLAIN)
+def test_what_is_saved_at_one_level_goes_on_at_another(before, after, name, order):
+    saved, _ = saved_and_after(before, name)
+    model, optimizer = resume(after, name, saved, order)
+    assert_arrived(after, saved, model, optimizer)
+    assert_goes_on_as(hand_from(after, name, saved), model, optimizer)
+
+
+# -- files of NVIDIA's Apex -----------------------------------------------------------------------
+
+OLD_GROUP = ("lr", "betas", "eps", "weight_decay", "amsgrad")  # of Adam in the torch of 2019
+
+
+def old_file(moments, *, weights=torch.float32, new_zip=True):
+    """What ``torch.save`` wrote of a run at O2 of NVIDIA's Apex, read again.
+
+    Weights are those of the float16 model, in float32; steps are ints; parameters are numbered
+    by their ``id``; groups have the keys of their day.
+    """
+    model = net(3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, eps=EPS)
+    for x, y in batches(3, seed=9):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    is_norm = {f"1.{name}" for name, _ in model[1].named_parameters()}
+    is_norm |= {f"1.{name}" for name, _ in model[1].named_buffers()}
+    states = OrderedDict(
+        (name, value if name in is_norm else value.half().to(weights))
+        for name, value in model.state_dict().items()
+    )
+    numbers = {index: 140_000_000_000_000 + 72 * index for index in range(6)}
+    now = optimizer.state_dict()
+    old = {
+        "state": {
+            numbers[index]: {
+                "step": int(slots["step"]),
+                "exp_avg": slots["exp_avg"].to(moments),
+                "exp_avg_sq": slots["exp_avg_sq"].to(moments),
+            }
+            for index, slots in now["state"].items()
+        },
+        "param_groups": [
+            {
+                **{key: now["param_groups"][0][key] for key in OLD_GROUP},
+                "params": list(numbers.values()),
+            }
+        ],
+    }
+    scalers = OrderedDict(loss_scaler0={"loss_scale": 2.0**12, "unskipped": 2})
+    file = io.BytesIO()
+    torch.save(
+        {"model": states, "optimizer": old, "amp": scalers},
+        file,
+        _use_new_zipfile_serialization=new_zip,
+    )
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("new_zip", [True, False], ids=["zip", "before zip"])
+@pytest.mark.parametrize("moments", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("level", PLAIN)
+def test_a_file_of_nvidias_apex_is_resumed(level, moments, new_zip):
+    saved = old_file(moments, new_zip=new_zip)
+    model, optimizer = resume(level, "adam", saved, FIRST)
+    assert_arrived(level, saved, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+    assert_goes_on_as(hand_from(level, "adam", saved), model, optimizer)
+
+
+@pytest.mark.parametrize("order", [FIRST[:3], LAST[:3]], ids=["after", "before"])
+@pytest.mark.parametrize("level", PLAIN)
+def test_a_file_of_the_fp16_optimizer_is_resumed(level, order):
+    """Its model was float16 outright, its optimizer's dict one level down, its scale an object."""
+    old = old_file(torch.float32, weights=torch.float16)
+    wrapped = {"optimizer_state_dict": old["optimizer"], "overflow": False}
+    saved = {
+        "model": old["model"],
+        "optimizer": wrapped["optimizer_state_dict"],
+        "amp": {"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 0}},  # as initialize made it
+    }
+    model, optimizer = resume(level, "adam", saved, order)
+    assert_arrived(level, saved, model, optimizer)
+    assert_goes_on_as(hand_from(level, "adam", saved), model, optimizer)
+
+
+# -- what cannot be loaded ------------------------------------------------------------------------
+
+
+def broken(change, saved):
+    saved = copy.deepcopy(saved)
+    change(saved)
+    return saved
+
+
+def of_another_shape(saved):
+    saved["model"]["4.weight"] = saved["model"]["4.weight"][:, 1:]
+
+
+def without_a_key(saved):
+    del saved["model"]["0.bias"]
+
+
+def with_a_foreign_key(saved):
+    saved["model"]["nobody.weight"] = torch.ones(1)
+
+
+def not_a_tensor(saved):
+    saved["model"]["0.weight"] = "a string"
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (of_another_shape, "4.weight"),
+        (without_a_key, "0.bias"),
+        (with_a_foreign_key, "nobody.weight"),
+        (not_a_tensor, "0.weight"),
+    ],
+)
+@pytest.mark.parametrize("trained", [0, 2])
+@pytest.mark.parametrize("level", PLAIN)
+def test_a_model_that_loads_in_part_stays_one_model(level, trained, change, key):
+    """torch names the key and loads the rest; masters, weights and state dict agree on what."""
+    saved, _ = saved_and_after(level, "adam")
+    model = net(7)
+    model, optimizer = start(level, model, OPTIMIZERS["adam"](model.parameters()))
+    train(model, optimizer, trained, seed=5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    bad = broken(change, saved)["model"]
+    with pytest.raises(RuntimeError, match=key):
+        model.load_state_dict(bad)
+    state = model.state_dict()
+    for name, value in state.items():
+        fits = isinstance(bad.get(name), torch.Tensor) and bad[name].shape == value.shape
+        assert torch.equal(value, saved["model"][name] if fits else before[name])
+    named = dict(model.named_parameters())
+    wide = {name: state[name] for name in named}
+    if level in ("O2", "O5"):
+        assert same(amp.master_params(optimizer), wide.values())
+    assert same(named.values(), [w.to(named[name].dtype) for name, w in wide.items()])
+    for _ in range(2):  # steps that move nothing must not bring anything back
+        for group in optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        train(model, optimizer, 1, seed=6)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in wide.items())
+    model.load_state_dict(saved["model"])
+    assert_model_is(saved, model, optimizer, level)
+
+
+def assert_model_is(saved, model, optimizer, level):
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in saved["model"].items())
+    if level in ("O2", "O5"):
+        wide = [saved["model"][name] for name, _ in model.named_parameters()]
+        assert same(amp.master_params(optimizer), wide)
+
+
+def with_another_group(saved):
+    saved["optimizer"]["param_groups"].append({"params": [6]})
+
+
+def with_fewer_params(saved):
+    saved["optimizer"]["param_groups"][0]["params"].pop()
+
+
+def without_groups(saved):
+    del saved["optimizer"]["param_groups"]
+
+
+@pytest.mark.parametrize("change", [with_another_group, with_fewer_params, without_groups])
+@pytest.mark.parametrize("level", PLAIN)
+def test_an_optimizer_that_does_not_load_goes_on_as_before(level, change):
+    saved, after = saved_and_after(level, "adam")
+    model, optimizer = resume(level, "adam", saved, FIRST)
+    with pytest.raises((ValueError, KeyError), match="param"):
+        optimizer.load_state_dict(broken(change, saved)["optimizer"])
+    go_on(level, model, optimizer)
+    assert_equal(everything(model, optimizer), after)
+
+
+GOOD = {"loss_scale": 2.0, "unskipped": 1}
+
+
+@pytest.mark.parametrize(
+    ("key", "entry"),
+    [
+        ("model", GOOD),
+        ("loss_scaler", GOOD),
+        ("loss_scaler-1", GOOD),
+        ("loss_scaler01", GOOD),
+        ("loss_scaler\N{ARABIC-INDIC DIGIT ONE}", GOOD),
+        ("xloss_scaler0", GOOD),
+        (0, GOOD),
+        ("loss_scaler1", None),
+        ("loss_scaler1", []),
+        ("loss_scaler1", [("loss_scale", 2.0), ("unskipped", 1)]),
+        ("loss_scaler1", {"unskipped": 1}),
+        ("loss_scaler1", {**GOOD, "loss_scale": math.inf}),
+        ("loss_scaler1", {**GOOD, "loss_scale": -2.0}),
+        ("loss_scaler1", {**GOOD, "loss_scale": 10**400}),
+        ("loss_scaler1", {**GOOD, "loss_scale": torch.ones(2)}),
+        ("loss_scaler1", {**GOOD, "unskipped": math.inf}),
+        ("loss_scaler1", {**GOOD, "unskipped": math.nan}),
+        ("loss_scaler1", {**GOOD, "unskipped": 1.5}),
+        ("loss_scaler1", {**GOOD, "unskipped": -1}),
+        ("loss_scaler1", {**GOOD, "unskipped": None}),
+        ("loss_scaler1", {**GOOD, "overflows": -1}),
+    ],
+)
+def test_a_bad_entry_is_refused_by_name_before_anything_is_changed(key, entry):
+    model = net(0)
+    start("O1", model, OPTIMIZERS["sgd"](model.parameters()), num_losses=2)
+    before = amp.state_dict()
+    with pytest.raises(RuntimeError, match=f'"{key}"'):
+        amp.load_state_dict({"loss_scaler0": GOOD, key: entry})
+    assert amp.state_dict() == before

@@ -1,0 +1,56 @@
+"""The pages in ``docs`` name tests: each named one must exist."""
+
+import ast
+import functools
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "compatibility.md"
+ROW = re.compile(r"^\| (\d+) \| (.+) \| (.+) \|$", re.MULTILINE)
+NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+DEFECTS = 47
+NOT_YET = {3, 31}  # they come with the parts of the original that do not exist here yet
+
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
+
+
+def defects():
+    _, _, after = PAGE.read_text().partition("## Every known defect of the original\n")
+    section, _, _ = after.partition("\n## ")
+    return {int(number): (phrase, cell) for number, phrase, cell in ROW.findall(section)}
+
+
+@functools.cache
+def functions(path):
+    file = ROOT / path
+    nodes = ast.parse(file.read_text()).body if file.exists() else []
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_table_has_every_defect_once_and_in_order():
+    assert list(defects()) == list(range(1, DEFECTS + 1))
+    phrases = [phrase for phrase, _ in defects().values()]
+    assert len(set(phrases)) == DEFECTS
+
+
+def test_every_defect_names_a_test_or_says_when_it_comes():
+    without = {number for number, (_, cell) in defects().items() if not NAMED.search(cell)}
+    assert without == NOT_YET
+    assert all(defects()[number][1].startswith("not yet: ") for number in NOT_YET)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("**/*.md")), ids=lambda p: p.name)
+def test_every_test_that_a_page_names_exists(page):
+    named = NAMED.findall(page.read_text())
+    assert page.read_text().count("::test_") == len(named)  # each in the form that is looked for
+    missing = [f"{path}::{name}" for path, name in named if name not in functions(path)]
+    assert missing == []
+
+
+def test_every_test_written_for_the_table_is_in_it():
+    named = {name for path, name in NAMED.findall(PAGE.read_text()) if "test_defects" in path}
+    written = {name for name in functions("tests/amp/test_defects.py") if name.startswith("test_")}
+    assert named == written
