@@ -18,6 +18,10 @@ __all__ = [
     "cases",
     "join_low_bits",
     "keep_error",
+    "metered_error",
+    "metered_low_bits",
+    "metered_rounded",
+    "metered_stochastically",
     "optimizer_cases",
     "rounded_stochastically",
     "split_low_bits",
@@ -87,6 +91,41 @@ def rounded_stochastically(raw, values, scalars, new, index):
     return stored
 
 
+@triton.jit
+def _metered(raw, values, new, stored, BESIDE: tl.constexpr):
+    """``stored``, and whether a changed weight is stored as it was."""
+    kept = stored[0].to(raw[1].dtype) == raw[1]
+    if BESIDE:
+        last = len(stored) - 1
+        kept = kept & (stored[last].to(raw[len(raw) - 1].dtype) == raw[len(raw) - 1])
+    return stored + (tl.where(kept & (new[0] != values[1]), 1.0, 0.0),)
+
+
+@triton.jit
+def metered_rounded(raw, values, scalars, new, index):
+    """Codec: as ``rounded``, and what was lost."""
+    return _metered(raw, values, new, rounded(raw, values, scalars, new, index), False)
+
+
+@triton.jit
+def metered_low_bits(raw, values, scalars, new, index):
+    """Codec: as ``split_low_bits``, and what was lost."""
+    return _metered(raw, values, new, split_low_bits(raw, values, scalars, new, index), True)
+
+
+@triton.jit
+def metered_error(raw, values, scalars, new, index):
+    """Codec: as ``keep_error``, and what was lost."""
+    return _metered(raw, values, new, keep_error(raw, values, scalars, new, index), True)
+
+
+@triton.jit
+def metered_stochastically(raw, values, scalars, new, index):
+    """Codec: as ``rounded_stochastically``, and what was lost."""
+    stored = rounded_stochastically(raw, values, scalars, new, index)
+    return _metered(raw, values, new, stored, False)
+
+
 def optimizer_cases(
     update: Any, states: int, scalars: int, *, own: int = 0, sums: tuple[int, ...] = ()
 ) -> Iterator[Case]:
@@ -116,7 +155,7 @@ def optimizer_cases(
         seed = codec is stochastic
         return case(
             update, columns, (*stores, *more), scalars + seed, variant=variant,
-            on_device=(0,), own=own, sums=sums, codec=codec, **others,
+            on_device=(0,), own=own, codec=codec, **{"sums": sums, **others},
         )  # fmt: skip
 
     yield one("", "fp32 fp32" + all_states)
@@ -127,6 +166,9 @@ def optimizer_cases(
     yield one("low bits", f"bf16 bf16{all_states} i16", low, (beside,))
     yield one("kahan", f"bf16 bf16{all_states} bf16", kahan, (beside,))
     yield one("stochastic", "bf16 bf16" + all_states, stochastic)
+    lost = (sums or (1 + states,))[-1] + 1
+    metered = (widened, metered_rounded)
+    yield one("metered", "bf16 bf16" + all_states, metered, sums=(*sums, lost))
     yield one("not aligned", "fp16 fp16" + all_states, aligned=False)
 
 

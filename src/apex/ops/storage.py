@@ -48,6 +48,55 @@ class Storage:
     extra: torch.dtype | None = None
     seeded: bool = False
 
+    def metered(self) -> Codec:
+        """The codec, which appends to what is stored whether an update was lost."""
+        codec, beside = self.codec, self.extra is not None
+
+        def encode(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
+            stored = codec.encode(raw, values, scalars, new)
+            kept = stored[0].to(raw[PARAM].dtype) == raw[PARAM]
+            if beside:
+                kept = kept & (stored[-1].to(raw[-1].dtype) == raw[-1])
+            return *stored, (kept & (new[0] != values[PARAM])).float()
+
+        return Codec(codec.decode, encode, _METERED[self.name])
+
+
+_METERED = {
+    "plain": "storage:widened,metered_rounded",
+    "low_bits": "storage:join_low_bits,metered_low_bits",
+    "kahan": "storage:add_error,metered_error",
+    "stochastic": "storage:widened,metered_stochastically",
+}
+
+
+class LostUpdates:
+    """How many weights an update has left as they were, because it rounded to nothing.
+
+    An update counts as lost when the new weight, computed in float32, differs from the old one, and
+    what is stored does not.
+    """
+
+    def __init__(self) -> None:
+        self._lost: torch.Tensor | float = 0.0
+        self._weights = 0
+
+    def add(self, lost: torch.Tensor | float, weights: int) -> None:
+        """Add one step's counts; nothing waits."""
+        if isinstance(lost, torch.Tensor) and isinstance(self._lost, torch.Tensor):
+            lost = lost.to(self._lost.device, non_blocking=True)
+        self._lost = self._lost + lost
+        self._weights += weights
+
+    @property
+    def share(self) -> float:
+        """Lost updates by all updates since :meth:`reset`; waits for the device."""
+        return float(self._lost) / self._weights if self._weights else 0.0
+
+    def reset(self) -> None:
+        """Begin again at zero."""
+        self._lost, self._weights = 0.0, 0
+
 
 def _others_widened(raw: Values, param: torch.Tensor) -> Values:
     wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in raw[:-1]]
@@ -144,6 +193,7 @@ class How:
         storage: How the weights are stored.
         extra: The storage's own column; with plain storage 16-bit weights that get the new
             values too.
+        meter: Who counts lost updates.
     """
 
     factor: Scalar = 1.0
@@ -151,6 +201,7 @@ class How:
     write_grads: bool = False
     storage: Storage = PLAIN
     extra: Column | None = None
+    meter: LostUpdates | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -195,7 +246,12 @@ def run_stored(
     if how.storage.seeded:
         seed = torch.randint(0, 1 << 24, (), dtype=torch.int32).item()
         scalars = (*scalars, float(seed))
-    return run(
+    codec = how.storage.codec
+    if how.meter is not None:
+        codec = how.storage.metered()
+        lost = (sums[-1] if sums else 1 + states) + 1
+        sums = (*sums, lost + (how.storage.extra is not None))
+    found = run(
         update,
         columns,
         tuple(stores),
@@ -203,5 +259,12 @@ def run_stored(
         own=own,
         noop=how.noop,
         sums=sums,
-        codec=how.storage.codec,
+        codec=codec,
     )
+    if how.meter is None or found is None:
+        return found
+    counted = found[-1].sum()
+    if how.noop is not None:
+        counted = torch.where(how.noop.reshape(()) != 0, 0.0, counted)
+    how.meter.add(counted, 0)
+    return found[:-1]

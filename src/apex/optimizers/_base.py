@@ -29,7 +29,7 @@ from torch.optim.optimizer import required
 
 from apex.ops import _runtime
 from apex.ops.multi_tensor import Scalar, local
-from apex.ops.storage import PLAIN, STORAGES, How, Storage
+from apex.ops.storage import PLAIN, STORAGES, How, LostUpdates, Storage
 
 _T = TypeVar("_T")
 HALF = (torch.float16, torch.bfloat16)
@@ -99,6 +99,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         self.set_grad_none = set_grad_none
         self.storage = storage
+        self.lost_updates: LostUpdates | None = None
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,6 +112,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         }
         state: dict[str, Any] = super().__getstate__()
         return {**told, **state}
+
+    def count_lost_updates(self, on: bool = True) -> LostUpdates | None:
+        """Switch on (or off) a meter of updates that round to nothing.
+
+        Args:
+            on: Whether steps count from now on.
+
+        Returns:
+            The meter, with ``share`` and ``reset()``; also ``self.lost_updates``.
+        """
+        self.lost_updates = LostUpdates() if on else None
+        return self.lost_updates
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -291,7 +304,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                     write_grads=write_grads,
                     storage=self._storage,
                     extra=bucket.extra,
+                    meter=self.lost_updates,
                 )
+                if self.lost_updates is not None:
+                    self.lost_updates.add(0.0, sum(weight.numel() for weight in bucket.weights))
                 self._update(group, bucket, how)
 
     def _with_grads(
