@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 ROW = re.compile(r"^\| (\d+) \| (.+) \| (.+) \|$", re.MULTILINE)
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 DEFECTS = 47
-NOT_YET = {3, 31}  # they come with the parts of the original that do not exist here yet
+NOT_YET = {31}  # it comes with a part of the original that does not exist here yet
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
 

@@ -12,11 +12,18 @@ from torch import nn
 from apex import amp
 from apex.amp import optimizer as amp_optimizer
 from apex.ops import _runtime
-from apex.optimizers import FusedAdam
+from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.amp.hand import same
 from tests.tolerance import CLIPPED, assert_close_to_largest
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+MAKERS = {
+    "adam": FusedAdam,
+    "sgd": lambda params, lr, eps: FusedSGD(params, lr=lr, momentum=0.9),
+    "lamb": FusedLAMB,
+    "novograd": FusedNovoGrad,
+    "adagrad": FusedAdagrad,
+}
 CLIPS = ["none", "amp", "torch", "read", "value"]
 
 
@@ -108,6 +115,54 @@ def assert_same_run(how, plain, fused):
         return
     for left, right in zip(plain, fused, strict=True):
         assert_close_to_largest(left, right, CLIPPED)
+
+
+@pytest.mark.parametrize(
+    ("level", "bad"), [("O1", None), ("O2", None), ("O5", None), ("O1", 2), ("O2", 2)]
+)
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "adam"])
+def test_every_optimizer_takes_scaled_gradients(name, level, bad):
+    plain = train(level, "none", "reference", False, bad=bad, make=MAKERS[name])
+    fused = train(level, "none", "reference", True, bad=bad, make=MAKERS[name])
+    assert fused[3] == 6
+    assert same(plain[0], fused[0])
+    assert plain[1] == fused[1]
+
+
+def sgd_on_scaled(params, lr, eps):
+    return FusedSGD(params, lr=lr, momentum=0.9, materialize_master_grads=False)
+
+
+@pytest.mark.parametrize("bad", [None, 1, 2])
+def test_sgd_asks_for_scaled_gradients_by_its_own_argument(bad):
+    """Two losses whose scales come to differ: each gradient is divided by the scale it had."""
+    results = []
+    for make in (MAKERS["sgd"], sgd_on_scaled):
+        amp.reset()
+        model, optimizer = start("O2", make, num_losses=2)
+        kept = 0
+        with on("reference"):
+            for number, (x, y) in enumerate(batches(6)):
+                optimizer.zero_grad()
+                with amp.scale_loss(
+                    F.cross_entropy(model(x), y), optimizer, loss_id=number % 2
+                ) as scaled:
+                    scaled.backward()
+                    if number == bad:
+                        model[3].bias.grad[0] = float("nan")
+                kept += optimizer._amp_stash._debt is not None
+                if number == 4:  # a second loss on top, with the other scale
+                    with amp.scale_loss(
+                        F.cross_entropy(model(x), y), optimizer, loss_id=1
+                    ) as scaled:
+                        scaled.backward()
+                optimizer.step()
+        assert kept == (6 if make is sgd_on_scaled else 0)
+        results.append(
+            ([p.detach().clone() for p in optimizer._amp_stash._params], amp.state_dict())
+        )
+    assert same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -238,10 +293,11 @@ def no_reads():
 @pytest.mark.parametrize("path", [None, "reference"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_a_whole_step_never_waits(level, fused, path):
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_whole_step_never_waits(name, level, fused, path):
     with torch.device("meta"):
         model = net()
-    optimizer = FusedAdam(model.parameters())
+    optimizer = MAKERS[name](model.parameters(), lr=1e-2, eps=1e-2)
     model, optimizer = amp.initialize(
         model,
         optimizer,
@@ -260,7 +316,8 @@ def test_a_whole_step_never_waits(level, fused, path):
                     scaled.backward()
             amp.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
-    assert optimizer.param_groups[0]["step"].is_meta  # it advances where the flags are
+    if name not in ("sgd", "adagrad"):
+        assert optimizer.param_groups[0]["step"].is_meta  # it advances where the flags are
 
 
 class Delayed:
