@@ -20,7 +20,7 @@ from tests.optimizers.common import (
     train,
     values,
 )
-from tests.tolerance import TWIN_IN_FLOAT64, assert_close_to_largest
+from tests.tolerance import CLIPPED, TWIN_IN_FLOAT64, assert_close_to_largest
 
 SMALL = ((7,), (33, 5))
 
@@ -466,13 +466,28 @@ def test_bad_arguments(options, error, words):
         FusedAdam(parameters(), **options)
 
 
-@pytest.mark.parametrize("name", ["max_grad_norm", "eps_inside_sqrt", "use_mt"])
-def test_arguments_of_old_are_refused(name):
-    with pytest.raises(TypeError, match=name):
-        FusedAdam(parameters(), **{name: 1})
-
-
 @pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
 def test_step_arguments_of_old_are_refused(name):
     with pytest.raises(RuntimeError, match="FusedAdam has been updated"):
         FusedAdam(parameters()).step(**{name: 1.0})
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_keywords_of_berts_time(path):
+    param = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    twin = torch.nn.Parameter(param.detach().clone())
+    optimizer = FusedAdam([param], lr=0.1, eps=1e-2, max_grad_norm=0.5, use_mt=True)
+    expected = FusedAdam([twin], lr=0.1, eps=1e-2)
+    for grad in ([3.0, 4.0], [0.03, 0.04]):
+        param.grad, twin.grad = torch.tensor(grad), torch.tensor(grad)
+        torch.nn.utils.clip_grad_norm_([twin], 0.5)
+        with on(path):
+            optimizer.step()
+            expected.step()
+    assert_close_to_largest(param.detach(), twin.detach(), CLIPPED)
+    with pytest.raises(RuntimeError, match=r"apex\.contrib\.optimizers"):
+        FusedAdam([param], eps_inside_sqrt=True)
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        FusedAdam([param], max_grad_norm=-1.0)
+    with pytest.raises(RuntimeError, match="FusedAdam has been updated"):
+        optimizer.step(None, [param.grad])

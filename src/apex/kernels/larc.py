@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import triton
+import triton.language as tl  # noqa: F401 - the interpreter looks for it
 
 from apex.kernels._cases import Case
 from apex.kernels.multi_tensor import case

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from apex.ops.adam import Adam, adam_
+from apex.ops.lamb import clipped
+from apex.ops.multi_tensor import Scalar, local
 from apex.ops.storage import How
 from apex.optimizers._base import HALF, Bucket, FusedOptimizer, counted, scalar
 
@@ -33,6 +36,10 @@ class FusedAdam(FusedOptimizer):
         master_weights: Keep float32 masters of 16-bit parameters; needs ``capturable``.
         storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
             masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``.
+        max_grad_norm: Largest norm of all gradients together, 0 for any: scripts of BERT's time
+            pass it.
+        eps_inside_sqrt: Not supported; here because such scripts pass ``False``.
+        use_mt: Ignored: all tensors are in one launch in any case.
 
     Raises:
         ValueError: No parameters, an unknown key in a group, a number out of range.
@@ -49,7 +56,7 @@ class FusedAdam(FusedOptimizer):
 
     slots = ("exp_avg", "exp_avg_sq")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the original's signature
         self,
         params: Any,
         lr: float | torch.Tensor = 1e-3,
@@ -64,9 +71,17 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         *,
         storage: str = "plain",
+        max_grad_norm: float = 0.0,
+        eps_inside_sqrt: bool = False,
+        use_mt: bool = False,
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
+        if eps_inside_sqrt:
+            raise RuntimeError(
+                "FusedAdam does not support eps_inside_sqrt=True. The FusedAdam of "
+                "apex.contrib.optimizers does."
+            )
         if master_weights and not capturable:
             raise RuntimeError(
                 "Master weights is currently only supported with the capturable version. Pass "
@@ -77,7 +92,10 @@ class FusedAdam(FusedOptimizer):
                 f'FusedAdam: master_weights=True needs storage="plain", not {storage!r}: either '
                 "keeps what 16 bits round away."
             )
+        self._check_numbers({"max_grad_norm": max_grad_norm})
         self.adam_w_mode = bool(adam_w_mode)
+        self.max_grad_norm = max_grad_norm
+        self._factor: Scalar = 1.0
         self.capturable = capturable
         self.master_weights = master_weights
         if capturable and not isinstance(lr, torch.Tensor):
@@ -125,6 +143,52 @@ class FusedAdam(FusedOptimizer):
             for group in self.param_groups
         ]
 
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        **historic: Any,
+    ) -> Any:
+        """Take one step.
+
+        Args:
+            closure: Evaluates the loss again.
+            grads: Refused, as the three below: ``apex.contrib.optimizers.FusedAdam`` takes them.
+            output_params: Refused.
+            scale: Refused.
+            grad_norms: Refused.
+            **historic: ``grad_scaler``, a ``torch.amp.GradScaler`` that drives the step.
+
+        Returns:
+            What ``closure`` returned, else ``None``.
+
+        Raises:
+            RuntimeError: A gradient is sparse or complex, or an argument is no longer taken.
+        """
+        given = {
+            "grads": grads,
+            "output_params": output_params,
+            "scale": scale,
+            "grad_norms": grad_norms,
+        }
+        return self._stepped(closure, {**given, **historic})
+
+    def _before(
+        self,
+        work: Sequence[tuple[dict[str, Any], list[torch.Tensor]]],
+        factor: Scalar,
+        noop: torch.Tensor | None,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        if self.max_grad_norm:
+            given = {} if grads is None else grads
+            found = [given.get(param, param.grad) for _, params in work for param in params]
+            every = [local(grad) for grad in found if grad is not None]
+            self._factor = clipped(every, factor, float(self.max_grad_norm))
+
     def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
         device = bucket.weights[0].device
         numbers = Adam(
@@ -137,6 +201,11 @@ class FusedAdam(FusedOptimizer):
             bias_correction=bool(group["bias_correction"]),
             step=counted(group["step"], device),
         )
+        if self.max_grad_norm:
+            factor = self._factor
+            if isinstance(factor, torch.Tensor):
+                factor = factor.to(device, non_blocking=True)
+            how = replace(how, factor=factor)
         adam_(self.columns(bucket), numbers, how)
 
     def _refuse(self, historic: Mapping[str, Any]) -> None:

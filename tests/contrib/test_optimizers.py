@@ -1,0 +1,326 @@
+"""apex.contrib.optimizers: the formulas and the calls of 2019."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from apex import amp
+from apex.contrib.optimizers import FusedAdam, FusedLAMB, fused_adam, fused_lamb
+from apex.contrib.optimizers.fused_sgd import FusedSGD
+from apex.optimizers import FusedLAMB as NewLAMB
+from apex.optimizers import FusedSGD as NewSGD
+from tests.optimizers.common import (
+    DTYPES,
+    PATHS,
+    check_steps,
+    give_grads,
+    on,
+    parameters,
+    same,
+    train,
+    values,
+)
+from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding
+
+SMALL = ((7,), (33, 5))
+OLD = {
+    "FusedAdam": lambda params, **more: FusedAdam(params, **{"lr": 0.02, **more}),
+    "FusedSGD": lambda params, **more: FusedSGD(params, **{"lr": 0.02, "momentum": 0.9, **more}),
+}
+every = pytest.mark.parametrize("make", OLD.values(), ids=OLD.keys())
+
+
+def oracle(inside):
+    def new(group, number, grad, param, state, norm):
+        beta1, beta2 = group["betas"]
+        m = beta1 * state["exp_avg"] + (1 - beta1) * grad
+        v = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad**2
+        rate = group["lr"]
+        if group["bias_correction"]:
+            rate *= (1 - beta2**number) ** 0.5 / (1 - beta1**number)
+        root = (v + group["eps"]).sqrt() if inside else v.sqrt() + group["eps"]
+        return param - rate * (m / root + group["weight_decay"] * param), {
+            "exp_avg": m,
+            "exp_avg_sq": v,
+        }
+
+    return new
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("inside", "decay", "bias"),
+    [(False, 0.0, True), (False, 0.1, False), (True, 0.1, True)],
+)
+def test_formula(path, dtype, inside, decay, bias):
+    options = {"weight_decay": decay, "bias_correction": bias, "eps_inside_sqrt": inside}
+    optimizer = FusedAdam(parameters(dtype), lr=0.02, eps=1e-3, **options)
+    check_steps(optimizer, oracle(inside), 2 if path == "triton" else 20, path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("flags", list(itertools.product((True, False), repeat=2)), ids=str)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("eps", [1e-8, 0.1])
+def test_formula_in_full(path, dtype, flags, decay, eps):
+    options = {"weight_decay": decay, "bias_correction": flags[0], "eps_inside_sqrt": flags[1]}
+    optimizer = FusedAdam(parameters(dtype), lr=0.02, eps=eps, **options)
+    check_steps(optimizer, oracle(flags[1]), 20, path)
+
+
+@every
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["list", "generator", "groups"])
+def test_gradients_outputs_and_scale_as_arguments(make, path, kind):
+    """As FP16_Optimizer calls it: float32 weights, 16-bit gradients, 16-bit outputs."""
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    if kind == "groups":
+        optimizer = make([{"params": params[:1]}, {"params": params[1:]}])
+    else:
+        optimizer = make(params)
+    plain = make(twins)
+    outputs = [torch.zeros_like(param, dtype=torch.float16) for param in params]
+    for number in range(2):
+        give_grads(twins, number)
+        for twin in twins:
+            twin.grad = twin.grad.half().float()
+        scaled = [twin.grad.half() * 128 for twin in twins]
+        shapes = {
+            "list": scaled,
+            "generator": (grad for grad in scaled),
+            "groups": [scaled[:1], scaled[1:]],
+        }
+        given = [outputs[:1], outputs[1:]] if kind == "groups" else outputs
+        with on(path):
+            optimizer.step(grads=shapes[kind], output_params=given, scale=128.0)
+            plain.step()
+    for param, twin, output in zip(params, twins, outputs, strict=True):
+        assert_one_rounding(param.detach(), twin.detach().double())
+        assert torch.equal(output, param.detach().half())
+
+
+@every
+def test_some_gradients_are_the_parameters_own(make):
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    optimizer, plain = make(params), make(twins)
+    give_grads(params, 0)
+    give_grads(twins, 0)
+    given, params[0].grad = params[0].grad, None
+    optimizer.step(None, [given, None])
+    plain.step()
+    assert same(values(params), values(twins))
+
+
+@every
+@pytest.mark.parametrize("scale", [4.0, torch.tensor(4.0)])
+def test_scale_alone(make, scale):
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    optimizer, plain = make(params), make(twins)
+    give_grads(params, 0, scale=4.0)
+    give_grads(twins, 0)
+    optimizer.step(scale=scale)
+    plain.step()
+    for param, twin in zip(params, twins, strict=True):
+        assert_one_rounding(param.detach(), twin.detach().double())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("norms", ["given", "tensors", "measured"])
+def test_clipping_by_group(path, norms):
+    """The norm is that of the scaled gradients; without one the original fails."""
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    groups = [{"params": params[:1], "max_grad_norm": 0.5}, {"params": params[1:]}]
+    optimizer, plain = FusedAdam(groups, eps=1e-2), FusedAdam(twins, eps=1e-2)
+    give_grads(params, 0, scale=8.0)
+    give_grads(twins, 0)
+    over = (twins[0].grad.norm() + 1e-6) / 0.5
+    twins[0].grad /= over
+    given = {
+        "given": [param.grad.norm().item() for param in params],
+        "tensors": [param.grad.norm() for param in params],
+        "measured": None,
+    }
+    with on(path):
+        optimizer.step(scale=8.0, grad_norms=given[norms])
+        plain.step()
+    for param, twin in zip(params, twins, strict=True):
+        assert_close_to_largest(param.detach(), twin.detach(), CLIPPED)
+
+
+def test_steps_are_counted_for_each_parameter():
+    """A parameter that comes late gets the corrections of its own first step."""
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    optimizer = FusedAdam(params, lr=0.02)
+    for number in range(3):
+        give_grads(params, number)
+        if number < 2:
+            params[1].grad = None
+        optimizer.step()
+    assert [optimizer.state[param]["step"] for param in params] == [3, 1]
+    assert "step" not in optimizer.param_groups[0]
+    late = FusedAdam(twins[1:], lr=0.02)
+    give_grads(twins, 2)
+    late.step()
+    assert torch.equal(params[1].detach(), twins[1].detach())
+    saved = copy.deepcopy(optimizer.state_dict())
+    others = [torch.nn.Parameter(value) for value in values(params)]
+    resumed = FusedAdam(others, lr=0.02)
+    resumed.load_state_dict(saved)
+    assert same(train(resumed, others, range(2)), train(optimizer, params, range(2)))
+
+
+@every
+def test_nothing_waits_for_the_device(make):
+    params = [torch.nn.Parameter(torch.empty(5, device="meta")) for _ in range(2)]
+    optimizer = make(params, **({"max_grad_norm": 1.0} if make is OLD["FusedAdam"] else {}))
+    for number in range(3):
+        for param in params:
+            param.grad = torch.empty_like(param)
+        if number:
+            params[0].grad = None
+        optimizer.grad_scale = torch.empty((), device="meta")
+        optimizer.found_inf = torch.empty((), device="meta")
+        optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+    optimizer.step(scale=torch.empty((), device="meta"))
+
+
+@every
+def test_grad_scaler(make):
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    optimizer, plain = make(params), make(twins)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for number in range(3):
+        scaler.scale(torch.ones(()))
+        give_grads(params, number, scale=scaler.get_scale())
+        if number == 1:
+            params[0].grad[2] = float("inf")
+        with on("reference"):
+            scaler.step(optimizer)
+        scaler.update()
+        if number != 1:
+            give_grads(twins, number)
+            with on("reference"):
+                plain.step()
+    assert same(values(params), values(twins))
+
+
+def test_a_flag_that_is_not_read(monkeypatch):
+    from apex.ops import _runtime
+
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    optimizer, plain = FusedAdam(params, lr=0.02), FusedAdam(twins, lr=0.02)
+    for number, flag in enumerate((0.0, 1.0, 0.0)):
+        give_grads(params, number)
+        optimizer.found_inf = torch.tensor(flag)
+        with monkeypatch.context() as patch, on("reference"):
+            patch.setattr(_runtime, "waits", lambda device: True)
+            optimizer.step()
+        if not flag:
+            give_grads(twins, number)
+            plain.step()
+    del optimizer.found_inf
+    for param, twin in zip(params, twins, strict=True):
+        assert_one_rounding(param.detach(), twin.detach().double())
+        assert int(optimizer.state[param]["step"]) == 2
+    resumed = FusedAdam(params, lr=0.02)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.state[params[0]]["step"] == 2
+
+
+@every
+def test_hooks_run_once(make):
+    """A step is one, whichever way it is called, and after the new classes were used."""
+    train(NewSGD(parameters(), lr=0.1), [], range(1))
+    params = parameters(shapes=SMALL)
+    optimizer = make(params)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    train(optimizer, params, range(1))
+    give_grads(params, 0)
+    assert optimizer.step(lambda: 3.0, scale=2.0) == 3.0
+    assert seen == [1, 1]
+
+
+@every
+@pytest.mark.parametrize("argument", ["grads", "output_params"])
+def test_lists_that_do_not_fit(make, argument):
+    params = parameters(shapes=SMALL)
+    optimizer = make(params)
+    give_grads(params, 0)
+    before = values(params)
+    with pytest.raises(ValueError, match=rf"{argument} held \[1\] tensors by group.*\[2\]"):
+        optimizer.step(**{argument: [params[0].grad]})
+    with pytest.raises(ValueError, match="grad_norms held 3 norms, and there are 1 groups"):
+        optimizer.step(grad_norms=[1.0, 2.0, 3.0])
+    assert same(before, values(params))
+
+
+def test_what_has_no_effect_or_is_refused():
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    many, plain = FusedAdam(params, use_mt=True), FusedAdam(twins)
+    assert same(train(many, params, range(2)), train(plain, twins, range(2)))
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        FusedAdam(params, amsgrad=True)
+    with pytest.raises(ValueError, match="Invalid max_grad_norm value: -1.0"):
+        FusedAdam(params, max_grad_norm=-1.0)
+
+
+def test_lamb_is_the_new_one():
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    old = FusedLAMB(params, 0.02, False, (0.8, 0.9), 1e-4, 0.1, False, False, False, True, 0.5)
+    new = NewLAMB(
+        twins,
+        lr=0.02,
+        bias_correction=False,
+        betas=(0.8, 0.9),
+        eps=1e-4,
+        weight_decay=0.1,
+        adam_w_mode=False,
+        grad_averaging=False,
+        max_grad_norm=0.5,
+    )
+    assert same(train(old, params, range(3)), train(new, twins, range(3)))
+
+
+def test_sgd_is_the_new_one():
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    old = FusedSGD(params, 0.1, 0.9, 0.0, 0.1, True, True)
+    new = NewSGD(twins, 0.1, 0.9, 0.0, 0.1, True, True)
+    assert same(train(old, params, range(3)), train(new, twins, range(3)))
+    buffers, fresh = old.get_momentums(params)
+    assert not fresh
+    assert buffers[0] is old.state[params[0]]["momentum_buffer"]
+    with pytest.raises(ValueError, match="lr"):
+        FusedSGD(params)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [*OLD.values(), lambda p: FusedLAMB(p, lr=0.02)])
+def test_under_amp(level, make):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 2)
+    optimizer = make(model.parameters())
+    try:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        x, losses = torch.randn(16, 6), []
+        for _ in range(5):
+            loss = model(x).float().square().mean()
+            losses.append(loss.item())
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[-1] < losses[0]
+    finally:
+        amp.reset()
+
+
+def test_the_names():
+    assert fused_adam.FusedAdam is FusedAdam
+    assert fused_lamb.FusedLAMB is FusedLAMB

@@ -1,0 +1,314 @@
+"""LARC: the formula, what it wraps, what it leaves behind."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import apex.parallel
+from apex import amp
+from apex.ops import _runtime
+from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apex.parallel import LARC
+from tests.optimizers.common import PATHS, give_grads, on, parameters, same, train, values
+from tests.tolerance import assert_one_rounding
+
+SMALL = ((7,), (33, 5))
+
+
+def sgd(params, lr=0.1, **options):
+    return torch.optim.SGD(params, lr=lr, **options)
+
+
+def exact_gradient(param, grad, lr, decay, clip, trust=0.02, eps=1e-8):
+    p, g = param.norm(), grad.norm()
+    if p == 0 or g == 0:
+        return grad
+    rate = trust * p / (g + decay * p + eps)
+    if clip:
+        rate = min(rate / lr, torch.ones(()).double())
+    return (grad + decay * param) * rate
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+@pytest.mark.parametrize("lr", [1e-3, 10.0])
+def test_formula(path, dtype, clip, decay, lr):
+    params = parameters(dtype, SMALL)
+    optimizer = LARC(sgd(params, lr=lr, weight_decay=decay), clip=clip)
+    give_grads(params, 0)
+    wanted = [
+        exact_gradient(param.detach().double(), param.grad.double(), lr, decay, clip)
+        for param in params
+    ]
+    with on(path):
+        optimizer.step()
+    for param, exact in zip(params, wanted, strict=True):
+        assert_one_rounding(param.grad, exact, interpreted=path == "triton")
+
+
+def test_an_example_by_hand():
+    param = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    param.grad = torch.tensor([0.6, 0.8])
+    LARC(sgd([param], weight_decay=0.5)).step()
+    assert_one_rounding(param.detach(), torch.tensor([2.94, 3.92], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("zero", ["param", "grad"])
+def test_a_norm_of_zero(path, zero):
+    """As in the original: the gradient is left, and there is no weight decay in this step."""
+    params = parameters(shapes=SMALL)
+    optimizer = LARC(sgd(params, weight_decay=0.5))
+    give_grads(params, 0)
+    (params[0].data if zero == "param" else params[0].grad).zero_()
+    expected = params[0].detach() - 0.1 * params[0].grad
+    with on(path):
+        optimizer.step()
+    assert torch.equal(params[0].detach(), expected)
+
+
+def test_norms_of_16_bit_weights_are_float32():
+    """In the weight's own dtype 300 squared and summed is inf, and the rate nan."""
+    param = torch.nn.Parameter(torch.full((9,), 300.0, dtype=torch.float16))
+    param.grad = torch.full_like(param, 300.0)
+    LARC(sgd([param])).step()
+    assert_one_rounding(param.grad, torch.full((9,), 60.0, dtype=torch.float64))
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.1),  # has no weight decay
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "FusedAdam": lambda params: FusedAdam(params, lr=torch.tensor(0.1), weight_decay=0.1),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=0.1),
+    "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_wraps_any_optimizer(make):
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    optimizer, plain = LARC(make(params)), make(twins)
+    options = plain.param_groups[0]
+    decay = options.pop("weight_decay", None)
+    if decay is not None:
+        options["weight_decay"] = 0.0
+    for number in range(3):
+        give_grads(params, number)
+        for param, twin in zip(params, twins, strict=True):
+            wide = param.detach().double(), param.grad.double()
+            twin.grad = exact_gradient(*wide, float(options["lr"]), decay or 0.0, True).float()
+        optimizer.step()
+        plain.step()
+        for param, twin in zip(params, twins, strict=True):
+            assert_one_rounding(param.detach(), twin.detach().double())
+            twin.data.copy_(param.data)
+    assert optimizer.param_groups[0].get("weight_decay") == decay
+    assert optimizer.state is optimizer.optim.state
+    saved = optimizer.state_dict()
+    assert saved.keys() == {"state", "param_groups"}
+    assert saved["param_groups"][0].keys() == plain.state_dict()["param_groups"][0].keys() | (
+        set() if decay is None else {"weight_decay"}
+    )
+    others = parameters(shapes=SMALL)
+    for param, other in zip(params, others, strict=True):
+        other.data.copy_(param.data)
+    resumed = LARC(make(others))
+    resumed.load_state_dict(copy.deepcopy(saved))
+    assert same(train(resumed, others, (3,)), train(optimizer, params, (3,)))
+
+
+def test_weight_decay_comes_back_after_an_error():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            assert self.param_groups[0]["weight_decay"] == 0
+            raise RuntimeError("broken")
+
+    params = parameters(shapes=SMALL)
+    optimizer = LARC(Broken(params, lr=0.1, weight_decay=0.5))
+    give_grads(params, 0)
+    with pytest.raises(RuntimeError, match="broken"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_groups_forward():
+    first, second = parameters(shapes=SMALL)
+    optimizer = LARC(sgd([first]))
+    optimizer.add_param_group({"params": [second], "lr": 0.5})
+    assert [group["lr"] for group in optimizer.optim.param_groups] == [0.1, 0.5]
+    give_grads([first, second], 0)
+    optimizer.zero_grad(set_to_none=True)
+    assert first.grad is None
+    assert second.grad is None
+    optimizer.step()
+    assert repr(optimizer) == repr(optimizer.optim)
+    optimizer.param_groups = optimizer.param_groups[:1]
+    assert len(optimizer.optim.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=5),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
+    ],
+)
+def test_schedulers(schedule):
+    """They refused the original's."""
+    params = parameters(shapes=SMALL)
+    optimizer = LARC(sgd(params, momentum=0.9))
+    scheduler = schedule(optimizer)
+    start = optimizer.param_groups[0]["lr"]
+    for number in range(2):
+        give_grads(params, number)
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.optim.param_groups[0]["lr"] != start
+
+
+def test_copies():
+    params = parameters(shapes=SMALL)
+    optimizer = LARC(sgd(params, momentum=0.9), trust_coefficient=0.1, clip=False, eps=1e-3)
+    train(optimizer, params, range(1))
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    expected = train(optimizer, params, range(1, 3))
+    for copied in copies:
+        assert (copied.trust_coefficient, copied.clip, copied.eps) == (0.1, False, 1e-3)
+        assert same(train(copied, copied.param_groups[0]["params"], range(1, 3)), expected)
+
+
+def test_closures_and_hooks():
+    params = parameters(shapes=SMALL)
+    optimizer = LARC(sgd(params))
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("hook"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(param.square().sum() for param in params)
+        loss.backward()
+        return loss
+
+    before = closure().item()
+    assert optimizer.step(closure).item() == before
+    assert closure().item() < before
+    assert seen == ["hook"]
+
+
+def test_nothing_waits_for_the_device():
+    params = [torch.nn.Parameter(torch.empty(5, device="meta"))]
+    optimizer = LARC(FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.1))
+    for _ in range(2):
+        params[0].grad = torch.empty_like(params[0])
+        optimizer.step()
+
+
+def test_grad_scaler():
+    """It unscales first, as LARC needs."""
+    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    optimizer, plain = LARC(FusedSGD(params, lr=0.1)), LARC(FusedSGD(twins, lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(torch.ones(()))
+    give_grads(params, 0, scale=256.0)
+    give_grads(twins, 0)
+    scaler.step(optimizer)
+    plain.step()
+    assert same(values(params), values(twins))
+
+
+@pytest.fixture
+def _amp_is_reset():
+    yield
+    amp.reset()
+
+
+def trained(level, wrap_after, inner, overflow=False):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    optimizer = inner(model.parameters())
+    if not wrap_after:
+        optimizer = LARC(optimizer)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if wrap_after:
+        optimizer = LARC(optimizer)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for number in range(6):
+        x = torch.randn(16, 6, generator=generator)
+        loss = model(x).float().square().mean()
+        losses.append(loss.item())
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        if overflow and number == 2:
+            before = [p.detach().clone() for p in amp.master_params(optimizer)]
+            next(iter(amp.master_params(optimizer))).grad.fill_(float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert all(p.isfinite().all() for p in model.parameters()) or before
+    return losses, [p.detach().float().clone() for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.usefixtures("_amp_is_reset")
+@pytest.mark.parametrize("inner", [OPTIMIZERS["SGD"], OPTIMIZERS["FusedSGD"]])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_under_amp(level, inner):
+    """Wrapped before or after initialize, it is the same training."""
+    before = trained(level, False, inner)
+    amp.reset()
+    after = trained(level, True, inner)
+    assert before[0] == after[0]
+    assert same(before[1], after[1])
+    assert before[0][-1] < before[0][0]
+
+
+@pytest.mark.usefixtures("_amp_is_reset")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_amp_does_not_go_round_it(level):
+    """Ours can step on scaled gradients; through LARC they cannot be scaled."""
+    before = trained(level, False, OPTIMIZERS["SGD"])
+    amp.reset()
+    after = trained(level, False, lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
+    for actual, exact in zip(after[1], before[1], strict=True):
+        torch.testing.assert_close(actual, exact)
+
+
+def test_the_names_it_is_reached_by():
+    from apex.parallel.LARC import LARC as by_module
+
+    assert by_module is LARC
+    assert apex.parallel.LARC.LARC is LARC  # `apex.parallel.LARC` was the module
+
+
+def test_the_first_signature():
+    optimizer = LARC(sgd(parameters()), trust_coefficient=0.1, epsilon=1e-3)
+    assert (optimizer.eps, optimizer.clip) == (1e-3, False)
+    with pytest.raises(TypeError, match="third argument was epsilon"):
+        LARC(sgd(parameters()), 0.02, 1e-8)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_other_gradients_are_refused(kind):
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64 if kind == "complex" else None))
+    param.grad = torch.ones_like(param).to_sparse() if kind == "sparse" else torch.ones_like(param)
+    before = param.detach().clone()
+    with pytest.raises(RuntimeError, match="sparse or complex"):
+        LARC(sgd([param], weight_decay=0.1)).step()
+    assert torch.equal(before, param.detach())
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_repeats_bit_for_bit(path):
+    results = []
+    for _ in range(2):
+        params = parameters(shapes=SMALL)
+        results.append(train(LARC(sgd(params, weight_decay=0.1)), params, range(2), path))
+    assert same(*results)
+    assert _runtime.forced() is None
