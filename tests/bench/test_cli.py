@@ -47,6 +47,7 @@ def _one_line(capsys):
         (["--nonsense"], "required: COMMAND"),
         (["info", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["info", "more"], "unrecognized arguments: more"),
+        (["info", "kernels"], "unrecognized arguments: kernels"),
     ],
 )
 def test_bad_arguments_get_one_line_and_2(capsys, arguments, message):
@@ -64,6 +65,21 @@ def test_a_bad_option_of_a_command_names_the_command(capsys, install):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["hello", "--n", "many"])
     assert "apex hello: argument --n: invalid int value: 'many'" in _one_line(capsys)
+
+
+def test_a_command_of_two_words(capsys, install, monkeypatch):
+    install(run=lambda args: 1)
+    two = _command(run=lambda args: args.n, add_arguments=lambda p: p.add_argument("--n", type=int))
+    monkeypatch.setitem(sys.modules, "apex_hello_world", two)
+    monkeypatch.setitem(cli.COMMANDS, "hello world", cli.Command("apex_hello_world", "greets"))
+    assert cli.main(["hello"]) == 1
+    assert cli.main(["hello", "world", "--n", "7"]) == 7
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["hello", "world", "--n", "many"])
+    assert "apex hello world: argument --n: invalid int value: 'many'" in _one_line(capsys)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["hello", "--help"])
+    assert "see also: apex hello world" in capsys.readouterr().out
 
 
 def test_usage_error_gets_one_line_and_2(capsys, install):

@@ -88,6 +88,21 @@ def test_every_level_learns(level, data):
     assert run.loss_scale == (65536 if level in ("O1", "O2") else 1)
 
 
+@pytest.mark.parametrize("optimizer", training.OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_every_optimizer_learns(level, optimizer, data):
+    run = training.train(level, 64, 0, 2, data, optimizer=optimizer)
+    assert (run.status, run.error) == ("ok", None)
+    assert sum(run.losses[-5:]) < 0.8 * sum(run.losses[:5])
+
+
+@pytest.mark.parametrize(("ours", "twin"), [("FusedSGD", "sgd"), ("FusedAdam", "adamw")])
+def test_a_fused_optimizer_trains_as_its_twin_does(ours, twin, data):
+    assert training.OPTIMIZERS[ours] == training.OPTIMIZERS[twin]
+    mine, theirs = (training.train("O0", 256, 0, 2, data, optimizer=name) for name in (ours, twin))
+    assert mine.losses == pytest.approx(theirs.losses, rel=1e-3)
+
+
 def test_half_precision_needs_less_memory(data):
     peak = {level: training.train(level, 256, 0, 1, data).peak_bytes for level in training.LEVELS}
     assert all(peak[level] < 0.9 * peak["O0"] for level in peak if level != "O0")
@@ -170,6 +185,18 @@ def test_the_command_trains_shows_and_keeps_everything(tmp_path, capsys):
     assert len(told.splitlines()) == 4
 
 
+def test_the_optimizer_is_the_user_s_choice(tmp_path, capsys):
+    assert _bench(tmp_path, "--levels", "O0", "--optimizer", "FusedAdam") == 0
+    told = "FusedAdam, lr 0.005, weight decay 0.01"
+    assert _read(tmp_path).options["optimizer"] == told
+    assert told in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_optimizer_is_torch_s_sgd_by_default(tmp_path):
+    assert _bench(tmp_path, "--levels", "O0") == 0
+    assert _read(tmp_path).options["optimizer"] == "SGD, lr 0.05, momentum 0.9"
+
+
 def test_several_batch_sizes_and_repeated_values(tmp_path):
     assert _bench(tmp_path, "--levels", "O0", "O0", "--batch", "256", "512", "256") == 0
     assert [(run.level, run.batch) for run in _read(tmp_path).runs] == [("O0", 256), ("O0", 512)]
@@ -187,6 +214,7 @@ def test_the_largest_batch_is_all_training_digits(tmp_path):
         (["--levels", "O7"], "O7"),
         (["--levels", "o1"], "o1"),
         (["--levels"], "--levels"),
+        (["--optimizer", "Adam"], "invalid choice: 'Adam'"),
         (["--epochs", "0"], "'0' is not a whole number of 1 or more"),
         (["--epochs", "many"], "'many' is not a whole number of 1 or more"),
         (["--seeds", "0"], "'0' is not a whole number of 1 or more"),
@@ -249,7 +277,7 @@ def test_a_level_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, caps
 
 
 def test_a_level_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(training, "LEARNING_RATE", 1e30)
+    monkeypatch.setitem(training.OPTIMIZERS, "sgd", {"lr": 1e30})
     assert _bench(tmp_path, "--levels", "O0", "O4") == 1
     assert [run.status for run in _read(tmp_path).runs] == ["diverged", "diverged"]
     assert "O4, batch 256: diverged" in capsys.readouterr().out
@@ -258,7 +286,7 @@ def test_a_level_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch, c
 def test_an_interruption_before_the_first_result_leaves_former_results_alone(
     tmp_path, monkeypatch, capsys
 ):
-    def interrupted(*args):
+    def interrupted(*args, **options):
         raise KeyboardInterrupt
 
     (tmp_path / "results.json").write_text("former")
@@ -320,7 +348,15 @@ def test_help_shows_every_option_and_its_default(capsys):
         main(["bench", "--help"])
     assert exit_.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for option in ("--levels", "--epochs", "--batch", "--seeds", "--device", "--out"):
+    for option in (
+        "--levels",
+        "--epochs",
+        "--batch",
+        "--seeds",
+        "--optimizer",
+        "--device",
+        "--out",
+    ):
         assert option in shown
     assert f"(default: {digits.EPOCHS})" in shown
     assert f"(default: {digits.BATCH})" in shown

@@ -7,39 +7,36 @@ fails or the user interrupts. One run is in `training`, its numbers in `results`
 
 import argparse
 import importlib
-import signal
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from datetime import datetime, timezone
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
 
-import torch
-
-from apex.bench import machine, report, training
+from apex.bench import report, training
 from apex.bench.cli import UsageError
+from apex.bench.options import (
+    at_least,
+    check_folder,
+    environment,
+    pick_device,
+    terminated_like_interrupted,
+    unique,
+)
 from apex.bench.results import Report, Run, write
-from apex.bench.training import LEVELS, Digits
+from apex.bench.training import LEVELS, OPTIMIZERS, Digits
 
-__all__ = ["HELP", "add_arguments", "environment", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = (
     "Train a small convolutional network on handwritten digits once per precision level, then "
     "show what each level costs and gives on this machine: a table, a JSON file and plots."
 )
 
-# With these and training's learning rate, O0 reached 98.3 to 99.5 % over twelve seeds on a CPU, and
+# With these and torch's SGD, O0 reached 98.3 to 99.5 % over twelve seeds on a CPU, and
 # at each seed every other level came within 0.34 points of it. Five epochs: only within 1.7.
 # All six levels take 13 s on two quiet CPU cores.
 EPOCHS = 10
 BATCH = 64
 
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
-
-T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,16 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"which of {' '.join(LEVELS)} to run (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--epochs", type=_at_least(1), default=EPOCHS, metavar="N",
+        "--epochs", type=at_least(1), default=EPOCHS, metavar="N",
         help="passes through the training digits (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--batch", nargs="+", type=_at_least(2), default=[BATCH], metavar="N",
+        "--batch", nargs="+", type=at_least(2), default=[BATCH], metavar="N",
         help=f"digits per step; several sizes are compared (default: {BATCH})",
     )  # fmt: skip
     parser.add_argument(
-        "--seeds", type=_at_least(1), default=1, metavar="N",
+        "--seeds", type=at_least(1), default=1, metavar="N",
         help="repeat all with N seeds and show mean and standard deviation (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--optimizer", choices=list(OPTIMIZERS), default="sgd", metavar="NAME",
+        help=f"which of {' '.join(OPTIMIZERS)} trains (default: %(default)s, which is torch's)",
     )  # fmt: skip
     parser.add_argument(
         "--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)"
@@ -67,19 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("apex-bench"), metavar="FOLDER",
         help="where to put results.json and the plots (default: %(default)s)",
     )  # fmt: skip
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-        return value
-
-    return parse
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
     """
     for package in ("sklearn", "rich", "matplotlib"):  # now and not after minutes of training
         importlib.import_module(package)
-    device = _device(args.device)
+    device = pick_device(args.device)
     data = training.load(device)
     _check_batches(args.batch, len(data.train_x))
-    _check_folder(args.out)
+    check_folder("--out", args.out)
     bench = _Bench(args, data)
-    with _terminated_like_interrupted():
+    with terminated_like_interrupted():
         with suppress(KeyboardInterrupt):  # the report says by itself that it is incomplete
             bench.train_all()
         finished = bench.report()
@@ -119,20 +107,21 @@ class _Bench:
         self.file: Path = args.out / "results.json"
         self._data = data
         self._epochs: int = args.epochs
+        self._optimizer: str = args.optimizer
         # Seeds outermost: an interrupted bench has all levels at the first seeds.
         self._plan = [
             (level, batch, seed)
             for seed in range(args.seeds)
-            for batch in _unique(args.batch)
-            for level in _unique(args.levels)
+            for batch in unique(args.batch)
+            for level in unique(args.levels)
         ]
         self._options = {
-            "levels": {level: LEVELS[level] for level in _unique(args.levels)},
+            "levels": {level: LEVELS[level] for level in unique(args.levels)},
             "epochs": args.epochs,
-            "batch": _unique(args.batch),
+            "batch": unique(args.batch),
             "seeds": args.seeds,
             "device": str(data.device),
-            "optimizer": f"SGD, lr {training.LEARNING_RATE}, momentum {training.MOMENTUM}",
+            "optimizer": training.described(args.optimizer),
         }
         self._environment = environment(data.device)
         self._runs: list[Run] = []
@@ -152,82 +141,21 @@ class _Bench:
         with report.progress(len(self._plan), steps) as progress:
             for level, batch, seed in self._plan:
                 progress.begin(f"{level}, batch {batch}, seed {seed}")
-                run = training.train(level, batch, seed, self._epochs, self._data, progress)
+                run = training.train(
+                    level,
+                    batch,
+                    seed,
+                    self._epochs,
+                    self._data,
+                    progress,
+                    optimizer=self._optimizer,
+                )
                 self._runs.append(run)
                 write(self.report(), self.file)
                 progress.end(run)
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Describe what the numbers depend on: date, versions, device, threads."""
-    name = f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
-    found: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": asdict(machine.versions()),
-        "device": asdict(next(here for here in machine.devices() if here.device == name)),
-        "threads": torch.get_num_threads(),
-    }
-    if device.type == "cuda":
-        cuda = machine.cuda()
-        found["cuda"] = {
-            "torch": cuda.torch_cuda,
-            "cudnn": cuda.cudnn,
-            "driver": cuda.driver,
-            "fp32 convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-        }
-    return found
-
-
-def _device(asked: str | None) -> torch.device:
-    if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(asked)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {asked}: unknown; use cpu, cuda or cuda:N")
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
-    if (device.index or 0) >= count:
-        here = f"there are {count} here" if count else "no CUDA device can be used here"
-        raise UsageError(f"--device {asked}: {here}")
-    return device
 
 
 def _check_batches(batches: list[int], most: int) -> None:
     too_large = [batch for batch in batches if batch > most]
     if too_large:
         raise UsageError(f"--batch {too_large[0]}: there are only {most} training digits")
-
-
-def _check_folder(folder: Path) -> None:
-    """Make the folder and try to write in it, now and not after minutes of training."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except FileExistsError:
-        raise UsageError(f"--out {folder}: is a file, and a folder is needed") from None
-    except OSError as error:
-        raise UsageError(f"--out {folder}: cannot be written ({error.strerror})") from None
-
-
-def _unique(values: list[T]) -> list[T]:
-    return list(dict.fromkeys(values))
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the training as Ctrl-C does, so that what is finished is kept."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may choose what a signal does
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

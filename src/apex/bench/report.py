@@ -200,6 +200,8 @@ def _title(report: Report) -> str:
     options, here = report.options, report.environment
     title = f"{here['device']['name']}, torch {here['versions']['torch']}, "
     title += f"{_count(options['epochs'], 'epoch')}, {_count(options['seeds'], 'seed')}"
+    if options.get("optimizer"):  # a report of old does not say
+        title += f", {options['optimizer']}"
     if options["seeds"] > 1:
         title += " (mean ± standard deviation)"
     if not report.complete:

@@ -15,7 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["BASELINE", "Report", "Row", "Run", "Spread", "percentile", "read", "rows", "write"]
+__all__ = [
+    "BASELINE",
+    "Report",
+    "Row",
+    "Run",
+    "Spread",
+    "percentile",
+    "read",
+    "rows",
+    "save",
+    "write",
+]
 
 FORMAT = "apex bench 1"
 BASELINE = "O0"
@@ -223,6 +234,11 @@ def write(report: Report, path: Path) -> None:
         **dataclasses.asdict(report),
         "rows": [dataclasses.asdict(row) for row in rows(report)],
     }
+    save(content, path)
+
+
+def save(content: dict[str, Any], path: Path) -> None:
+    """Write JSON whole or not at all; `write` says what becomes of inf and nan."""
     text = json.dumps(_jsonable(content), indent=1, allow_nan=False)
     # A list of numbers goes on one line. Strings are safe: there is no bare line break in them.
     text = re.sub(r"\[\n[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)

@@ -25,22 +25,42 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from apex import amp
+from apex import amp, optimizers
 from apex.bench import memory
 from apex.bench.results import Run, Status
 from apex.bench.timing import Stopwatch, stopwatch
 
-__all__ = ["LEVELS", "Digits", "Progress", "how_measured", "load", "network", "train"]
+__all__ = [
+    "LEVELS",
+    "OPTIMIZERS",
+    "Digits",
+    "Progress",
+    "described",
+    "how_measured",
+    "load",
+    "network",
+    "train",
+]
 
 LEVELS = {"O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "fp16", "O4": "bf16", "O5": "bf16"}
 
-LEARNING_RATE = 0.05
-MOMENTUM = 0.9
+# The optimizers by the names of the option, with their numbers. Lower case is torch's.
+OPTIMIZERS: dict[str, dict[str, float]] = {
+    "sgd": {"lr": 0.05, "momentum": 0.9},
+    "adam": {"lr": 0.005},
+    "adamw": {"lr": 0.005, "weight_decay": 0.01},
+    "FusedSGD": {"lr": 0.05, "momentum": 0.9},
+    "FusedAdam": {"lr": 0.005, "weight_decay": 0.01},
+    "FusedLAMB": {"lr": 0.005, "weight_decay": 0.01},
+    "FusedNovoGrad": {"lr": 0.3},
+    "FusedAdagrad": {"lr": 0.05},
+}
+_TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 WARM_UP = 10  # steps; the first few build library plans and optimizer state
 MEMORY_STEPS = 3  # the first makes the optimizer's state; from the second on all is in place
@@ -105,15 +125,29 @@ def network() -> nn.Sequential:
     )
 
 
+def described(optimizer: str) -> str:
+    """Say one of `OPTIMIZERS` with its numbers."""
+    name = _TORCH[optimizer].__name__ if optimizer in _TORCH else optimizer
+    numbers = (f"{key.replace('_', ' ')} {value}" for key, value in OPTIMIZERS[optimizer].items())
+    return ", ".join([name, *numbers])
+
+
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    make: Any = _TORCH[name] if name in _TORCH else getattr(optimizers, name)
+    made: torch.optim.Optimizer = make(model.parameters(), **OPTIMIZERS[name])
+    return made
+
+
 class _Trainer:
     """Model and optimizer at one level, and the loop's body as a user would write it."""
 
-    def __init__(self, level: str, seed: int, device: torch.device, *, verbosity: int) -> None:
+    def __init__(
+        self, level: str, optimizer: str, seed: int, device: torch.device, *, verbosity: int
+    ) -> None:
         torch.manual_seed(seed)
         model = network().to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
         self.model, self.optimizer = amp.initialize(
-            model, optimizer, opt_level=level, verbosity=verbosity
+            model, _optimizer(optimizer, model), opt_level=level, verbosity=verbosity
         )
         self.criterion = nn.CrossEntropyLoss()
 
@@ -147,7 +181,14 @@ class _Trace:
 
 
 def train(
-    level: str, batch: int, seed: int, epochs: int, data: Digits, progress: Progress | None = None
+    level: str,
+    batch: int,
+    seed: int,
+    epochs: int,
+    data: Digits,
+    progress: Progress | None = None,
+    *,
+    optimizer: str = "sgd",
 ) -> Run:
     """Train once and measure; an error or a divergence is part of the result.
 
@@ -158,6 +199,7 @@ def train(
         epochs: How often to go through the training digits.
         data: What to train and test on, on the device to use.
         progress: Who wants to know.
+        optimizer: One of `OPTIMIZERS`.
     """
     trace = _Trace()
     watch = stopwatch(data.device)
@@ -165,7 +207,7 @@ def train(
     error = None
     with _counted_overflows() as overflows:
         try:
-            _train(level, batch, seed, epochs, data, trace, watch, progress)
+            _train(level, optimizer, batch, seed, epochs, data, trace, watch, progress)
         except Exception as caught:  # noqa: BLE001  one level's failure is a result, not our end
             status, error = "failed", f"{type(caught).__name__}: {' '.join(str(caught).split())}"
         finally:
@@ -193,6 +235,7 @@ def train(
 
 def _train(
     level: str,
+    optimizer: str,
     batch: int,
     seed: int,
     epochs: int,
@@ -201,7 +244,9 @@ def _train(
     watch: Stopwatch,
     progress: Progress | None,
 ) -> None:
-    trainer = _Trainer(level, seed, data.device, verbosity=1)  # 1: it tells of skipped steps
+    trainer = _Trainer(
+        level, optimizer, seed, data.device, verbosity=1
+    )  # 1: it tells of skipped steps
     order = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         losses = []
@@ -219,12 +264,14 @@ def _train(
     trace.loss_scale = float(amp.state_dict()["loss_scaler0"]["loss_scale"])
     del trainer, loss, losses
     amp.reset()  # else it lets go of this training's tensors in the middle of the measurement
-    trace.peak_bytes = memory.peak_bytes(lambda: _few_steps(level, batch, seed, data), data.device)
+    trace.peak_bytes = memory.peak_bytes(
+        lambda: _few_steps(level, optimizer, batch, seed, data), data.device
+    )
 
 
-def _few_steps(level: str, batch: int, seed: int, data: Digits) -> None:
+def _few_steps(level: str, optimizer: str, batch: int, seed: int, data: Digits) -> None:
     """Train afresh, just long enough for everything that takes memory to be there."""
-    trainer = _Trainer(level, seed, data.device, verbosity=0)
+    trainer = _Trainer(level, optimizer, seed, data.device, verbosity=0)
     for picked in (slice(0, batch),) * MEMORY_STEPS:
         trainer.step(data.train_x[picked].clone(), data.train_y[picked].clone())
 

@@ -1,0 +1,323 @@
+"""The times are made by the machine: what is tested is everything around them."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from apex.bench import kernel_cases, kernel_times
+from apex.bench.cli import main
+from apex.bench.kernel_cases import OPS, Op, Provider
+
+CPU = torch.device("cpu")
+SMALL = [(3,), (2, 5), (1,)]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(kernel_times, "WARM_UP", 1)
+    for name in kernel_cases.LISTS:
+        monkeypatch.setitem(kernel_cases.LISTS, name, lambda full: SMALL)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Replace the operations by one with two providers, which note their calls."""
+    noted = []
+
+    def noting(name):
+        return Provider(name, lambda tensors: lambda: noted.append((name, len(tensors))), _bytes)
+
+    op = Op("noting", kernel_cases._random, (noting("apex"), noting("peer")))
+    monkeypatch.setattr(kernel_times, "OPS", (op,))
+    return noted
+
+
+def _bytes(dtype):
+    return 2 * dtype.itemsize
+
+
+def _bench(file, *options):
+    fixed = ("--device", "cpu", "--repeats", "2", "--threads", "1", "--json", str(file))
+    return main(["bench", "kernels", *fixed, *options])
+
+
+def _provider(name, call):
+    return Provider(name, lambda tensors: call, _bytes)
+
+
+def _read(file):
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+def test_the_names_are_different_and_ours_is_first():
+    assert len({op.name for op in OPS}) == len(OPS)
+    for op in OPS:
+        names = [provider.name for provider in op.providers]
+        assert names[0] == "apex"
+        assert len({*names}) == len(names) > 1
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_every_provider_that_is_installed_can_be_timed(op):
+    found = kernel_times.measure(op, "small", SMALL, "float32", CPU, 2)
+    assert [row.provider for row in found.rows] == [
+        provider.name for provider in op.providers if provider.name not in found.missing
+    ]
+    assert {*found.missing.values()} <= {"timm"}
+    for row in found.rows:
+        assert row.problem is None
+        assert (row.op, row.tensors, row.elements, row.repeats) == (op.name, 3, 14, 2)
+        assert 0 < row.p20_ms <= row.p50_ms <= row.p80_ms
+        assert min(row.host_ms, row.ratio, row.gb_s) > 0
+        assert (row.launches, row.of_copy) == (None, None)  # not on a CPU
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("adam", "float32", [28, 28, 28]),
+        ("adam", "bfloat16", [22, 14, 14]),  # ours has moments in float32
+        ("sgd", "float32", [20, 20, 20]),
+        ("lamb", "float32", [44, 44, 44]),
+        ("novograd", "float32", [24, 24]),
+        ("scale", "float16", [4, 4, 4]),
+        ("axpby", "float32", [12, 12, 12]),
+        ("l2norm", "float32", [4, 4, 4]),
+    ],
+)
+def test_the_bytes_that_have_to_be_moved(name, dtype, expected):
+    [op] = [op for op in OPS if op.name == name]
+    moved = [p.bytes_per_element(kernel_cases.DTYPES[dtype]) for p in op.providers]
+    assert moved == expected
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "adagrad"])
+def test_providers_of_an_optimizer_compute_the_same(name):
+    [op] = [op for op in OPS if op.name == name]
+    after = []
+    for provider in op.providers:
+        torch.manual_seed(0)
+        params = op.make(SMALL, torch.float32, CPU)
+        step = provider.prepare(params)
+        for _ in range(3):
+            step()
+        after.append(params)
+    for theirs in after[1:]:
+        for our, their in zip(after[0], theirs, strict=True):
+            torch.testing.assert_close(our, their)
+
+
+def test_the_sets_have_the_shapes_that_the_help_promises(monkeypatch):
+    monkeypatch.undo()
+    assert len(kernel_cases.LISTS["one"](True)) == 1
+    assert kernel_cases.LISTS["one"](True) == [(10 * kernel_cases.LISTS["one"](False)[0][0],)]
+    assert len(kernel_cases.LISTS["transformer"](False)) == 293
+    assert 1e7 < sum(map(math.prod, kernel_cases.LISTS["transformer"](False))) < 1.1e7
+    assert len(kernel_cases.LISTS["tiny"](False)) == 1000
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def test_providers_take_turns():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    laps = kernel_times.take_turns(calls, 3, CPU)
+    assert order == list("abc" * 3)
+    assert {name: len(mine) for name, mine in laps.items()} == dict.fromkeys("abc", 3)
+
+
+def test_all_providers_get_the_same_tensors(calls):
+    seen = []
+    [op] = kernel_times.OPS
+    providers = tuple(
+        Provider(name, lambda tensors: (seen.append(tensors), lambda: None)[1], _bytes)
+        for name in ("apex", "peer")
+    )
+    kernel_times.measure(Op("same", op.make, providers), "small", SMALL, "float32", CPU, 1)
+    large, large_too, small, small_too = seen
+    assert large is large_too
+    assert small is small_too
+    assert [tuple(x.shape) for x in large] == SMALL
+    assert [tuple(x.shape) for x in small] == [(1,), (1, 1), (1,)]  # for the host's cost
+
+
+def test_the_ratio_is_of_neighbours():
+    assert kernel_times._ratio([1.0, 30.0, 2.0], [2.0, 60.0, 1.0]) == 0.5
+    assert kernel_times._ratio([], [1.0]) is None
+
+
+def test_what_one_provider_cannot_do_is_a_row_and_what_is_not_installed_is_named(calls):
+    def refuse():
+        raise RuntimeError("not\n on a   Tuesday")
+
+    def absent(tensors):
+        raise ModuleNotFoundError("No module named 'timm'", name="timm")
+
+    [op] = kernel_times.OPS
+    peers = (_provider("refuses", refuse), Provider("absent", absent, _bytes))
+    op = Op("mixed", op.make, (op.providers[0], *peers))
+    rows, missing = kernel_times.measure(op, "small", SMALL, "float32", CPU, 1)
+    assert [(row.provider, row.problem) for row in rows] == [
+        ("apex", None),
+        ("refuses", "RuntimeError: not on a Tuesday"),
+    ]
+    assert missing == {"absent": "timm"}
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_times_shows_and_keeps_everything(tmp_path, calls, capsys):
+    file = tmp_path / "new" / "rows.json"
+    assert _bench(file, "--shapes", "tiny", "one", "--dtype", "float32", "bfloat16") == 0
+    report = _read(file)
+    assert report["complete"]
+    assert [(r["shapes"], r["dtype"], r["provider"]) for r in report["rows"]] == [
+        (shapes, dtype, provider)
+        for shapes in ("one", "tiny")
+        for dtype in ("float32", "bfloat16")
+        for provider in ("apex", "peer")
+    ]
+    assert report["environment"]["versions"]["torch"] == torch.__version__
+    assert report["environment"]["threads"] == 1
+    assert {"name", "capability"} <= report["environment"]["device"].keys()
+    assert report["rows"][0]["bytes_per_element"] == 8
+    shown, told = capsys.readouterr()
+    assert "tiny: 3 tensors, 14 elements, bfloat16" in shown
+    assert shown.count("noting") == 8
+    assert told.splitlines()[0] == "1/4  noting, one, float32"
+
+
+def test_one_operation_of_those_there_are(tmp_path):
+    assert _bench(tmp_path / "rows.json", "--op", "adam", "--shapes", "tiny") == 0
+    rows = _read(tmp_path / "rows.json")["rows"]
+    assert [row["provider"] for row in rows] == ["apex", "torch fused", "torch foreach"]
+
+
+def test_the_number_of_threads_is_given_back(tmp_path, calls):
+    before = torch.get_num_threads()
+    _bench(tmp_path / "rows.json", "--threads", str(before + 1))
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "a peer's"])
+def test_only_our_own_failure_is_the_command_s(ours, tmp_path, calls, monkeypatch, capsys):
+    def refuse():
+        raise RuntimeError("broken")
+
+    providers = [_provider("apex", lambda: None), _provider("peer", lambda: None)]
+    providers[0 if ours else 1] = _provider("apex" if ours else "peer", refuse)
+    op = Op("broken", kernel_cases._random, tuple(providers))
+    monkeypatch.setattr(kernel_times, "OPS", (op,))
+    assert _bench(tmp_path / "rows.json", "--shapes", "one") == (1 if ours else 0)
+    assert "RuntimeError: broken" in capsys.readouterr().out
+
+
+def test_an_interruption_keeps_and_shows_the_finished_rows(tmp_path, calls, monkeypatch, capsys):
+    measure = kernel_times.measure
+
+    def interrupted(op, name, *others):
+        if name == "tiny":
+            raise KeyboardInterrupt
+        return measure(op, name, *others)
+
+    monkeypatch.setattr(kernel_times, "measure", interrupted)
+    assert _bench(tmp_path / "rows.json", "--shapes", "one", "tiny") == 130
+    report = _read(tmp_path / "rows.json")
+    assert not report["complete"]
+    assert [row["shapes"] for row in report["rows"]] == ["one", "one"]
+    assert "INCOMPLETE" in capsys.readouterr().out
+
+
+def test_an_interruption_before_the_first_row_leaves_a_former_file_alone(
+    tmp_path, calls, monkeypatch, capsys
+):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    (tmp_path / "rows.json").write_text("former")
+    monkeypatch.setattr(kernel_times, "measure", interrupted)
+    assert _bench(tmp_path / "rows.json") == 130
+    assert (tmp_path / "rows.json").read_text() == "former"
+    assert "nothing to show" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--op", "nonsense"], "nonsense"),
+        (["--shapes", "nonsense"], "nonsense"),
+        (["--dtype", "int8"], "int8"),
+        (["--repeats", "0"], "'0' is not a whole number of 1 or more"),
+        (["--threads", "none"], "'none' is not a whole number of 1 or more"),
+        (["--device", "toaster"], "unknown; use cpu, cuda or cuda:N"),
+        (["--json", "FOLDER"], "is a folder"),
+        (["--json", "FOLDER/file/rows.json"], "is a file, and a folder is needed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_option_is_one_line_before_anything_is_timed(
+    options, complaint, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(kernel_times, "measure", pytest.fail)
+    (tmp_path / "file").write_text("precious")
+    options = [option.replace("FOLDER", str(tmp_path)) for option in options]
+    try:
+        code = _bench(tmp_path / "rows.json", *options)
+    except SystemExit as exit_:
+        code = exit_.code
+    shown, told = capsys.readouterr()
+    assert code == 2
+    assert shown == ""
+    assert len(told.splitlines()) == 1
+    assert told.startswith("apex bench kernels: ")
+    assert complaint in told
+    assert not (tmp_path / "rows.json").exists()
+
+
+def test_help_of_both_benches(capsys):
+    for words in (["bench", "--help"], ["bench", "kernels", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "see also: apex bench kernels" in shown
+    for option in ("--op", "--shapes", "--dtype", "--repeats", "--full", "--threads", "--json"):
+        assert option in shown
+    for op in OPS:
+        assert op.name in shown
+
+
+def test_timm_s_optimizers_come_without_the_rest_of_timm(tmp_path, monkeypatch):
+    """A package whose top level cannot be imported, as where torchvision is missing."""
+    (tmp_path / "timm" / "optim").mkdir(parents=True)
+    (tmp_path / "timm" / "__init__.py").write_text("import torchvision_is_not_here")
+    (tmp_path / "timm" / "optim" / "__init__.py").write_text("raise ImportError")
+    (tmp_path / "timm" / "optim" / "_helpers.py").write_text("answer = 42")
+    (tmp_path / "timm" / "optim" / "lamb.py").write_text("from ._helpers import answer")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("timm", "_timm_optim")]:
+        monkeypatch.delitem(sys.modules, name)
+    kernel_cases._timm.cache_clear()
+    try:
+        assert kernel_cases._timm("lamb").answer == 42
+    finally:
+        kernel_cases._timm.cache_clear()
+        for name in [name for name in sys.modules if name.startswith("_timm_optim")]:
+            del sys.modules[name]
+
+
+@pytest.mark.gpu
+def test_the_command_on_a_gpu(tmp_path):
+    options = ["--device", "cuda", "--repeats", "2", "--json", str(tmp_path / "rows.json")]
+    assert main(["bench", "kernels", *options]) == 0
+    for row in _read(tmp_path / "rows.json")["rows"]:
+        if row["problem"] is None:
+            assert row["launches"] > 0
+            assert row["of_copy"] > 0
