@@ -174,7 +174,7 @@ def test_check_passes_arguments_to_pytest_alone(dev, monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(dev, "_run", lambda words: ran.append(words[2:]) or 0)
     assert dev.check(["--all"]) == 0
-    assert ran[-1] == ["pytest", "--all"]
+    assert ran[-1] == [*dev.TESTS, "--all"]
     assert all("--all" not in words for words in ran[:-1])
     assert capsys.readouterr().out.endswith("check: passed (format, lint, types, tests)\n")
 
