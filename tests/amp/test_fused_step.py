@@ -12,7 +12,9 @@ from torch import nn
 from apex import amp
 from apex.amp import optimizer as amp_optimizer
 from apex.ops import _runtime
+from apex.ops.unscale import takes
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apex.parallel import LARC
 from tests.amp.hand import same
 from tests.tolerance import CLIPPED, assert_close_to_largest
 
@@ -386,3 +388,185 @@ def test_what_the_device_skipped_is_said_when_it_is_known(lagging, caplog):
     with pytest.raises(RuntimeError, match="2 steps in a row were skipped"):
         step(bad=False)
     assert same(weights, model.parameters())
+
+
+# -- what others do between a block and a step -------------------------------------------------
+
+
+def small(level, make=None, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    make = make or (lambda params: FusedSGD(params, lr=0.1))
+    return amp.initialize(
+        model,
+        make(model.parameters()),
+        opt_level=level,
+        loss_scale="dynamic",
+        verbosity=0,
+        **options,
+    )
+
+
+X = torch.linspace(-1, 1, 128).reshape(16, 8)
+
+
+def block(model, optimizer, factor=1.0):
+    loss = factor * model(X).float().square().mean()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+
+
+def weights_after(level, body, path, **options):
+    """The float32 weights after ``body``, which has changed them."""
+    amp.reset()
+    model, optimizer = small(level, **options)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    with on(path):
+        body(model, optimizer)
+    after = [p.detach() for p in amp.master_params(optimizer)]
+    assert not same(before, after)
+    return after
+
+
+def assert_moves_alike(level, body, **options):
+    expected = weights_after(level, body, None, **options)
+    actual = weights_after(level, body, "reference", **options)
+    for left, right in zip(actual, expected, strict=True):
+        assert_close_to_largest(left, right, CLIPPED)
+
+
+FP16_AND_BF16 = ["O1", "O2", "O4", "O5"]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_backward_outside_of_the_block_is_in_the_norm(level):
+    def body(model, optimizer):
+        block(model, optimizer, 0.01)
+        (30 * model(X.to(model.weight.dtype)).float().square().mean()).backward()
+        amp.clip_grad_norm_(optimizer, 0.1)
+        optimizer.step()
+
+    assert_moves_alike(level, body)
+
+
+@pytest.mark.parametrize("level", FP16_AND_BF16)
+def test_gradients_of_two_optimizers_are_clipped_for_both(level):
+    results = []
+    for path in (None, "reference"):
+        amp.reset()
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        pair = [FusedSGD(model.parameters(), lr=0.1) for _ in range(2)]
+        model, pair = amp.initialize(
+            model, pair, opt_level=level, loss_scale="dynamic", verbosity=0
+        )
+        with on(path):
+            block(model, pair[0], 30)
+            amp.clip_grad_norm_(pair[0], 0.1)
+            for optimizer in pair:
+                optimizer.step()
+        results.append([p.detach() for p in amp.master_params(pair[0])])
+    for left, right in zip(*results, strict=True):
+        assert_close_to_largest(left, right, CLIPPED)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_second_step_on_the_same_gradients_is_clipped_too(level, fused):
+    def body(model, optimizer):
+        block(model, optimizer, 30)
+        amp.clip_grad_norm_(optimizer, 0.1)
+        optimizer.step()
+        optimizer.step()
+
+    assert_moves_alike(level, body, fused_step=fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", FP16_AND_BF16)
+def test_larc_around_an_initialised_optimizer_sees_the_gradients(level, fused):
+    def body(model, optimizer):
+        larc = LARC(optimizer)
+        block(model, optimizer)
+        amp.clip_grad_norm_(larc.optim, 0.1)
+        larc.step()
+
+    assert_moves_alike(level, body, fused_step=fused)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("level", FP16_AND_BF16)
+def test_after_a_fused_step_readers_and_passes_find_unscaled_gradients(level, clipped):
+    def body(model, optimizer):
+        block(model, optimizer)
+        if clipped:
+            amp.clip_grad_norm_(optimizer, 0.01)
+        optimizer.step()
+        block(model, optimizer)  # without zero_grad
+        optimizer.step()
+
+    assert_moves_alike(level, body, fused_step=True)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_gradients_logged_after_a_fused_step_are_unscaled(level):
+    amp.reset()
+    model, optimizer = small(level, fused_step=True)
+    with on("reference"):
+        block(model, optimizer)
+        norm = amp.clip_grad_norm_(optimizer, 100.0)
+        optimizer.step()
+        seen = torch.stack([p.grad.norm() for p in amp.master_params(optimizer)]).norm()
+    assert_close_to_largest(seen, norm, CLIPPED)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_changed_while_scaled_are_noticed(level):
+    amp.reset()
+    model, optimizer = small(level, fused_step=True)
+    with on("reference"):
+        block(model, optimizer)
+        model(X.to(model.weight.dtype)).float().mean().backward()
+        with pytest.raises(RuntimeError, match="changed while they were scaled"):
+            optimizer.step()
+
+
+def test_gradients_cleared_by_the_model_leave_nothing_to_step():
+    amp.reset()
+    model, optimizer = small("O1", fused_step=True)
+    before = model.weight.detach().clone()
+    with on("reference"):
+        block(model, optimizer)
+        model.zero_grad()
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_masters_of_the_optimizers_own_give_way(fused):
+    def make(params):
+        return FusedAdam(params, lr=0.1, capturable=True, master_weights=True)
+
+    amp.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).half()
+    optimizer = make(model.parameters())
+    with pytest.warns(UserWarning, match="half"):
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O2", verbosity=0, fused_step=fused
+        )
+    before = model.weight.detach().clone()
+    with on("reference"):
+        block(model, optimizer)
+        optimizer.step()
+    assert not torch.equal(model.weight, before)
+    assert torch.equal(model.weight, next(iter(amp.master_params(optimizer))).half())
+
+
+def test_a_wrapper_of_gradients_is_left_to_torch():
+    class Wrapper(torch.Tensor):
+        pass
+
+    with on("reference"):
+        assert takes([torch.ones(2)])
+        assert not takes([torch.ones(2).as_subclass(Wrapper)])

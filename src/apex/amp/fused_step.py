@@ -36,53 +36,71 @@ class Measured:
 
     Args:
         squares: Sum of the squares of all elements; float32, 0-dim.
-        params: Whose gradients these are, to know them again. Empty for scaled ones, which are
-            known by the debt they belong to.
+        marks: Of the gradients; ``None`` for scaled ones, whose debt has them.
         found: Whether one was not finite, where that has yet to be told to the scaler.
     """
 
     def __init__(
         self,
         squares: torch.Tensor,
-        params: Sequence[torch.Tensor] = (),
+        marks: Marks | None = None,
         found: torch.Tensor | None = None,
     ) -> None:
         self.norm = squares.sqrt()
         self.found = found
+        self.marks = marks
+
+
+class Marks:
+    """Who the gradients of some tensors are, to know them again.
+
+    Args:
+        params: The tensors.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._seen = [_mark(param.grad) for param in params]
 
-    def holds(self, params: Sequence[torch.Tensor], *, or_gone: bool = False) -> bool:
-        """Whether the gradients are still those that were measured.
+    def hold(self, params: Sequence[torch.Tensor], *, or_gone: bool = False) -> bool:
+        """Whether the gradients are still the same.
 
         Args:
-            params: Whose gradients to look at.
-            or_gone: Whether some of them may be ``None`` by now.
+            params: The tensors.
+            or_gone: Whether some of the gradients may be ``None`` by now.
         """
         now = [_mark(param.grad) for param in params]
         if not or_gone or len(now) != len(self._seen):
             return self._seen == now
         return all(mark in (None, seen) for mark, seen in zip(now, self._seen, strict=True))
 
+    def unchanged(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients that are still the same."""
+        grads = [param.grad for param in params]
+        pairs = zip(grads, self._seen, strict=False)
+        return [grad for grad, seen in pairs if _mark(grad) == seen]
+
 
 def _mark(grad: torch.Tensor | None) -> tuple[int, int, int] | None:
     return None if grad is None else (id(grad), grad.data_ptr(), grad._version)
 
 
-class Clip:
-    """A factor for gradients that waits for the step.
+class Owed:
+    """A factor that gradients in memory have yet to be multiplied by.
+
+    Either it waits for the step, or the step has applied it in registers alone.
 
     Args:
-        coefficient: float32, 0-dim, at most 1.
-        measured: Of the gradients.
+        factor: float32, 0-dim, or a number.
+        marks: Of the gradients; ``None`` for scaled ones, whose debt has them.
     """
 
-    def __init__(self, coefficient: torch.Tensor, measured: Measured) -> None:
-        self.coefficient = coefficient
-        self.measured = measured
+    def __init__(self, factor: torch.Tensor | float, marks: Marks | None) -> None:
+        self.factor = factor
+        self.marks = marks
 
     def check(self, params: Sequence[torch.Tensor]) -> None:
         """Raise if somebody has changed the gradients since."""
-        if not self.measured.holds(params, or_gone=True):
+        if self.marks is not None and not self.marks.hold(params, or_gone=True):
             raise RuntimeError(
                 "amp: gradients were changed after amp.clip_grad_norm_, whose factor was to be "
                 "applied by the step. Change them before clipping, or call "
@@ -94,7 +112,10 @@ class Clip:
         """Multiply the gradients now."""
         for grad in grads:
             if grad is not None:
-                grad.mul_(self.coefficient.to(grad.device, non_blocking=True))
+                factor = self.factor
+                if isinstance(factor, torch.Tensor):
+                    factor = factor.to(grad.device, non_blocking=True)
+                grad.mul_(factor)
 
 
 def inverse(scale: torch.Tensor | float) -> torch.Tensor | float:
@@ -120,6 +141,7 @@ def unscale_and_measure(
 def measured_scaled(debt: Debt, grads: dict[torch.Tensor, torch.Tensor]) -> Measured:
     """Measure gradients that are still scaled; nothing is written."""
     listed = list(grads.values())
-    found = torch.zeros((), dtype=torch.float32, device=listed[0].device)
+    device = debt.scale.device if isinstance(debt.scale, torch.Tensor) else torch.device("cpu")
+    found = torch.zeros((), dtype=torch.float32, device=listed[0].device if listed else device)
     squares = square_sums(listed, factor=inverse(debt.scale), flag=found).sum()
     return Measured(squares, found=found)

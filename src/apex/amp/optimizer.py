@@ -30,7 +30,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from apex.amp import _speech, casts
-from apex.amp.fused_step import Clip, Measured, inverse, measured_scaled, unscale_and_measure
+from apex.amp.fused_step import (
+    Marks,
+    Measured,
+    Owed,
+    inverse,
+    measured_scaled,
+    unscale_and_measure,
+)
 from apex.amp.lag import Word, runs_behind
 from apex.amp.modules import Master, leftovers, masters
 from apex.amp.passes import Aside, Debt, Pass, accumulate, add_back, stored_values, unshared
@@ -88,6 +95,7 @@ class OptimizerState:
         self._optimizer = weakref.ref(optimizer)
         self._entries: list[_Entry] = []
         self._params: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
         self._plain: list[torch.Tensor] = []
         self._twins: list[tuple[torch.Tensor, torch.Tensor, Master]] = []
         self._debt: Debt | None = None
@@ -100,7 +108,9 @@ class OptimizerState:
         self._takes_flag = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self.takes_scaled = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
         self._measured: Measured | None = None
-        self._clip: Clip | None = None
+        self._clip: Owed | None = None  # by amp.clip_grad_norm_, for the step
+        self._owed: Owed | None = None  # by the last step
+        self._kept: Marks | None = None  # of gradients that stay scaled until the step
         self._warned = False
         self._is_attached = True
         self._sync(full)
@@ -160,10 +170,11 @@ class OptimizerState:
         if optimizer is None or not self._is_attached:
             return
         if not self.is_open:
-            self.settle_debt()
+            self.settle_debt(check=False)
             clip, self._clip = self._clip, None
-            if clip is not None and clip.measured.holds(self._params, or_gone=True):
-                clip.apply(param.grad for param in self._params)
+            if clip is not None and clip.marks is not None:
+                clip.apply(clip.marks.unchanged(self._params))
+            self._pay()
         self._sync()
         self._is_attached = False
         self._unpatch(optimizer)
@@ -207,6 +218,7 @@ class OptimizerState:
         """Keep the entries, and in columns what every step goes through."""
         self._entries = entries
         self._params = [entry.param for entry in entries]
+        self._targets = [entry.target for entry in entries]
         self._plain = [entry.param for entry in entries if entry.master is None]
         self._twins = [(e.target, e.param, e.master) for e in entries if e.master is not None]
 
@@ -224,7 +236,10 @@ class OptimizerState:
             masters[param] = master
         tensor: torch.Tensor = master.tensor.requires_grad_()
         if param in optimizer.state:
-            optimizer.state[tensor] = optimizer.state.pop(param)
+            state = optimizer.state[tensor] = optimizer.state.pop(param)
+            own = state.pop("master_param", None) if isinstance(state, dict) else None
+            if own is not None:  # the optimizer kept masters itself: one is enough
+                tensor.copy_(own)
         if param.grad is not None:  # accumulated before amp came in: unscaled
             tensor.grad, param.grad = param.grad.float(), None
         return _Entry(tensor, param, master)
@@ -235,6 +250,7 @@ class OptimizerState:
         """Set every gradient aside, so that backward leaves only its own."""
         aside: Aside = {}
         self.apply_clip()
+        self._pay()
         self._measured = None
         for entry in self._sync():
             target = entry.target
@@ -270,6 +286,8 @@ class OptimizerState:
             self._debt, self._unscaled = debt, aside
         else:  # of the same kind, or it had been settled
             add_back(aside)
+        if self._debt.kept:
+            self._kept = Marks(self._targets)
 
     @torch.no_grad()
     def close(self, aside: Aside, scale: torch.Tensor | float, done: set[int] | None) -> Any:
@@ -312,7 +330,7 @@ class OptimizerState:
         if aside:
             self._return(aside)
         elif squares is not None and done is None and not widened:
-            self._measured = Measured(squares, self._params)
+            self._measured = Measured(squares, Marks(self._params))
         return found
 
     def _widen(
@@ -353,19 +371,23 @@ class OptimizerState:
                 accumulate([(entry.param, aside.pop(entry.target).float())])
         add_back(aside)
 
-    def settle_debt(self, unless: Debt | None = None) -> None:
+    def settle_debt(self, unless: Debt | None = None, *, check: bool = True) -> None:
         """Unscale what passes with ``delay_unscale`` left, at the scale that made it.
 
         Args:
             unless: A pass about to begin: nothing is done if it may add to the same gradients.
+            check: Whether to raise where somebody has changed gradients that stayed scaled.
         """
         debt = self._debt
         if debt is None:
             return
+        if check:
+            self._check_kept()
         # a second pass must not add up in 16 bits what masters would add up in float32
         fits = unless is not None and debt.matches(unless) and not (debt.kept and self._twins)
         if not fits:
             clip, self._clip = self._clip, None
+            self._kept = None
             debt.settle([{} for _ in debt.states])
             if clip is not None:
                 clip.apply(param.grad for param in self._params)
@@ -419,6 +441,8 @@ class OptimizerState:
             self._landed, self.skipped = True, 0
         with casts.off():
             result = self._call(how, args, kwargs)
+        if "factor" in how and self._plain:
+            self._owed = Owed(how["factor"], Marks(self._plain))
         self._after_step(copied="copies" in how)
         return result
 
@@ -463,22 +487,26 @@ class OptimizerState:
         Returns:
             float32, 0-dim; ``None`` where it has to be computed from the gradients.
         """
+        self._pay()
         if self._clip is not None:
             return None
         debt = self._debt
         if debt is not None and debt.kept and not self._unscaled:
+            self._check_kept()
             if self._measured is None:
                 self._measured = measured_scaled(debt, self._scaled_grads())
             return self._measured.norm
-        if debt is None and self._measured is not None and self._measured.holds(self._params):
-            return self._measured.norm
-        return None
+        if debt is not None or self._measured is None or self._measured.marks is None:
+            return None
+        # a backward outside of scale_loss has left more on 16-bit weights
+        more = any(w.grad is not None and w.grad is not m.left for w, _, m in self._twins)
+        return None if more or not self._measured.marks.hold(self._params) else self._measured.norm
 
     def clip(self, coefficient: torch.Tensor) -> bool:
         """Let the next step multiply gradients by ``coefficient``; say whether it can."""
-        if not self.takes_scaled or self._measured is None:
+        if not self.takes_scaled or self._measured is None or self.training.sharing:
             return False
-        self._clip = Clip(coefficient, self._measured)
+        self._clip = Owed(coefficient, self._measured.marks)
         return True
 
     def apply_clip(self) -> None:
@@ -488,6 +516,7 @@ class OptimizerState:
             return
         if self._debt is not None:
             clip.apply(self._scaled_grads().values())
+            self._kept = Marks(self._targets)
         else:
             clip.check(self._params)
             clip.apply(param.grad for param in self._params)
@@ -499,6 +528,23 @@ class OptimizerState:
         if self._debt is not None and self._debt.kept:
             self.settle_debt()
         self.apply_clip()
+        self._pay()
+
+    def _pay(self) -> None:
+        """Multiply gradients by the factor that the last step has applied in registers alone."""
+        owed, self._owed = self._owed, None
+        if owed is not None and owed.marks is not None:
+            owed.apply(owed.marks.unchanged(self._plain))
+
+    def _check_kept(self) -> None:
+        """Raise if somebody has changed gradients that were to stay scaled until the step."""
+        if self._kept is not None and not self._kept.hold(self._targets, or_gone=True):
+            raise RuntimeError(
+                "amp: gradients were changed while they were scaled: with fused_step=True they are "
+                "until the step. Call every backward in scale_loss, clip with amp.clip_grad_norm_, "
+                "and call list(amp.master_params(optimizer)), which unscales them, before changing "
+                "them in another way."
+            )
 
     def _scaled_grads(self) -> dict[torch.Tensor, torch.Tensor]:
         """What backward left, by what the optimizer steps."""
@@ -513,14 +559,15 @@ class OptimizerState:
         if debt is None:
             if clip is None:
                 return None
-            clip.check(self._params)
             self._clip = None
             self.collect()
-            return {"factor": clip.coefficient}
+            clip.check(self._params)
+            return {"factor": clip.factor}
         if not debt.kept or self._unscaled or any(t.grad is not None for _, t, _ in self._twins):
             return None
         self._sync()
-        self._debt = self._clip = None
+        self._check_kept()
+        self._debt = self._clip = self._kept = None
         grads = self._scaled_grads()
         measured, self._measured = self._measured, None
         if isinstance(debt.scale, torch.Tensor):
@@ -530,7 +577,7 @@ class OptimizerState:
             debt.scaler.finish_pass(measured.found)
         factor = inverse(debt.scale)
         if clip is not None:
-            factor = clip.coefficient * factor
+            factor = clip.factor * factor
         copies = {}
         for weight, tensor, master in self._twins:
             if weight._version != master.version or not self._stepped_once:
@@ -649,6 +696,7 @@ class OptimizerState:
         """
         self.settle_debt()
         self.apply_clip()
+        self._pay()
         self._sync()
         stepped = self._stepped_once
         for target, param, master in self._twins:
@@ -779,9 +827,11 @@ class OptimizerState:
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, and the same for the model weights behind masters."""
-        self._measured = self._clip = None
+        self._measured = self._clip = self._owed = self._kept = None
         if not self.is_open:
-            self.settle_debt()  # what it finds, the other optimizers of the pass have to know
+            self.settle_debt(
+                check=False
+            )  # what it finds, the other optimizers of the pass have to know
         self._inner["zero_grad"](*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         self._debt, self._unscaled = None, {}

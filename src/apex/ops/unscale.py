@@ -34,7 +34,8 @@ def takes(grads: Column) -> bool:
     """
     asked = _runtime.forced() is not None
     return bool(grads) and all(
-        grad.dtype in FUSABLE
+        type(grad) is torch.Tensor  # a wrapper has no memory of its own
+        and grad.dtype in FUSABLE
         and grad.layout == torch.strided
         and (asked or _runtime.can_fuse(grad.device))
         for grad in grads

@@ -147,6 +147,9 @@ class LARC(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check()
+        materialise = getattr(getattr(self.optim, "_amp_stash", None), "materialise", None)
+        if materialise is not None:  # what amp has left to the step is to be seen here
+            materialise()
         with self._without_decay() as decays:
             for group, decay in zip(self.param_groups, decays, strict=True):
                 params = [param for param in group["params"] if param.grad is not None]
