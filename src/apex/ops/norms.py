@@ -17,6 +17,7 @@ the cache: 6 ms where torch's norm takes 33.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,47 +158,67 @@ def _host_sizes(tensors: Column, factor: float) -> torch.Tensor:
 def _host_squares(tensors: Column, factor: float) -> torch.Tensor:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     as_it_is = factor == 1.0 and tensors[0].dtype == wide
-    small: list[torch.Tensor] = []  # no longer than a row: one call for all
-    rows: list[torch.Tensor] = []
+    small: list[torch.Tensor] = []  # tensors, and ends, no longer than a row
     owners: list[int] = []
+    rows: list[torch.Tensor] = []
     row_owners: list[int] = []
     for number, x in enumerate(tensors):
-        if x.numel() > ROW:
-            flat = x.reshape(-1)
-            whole = flat.numel() // ROW * ROW
-            rows.append(_row_norms(flat[:whole], None if as_it_is else wide, factor))
+        size = x.numel()
+        if size > ROW:
+            row = _row_length(size) if as_it_is else ROW
+            end = size % row
+            if end or not x.is_contiguous():
+                x = x.reshape(-1)
+            whole = x[:-end] if end else x
+            rows.append(_row_norms(whole, row, None if as_it_is else wide, factor))
             row_owners.append(number)
-            if whole == flat.numel():
+            if not end:
                 continue
-            x = flat[whole:]
+            x = x[-end:]
         small.append(x)
         owners.append(number)
-    if factor != 1.0:
-        small = [x.to(wide) * factor for x in small]
-    found = torch.stack(torch._foreach_norm(small, 2, dtype=wide)) if small else torch.zeros(0)
     if not rows:
-        return found.double().square().float()
-    counts = torch.tensor([norms.numel() for norms in rows])
-    index = torch.cat(
-        [
-            torch.tensor(owners, dtype=torch.int64),
-            torch.tensor(row_owners).repeat_interleave(counts),
-        ]
-    )
-    squares = torch.cat([found, *rows]).double().square()
-    return torch.zeros(len(tensors), dtype=torch.float64).index_add_(0, index, squares).float()
+        return _small_squares(small, factor).float()
+    counts = torch.tensor([*map(torch.Tensor.numel, rows)])
+    sums = torch.segment_reduce(torch.cat(rows).double().square_(), "sum", lengths=counts)
+    if small:
+        sums = torch.cat([sums, _small_squares(small, factor)])
+    index = torch.tensor([*row_owners, *owners])
+    return torch.zeros(len(tensors), dtype=torch.float64).index_add_(0, index, sums).float()
 
 
-def _row_norms(flat: torch.Tensor, wide: torch.dtype | None, factor: float) -> torch.Tensor:
+def _small_squares(tensors: Column, factor: float) -> torch.Tensor:
+    """Sums of squares of short tensors, all at once in float64.
+
+    1,000 tensors of 1 to 100 elements take 0.4 ms, torch's foreach norm of them 1.2.
+    """
+    values = torch._utils._flatten_dense_tensors(tensors).double()
+    if factor != 1.0:  # what float32 makes of it, as elsewhere
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        values.mul_(torch.tensor(factor, dtype=wide).item())
+    lengths = torch.tensor([*map(torch.Tensor.numel, tensors)])
+    return torch.segment_reduce(values.square_(), "sum", lengths=lengths)
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_length(size: int) -> int:
+    """A length of about ``ROW`` or below that divides ``size``, so that no end is left over."""
+    return next((row for row in range(ROW, ROW // 4, -1) if size % row == 0), ROW)
+
+
+def _row_norms(
+    x: torch.Tensor, row: int, wide: torch.dtype | None, factor: float
+) -> torch.Tensor:
     if wide is None:
-        norms: torch.Tensor = torch.linalg.vector_norm(flat.view(-1, ROW), dim=1)
+        norms: torch.Tensor = torch.linalg.vector_norm(x.view(-1, row), dim=1)
         return norms
     parts: list[torch.Tensor] = []
+    flat = x.view(-1)
     scratch = torch.empty(min(PIECE, flat.numel()), dtype=wide)
     for start in range(0, flat.numel(), PIECE):
         piece = flat[start : start + PIECE]
         values = scratch[: piece.numel()].copy_(piece)
         if factor != 1.0:
             values.mul_(factor)
-        parts.append(torch.linalg.vector_norm(values.view(-1, ROW), dim=1))
+        parts.append(torch.linalg.vector_norm(values.view(-1, row), dim=1))
     return torch.cat(parts)
