@@ -24,11 +24,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from apex.ops.norms import square_sums
-from apex.ops.unscale import unscale_into
+from apex.ops import _runtime
 
 if TYPE_CHECKING:
     from apex.amp.passes import Debt
+
+
+# apex.ops is imported where it is used: `import apex` costs a fifth less so.
+
+
+def takes(grads: Sequence[torch.Tensor]) -> bool:
+    """Whether a kernel is to unscale ``grads``; see :func:`apex.ops.unscale.takes`."""
+    if not grads or not (_runtime.forced() or _runtime.can_fuse(grads[0].device)):
+        return False
+    from apex.ops import unscale
+
+    return unscale.takes(grads)
 
 
 class Measured:
@@ -134,6 +145,8 @@ def unscale_and_measure(
     """
     device = scale.device if isinstance(scale, torch.Tensor) else grads[0].device
     found = torch.zeros((), dtype=torch.float32, device=device)
+    from apex.ops.unscale import unscale_into
+
     squares = unscale_into(grads, outs, inverse(scale), found)
     return (found if isinstance(scale, torch.Tensor) else None), squares
 
@@ -143,5 +156,7 @@ def measured_scaled(debt: Debt, grads: dict[torch.Tensor, torch.Tensor]) -> Meas
     listed = list(grads.values())
     device = debt.scale.device if isinstance(debt.scale, torch.Tensor) else torch.device("cpu")
     found = torch.zeros((), dtype=torch.float32, device=listed[0].device if listed else device)
+    from apex.ops.norms import square_sums
+
     squares = square_sums(listed, factor=inverse(debt.scale), flag=found).sum()
     return Measured(squares, found=found)

@@ -36,6 +36,7 @@ from apex.amp.fused_step import (
     Owed,
     inverse,
     measured_scaled,
+    takes,
     unscale_and_measure,
 )
 from apex.amp.lag import Word, runs_behind
@@ -43,7 +44,6 @@ from apex.amp.modules import Master, leftovers, masters
 from apex.amp.passes import Aside, Debt, Pass, accumulate, add_back, stored_values, unshared
 from apex.amp.policy import HALF_TYPES
 from apex.amp.scaler import LossScaler, unscale_
-from apex.ops.unscale import takes
 
 if TYPE_CHECKING:
     from apex.amp.training import Training
