@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 
+from apex import amp
 from apex.ops import _runtime
 from apex.optimizers import FusedLAMB
 from tests.optimizers.common import (
@@ -371,6 +372,48 @@ def test_deepcopy_and_pickle(make, storage):
         others = copied.param_groups[0]["params"]
         assert same(train(copied, others, range(2, 4)), expected)
         copied.add_param_group({"params": parameters(torch.bfloat16), "lr": 0.1})
+
+
+DUPLICATES = [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
+
+
+@every
+@pytest.mark.parametrize("duplicate", DUPLICATES, ids=["deepcopy", "pickle"])
+def test_copies_count_lost_updates_too(make, duplicate):
+    params = parameters(torch.bfloat16, SMALL)
+    optimizer = make(params, lr=1e-6)
+    meter = optimizer.count_lost_updates()
+    train(optimizer, params, range(2), "reference")
+    copied = duplicate(optimizer)
+    assert {*vars(optimizer)} - {*vars(copied)} <= {"_warned_capturable_if_run_uncaptured"}
+    assert copied.lost_updates.share == meter.share > 0
+    train(copied, copied.param_groups[0]["params"], range(2, 4), "reference")
+    assert copied.lost_updates is not meter
+    before = meter.share
+    copied.lost_updates.reset()
+    assert meter.share == before
+
+
+@every
+@pytest.mark.parametrize("duplicate", DUPLICATES, ids=["deepcopy", "pickle"])
+def test_copies_have_methods_of_their_own(make, duplicate):
+    """What amp and a scheduler have put in their place is bound to the original."""
+    model = torch.nn.Linear(3, 2)
+    model, optimizer = amp.initialize(model, make(model.parameters()), opt_level="O2", verbosity=0)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with amp.scale_loss(model(torch.ones(1, 3)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    copied = duplicate(optimizer)
+    theirs = {"step", "zero_grad", "add_param_group", "_amp_stash", "_amp_lazy_init"}
+    theirs |= {"_lazy_init_maybe_master_weights", "_scaled_step"}
+    assert {"step", "_amp_stash"} <= {*vars(optimizer)}
+    assert not theirs & {*vars(copied)}
+    others = copied.param_groups[0]["params"]
+    before = values(optimizer.param_groups[0]["params"])
+    train(copied, others, range(1))
+    assert same(before, values(optimizer.param_groups[0]["params"]))
+    assert not same(before, values(others))
 
 
 @every

@@ -151,6 +151,17 @@ def test_states_of_other_algorithms_are_refused(key):
         FusedAdam(params).load_state_dict(theirs.state_dict())
 
 
+@pytest.mark.parametrize(("twin", "mode"), TWINS)
+def test_the_other_twins_weight_decay_is_refused(twin, mode):
+    params = parameters(shapes=SMALL)
+    saved = twin_of(params, twin).state_dict()
+    with pytest.raises(ValueError, match=f"Make it with adam_w_mode={mode}"):
+        FusedAdam(params, adam_w_mode=not mode).load_state_dict(saved)
+    without = twin(params, weight_decay=0.0).state_dict()
+    FusedAdam(params, adam_w_mode=not mode).load_state_dict(without)
+    FusedAdam(params, adam_w_mode=mode).load_state_dict(saved)
+
+
 def test_different_steps_in_a_group_are_refused():
     params = parameters(shapes=SMALL)
     theirs = torch.optim.AdamW(params)
@@ -287,11 +298,40 @@ def test_masters_that_were_not_saved_are_made():
     train(without, params, range(2))
     optimizer = masters(params)
     optimizer.load_state_dict(without.state_dict())
-    for param in params:
-        assert torch.equal(optimizer.state[param]["master_param"], param.float())
+    for param, master in zip(params, optimizer.param_groups_master[0]["params"], strict=True):
+        assert torch.equal(master, param.float())
     train(optimizer, params, range(2))
     without.load_state_dict(optimizer.state_dict())
     assert "master_param" not in without.state[params[0]]
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_masters_are_made_at_the_first_step(loaded):
+    """So that weights loaded or broadcast after the constructor count."""
+    params = parameters(torch.bfloat16, SMALL)
+    optimizer = masters(params)
+    if loaded:
+        optimizer.load_state_dict(FusedAdam(params).state_dict())
+    with torch.no_grad():
+        for param in params:
+            param.fill_(0.5)
+    train(optimizer, params, range(1))
+    for param, master in zip(params, optimizer.param_groups_master[0]["params"], strict=True):
+        assert master is optimizer.state[param]["master_param"]
+        assert (master - 0.5).abs().max() < 0.01
+        assert torch.equal(param, master.bfloat16())
+
+
+def test_masters_can_be_read_before_the_first_step():
+    params = parameters(torch.bfloat16, SMALL)
+    optimizer = masters(params)
+    found = optimizer.param_groups_master[0]["params"]
+    assert same([param.float() for param in params], found)
+    train(optimizer, params, range(1))
+    assert all(
+        optimizer.state[param]["master_param"] is master
+        for param, master in zip(params, found, strict=True)
+    )
 
 
 def test_masters_of_groups_added_later():

@@ -165,7 +165,7 @@ def test_no_ratio_without_a_norm(path, zero):
 @pytest.mark.parametrize("path", PATHS)
 def test_large_tensors(path):
     """Beyond a row and a piece of the CPU's path, and a chunk of the kernel's."""
-    size = lamb.ROW + 77 if path is None else 9000
+    size = lamb.PIECE + 77 if path is None else 9000
     generator = torch.Generator().manual_seed(0)
     params = [
         torch.nn.Parameter(torch.randn(shape, generator=generator))

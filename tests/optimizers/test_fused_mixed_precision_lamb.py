@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -195,6 +196,42 @@ def test_deepcopy_and_schedulers():
     train(mixed, params, range(1))
     scheduler.step()
     assert float(mixed.param_groups[0]["lr"]) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("written_after", [False, True])
+def test_masters_that_were_not_saved_are_made(written_after):
+    """From the weights of the next step: a model may be loaded after its optimizer."""
+    params, mixed, wide, plain = pair(torch.bfloat16)
+    give_both(params, wide, 0)
+    mixed.step()
+    plain.step()
+    saved = copy.deepcopy(mixed.state_dict())
+    for state in saved["state"].values():
+        del state["master_param"]
+    mixed.load_state_dict(saved)
+    with torch.no_grad():
+        for param, other in zip(params, wide, strict=True):
+            if written_after:
+                param.mul_(0.5)
+            other.copy_(param)
+    give_both(params, wide, 1)
+    mixed.step()
+    plain.step()
+    for param, exact in zip(params, values(wide), strict=True):
+        assert_close_to_largest(mixed.state[param]["master_param"], exact, CLIPPED)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_keep_what_the_constructor_was_told(duplicate):
+    params = parameters(torch.bfloat16, SMALL)
+    mixed = FusedMixedPrecisionLamb(params, step=7, reduced_precision_dtype=torch.bfloat16)
+    copied = duplicate(mixed)
+    assert copied.reduced_precision_dtype == torch.bfloat16
+    others = copied.param_groups[0]["params"]
+    assert same(train(mixed, params, range(2)), train(copied, others, range(2)))
+    assert "master_param" in copied.state[others[0]]
+    copied.add_param_group({"params": parameters(torch.bfloat16, SMALL)})
+    assert int(copied.param_groups[1]["step"]) == 7
 
 
 def test_amsgrad_is_refused():

@@ -169,6 +169,48 @@ def test_layout_of_the_state():
     assert {*saved["param_groups"][0]} == keys
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("between", ["nothing", "copy", "checkpoint"])
+def test_momentum_switched_on_later(path, between):
+    """The buffer that is there without momentum has no history: the twin has none at all."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedSGD([param], lr=0.1, dampening=0.5)
+    twin_param = torch.nn.Parameter(torch.ones(3))
+    twin = torch.optim.SGD([twin_param], lr=0.1, dampening=0.5, foreach=False)
+    for number in range(4):
+        for group in (optimizer.param_groups[0], twin.param_groups[0]):
+            group["momentum"] = 0.9 if number else 0.0
+        param.grad, twin_param.grad = torch.ones(3), torch.ones(3)
+        with on(path):
+            optimizer.step()
+        twin.step()
+        if number < 2:
+            exact = torch.tensor([0.9, 0.8][number]).double().expand(3)
+            assert_one_rounding(param.detach(), exact)
+        if number == 0 and between == "copy":
+            optimizer = copy.deepcopy(optimizer)
+            param = optimizer.param_groups[0]["params"][0]
+        elif number == 0 and between == "checkpoint":
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = FusedSGD([param], lr=0.1, dampening=0.5)
+            optimizer.load_state_dict(saved)
+    assert_one_rounding(param.detach(), twin_param.detach().double())
+
+
+def test_a_first_gradient_of_zeros_begins_the_history():
+    """As that of a weight behind one that starts at 0."""
+    param, twin = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    optimizers = [
+        FusedSGD([param], lr=0.1, momentum=0.9, dampening=0.5),
+        torch.optim.SGD([twin], lr=0.1, momentum=0.9, dampening=0.5),
+    ]
+    for grad in (0.0, 1.0, 1.0):
+        for optimizer, weight in zip(optimizers, (param, twin), strict=True):
+            weight.grad = torch.full_like(weight, grad)
+            optimizer.step()
+    assert_one_rounding(param.detach(), twin.detach())
+
+
 def test_get_momentums():
     params = parameters(shapes=SMALL)
     optimizer = FusedSGD(params, lr=0.1, momentum=0.9)

@@ -72,3 +72,15 @@ def test_other_optimizers_count_too(path):
     with _runtime.use(path):
         optimizer.step()
     assert meter.share == 1.0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_step_that_the_device_skips_is_not_counted(path, monkeypatch):
+    monkeypatch.setattr(_runtime, "waits", lambda device: True)  # as a GPU that lags behind
+    param = weights(torch.bfloat16, [1.0, 0.25])
+    optimizer = FusedSGD([param], lr=2.0**-9)  # lost at the first
+    meter = optimizer.count_lost_updates()
+    with _runtime.use(path):
+        for skipped in (1.0, 0.0, 1.0, 1.0):
+            optimizer.step_scaled(1.0, torch.tensor(skipped))
+    assert meter.share == 0.5

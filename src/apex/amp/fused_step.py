@@ -13,7 +13,7 @@ registers and writes the 16-bit weights too.
 | bytes per weight (Adam) | float32 gradients | 16-bit gradients, float32 masters |
 |---|---|---|
 | GradScaler, clip, fused step | 48 | |
-| default, clipped | 36 | 36 |
+| default, clipped | 36 | 40 |
 | ``fused_step``, clipped or not | 32 | 30 |
 """
 

@@ -285,9 +285,9 @@ class Layout:
         self.programs = len(blocks)
         self.tensors = len(firsts) - 1
         self.device = device
-        self.blocks = upload(blocks, device)
-        self.numels = upload(numels, device)
-        self.firsts = upload(firsts, device)
+        hosts = [pinned(blocks, device), pinned(numels, device), pinned(firsts, device)]
+        self.hosts = hosts  # a CUDA graph copies from there at each replay
+        self.blocks, self.numels, self.firsts = (x.to(device, non_blocking=True) for x in hosts)
 
 
 class Table:
@@ -295,13 +295,13 @@ class Table:
 
     def __init__(self, addresses: Sequence[int], device: torch.device) -> None:
         self.aligned = all(address % 16 == 0 for address in addresses)
-        self.on_device = upload(addresses, device)
+        self.host = pinned(addresses, device)  # a CUDA graph copies from there at each replay
+        self.on_device = self.host.to(device, non_blocking=True)
 
 
-def upload(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for it."""
-    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+def pinned(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Put the numbers where a copy to the device does not wait for it."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def _compile_time(

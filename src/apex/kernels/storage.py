@@ -41,7 +41,10 @@ def _with_weight(raw, weight):
 def join_low_bits(raw, scalars):
     """Codec: the weight from its bfloat16 part and the 16 low bits."""
     low = raw[len(raw) - 1].to(tl.int32)
-    high = raw[1].to(tl.int16, bitcast=True).to(tl.int32) - (low < 0).to(tl.int32)
+    high = raw[1].to(tl.int16, bitcast=True).to(tl.int32)
+    # A zero that was written over a weight: `split_low_bits` never makes it, and joined it is nan.
+    low = tl.where(((high & 0x7FFF) == 0) & (low < 0), 0, low)
+    high -= (low < 0).to(tl.int32)
     return _with_weight(raw, ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True))
 
 

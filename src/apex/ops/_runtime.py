@@ -76,6 +76,11 @@ def forced() -> str | None:
     return _path.get()
 
 
+def capturing() -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def waits(device: torch.device) -> bool:
     """Whether reading a tensor on ``device`` makes the host wait for it."""
     return device.type != "cpu"

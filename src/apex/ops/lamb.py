@@ -17,9 +17,9 @@ neither waits for the host. The term is written **into the gradient**, as in the
 saves a column of scratch. A 16-bit gradient would round it, so there the term has float32 scratch
 of its own and the gradient gets the rounded one beside it.
 
-On a CPU torch's fused Adam computes the term, as if it stepped from ``decay * param`` with the
-learning rate -1. Tensors go by pieces that stay in the cache: 23 ms for 10 million weights, where
-whole lists at a time take 45.
+On a CPU torch's fused Adam computes the term, as if it stepped from 0 with the learning rate
+-1. Tensors go by pieces that stay in the cache, and the ratio of a tensor that is no
+longer than a piece is applied there: 10 million weights in XX ms, where whole lists take 45.
 
 Source: You et al., arXiv:1904.00962, algorithm 2; NVLAMB is NVIDIA's variant, which adapts tensors
 without weight decay too.
@@ -36,17 +36,27 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.adam import unbiased
-from apex.ops.multi_tensor import Codec, Column, Scalar, Update, Values, run, torch_can
-from apex.ops.norms import l2_norm
+from apex.ops.multi_tensor import (
+    Codec,
+    Column,
+    Scalar,
+    Update,
+    Values,
+    batches,
+    flattened,
+    run,
+    torch_can,
+    unflattened,
+)
+from apex.ops.norms import l2_norm, small_squares
 from apex.ops.storage import PLAIN, PLAINLY, How, run_stored
 
-# Elements of the tensors that are taken at once on a CPU; the scratch is as long, 1 MiB. Measured
-# on an AMD EPYC with 1 MiB of L2 a core: 23 ms from 2**16 to 2**19, 31 at 2**21, 45
-# without a limit.
+# Elements that are taken at once on a CPU; the scratch is as long, 1 MiB. Measured on an AMD EPYC
+# with 1 MiB of L2 a core. torch's norm of so many is off by 1.8e-6 at most; of 2**24 by 7.6e-4.
 PIECE = 2**18
-# Elements of a tensor that are taken at once. torch's norm of so many is off by 1.8e-6 at most; of
-# 2**24 it is by 7.6e-4.
-ROW = 2**18
+# From so many tensors in a piece on, calls count and not passes: weights and norms are taken flat.
+MANY = 16
+SHORT = 1024  # elements of tensors that are taken together with their like
 
 
 def _term(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
@@ -134,6 +144,10 @@ class Lamb:
             trusted = trusted & (self.weight_decay != 0)
         return self.lr * torch.where(trusted, params / terms, 1.0)
 
+    def rate(self, weight: float, term: float) -> float:
+        """As :meth:`rates`, for numbers of the host where :attr:`adapts`."""
+        return float(self.lr) * (weight / term if weight and term else 1.0)
+
     def hosted(self) -> Lamb | None:
         """These numbers without tensors, where that does not wait for a device."""
         numbers = (self.lr, self.weight_decay, self.step)
@@ -182,6 +196,7 @@ def lamb_(columns: Sequence[Column], numbers: Lamb, how: How = PLAINLY) -> None:
         known is not None
         and known.grad_averaging
         and how.noop is None
+        and how.meter is None
         and how.storage is PLAIN
         and not isinstance(how.factor, torch.Tensor)
         and torch_can(columns)
@@ -243,63 +258,46 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 # -- torch's fused Adam on the CPU ---------------------------------------------------------------
 
 
-def _rows(column: Column) -> list[torch.Tensor]:
-    """Every tensor, or as many as it has rows of at most ``ROW`` elements in order of memory."""
-    found: list[torch.Tensor] = []
-    for tensor in column:
-        size = tensor.numel()
-        if size <= ROW:
-            found.append(tensor)
-        else:
-            memory = tensor.as_strided((size,), (1,))
-            found += [memory[start : start + ROW] for start in range(0, size, ROW)]
-    return found
-
-
-def _pieces(rows: Column) -> list[slice]:
-    """Runs of rows of about ``PIECE`` elements together."""
-    found, first, total = [], 0, 0
-    for number, row in enumerate(rows):
-        size = row.numel()
-        if total and total + size > PIECE:
-            found.append(slice(first, number))
-            first, total = number, 0
-        total += size
-    return [*found, slice(first, len(rows))]
-
-
-def _joined(norms: list[torch.Tensor], column: Column) -> torch.Tensor:
-    """Norms of tensors, in float64, from those of their rows."""
-    found = torch.stack(norms).double()
-    if len(norms) == len(column):
-        return found
-    rows = torch.tensor([max(1, -(-tensor.numel() // ROW)) for tensor in column])
-    owners = torch.arange(len(column)).repeat_interleave(rows)
-    return found.new_zeros(len(column)).index_add_(0, owners, found.square()).sqrt()
-
-
 def _on_host(columns: Sequence[Column], numbers: Lamb, how: How) -> None:
-    rows = [_rows(column) for column in columns]
+    short: list[int] = []
+    long: list[int] = []
+    for number, param in enumerate(columns[1]):
+        (short if param.numel() <= SHORT else long).append(number)
+    for chosen in (short, long):
+        if chosen:
+            _alike_on_host([[column[i] for i in chosen] for column in columns], numbers, how)
+    if how.extra is not None:
+        torch._foreach_copy_(list(how.extra), list(columns[1]))
+
+
+def _alike_on_host(columns: Sequence[Column], numbers: Lamb, how: How) -> None:
+    grads, params = columns[0], columns[1]
+    sizes = [*map(torch.Tensor.numel, params)]
     step = torch.tensor(float(numbers.step) if numbers.bias_correction else math.inf)
     # torch divides by it; the inverse of 0 is to be inf
     divisor = None if how.factor == 1 else torch.tensor(how.factor).reciprocal()
-    weights: list[torch.Tensor] = []
-    terms: list[torch.Tensor] = []
-    for piece in _pieces(rows[0]):
-        part = [column[piece] for column in rows]
-        new = _host_terms(part, numbers, step, divisor)
+    scratch = torch.empty(min(PIECE, sum(sizes)))
+    long: dict[int, list[tuple[float, float]]] = {}  # norms of the pieces of a long tensor
+    for where, part in batches(columns, PIECE):
+        _host_terms(part, numbers, step, divisor, scratch)
+        norms = [(1.0, 1.0)] * len(where)
         if numbers.adapts:
-            weights += torch._foreach_norm(part[1])
-            terms += torch._foreach_norm(new)
-        torch._foreach_copy_(part[0], new)
-    grads, params = columns[0], columns[1]
-    rates = torch.full((len(params),), float(numbers.lr))
-    if numbers.adapts:
-        rates = numbers.rates(_joined(weights, params), _joined(terms, params))
-    for param, grad, rate in zip(params, grads, rates.tolist(), strict=True):
-        param.add_(grad, alpha=-rate)
-    if how.extra is not None:
-        torch._foreach_copy_(list(how.extra), list(params))
+            norms = list(zip(_norms(part[1]), _norms(part[0]), strict=True))
+        if sizes[where[0]] > PIECE:
+            long.setdefault(where[0], []).extend(norms)
+            continue
+        for grad, param, both in zip(part[0], part[1], norms, strict=True):
+            param.add_(grad, alpha=-numbers.rate(*both))
+    for number, norms in long.items():
+        weight, size = (math.sqrt(sum(x * x for x in some)) for some in zip(*norms, strict=True))
+        params[number].add_(grads[number], alpha=-numbers.rate(weight, size))
+
+
+def _norms(column: Column) -> list[float]:
+    """The norm of each tensor, none of them longer than a piece."""
+    if len(column) > MANY:
+        return small_squares(column).sqrt().tolist()
+    return [norm.item() for norm in torch._foreach_norm(list(column))]
 
 
 def _host_terms(
@@ -307,8 +305,9 @@ def _host_terms(
     numbers: Lamb,
     step: torch.Tensor,
     divisor: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """Update the moments and return the terms; the gradients are used up."""
+    scratch: torch.Tensor,
+) -> None:
+    """Update the moments and put the terms into the gradients."""
     grads, params, exp_avgs, exp_avg_sqs = part
     decay = float(numbers.weight_decay)
     if decay and not numbers.adam_w_mode:
@@ -317,9 +316,8 @@ def _host_terms(
             divisor = None
         torch._foreach_add_(grads, params, alpha=decay)
         decay = 0.0
-    terms = torch._foreach_mul(params, decay)
-    if not decay:  # a weight of inf or nan is not to get into the term
-        torch._foreach_zero_(terms)
+    flat = scratch[: sum(map(torch.Tensor.numel, params))].zero_()
+    terms = unflattened(flat, params)
     torch._fused_adam_(
         terms,
         grads,
@@ -336,4 +334,10 @@ def _host_terms(
         maximize=False,
         grad_scale=divisor,
     )
-    return list(terms)
+    if decay and len(terms) <= MANY:
+        for term, param, grad in zip(terms, params, grads, strict=True):
+            torch.add(term, param, alpha=decay, out=grad)
+        return
+    if decay:  # not 0 times a weight of inf or nan
+        flat.add_(flattened(params), alpha=decay)
+    torch._foreach_copy_(grads, terms)

@@ -306,20 +306,33 @@ def _fused(call: _Call) -> torch.Tensor | None:
 
 
 def _layout(module: Any, numels: tuple[int, ...], device: torch.device) -> kernels.Layout:
-    made: kernels.Layout = _layouts.find((numels, device), lambda: module.Layout(numels, device))
-    return _kept(made)
+    made: kernels.Layout = _made(_layouts, (numels, device), lambda: module.Layout(numels, device))
+    return made
 
 
 def _table(module: Any, column: Column, device: torch.device) -> kernels.Table:
     addresses = tuple([tensor.data_ptr() for tensor in column])
-    made: kernels.Table = _tables.find((addresses, device), lambda: module.Table(addresses, device))
-    return _kept(made)
-
-
-def _kept(made: _T) -> _T:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        _captured.append(made)
+    key = addresses, device
+    made: kernels.Table = _made(_tables, key, lambda: module.Table(addresses, device))
     return made
+
+
+def _made(cache: _Recent, key: tuple[Any, torch.device], build: Callable[[], _T]) -> _T:
+    """What was built on the current stream: another one does not wait for the upload."""
+    by_stream: dict[int, _T] = cache.find(key, dict)
+    stream = _stream(key[1])
+    if not _runtime.capturing():
+        if stream not in by_stream:
+            by_stream[stream] = build()
+        return by_stream[stream]
+    # A graph finds what any stream uploaded before; what it uploads itself is there as it runs.
+    found = next(iter(by_stream.values()), None) or build()
+    _captured.append(found)
+    return found
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _without_empty(call: _Call, numels: Sequence[int]) -> torch.Tensor | None:
@@ -378,8 +391,11 @@ def batches(
         size: The largest number of elements of a lot.
 
     Yields:
-        Positions, and the columns there: either whole tensors, or flat pieces of a larger one.
+        Positions, and the columns there: either whole tensors, flat if one is not contiguous, or
+        flat pieces of a larger one.
     """
+    if not all(all(map(torch.Tensor.is_contiguous, column)) for column in columns):
+        columns = [[x.as_strided((x.numel(),), (1,)) for x in column] for column in columns]
     first = total = 0
     for number, numel in enumerate(map(torch.Tensor.numel, columns[0])):
         if number > first and total + numel > size:
@@ -387,12 +403,24 @@ def batches(
             first, total = number, 0
         total += numel
         if numel > size:
-            flat = (column[number].as_strided((numel,), (1,)).split(size) for column in columns)
+            flat = (torch.split(column[number].view(-1), size) for column in columns)
             for pieces in zip(*flat, strict=True):
                 yield range(number, number + 1), [[piece] for piece in pieces]
             first, total = number + 1, 0
     if first < len(columns[0]):
         yield range(first, len(columns[0])), [[*column[first:]] for column in columns]
+
+
+def flattened(column: Column) -> torch.Tensor:
+    """The elements of all tensors of one dtype in one; a view if there is only one tensor."""
+    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(column))
+    return flat
+
+
+def unflattened(flat: torch.Tensor, column: Column) -> list[torch.Tensor]:
+    """Views of ``flat``, one after the other, in the shapes of ``column``."""
+    views: Sequence[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(flat, list(column))
+    return list(views)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ way in: 1 / loss scale, times a clipping coefficient.
 
 Norms are computed and kept where the tensors are; nothing waits for them.
 
+On a CPU float32 tensors go by torch's foreach functions, in pieces that stay in the cache.
+
 Source: Ginsburg et al., arXiv:1905.11286, algorithm 1; the decoupled form and the bias corrections
 are those of NVIDIA Apex.
 """
@@ -35,11 +37,20 @@ from typing import Any
 import torch
 
 from apex.ops.adam import unbiased
-from apex.ops.multi_tensor import Column, Scalar, Update, Values
+from apex.ops.multi_tensor import (
+    Column,
+    Scalar,
+    Update,
+    Values,
+    batches,
+    torch_can,
+)
 from apex.ops.norms import l2_norms, max_norms
 from apex.ops.storage import PLAINLY, How, run_stored
 
 UNSET = -1.0
+# Elements that are taken at once on a CPU: 1 MiB of each column.
+PIECE = 2**18
 
 
 def reference(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
@@ -83,6 +94,12 @@ class NovoGrad:
     norm_type: int
     bias_correction: bool
     step: int | torch.Tensor
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether no number is a tensor."""
+        found = (self.lr, self.weight_decay, self.step)
+        return not any(isinstance(number, torch.Tensor) for number in found)
 
     def scalars(self, factor: Scalar) -> tuple[Scalar, ...]:
         """What :func:`reference` and the kernel take."""
@@ -129,6 +146,35 @@ def novograd_(
         new = torch.where(how.noop.reshape(()) != 0, norms, new)
     norms.copy_(new)
     scales = numbers.scales(norms)
+    if how.is_bare and numbers.is_hosted and torch_can(columns):
+        _on_host(columns, scales, numbers, how)
+        return
     ones = torch.ones_like(scales)
     own = (scales, ones) if numbers.reg_inside_moment else (ones, scales)
     run_stored(NOVOGRAD, columns, numbers.scalars(how.factor), how, own=own)
+
+
+# -- torch's foreach functions on the CPU --------------------------------------------------------
+
+
+def _on_host(columns: Sequence[Column], scales: torch.Tensor, numbers: NovoGrad, how: How) -> None:
+    """Compute the definition in passes over pieces that stay in the cache."""
+    factor, lr, beta1, share, unbias1, l2, decay = map(float, numbers.scalars(how.factor))
+    own = share * factor if numbers.reg_inside_moment else -lr * unbias1
+    shares = (own / scales.double()).float().tolist()
+    for where, (grads, params, exp_avgs) in batches(columns, PIECE):
+        mine = shares[where.start : where.stop]
+        torch._foreach_mul_(exp_avgs, beta1)
+        if numbers.reg_inside_moment:
+            for exp_avg, grad, part in zip(exp_avgs, grads, mine, strict=True):
+                exp_avg.add_(grad, alpha=part)
+            if l2:  # not 0 times a weight of inf or nan
+                torch._foreach_add_(exp_avgs, params, alpha=share * l2)
+            torch._foreach_add_(params, exp_avgs, alpha=-lr * unbias1)
+            continue
+        torch._foreach_add_(exp_avgs, grads, alpha=share * factor)
+        updates = torch._foreach_mul(params, -lr * decay) if decay else params
+        for update, exp_avg, rate in zip(updates, exp_avgs, mine, strict=True):
+            update.add_(exp_avg, alpha=rate)
+        if decay:  # so the weight is rounded once
+            torch._foreach_add_(params, updates)

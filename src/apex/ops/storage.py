@@ -79,23 +79,40 @@ class LostUpdates:
 
     def __init__(self) -> None:
         self._lost: torch.Tensor | float = 0.0
-        self._weights = 0
+        self._weights: torch.Tensor | int = 0
 
-    def add(self, lost: torch.Tensor | float, weights: int) -> None:
-        """Add one step's counts; nothing waits."""
-        if isinstance(lost, torch.Tensor) and isinstance(self._lost, torch.Tensor):
-            lost = lost.to(self._lost.device, non_blocking=True)
-        self._lost = self._lost + lost
-        self._weights += weights
+    def add(
+        self, lost: torch.Tensor | float, weights: int, noop: torch.Tensor | None = None
+    ) -> None:
+        """Add one step's counts; nothing waits.
+
+        Args:
+            lost: Updates that were lost.
+            weights: All that were to be updated.
+            noop: One-element tensor; nothing is counted if it is not 0.
+        """
+        if noop is None:
+            self._lost, self._weights = _sum(self._lost, lost), _sum(self._weights, weights)
+            return
+        skipped = noop.reshape(()) != 0
+        self._lost = _sum(self._lost, torch.where(skipped, 0.0, lost))
+        self._weights = _sum(self._weights, torch.where(skipped, 0, weights))
 
     @property
     def share(self) -> float:
         """Lost updates by all updates since :meth:`reset`; waits for the device."""
-        return float(self._lost) / self._weights if self._weights else 0.0
+        weights = int(self._weights)
+        return float(self._lost) / weights if weights else 0.0
 
     def reset(self) -> None:
         """Begin again at zero."""
         self._lost, self._weights = 0.0, 0
+
+
+def _sum(total: Any, more: Any) -> Any:
+    if isinstance(total, torch.Tensor) and isinstance(more, torch.Tensor):
+        more = more.to(total.device, non_blocking=True)
+    return total + more
 
 
 def _others_widened(raw: Values, param: torch.Tensor) -> Values:
@@ -117,9 +134,15 @@ def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`split`."""
-    top = high.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
-    return ((top << 16) | low.to(torch.int32).bitwise_and(0xFFFF)).view(torch.float32)
+    """Undo :func:`split`.
+
+    A zero beside negative low bits, which :func:`split` never makes, is a zero that was written
+    over a weight: the bits are ignored, for joined they are nan.
+    """
+    top = high.contiguous().view(torch.int16).to(torch.int32)
+    low = low.to(torch.int32)
+    low = torch.where((top.bitwise_and(0x7FFF) == 0) & (low < 0), 0, low)
+    return (((top - (low < 0).to(torch.int32)) << 16) | low.bitwise_and(0xFFFF)).view(torch.float32)
 
 
 def _int16(bits: torch.Tensor) -> torch.Tensor:
@@ -204,10 +227,20 @@ class How:
     meter: LostUpdates | None = None
 
     @property
+    def is_bare(self) -> bool:
+        """Whether nothing surrounds the step but a factor that the host knows."""
+        alone = self.noop is None and self.extra is None and self.meter is None
+        known = not isinstance(self.factor, torch.Tensor)
+        return known and alone and self.storage is PLAIN and not self._writes
+
+    @property
     def is_plain(self) -> bool:
         """Whether nothing surrounds the step."""
-        hosted = not isinstance(self.factor, torch.Tensor) and self.factor == 1.0
-        return hosted and self.noop is None and self.storage is PLAIN and self.extra is None
+        return self.is_bare and bool(self.factor == 1.0)
+
+    @property
+    def _writes(self) -> bool:
+        return self.write_grads and bool(self.factor != 1.0)
 
 
 PLAINLY = How()
@@ -263,8 +296,5 @@ def run_stored(
     )
     if how.meter is None or found is None:
         return found
-    counted = found[-1].sum()
-    if how.noop is not None:
-        counted = torch.where(how.noop.reshape(()) != 0, 0.0, counted)
-    how.meter.add(counted, 0)
+    how.meter.add(found[-1].sum(), 0, how.noop)
     return found[:-1]

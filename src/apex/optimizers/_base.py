@@ -37,6 +37,9 @@ HALF = (torch.float16, torch.bfloat16)
 # computed are refused when set.
 _FOREIGN = {"foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable"}
 _REFUSED = {"amsgrad", "maximize"}
+# Attributes that a copy does not get: what amp hangs on an optimizer, and versions of tensors that
+# are others in the copy.
+_NOT_COPIED = {"_amp_stash", "_scaled_step", "_written"}
 
 
 @dataclass
@@ -83,6 +86,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _more_state: tuple[str, ...] = ("master_param", "low_bits", "error")
     #: Whether groups have a "step".
     _counts_steps = True
+    #: dtypes of the parameters that get float32 masters.
+    _mastered: frozenset[torch.dtype] = frozenset()
 
     def __init__(
         self,
@@ -100,18 +105,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
         self.storage = storage
         self.lost_updates: LostUpdates | None = None
+        self._written: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's copies hold groups and state alone: what a subclass was told would be lost.
+        # torch's copies hold groups and state alone: what a subclass was told would be lost. Hooks
+        # and methods that amp or a scheduler has replaced stay with the original, as in torch.
+        self._drop_stale()
         told = {
             key: value
             for key, value in vars(self).items()
-            if not key.startswith("_")
-            and (value is None or isinstance(value, bool | int | float | str | torch.Tensor))
+            if not (key in _NOT_COPIED or key.startswith("_optimizer_") or callable(value))
         }
         state: dict[str, Any] = super().__getstate__()
         return {**told, **state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        vars(self).setdefault("_written", {})
 
     def count_lost_updates(self, on: bool = True) -> LostUpdates | None:
         """Switch on (or off) a meter of updates that round to nothing.
@@ -291,6 +302,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         work = [(group, self._with_grads(group["params"], grads)) for group in self.param_groups]
         # All checks before anything changes.
         checked = [self._checked_grads(params, grads) for _, params in work]
+        self._drop_stale()
         self._before(work, factor, noop, grads)
         for (group, params), gradients in zip(work, checked, strict=True):
             if not group["params"]:
@@ -307,8 +319,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                     meter=self.lost_updates,
                 )
                 if self.lost_updates is not None:
-                    self.lost_updates.add(0.0, sum(weight.numel() for weight in bucket.weights))
+                    weights = sum(weight.numel() for weight in bucket.weights)
+                    self.lost_updates.add(0.0, weights, how.noop)
                 self._update(group, bucket, how)
+        self._note_versions()
 
     def _with_grads(
         self, params: Iterable[torch.Tensor], grads: Mapping[torch.Tensor, torch.Tensor] | None
@@ -368,6 +382,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         # longer than SGD does. Nothing is kept from step to step, so nothing gets stale when groups
         # or state are edited.
         states = [*map(self.state.__getitem__, params)]
+        if self._mastered and not all("master_param" in state for state in states):
+            for param in params:
+                self._master_or(param)
         try:
             slots = [[*map(itemgetter(slot), states)] for slot in self.slots]
         except KeyError:  # the first step of some
@@ -377,7 +394,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         extra = self._extras(params, weights, states, copies)
         if any("master_param" in state for state in states):
             both = zip(states, weights, strict=True)
-            weights = [state.get("master_param", weight) for state, weight in both]
+            weights = _locals([state.get("master_param", weight) for state, weight in both])
         columns = [_locals(grads), weights, *map(_locals, slots)]
         alike = [{*map(_DEVICE, weights)}, *({*map(_DTYPE, column)} for column in columns)]
         if extra is None and all(len(found) == 1 for found in alike):
@@ -442,6 +459,43 @@ class FusedOptimizer(torch.optim.Optimizer):
             state[_EXTRA[storage.name]] = torch.zeros_like(local(param), dtype=storage.extra)
         return state
 
+    def _master_or(self, param: torch.Tensor) -> torch.Tensor:
+        """The parameter's master, made now if it is to have one; else the parameter."""
+        state = self.state.get(param, {})
+        if "master_param" not in state and param.dtype in self._mastered:
+            state = self.state[param]
+            state["master_param"] = param.detach().clone().float()
+        master: torch.Tensor = state.get("master_param", param)
+        return master
+
+    def _drop_stale(self) -> None:
+        """Zero what stands beside weights that somebody else has written since our last step.
+
+        It belongs to the weight that was overwritten. Right after loading nothing is dropped: model
+        and optimizer are loaded in any order.
+        """
+        name = _EXTRA.get(self.storage, "")
+        for param, (version, column) in self._written.items():
+            if param._version == version or self.state.get(param, {}).get(name) is not column:
+                continue
+            if _runtime.capturing():
+                raise RuntimeError(
+                    f"{type(self).__name__}: a weight was written since the last step, and a CUDA "
+                    f'graph would drop its "{name}" at each replay. Take a step before capturing.'
+                )
+            column.zero_()
+            self._written[param] = param._version, column
+
+    def _note_versions(self) -> None:
+        """Note the weights' versions, to see whether somebody else writes them."""
+        name = _EXTRA.get(self.storage)
+        if name is not None:
+            self._written = {
+                param: (param._version, state[name])
+                for param, state in self.state.items()
+                if isinstance(param, torch.Tensor) and name in state
+            }
+
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
         narrow = slot in self.narrow_slots and self._storage is PLAIN
         return param.dtype if narrow else _wide(param.dtype)
@@ -460,6 +514,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch saves it."""
+        self._drop_stale()
+        found: dict[str, Any] = super().state_dict()
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; of this class, or of its twin in ``torch.optim``.

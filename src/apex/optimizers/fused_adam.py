@@ -33,7 +33,8 @@ class FusedAdam(FusedOptimizer):
         amsgrad: Not supported; here because callers pass ``False``.
         set_grad_none: Kept from the original; gradients are freed in any case.
         capturable: Keep ``lr`` and ``step`` on the device, so that a CUDA graph can replay a step.
-        master_weights: Keep float32 masters of 16-bit parameters; needs ``capturable``.
+        master_weights: Keep float32 masters of 16-bit parameters, made at the first step; needs
+            ``capturable``.
         storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
             masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``.
         max_grad_norm: Largest norm of all gradients together, 0 for any: scripts of BERT's time
@@ -98,6 +99,8 @@ class FusedAdam(FusedOptimizer):
         self._factor: Scalar = 1.0
         self.capturable = capturable
         self.master_weights = master_weights
+        if master_weights:
+            self._mastered = frozenset(HALF)
         if capturable and not isinstance(lr, torch.Tensor):
             lr = torch.tensor(lr, dtype=torch.float32)
         defaults = {
@@ -110,23 +113,21 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; with ``master_weights`` its 16-bit parameters get masters."""
+        """Add a group; if ``capturable`` its ``lr`` and ``step`` move to the parameters' device."""
         super().add_param_group(param_group)
         self._prepare(self.param_groups[-1])
 
     def _prepare(self, group: dict[str, Any]) -> None:
-        """Move ``lr`` and ``step`` to the device if ``capturable``; make missing masters."""
+        """Move ``lr`` and ``step`` to the device if ``capturable``; drop masters of no use."""
         if self.capturable and group["params"]:
             device = group["params"][0].device
             lr = torch.as_tensor(group["lr"], dtype=torch.float32)
             group["lr"] = lr.clone().to(device)
             step = torch.as_tensor(group.get("step", 0), dtype=torch.int32)
             group["step"] = step.clone().reshape(1).to(device)
-        for param in group["params"]:
-            if not self.master_weights:
+        if not self.master_weights:
+            for param in group["params"]:
                 self.state.get(param, {}).pop("master_param", None)
-            elif param.dtype in HALF and "master_param" not in self.state[param]:
-                self.state[param]["master_param"] = param.detach().clone().float()
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
@@ -135,11 +136,14 @@ class FusedAdam(FusedOptimizer):
 
     @property
     def param_groups_master(self) -> list[dict[str, Any]] | None:
-        """The masters by group, as the original has them; ``None`` without ``master_weights``."""
+        """The masters by group, as the original has them; ``None`` without ``master_weights``.
+
+        Masters are made at the first step, or here: weights written after that are overwritten.
+        """
         if not self.master_weights:
             return None
         return [
-            {"params": [self.state[p].get("master_param", p) for p in group["params"]]}
+            {"params": [self._master_or(param) for param in group["params"]]}
             for group in self.param_groups
         ]
 
@@ -216,6 +220,18 @@ class FusedAdam(FusedOptimizer):
                 f"and call step() with no arguments; {', '.join(given)} was passed. "
                 "apex.contrib.optimizers.FusedAdam still takes them."
             )
+
+    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for group in state_dict["param_groups"]:
+            decoupled = group.get("decoupled_weight_decay", self.adam_w_mode)
+            if bool(decoupled) != self.adam_w_mode and group["weight_decay"]:
+                raise ValueError(
+                    f"FusedAdam: the state was saved with decoupled_weight_decay={decoupled}, by "
+                    f"torch.optim.{'AdamW' if decoupled else 'Adam'}, and this optimizer has "
+                    f"adam_w_mode={self.adam_w_mode}: the weight decay would be another. Make it "
+                    f"with adam_w_mode={bool(decoupled)}."
+                )
+        return super()._from_twin(state_dict)
 
     def _twin_group(self, group: dict[str, Any]) -> dict[str, Any]:
         group.pop("bias_correction")

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from apex.ops.multi_tensor import local
 from apex.optimizers.fused_lamb import FusedLAMB
 
 
@@ -66,6 +65,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     ) -> None:
         self.reduced_precision_dtype = reduced_precision_dtype
         self._first_step = step
+        if reduced_precision_dtype is not None:
+            self._mastered = frozenset({reduced_precision_dtype}) - {torch.float32}
         super().__init__(
             params,
             lr=lr,
@@ -95,24 +96,16 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
         """The groups with masters in the place of parameters that have them by now."""
         return [
-            {**group, "params": [self._master_or(param) for param in group["params"]]}
+            {**group, "params": [self._so_far(param) for param in group["params"]]}
             for group in self.param_groups
         ]
 
-    def _master_or(self, param: torch.Tensor) -> torch.Tensor:
+    def _so_far(self, param: torch.Tensor) -> torch.Tensor:
         master: torch.Tensor = self.state.get(param, {}).get("master_param", param)
         return master
 
-    def _has_master(self, param: torch.Tensor) -> bool:
-        return param.dtype == self.reduced_precision_dtype and param.dtype != torch.float32
-
-    def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
-        if self._has_master(param) and "master_param" not in self.state[param]:
-            self.state[param]["master_param"] = local(param).detach().clone().float()
-        return super()._state_of(param)
-
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
-        return torch.float32 if self._has_master(param) else super()._slot_dtype(slot, param)
+        return torch.float32 if param.dtype in self._mastered else super()._slot_dtype(slot, param)
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         """Put back what torch has cast; moments keep the dtype they were saved in."""

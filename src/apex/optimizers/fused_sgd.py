@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from apex.ops.multi_tensor import Scalar
+from apex.ops import _runtime
+from apex.ops.multi_tensor import Scalar, local
 from apex.ops.sgd import SGD, sgd_
 from apex.ops.storage import How
 from apex.optimizers._base import Bucket, FusedOptimizer, scalar
@@ -82,6 +83,7 @@ class FusedSGD(FusedOptimizer):
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale: float | torch.Tensor = 1.0
         self.scale_set_by_backward = False
+        self._begun: set[torch.Tensor] = set()  # whose buffers are known to have a history
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,12 +143,29 @@ class FusedSGD(FusedOptimizer):
     ) -> None:
         """Mark the buffers that become their first gradient, whole in spite of dampening.
 
-        On the device, because a step that is skipped there does not begin their history.
+        On the device, because a step that is skipped there does not begin their history. A buffer
+        of zeros, made by steps without momentum, has none; but see `_begun`: it is looked at once.
         """
         for group, params in work:
             if group["momentum"] and group["dampening"]:
-                for param in filter(self._is_fresh, params):
-                    self.state[param]["first"] = torch.ones((), device=param.device)
+                for param in params:
+                    if param not in self._begun or self._is_fresh(param):
+                        self._mark_first(param)
+                self._begun.update(params)
+
+    def _mark_first(self, param: torch.Tensor) -> None:
+        state = self.state[param]
+        buffer = state.get("momentum_buffer")
+        if buffer is None:
+            state["first"] = torch.ones((), device=param.device)
+        elif buffer.numel():
+            is_zero = local(buffer).any().logical_not()
+            if _runtime.waits(is_zero.device) or is_zero:
+                state["first"] = is_zero.float()
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        super()._restore(loaded)
+        self._begun.clear()
 
     def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
         device = bucket.weights[0].device

@@ -1,0 +1,177 @@
+"""``GroupNorm``: torch's layer, fast for channels-last images, with SiLU built in if wanted."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.nn import Parameter, init
+
+from apex.ops import group_norm as ops
+
+__all__ = [
+    "GroupNorm",
+    "cuda_group_norm_nhwc_one_pass",
+    "cuda_group_norm_nhwc_two_pass",
+    "cuda_group_norm_v2_nhwc",
+    "get_cc_and_sm_count",
+    "torch_group_norm",
+]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class GroupNorm(torch.nn.Module):
+    """Normalize groups of channels; see :mod:`apex.ops.group_norm` for the formula.
+
+    A drop-in for ``torch.nn.GroupNorm``, with the same parameters. Any shape, dtype and number of
+    groups works; the lists below say which the original had kernels for, and limit nothing here.
+
+    Args:
+        num_groups: Divides ``num_channels``.
+        num_channels: Of the input, its second dimension.
+        eps: Added to the variance.
+        affine: Whether there are weights and biases.
+        device: Where these are.
+        dtype: Of these; another than the input's is fine.
+        act: ``"silu"`` or ``"swish"`` to apply SiLU to the result, ``None`` or ``""`` not to.
+
+    Raises:
+        ValueError: ``num_groups`` does not divide ``num_channels``, or ``act`` is another word.
+
+    Example:
+        >>> images = torch.ones(1, 4, 2, 2).to(memory_format=torch.channels_last)
+        >>> GroupNorm(2, 4, act="silu")(images).sum()
+        tensor(0., grad_fn=<SumBackward0>)
+    """
+
+    SUPPORTED_CHANNELS = frozenset(
+        {
+            128, 256, 320, 384, 448, 512, 640, 768, 896, 960, 1024, 1280, 1344, 1536, 1792, 1920,
+            2048, 2240, 2560, 2688, 3072, 3136, 3584, 4096,
+        }
+    )  # fmt: skip
+    SUPPORTED_GROUPS = frozenset({16, 32})
+    SUPPORTED_DTYPES = frozenset((x, weight) for x in _DTYPES for weight in _DTYPES)
+    GN_V2_SUPPORTED_CHANNELS = frozenset(
+        (pixels, channels)
+        for pixels, some in {
+            64: (1280, 2560),
+            256: (640, 1280, 1920, 2560),
+            1024: (320, 640, 960, 1280, 1920),
+            4096: (320, 640, 960),
+        }.items()
+        for channels in some
+    )
+    GN_V2_SUPPORTED_DTYPES = frozenset((dtype, dtype) for dtype in _DTYPES[1:])
+    GN_V2_SUPPORTED_GROUPS_SWISH = frozenset({(16, True), (32, False)})
+    GN_V2_SUPPORTED_LOWER_BOUND_SM_COUNT = 148
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        act: str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_channels % num_groups:
+            raise ValueError(
+                "num_channels must be divisible by num_groups; "
+                f"got {num_channels} and {num_groups}."
+            )
+        if act is not None and act.lower() not in ops.ACTIVATIONS:
+            raise ValueError(f"act is {act!r}; allowed are 'silu', 'swish', '' and None.")
+        self.num_groups = num_groups
+        self.num_channels = num_channels
+        self.eps = eps
+        self.affine = affine
+        self.act = "" if act is None else act.lower()
+        self.weight: Parameter | None
+        self.bias: Parameter | None
+        if affine:
+            self.weight = Parameter(torch.empty(num_channels, device=device, dtype=dtype))
+            self.bias = Parameter(torch.empty(num_channels, device=device, dtype=dtype))
+        else:
+            self.register_parameter("weight", None)
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set weights to 1 and biases to 0."""
+        if self.weight is not None and self.bias is not None:
+            init.ones_(self.weight)
+            init.zeros_(self.bias)
+
+    @torch.jit.ignore  # type: ignore[untyped-decorator]  # scripted programs call it as it is
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map ``(images, channels, ...)`` to the same shape, dtype and memory format."""
+        return ops.group_norm(
+            input, self.num_groups, self.weight, self.bias, eps=self.eps, act=self.act
+        )
+
+    def extra_repr(self) -> str:
+        """Show the options in ``print(model)``."""
+        text = f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}"
+        return f"{text}, act={self.act}" if self.act else text
+
+
+def cuda_group_norm_nhwc_one_pass(
+    x: torch.Tensor,
+    G: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    act: str | None = None,
+) -> torch.Tensor:
+    """Normalize an image, on any device; the result has its channels last in memory."""
+    if x.dim() in ops.FORMATS:
+        x = x.contiguous(memory_format=ops.FORMATS[x.dim()])
+    return ops.group_norm(x, G, weight, bias, eps=eps, act=act)
+
+
+def cuda_group_norm_nhwc_two_pass(
+    x: torch.Tensor,
+    G: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    act: str | None = None,
+) -> torch.Tensor:
+    """Compute the same: how often an image is read is the kernel's own decision here."""
+    return cuda_group_norm_nhwc_one_pass(x, G, weight, bias, eps, act)
+
+
+def cuda_group_norm_v2_nhwc(
+    x: torch.Tensor,
+    G: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    act: str | None = None,
+) -> torch.Tensor:
+    """Compute the same."""
+    return cuda_group_norm_nhwc_one_pass(x, G, weight, bias, eps, act)
+
+
+def torch_group_norm(
+    x: torch.Tensor,
+    g: int,
+    w: torch.Tensor | None,
+    b: torch.Tensor | None,
+    eps: float,
+    act: str | None = "",
+) -> torch.Tensor:
+    """Compute ``F.group_norm`` and SiLU if wanted, with torch's functions as they are."""
+    y = F.group_norm(x, g, w, b, eps)
+    return F.silu(y) if act in ("silu", "swish") else y
+
+
+def get_cc_and_sm_count(device: torch.device | int | None = None) -> tuple[tuple[int, int], int]:
+    """Compute capability and number of multiprocessors of a CUDA device; zeros without one."""
+    if not torch.cuda.is_available():
+        return (0, 0), 0
+    found = torch.cuda.get_device_properties(device)
+    return (found.major, found.minor), found.multi_processor_count

@@ -1,0 +1,6 @@
+"""Cross-entropy losses: of logits, and of what makes the logits."""
+
+from apex.contrib.xentropy.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from apex.contrib.xentropy.softmax_xentropy import SoftmaxCrossEntropyLoss
+
+__all__ = ["LinearCrossEntropyLoss", "SoftmaxCrossEntropyLoss", "linear_cross_entropy"]

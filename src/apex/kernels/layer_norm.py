@@ -1,0 +1,15 @@
+"""Layer norm on a GPU; see :mod:`apex.ops.layer_norm` for the definition."""
+
+import functools
+from collections.abc import Iterator
+
+from apex.kernels import _rows
+from apex.kernels._cases import Case
+
+forward = functools.partial(_rows.launch_forward, centered=True)
+backward = functools.partial(_rows.launch_backward, centered=True)
+
+
+def cases() -> Iterator[Case]:
+    """What is inspected."""
+    return _rows.cases("layer_norm", centered=True)

@@ -1,0 +1,602 @@
+"""Layer norm and RMS norm as modules, as functions and as autograd functions.
+
+All of them run on any device; :mod:`apex.ops.layer_norm` and :mod:`apex.ops.rms_norm` hold the
+definitions. What differs is the dtypes they take and give, outside of autocast:
+
+=============================  ==================================  ======================
+form                           weight of another dtype             output
+=============================  ==================================  ======================
+functions without ``mixed``    refused; 16-bit weights of an RMS   the weight's dtype
+                               norm taken (T5 in half)
+functions with ``mixed``       taken                               the weight's dtype
+`FusedLayerNorm`               float32 with 16-bit input taken     the input's dtype
+`FusedRMSNorm`                 taken                               the weight's dtype
+`MixedFused...`                taken                               the weight's dtype
+=============================  ==================================  ======================
+
+Under autocast of the input's device everything but float64 is cast to autocast's dtype first, so
+that the output has 16 bits, unlike that of ``torch.nn.LayerNorm``. The functions' default ``eps``
+is 1e-6, the modules' 1e-5; both as in Apex.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from apex.normalization._fakes import (
+    fused_layer_norm_affine_bwd_fake,
+    fused_layer_norm_affine_fwd_fake,
+    fused_layer_norm_bwd_fake,
+    fused_layer_norm_fwd_fake,
+    fused_rms_norm_affine_bwd_fake,
+    fused_rms_norm_affine_fwd_fake,
+    fused_rms_norm_bwd_fake,
+    fused_rms_norm_fwd_fake,
+    supports_custom_op,
+)
+from apex.ops import _rows
+from apex.ops.layer_norm import layer_norm
+from apex.ops.rms_norm import rms_norm
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
+    "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_layer_norm_affine_bwd_fake",
+    "fused_layer_norm_affine_fwd_fake",
+    "fused_layer_norm_bwd_fake",
+    "fused_layer_norm_fwd_fake",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "fused_rms_norm_affine_bwd_fake",
+    "fused_rms_norm_affine_fwd_fake",
+    "fused_rms_norm_bwd_fake",
+    "fused_rms_norm_fwd_fake",
+    "manual_rms_norm",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+    "supports_custom_op",
+]
+
+if TYPE_CHECKING:
+    Shape = Sequence[int]
+else:  # TorchScript leaves the functions to Python, but has to understand their signatures
+    Shape = list[int]
+NARROW = (torch.float16, torch.bfloat16)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+fused_layer_norm_cuda = None  # programs look whether the name is here; nothing is compiled
+
+
+# -- autograd functions --------------------------------------------------------------------------
+
+
+class FusedLayerNormAffineFunction(torch.autograd.Function):
+    """Layer norm with weight and bias, called by ``.apply``; see :func:`fused_layer_norm_affine`.
+
+    Autocast does not matter here.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        _rows.refuse_other_dtype(input, weight, "FusedLayerNormAffineMixedDtypesFunction")
+        return _save_and_run(
+            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, centered=True
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
+        wanted = any(ctx.needs_input_grad[1:3])
+        return (*_rows.run_saved(ctx, grad_output, wanted), None, None, None)
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """The same for a weight of any dtype, which is that of the output."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        return _save_and_run(
+            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, centered=True
+        )
+
+
+class FusedLayerNormFunction(torch.autograd.Function):
+    """Layer norm alone, called by ``.apply``; see :func:`fused_layer_norm`."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        input: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        return _save_and_run(
+            ctx, input, None, None, normalized_shape, eps, memory_efficient, centered=True
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
+        return (_rows.run_saved(ctx, grad_output)[0], None, None, None)
+
+
+class FusedRMSNormAffineFunction(torch.autograd.Function):
+    """RMS norm with a weight, called by ``.apply``; see :func:`fused_rms_norm_affine`."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        _rows.refuse_wider_weight(input, weight, "FusedRMSNormAffineMixedDtypesFunction")
+        return _save_and_run(
+            ctx, input, weight, None, normalized_shape, eps, memory_efficient, centered=False
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
+        dx, dweight, _ = _rows.run_saved(ctx, grad_output, ctx.needs_input_grad[1])
+        return dx, dweight, None, None, None
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """The same for a weight of any dtype, which is that of the output."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        return _save_and_run(
+            ctx, input, weight, None, normalized_shape, eps, memory_efficient, centered=False
+        )
+
+
+class FusedRMSNormFunction(torch.autograd.Function):
+    """RMS norm alone, called by ``.apply``; see :func:`fused_rms_norm`."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        input: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        return _save_and_run(
+            ctx, input, None, None, normalized_shape, eps, memory_efficient, centered=False
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
+        return (_rows.run_saved(ctx, grad_output)[0], None, None, None)
+
+
+def _save_and_run(
+    ctx: Any,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: Shape,
+    eps: float,
+    memory_efficient: bool,
+    *,
+    centered: bool,
+) -> torch.Tensor:
+    name = "layer_norm" if centered else "rms_norm"
+    _rows.check(name, input, weight, bias, shape)
+    dtype = input.dtype if weight is None else weight.dtype
+    return _rows.save_and_run(
+        ctx, input, weight, bias, shape, eps, dtype, centered, memory_efficient
+    )
+
+
+def _left_to_python(function: Function) -> Function:
+    """Let TorchScript call a function rather than compile it."""
+    torch.jit.ignore(function)  # type: ignore[no-untyped-call]
+    return function
+
+
+# -- functions -----------------------------------------------------------------------------------
+
+
+@_left_to_python
+def fused_layer_norm_affine(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """Layer norm with weight and bias; :func:`apex.ops.layer_norm.layer_norm` tells the rest.
+
+    Args:
+        input: ``(..., *normalized_shape)``.
+        weight: ``normalized_shape``, in the input's dtype; or ``None``.
+        bias: The same.
+        normalized_shape: The last dimensions of the input, a sequence.
+        eps: Added to the variance.
+        memory_efficient: Keep the output for the backward, not the input.
+
+    Returns:
+        ``(..., *normalized_shape)``, in the input's dtype.
+
+    Raises:
+        RuntimeError: Dtypes differ outside of autocast, or shapes do not fit.
+    """
+    x, weight, bias = _rows.narrowed(input, weight, bias)
+    _rows.refuse_other_dtype(x, weight, "mixed_dtype_fused_layer_norm_affine")
+    return layer_norm(x, weight, bias, normalized_shape, eps, memory_efficient=memory_efficient)
+
+
+@_left_to_python
+def fused_layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """Layer norm without weight and bias; see :func:`fused_layer_norm_affine`."""
+    (x,) = _rows.narrowed(input)
+    return layer_norm(x, None, None, normalized_shape, eps, memory_efficient=memory_efficient)
+
+
+@_left_to_python
+def mixed_dtype_fused_layer_norm_affine(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """Layer norm whose output has the weight's dtype; see :func:`fused_layer_norm_affine`."""
+    x, weight, bias = _rows.narrowed(input, weight, bias)
+    return layer_norm(
+        x, weight, bias, normalized_shape, eps, memory_efficient=memory_efficient,
+        dtype=None if weight is None else weight.dtype,
+    )  # fmt: skip
+
+
+@_left_to_python
+def fused_rms_norm_affine(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """RMS norm with a weight; :func:`apex.ops.rms_norm.rms_norm` tells the rest.
+
+    Args:
+        input: ``(..., *normalized_shape)``.
+        weight: ``normalized_shape``, in the input's dtype or in 16 bits; or ``None``.
+        normalized_shape: The last dimensions of the input, a sequence.
+        eps: Added to the mean square.
+        memory_efficient: Keep the output for the backward, not the input.
+
+    Returns:
+        ``(..., *normalized_shape)``, in the weight's dtype.
+
+    Raises:
+        RuntimeError: A 16-bit input with a wider weight outside of autocast, or shapes that do not
+            fit.
+    """
+    x, weight = _rows.narrowed(input, weight)
+    _rows.refuse_wider_weight(x, weight, "mixed_dtype_fused_rms_norm_affine")
+    return _rms_norm(x, weight, normalized_shape, eps, memory_efficient)
+
+
+@_left_to_python
+def fused_rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """RMS norm without a weight; see :func:`fused_rms_norm_affine`."""
+    (x,) = _rows.narrowed(input)
+    return _rms_norm(x, None, normalized_shape, eps, memory_efficient)
+
+
+@_left_to_python
+def mixed_dtype_fused_rms_norm_affine(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """RMS norm with a weight of any dtype, which is the output's; see the function above."""
+    x, weight = _rows.narrowed(input, weight)
+    return _rms_norm(x, weight, normalized_shape, eps, memory_efficient)
+
+
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, shape: Shape, eps: float, memory_efficient: bool
+) -> torch.Tensor:
+    dtype = None if weight is None else weight.dtype
+    return rms_norm(x, weight, shape, eps, memory_efficient=memory_efficient, dtype=dtype)
+
+
+def manual_rms_norm(
+    input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """RMS norm in plain PyTorch, with the roundings of Apex's; note the order of the arguments.
+
+    Args:
+        input: ``(..., *normalized_shape)``.
+        normalized_shape: The last dimensions of the input.
+        weight: ``normalized_shape``, or ``None``.
+        eps: Added to the mean square.
+
+    Returns:
+        ``(..., *normalized_shape)``: in at least float32 without a weight; with a 16-bit weight in
+        its dtype, rounded before it is multiplied and after.
+    """
+    dims = tuple(range(-len(normalized_shape), 0))
+    to = _rows.wide(input)
+    y = input * torch.rsqrt(input.to(to).square().mean(dims, keepdim=True) + eps)
+    if weight is None:
+        return y
+    return weight * (y.to(weight.dtype) if weight.dtype in NARROW else y)
+
+
+# -- modules -------------------------------------------------------------------------------------
+
+
+class FusedLayerNorm(torch.nn.Module):
+    """Layer norm over the last dimensions, a drop-in for `torch.nn.LayerNorm`.
+
+    Args:
+        normalized_shape: The last dimensions of the input, or the last one alone.
+        eps: Added to the variance.
+        elementwise_affine: Whether there are a weight (ones at first) and a bias (zeros).
+        memory_efficient: Keep the output for the backward, not the input.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Example:
+        >>> FusedLayerNorm(4)(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        tensor([-1.3416, -0.4472,  0.4472,  1.3416], grad_fn=<_RowsBackward>)
+    """
+
+    __constants__ = ["normalized_shape", "eps", "elementwise_affine", "memory_efficient"]
+    normalized_shape: tuple[int, ...]
+    eps: float
+    elementwise_affine: bool
+    memory_efficient: bool
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _set_up(self, normalized_shape, eps, elementwise_affine, memory_efficient)
+        shape = self.normalized_shape
+        for name in ("weight", "bias"):
+            empty = torch.empty(shape, device=device, dtype=dtype) if elementwise_affine else None
+            self.register_parameter(name, None if empty is None else torch.nn.Parameter(empty))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1 and the bias to 0."""
+        if self.elementwise_affine:
+            torch.nn.init.ones_(self.weight)  # type: ignore[arg-type]
+            torch.nn.init.zeros_(self.bias)  # type: ignore[arg-type]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map ``(..., *normalized_shape)`` to the same shape."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return self._normalized(input)
+
+    @torch.jit.unused
+    def _normalized(self, input: torch.Tensor) -> torch.Tensor:
+        x, weight, bias = _rows.narrowed(input, self.weight, self.bias)
+        if weight is not None and not (x.dtype in NARROW and weight.dtype == torch.float32):
+            _rows.refuse_other_dtype(x, weight, "MixedFusedLayerNorm")
+        return layer_norm(
+            x, weight, bias, self.normalized_shape, self.eps,
+            memory_efficient=self.memory_efficient,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Show the sizes in ``print(model)``."""
+        return _repr(self)
+
+
+class FusedRMSNorm(torch.nn.Module):
+    """RMS norm over the last dimensions.
+
+    Args:
+        normalized_shape: The last dimensions of the input, or the last one alone.
+        eps: Added to the mean square.
+        elementwise_affine: Whether there is a weight (ones at first), whose dtype is the output's.
+        memory_efficient: Keep the output for the backward, not the input.
+        device: Of the weight.
+        dtype: Of the weight.
+
+    Example:
+        >>> FusedRMSNorm(2, elementwise_affine=False)(torch.tensor([3.0, 4.0]))
+        tensor([0.8485, 1.1314])
+    """
+
+    __constants__ = ["normalized_shape", "eps", "elementwise_affine", "memory_efficient"]
+    normalized_shape: tuple[int, ...]
+    eps: float
+    elementwise_affine: bool
+    memory_efficient: bool
+    weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _set_up(self, normalized_shape, eps, elementwise_affine, memory_efficient)
+        weight = None
+        if elementwise_affine:
+            weight = torch.nn.Parameter(
+                torch.empty(self.normalized_shape, device=device, dtype=dtype)
+            )
+        self.register_parameter("weight", weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1."""
+        if self.elementwise_affine:
+            torch.nn.init.ones_(self.weight)  # type: ignore[arg-type]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map ``(..., *normalized_shape)`` to the same shape."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
+        return self._normalized(input)
+
+    @torch.jit.unused
+    def _normalized(self, input: torch.Tensor) -> torch.Tensor:
+        x, weight = _rows.narrowed(input, self.weight)
+        return rms_norm(
+            x, weight, self.normalized_shape, self.eps, memory_efficient=self.memory_efficient,
+            dtype=None if weight is None else weight.dtype,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Show the sizes in ``print(model)``."""
+        return _repr(self)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """`FusedLayerNorm` whose output has the dtype of its parameters, whatever the input's.
+
+    Args:
+        normalized_shape: The last dimensions of the input, or the last one alone.
+        eps: Added to the variance.
+        memory_efficient: Keep the output for the backward, not the input.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        **kwargs: Passed over, as in Apex; ``elementwise_affine=False`` is refused.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _always_affine("MixedFusedLayerNorm", kwargs)
+        super().__init__(normalized_shape, eps, True, memory_efficient, device=device, dtype=dtype)
+
+    @torch.jit.unused
+    def _normalized(self, input: torch.Tensor) -> torch.Tensor:
+        return mixed_dtype_fused_layer_norm_affine(
+            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
+        )  # fmt: skip
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """`FusedRMSNorm` with a weight always; the output has its dtype.
+
+    Args:
+        normalized_shape: The last dimensions of the input, or the last one alone.
+        eps: Added to the mean square.
+        memory_efficient: Keep the output for the backward, not the input.
+        device: Of the weight.
+        dtype: Of the weight.
+        **kwargs: Passed over, as in Apex; ``elementwise_affine=False`` is refused.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _always_affine("MixedFusedRMSNorm", kwargs)
+        super().__init__(normalized_shape, eps, True, memory_efficient, device=device, dtype=dtype)
+
+
+def _always_affine(name: str, kwargs: dict[str, Any]) -> None:
+    if "elementwise_affine" not in kwargs:
+        return
+    if not kwargs["elementwise_affine"]:
+        raise RuntimeError(
+            f"{name} always has a weight: elementwise_affine=False is not possible. "
+            f"Use {name.removeprefix('Mixed')}."
+        )
+    warnings.warn(f"{name} always has a weight: elementwise_affine is not needed", stacklevel=3)
+
+
+def _set_up(
+    module: Any, shape: int | Shape, eps: float, elementwise_affine: bool, memory_efficient: bool
+) -> None:
+    module.normalized_shape = torch.Size([shape] if isinstance(shape, int) else shape)
+    module.eps = eps
+    module.elementwise_affine = elementwise_affine
+    module.memory_efficient = memory_efficient
+
+
+def _repr(module: Any) -> str:
+    shape, eps = tuple(module.normalized_shape), module.eps
+    return f"{shape}, eps={eps}, elementwise_affine={module.elementwise_affine}"

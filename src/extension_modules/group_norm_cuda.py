@@ -1,0 +1,64 @@
+"""``group_norm_cuda``: group normalization of channels-last images, forward and backward.
+
+The name that compiled Apex had at the top level. Arguments are positional only, as there; any
+device and floating dtype. ``passes``, how often the original read an image, is taken and not
+needed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from apex.ops import group_norm as ops
+
+__all__ = ["backward", "forward"]
+
+
+@torch.no_grad()
+def forward(
+    input: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    passes: int,
+    with_swish: bool,
+    /,
+) -> list[torch.Tensor]:
+    """Compute ``[y, sums]``.
+
+    ``sums``, float32 with two numbers for each image and group, is for ``backward`` alone: mean and
+    reciprocal deviation, not the sums it is named after.
+    """
+    ops.check(input, groups, weight, bias)
+    y, stats = ops.FPROP(input, int(groups), weight, bias, float(eps), bool(with_swish))
+    return [y, stats.view(-1)]
+
+
+@torch.no_grad()
+def backward(
+    grad_output: torch.Tensor,
+    sums: torch.Tensor,
+    input: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    passes: int,
+    with_swish: bool,
+    /,
+) -> list[torch.Tensor]:
+    """Compute the gradients of input, weight and bias; the latter are empty without weights."""
+    ops.check(input, groups, weight, bias)
+    if grad_output.shape != input.shape or sums.numel() != 2 * input.shape[0] * groups:
+        raise RuntimeError(
+            f"group_norm_cuda.backward: grad_output has shape {tuple(grad_output.shape)} and there "
+            f"are {sums.numel()} sums. Pass the input's shape, {tuple(input.shape)}, and the sums "
+            "that forward returned."
+        )
+    stats = sums.view(input.shape[0], int(groups), 2)
+    return list(
+        ops.BPROP(
+            grad_output, stats, input, int(groups), weight, bias, float(eps), bool(with_swish)
+        )
+    )

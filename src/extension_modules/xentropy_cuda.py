@@ -1,0 +1,53 @@
+"""``xentropy_cuda``: softmax cross-entropy, forward and backward.
+
+The name that compiled Apex had at the top level. Arguments are positional only, as there; any
+device, every floating dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import apex
+from apex.ops import cross_entropy as ops
+
+__all__ = ["backward", "forward"]
+
+__version__ = apex.__version__
+
+
+@torch.no_grad()
+def forward(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, half_to_float: bool, /
+) -> list[torch.Tensor]:
+    """Compute ``[losses, logsumexp]`` of each row, float32 (float64 for float64 logits).
+
+    ``half_to_float`` changes nothing: a logarithm rounded to 16 bits, which it let the caller
+    avoid, was of no use to ``backward``.
+    """
+    ops.check("xentropy_cuda.forward", logits, labels, float(smoothing))
+    return list(ops.OP(logits, labels, float(smoothing), ops.NO_PADDING))
+
+
+@torch.no_grad()
+def backward(
+    grad_loss: torch.Tensor,
+    logits: torch.Tensor,
+    max_log_sum_exp: torch.Tensor,
+    labels: torch.Tensor,
+    smoothing: float,
+    /,
+) -> torch.Tensor:
+    """Compute the gradient of the logits, in their dtype."""
+    who = "xentropy_cuda.backward"
+    ops.check(who, logits, labels, float(smoothing))
+    ops.check_labels(who, labels, logits.shape[1], ops.NO_PADDING)
+    if not grad_loss.shape == max_log_sum_exp.shape == labels.shape:
+        raise ValueError(
+            f"{who}: grad_loss has shape {tuple(grad_loss.shape)} and max_log_sum_exp "
+            f"{tuple(max_log_sum_exp.shape)}. Pass one number a row: {tuple(labels.shape)}."
+        )
+    found: torch.Tensor = ops.BACKWARD(
+        grad_loss, logits, max_log_sum_exp, labels, float(smoothing), ops.NO_PADDING
+    )
+    return found

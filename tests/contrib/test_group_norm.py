@@ -1,0 +1,295 @@
+"""``apex.contrib.group_norm``: channels last, SiLU built in."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.library import opcheck
+
+from apex.contrib.group_norm import GroupNorm
+from apex.contrib.group_norm.group_norm import (
+    cuda_group_norm_nhwc_one_pass,
+    cuda_group_norm_nhwc_two_pass,
+    cuda_group_norm_v2_nhwc,
+    get_cc_and_sm_count,
+    torch_group_norm,
+)
+from apex.ops import _runtime
+from apex.ops import group_norm as ops
+from tests.tolerance import GROUP_NORM, assert_close_in_rms, assert_one_rounding
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# groups of ten channels and 35 pixels, a full tile of channels, all in one group, three dimensions
+SHAPES = [((2, 20, 5, 7), 2), ((3, 64, 6, 6), 32), ((1, 3, 4, 4), 1), ((2, 6, 3, 3, 2), 3)]
+
+
+def _data(shape, dtype, weight_dtype=None, mean=0.5, last=True):
+    x = (torch.randn(shape) + mean).to(dtype)
+    grad = torch.randn(shape).to(dtype)
+    if last:
+        x, grad = (t.contiguous(memory_format=ops.FORMATS[len(shape)]) for t in (x, grad))
+    weights = [torch.randn(shape[1]).to(weight_dtype or dtype) for _ in range(2)]
+    return [t.requires_grad_() for t in (x, *weights)], grad
+
+
+def _agrees(y, given, grad, groups, act, interpreted=False):
+    wide = [t.detach().double().requires_grad_() for t in given]
+    exact = F.group_norm(wide[0], groups, *wide[1:])
+    exact = F.silu(exact) if act else exact
+    expected = torch.autograd.grad(exact, wide, grad.double())
+    found = torch.autograd.grad(y, given, grad)
+    assert y.dtype == given[0].dtype
+    assert [t.dtype for t in found] == [t.dtype for t in given]
+    for one, other in zip((y.detach(), *found), (exact.detach(), *expected), strict=True):
+        if one.dtype in (torch.float16, torch.bfloat16):
+            assert_one_rounding(one, other, interpreted=interpreted)
+        else:
+            assert_close_in_rms(one, other, GROUP_NORM)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_exact_in_every_way(dtype, shape, groups, act):
+    """The layer, the operation, and the kernel; what is 16 bits wide to one rounding."""
+    given, grad = _data(shape, dtype)
+    layer = GroupNorm(groups, shape[1], act=act)
+    layer.weight, layer.bias = (torch.nn.Parameter(t.detach()) for t in given[1:])
+    given[1:] = layer.weight, layer.bias
+    for way in ("layer", "operation", "triton"):
+        with _runtime.use("triton" if way == "triton" else "reference"):
+            if way == "operation":
+                y = ops.FPROP(given[0], groups, *given[1:], 1e-5, act is not None)[0]
+            else:
+                y = layer(given[0])
+            assert y.is_contiguous(memory_format=ops.FORMATS[len(shape)])
+            _agrees(y, given, grad, groups, act, interpreted=way == "triton")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((2, 320, 9, 8), 32), ((1, 512, 8, 8), 16), ((1, 32, 70, 70), 4), ((5, 33, 3, 1), 11)],
+    ids=str,
+)
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_kernel_exhaustively(dtype, weight_dtype, shape, groups, act):
+    given, grad = _data(shape, dtype, weight_dtype)
+    with _runtime.use("triton"):
+        y = ops.group_norm(given[0], groups, *given[1:], act=act)
+        _agrees(y, given, grad, groups, act, interpreted=True)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("last", [True, False])
+def test_mixed_dtypes(weight_dtype, path, last):
+    """Any pair, as in the original; the result has the input's."""
+    given, grad = _data((2, 8, 5, 3), torch.float16, weight_dtype, last=last)
+    with _runtime.use(path):
+        y = ops.group_norm(given[0], 4, *given[1:], act="swish")
+        _agrees(y, given, grad, 4, "swish", interpreted=path == "triton")
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_weights(path, dtype):
+    (x, *_), grad = _data((2, 8, 5, 3), dtype)
+    layer = GroupNorm(4, 8, affine=False, act="silu")
+    assert list(layer.parameters()) == []
+    with _runtime.use(path):
+        _agrees(layer(x), [x], grad, 4, "silu", interpreted=path == "triton")
+
+
+def test_many_programs_for_one_image(monkeypatch):
+    """Partial sums of several tiles and several programs, the last of each smaller."""
+    from apex.kernels import group_norm as kernels
+
+    monkeypatch.setattr(kernels, "PROGRAMS", 4)
+    monkeypatch.setattr(kernels, "TILE", 256)
+    given, grad = _data((1, 24, 7, 19), torch.float32, mean=0.0)
+    with _runtime.use("triton"):
+        _agrees(ops.group_norm(given[0], 3, *given[1:]), given, grad, 3, None)
+        for joined in (1, 16):
+            monkeypatch.setattr(kernels, "JOINED", joined)
+            monkeypatch.setattr(kernels, "PROGRAMS", 1000)
+            _agrees(ops.group_norm(given[0], 3, *given[1:]), given, grad, 3, None)
+
+
+def test_a_large_mean_does_not_cancel_the_variance():
+    """Sums of squares in float32 would lose all; rounding the mean costs its size / spread."""
+    x = (torch.randn(1, 16, 8, 8) * 0.01 + 100).contiguous(memory_format=torch.channels_last)
+    with _runtime.use("triton"):
+        y = ops.group_norm(x, 4)
+    assert_close_in_rms(y, F.group_norm(x.double(), 4), 100 / 0.01)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_constant_groups_and_nan(path):
+    x = torch.full((2, 4, 3, 3), 7.3).contiguous(memory_format=torch.channels_last)
+    x[1, 3, 1, 1] = torch.nan
+    with _runtime.use(path):
+        y = ops.group_norm(x, 2)
+    assert y[0].abs().max() <= (0.0 if path == "triton" else 2e-4)  # torch rounds its mean
+    assert y[1].isnan().flatten(1).all(1).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_channels_first_is_torchs_own(dtype, act):
+    for shape in ((2, 8), (2, 8, 5), (2, 8, 5, 3)):
+        given, _ = _data(shape, dtype, last=False)
+        y = ops.group_norm(given[0], 4, *given[1:], act=act)
+        assert torch.equal(y, torch_group_norm(given[0], 4, *given[1:], 1e-5, act))
+
+
+def test_empty():
+    for path in ("reference", "triton"):
+        x = torch.randn(0, 4, 3, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+        layer = GroupNorm(2, 4)
+        with _runtime.use(path):
+            y = layer(x)
+            y.sum().backward()
+        assert y.shape == x.shape
+        assert not layer.weight.grad.any()
+
+
+def test_two_runs_are_bitwise_equal():
+    given, grad = _data((2, 20, 9, 9), torch.float16)
+
+    def run(path):
+        with _runtime.use(path):
+            y = ops.group_norm(given[0], 2, *given[1:], act="silu")
+            return y, *torch.autograd.grad(y, given, grad)
+
+    for path in ("reference", "triton"):
+        assert all(torch.equal(a, b) for a, b in zip(run(path), run(path), strict=True))
+
+
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_derivatives_in_float64(act):
+    given, _ = _data((2, 4, 2, 3), torch.float64)
+    for function in (
+        lambda *t: ops.group_norm(t[0], 2, *t[1:], act=act),
+        lambda *t: ops.FPROP(t[0], 2, *t[1:], 1e-5, act is not None)[0],
+    ):
+        assert torch.autograd.gradcheck(function, given)
+        assert torch.autograd.gradgradcheck(function, given)
+
+
+def test_transforms_of_torch_func():
+    given, _ = _data((4, 4, 2, 3), torch.float32)
+    with _runtime.use("triton"):
+        found = torch.vmap(lambda x: ops.group_norm(x[None], 2, *given[1:])[0])(given[0])
+        slope = torch.func.grad(lambda x: ops.group_norm(x, 2, act="silu").sum())(given[0])
+    torch.testing.assert_close(found, F.group_norm(given[0], 2, *given[1:]))
+    assert slope.shape == given[0].shape
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_operations_are_registered_in_full(path):
+    (x, weight, bias), grad = _data((2, 6, 3, 4), torch.float32)
+    with _runtime.use(path):
+        opcheck(ops.FPROP, (x, 2, weight, bias, 1e-5, True))
+        opcheck(ops.FPROP, (x.detach().bfloat16(), 2, None, None, 1e-5, False))
+        plain = [t.detach() for t in (x, weight, bias)]
+        stats = torch.rand(2, 2, 2)
+        opcheck(ops.BPROP, (grad, stats, plain[0], 2, *plain[1:], 1e-5, True))
+
+
+def test_compiled_as_one_graph():
+    given, grad = _data((2, 8, 3, 4), torch.bfloat16)
+    layer = GroupNorm(4, 8, act="silu", dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    _agrees(compiled(given[0]), [given[0], layer.weight, layer.bias], grad, 4, "silu")
+    twice = torch.compile(
+        lambda x: ops.FPROP(x, 4, None, None, 1e-5, True)[0], fullgraph=True, backend="aot_eager"
+    )
+    _agrees(twice(given[0]), given[:1], grad, 4, "silu")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
+def test_scripted_and_traced():
+    layer, x = GroupNorm(2, 4, act="silu"), torch.randn(2, 4, 3, 3)
+    assert torch.equal(torch.jit.script(layer)(x), layer(x))
+    assert torch.equal(torch.jit.trace(layer, x)(x), layer(x))
+
+
+def test_layer_is_a_drop_in():
+    layer = GroupNorm(4, 8, 1e-3, dtype=torch.float64, act="SiLU")
+    theirs = torch.nn.GroupNorm(4, 8, 1e-3, dtype=torch.float64)
+    torch.nn.init.normal_(theirs.weight)
+    layer.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 8, 5, dtype=torch.float64)
+    assert torch.equal(layer(x), F.silu(theirs(x)))
+    layer.reset_parameters()
+    assert torch.equal(layer.weight, torch.ones_like(layer.weight))
+    assert repr(layer) == "GroupNorm(4, 8, eps=0.001, affine=True, act=silu)"
+    assert repr(GroupNorm(4, 8)) == "GroupNorm(4, 8, eps=1e-05, affine=True)"
+
+
+def test_lists_of_the_original():
+    assert (torch.float16, torch.float32) in GroupNorm.SUPPORTED_DTYPES
+    assert len(GroupNorm.SUPPORTED_DTYPES) == 9
+    assert (1024, 320) in GroupNorm.GN_V2_SUPPORTED_CHANNELS
+    assert len(GroupNorm.GN_V2_SUPPORTED_CHANNELS) == 14
+    assert {16, 32} == GroupNorm.SUPPORTED_GROUPS
+    assert get_cc_and_sm_count() != ((0, 0), 0) or not torch.cuda.is_available()
+
+
+def test_functions_of_the_original():
+    given, grad = _data((2, 8, 3, 4), torch.float32, last=False)
+    for function in (
+        cuda_group_norm_nhwc_one_pass, cuda_group_norm_nhwc_two_pass, cuda_group_norm_v2_nhwc
+    ):  # fmt: skip
+        y = function(given[0], 4, *given[1:], 1e-5, "silu")
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        _agrees(y, given, grad, 4, "silu")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (
+            lambda: GroupNorm(3, 8),
+            ValueError,
+            "num_channels must be divisible by num_groups; got 8",
+        ),
+        (lambda: GroupNorm(2, 8, act="relu"), ValueError, "act is 'relu'; allowed are 'silu'"),
+        (lambda: GroupNorm(2, 8)(torch.ones(2, 6, 1, 1)), ValueError, "weight has shape .8,. and"),
+        (
+            lambda: GroupNorm(2, 8)(torch.ones(8)),
+            ValueError,
+            r"shape \(8,\) and there are 2 groups",
+        ),
+        (lambda: GroupNorm(2, 8)(torch.ones(1, 8).long()), TypeError, "input is torch.int64"),
+        (lambda: GroupNorm(2, 8)(torch.ones(1, 8).to("meta")), ValueError, "on meta and weight on"),
+        (lambda: ops.group_norm(torch.ones(1, 8), 3), ValueError, r"Pass \(images, channels"),
+        (lambda: ops.group_norm(torch.ones(1, 8), 2, act="gelu"), ValueError, "act is 'gelu'"),
+    ],
+)
+def test_bad_input(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu(dtype):
+    """Large enough for the kernel; nothing waits."""
+    given, grad = _data((4, 320, 64, 64), dtype)
+    there = [t.detach().cuda().requires_grad_() for t in given]
+    slope = grad.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = ops.group_norm(there[0], 32, *there[1:], act="silu")
+        found = torch.autograd.grad(y, there, slope)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wide = [t.detach().double().requires_grad_() for t in given]
+    exact = F.silu(F.group_norm(wide[0], 32, *wide[1:]))
+    expected = torch.autograd.grad(exact, wide, grad.double())
+    for one, other in zip((y, *found), (exact, *expected), strict=True):
+        assert_close_in_rms(one.detach().cpu(), other.detach(), GROUP_NORM)

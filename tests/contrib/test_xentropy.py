@@ -1,0 +1,370 @@
+"""``apex.contrib.xentropy.SoftmaxCrossEntropyLoss`` and the operation below it."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.library import opcheck
+
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from apex.ops import _runtime
+from apex.ops import cross_entropy as ops
+from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# a padded block, a full one, a block and one more, one class, one row
+SHAPES = [(7, 123), (4, 256), (5, 4097), (3, 1), (1, 17)]
+PADDING = 3
+
+
+def _data(shape, dtype, seed=0, scale=1.0):
+    rows, classes = shape
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(shape, generator=generator)).to(dtype).requires_grad_()
+    labels = torch.randint(classes, (rows,), generator=generator)
+    if rows > 2 and classes > PADDING:
+        labels[1] = PADDING
+    grad = torch.rand(rows, generator=generator) + 0.5
+    return logits, labels, grad
+
+
+def _exact(logits, labels, grad, smoothing, padding_idx=PADDING):
+    wide = logits.detach().double().requires_grad_()
+    losses = F.cross_entropy(
+        wide, labels, reduction="none", label_smoothing=smoothing, ignore_index=padding_idx
+    )
+    losses.backward(grad.double())
+    return losses.detach(), wide.grad
+
+
+def _agrees(losses, logits, labels, grad, smoothing, interpreted=False):
+    (found,) = torch.autograd.grad(losses, logits, grad.to(losses.dtype))
+    exact, exact_grad = _exact(logits, labels, grad, smoothing)
+    assert losses.dtype == torch.promote_types(logits.dtype, torch.float32)
+    assert found.dtype == logits.dtype
+    assert_one_rounding(losses.detach(), exact)
+    assert_one_rounding(found, exact_grad, interpreted=interpreted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_exact_to_one_rounding_in_every_way(dtype, shape, smoothing):
+    """As users call it, as an operation, by the definition, and by the kernel."""
+    logits, labels, grad = _data(shape, dtype)
+    _agrees(
+        SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, PADDING, True),
+        logits, labels, grad, smoothing,
+    )  # fmt: skip
+    _agrees(ops.OP(logits, labels, smoothing, PADDING)[0], logits, labels, grad, smoothing)
+    for path in ("reference", "triton"):
+        with _runtime.use(path):
+            losses = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, PADDING)
+            _agrees(losses, logits, labels, grad, smoothing, interpreted=path == "triton")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", [2, 255, 257, 4095, 4096, 8192, 12289])
+@pytest.mark.parametrize("scale", [0.02, 1.0, 30.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_kernel_exhaustively(dtype, classes, scale, smoothing):
+    """Small and large logits too, where float32 cancels: lse - x, and p - target."""
+    logits, labels, grad = _data((9, classes), dtype, seed=classes, scale=scale)
+    with _runtime.use("triton"):
+        losses = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, PADDING)
+        (found,) = torch.autograd.grad(losses, logits, grad)
+    exact, exact_grad = _exact(logits, labels, grad, smoothing)
+    wide = logits.detach().double()
+    lse = wide.logsumexp(1)
+    assert_rounded_after_float32(losses.detach(), exact, lse.abs() + wide.abs().amax(1))
+    shares = (wide - lse[:, None]).exp() * (1 + lse.abs() + wide.abs().amax(1))[:, None]
+    shares += F.one_hot(labels, classes) * (1 - smoothing) + smoothing / classes
+    assert_rounded_after_float32(found, exact_grad, grad[:, None] * shares, interpreted=True)
+
+
+@pytest.mark.parametrize("path", [None, "triton"])
+def test_more_than_64k_classes(path):
+    logits, labels, grad = _data((3, 2**16 + 5), torch.float32)
+    labels[0] = 2**16 + 4
+    with contextlib.nullcontext() if path is None else _runtime.use(path):
+        losses = ops.OP(logits, labels, 0.1, PADDING)[0]
+        _agrees(losses, logits, labels, grad, 0.1)
+
+
+def test_pieces_that_stay_in_the_cache(monkeypatch):
+    """The CPU's path over several pieces, the last one smaller."""
+    monkeypatch.setattr(ops, "PIECE", 300)
+    for dtype in (*DTYPES, torch.float64):
+        logits, labels, grad = _data((8, 100), dtype)
+        _agrees(ops.OP(logits, labels, 0.1, PADDING)[0], logits, labels, grad, 0.1)
+
+
+def test_large_logits_take_the_operation(monkeypatch):
+    monkeypatch.setattr(ops, "SMALL_ON_CPU", 100)
+    logits, labels, _ = _data((8, 100), torch.float32)
+    assert "cross_entropy" in type(SoftmaxCrossEntropyLoss.apply(logits, labels).grad_fn).__name__
+    monkeypatch.undo()
+    assert "Nll" in type(SoftmaxCrossEntropyLoss.apply(logits, labels).grad_fn).__name__
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_label_0_is_padding_by_default(path):
+    """As in the original; every other label counts."""
+    logits, labels = torch.zeros(3, 4, requires_grad=True), torch.tensor([0, 1, 3])
+    with _runtime.use(path):
+        losses = SoftmaxCrossEntropyLoss.apply(logits, labels)
+        losses.sum().backward()
+    assert losses.tolist() == pytest.approx([0.0, 1.38629436, 1.38629436])
+    assert not logits.grad[0].any()
+    assert logits.grad[1].tolist() == pytest.approx([0.25, -0.75, 0.25, 0.25])
+
+
+@pytest.mark.parametrize("way", ["operation", "triton"])
+def test_padded_rows_are_0_whatever_is_in_them(way):
+    logits = torch.randn(4, 9)
+    logits[1], logits[2] = torch.nan, torch.inf
+    logits.requires_grad_()
+    labels = torch.tensor([2, -1, -1, 5])
+    with _runtime.use("triton" if way == "triton" else "reference"):
+        losses = ops.OP(logits, labels, 0.1, -1)[0]
+        losses.backward(torch.ones(4))
+    assert losses[1:3].tolist() == [0.0, 0.0]
+    assert not logits.grad[1:3].any()
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_every_row_padded_and_no_row(path):
+    for rows in (0, 3):
+        logits = torch.randn(rows, 5, requires_grad=True)
+        with _runtime.use(path):
+            losses = SoftmaxCrossEntropyLoss.apply(logits, torch.zeros(rows, dtype=torch.long))
+            losses.sum().backward()
+        assert losses.shape == (rows,)
+        assert not losses.any()
+        assert not logits.grad.any()
+    losses, lse = ops.OP(torch.randn(0, 5), torch.zeros(0, dtype=torch.long), 0.0, 0)
+    assert losses.shape == lse.shape == (0,)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("first", [0, 300])
+def test_infinite_logits(path, first):
+    """Classes ruled out by -inf, a whole block of them first too."""
+    logits = torch.randn(2, 600)
+    logits[:, first : first + 300] = -torch.inf
+    logits.requires_grad_()
+    labels = torch.tensor([(first + 300) % 600, (first + 301) % 600])
+    with _runtime.use(path), pytest.MonkeyPatch.context() as patch:
+        if path == "triton":
+            from apex.kernels import cross_entropy as kernels
+
+            patch.setattr(kernels, "BLOCK", 256)
+        losses = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.0, -1)
+        losses.sum().backward()
+    exact, exact_grad = _exact(logits, labels, torch.ones(2), 0.0, -1)
+    assert_one_rounding(losses.detach(), exact)
+    assert_one_rounding(logits.grad, exact_grad)
+
+
+def test_other_integer_labels_and_strides():
+    wide = torch.randn(5, 40).requires_grad_()
+    labels = torch.tensor([1, 9, 3, 7, 3])
+    for logits in (wide[:, 3:30], wide[:, ::2], wide.t()[:5, ::8]):
+        short = labels[: logits.shape[0]] % logits.shape[1]
+        expected = SoftmaxCrossEntropyLoss.apply(logits, short, 0.1, 3)
+        for dtype in (torch.int32, torch.uint8):
+            for path in ("reference", "triton"):
+                with _runtime.use(path):
+                    found = SoftmaxCrossEntropyLoss.apply(logits, short.to(dtype), 0.1, 3)
+                    found.sum().backward()
+                torch.testing.assert_close(found, expected)
+        wide.grad = None
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_two_runs_are_bitwise_equal(path):
+    logits, labels, grad = _data((20, 700), torch.float16)
+
+    def run():
+        with _runtime.use(path):
+            losses = ops.OP(logits, labels, 0.1, PADDING)[0]
+            return losses, *torch.autograd.grad(losses, logits, grad)
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_incoming_gradient_is_left_alone():
+    """The original masks it in place."""
+    logits, labels, grad = _data((6, 8), torch.float32)
+    before = grad.clone()
+    ops.OP(logits, labels, 0.0, PADDING)[0].backward(grad)
+    assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_derivatives_in_float64(smoothing):
+    logits, labels, _ = _data((4, 6), torch.float64)
+    for function in (
+        lambda x: SoftmaxCrossEntropyLoss.apply(x, labels, smoothing, PADDING),
+        lambda x: ops.OP(x, labels, smoothing, PADDING)[0],
+    ):
+        assert torch.autograd.gradcheck(function, logits)
+        assert torch.autograd.gradgradcheck(function, logits)
+
+
+def test_transforms_of_torch_func():
+    logits, labels = torch.randn(3, 4, 5), torch.randint(1, 5, (3, 4))
+    expected = torch.stack(
+        [ops.reference(x, t, 0.1, 0) for x, t in zip(logits, labels, strict=True)]
+    )
+    with _runtime.use("triton"):
+        found = torch.vmap(lambda x, t: SoftmaxCrossEntropyLoss.apply(x, t, 0.1))(logits, labels)
+        assert torch.equal(found, expected)
+        one = torch.func.grad(lambda x: SoftmaxCrossEntropyLoss.apply(x, labels[0]).sum())
+        slope = torch.func.jacrev(lambda x: SoftmaxCrossEntropyLoss.apply(x, labels[0]).sum())
+        assert torch.equal(one(logits[0]), slope(logits[0]))
+
+
+def _wrong(rows, bad):
+    labels = torch.ones(rows, dtype=torch.long)
+    labels[2] = bad
+    return labels
+
+
+@pytest.mark.parametrize("bad", [5, -1, 2**40])
+@pytest.mark.parametrize("path", [None, "triton", "operation"])
+def test_a_label_out_of_range_on_the_cpu(bad, path):
+    call = ops.OP if path == "operation" else SoftmaxCrossEntropyLoss.apply
+    with (
+        pytest.raises(IndexError, match=rf"label of row 2 is {bad}; allowed are 0 to 4, or 0 for"),
+        _runtime.use(path) if path == "triton" else contextlib.nullcontext(),
+    ):
+        call(torch.randn(4, 5), _wrong(4, bad), 0.0, 0)
+
+
+@pytest.mark.parametrize("bad", [5, -1, 2**40])
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_a_label_out_of_range_elsewhere_is_nan(bad, path, monkeypatch):
+    """Nothing is read or written out of bounds, and nobody waits to find out."""
+    monkeypatch.setattr(ops, "check_labels", lambda *_: None)
+    logits = torch.randn(4, 5, requires_grad=True)
+    with _runtime.use(path):
+        losses = ops.OP(logits, _wrong(4, bad), 0.1, 0)[0]
+        losses.sum().backward()
+    assert losses.isnan().tolist() == [False, False, True, False]
+    assert logits.grad.isnan().all(1).tolist() == [False, False, True, False]
+    assert logits.grad[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (
+            (torch.ones(2, 3), torch.ones(3, dtype=torch.long)),
+            ValueError,
+            r"\(2, 3\) and labels \(3",
+        ),
+        (
+            (torch.ones(2, 3, 4), torch.ones(2, dtype=torch.long)),
+            ValueError,
+            r"view\(-1, classes\)",
+        ),
+        ((torch.ones(2, 3), torch.ones(2)), TypeError, "labels are torch.float32; pass class numb"),
+        ((torch.ones(2, 3).long(), torch.ones(2).long()), TypeError, "logits are torch.int64"),
+        ((torch.ones(2, 3), torch.ones(2).long(), 1.5), ValueError, "smoothing is 1.5; allowed is"),
+        ((torch.ones(2, 0), torch.ones(2).long()), ValueError, "have no class"),
+        ((torch.ones(2, 3), torch.ones(2, device="meta").long()), ValueError, "Move one"),
+    ],
+)
+def test_bad_input(arguments, error, said):
+    with pytest.raises(error, match=said):
+        SoftmaxCrossEntropyLoss.apply(*arguments)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_operations_are_registered_in_full(path):
+    logits, labels, grad = _data((4, 9), torch.float32)
+    with _runtime.use(path):
+        opcheck(ops.OP, (logits, labels, 0.1, PADDING))
+        opcheck(ops.BACKWARD, (grad, logits.detach(), torch.ones(4), labels, 0.1, PADDING))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
+def test_compiled_as_one_graph():
+    """The operation is one node, backward too; a user's call has no graph break."""
+    logits, labels, grad = _data((6, 50), torch.float32)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x):
+        return SoftmaxCrossEntropyLoss.apply(x, labels, 0.1, padding_idx=PADDING)
+
+    _agrees(compiled(logits), logits, labels, grad, 0.1)
+
+
+def test_a_subclass_and_an_explicit_forward():
+    class Mine(SoftmaxCrossEntropyLoss):
+        @staticmethod
+        def forward(ctx, logits, labels):
+            return SoftmaxCrossEntropyLoss.forward(ctx, logits, labels, 0.0, PADDING)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return SoftmaxCrossEntropyLoss.backward(ctx, grad)[:2]
+
+    logits, labels, grad = _data((6, 50), torch.bfloat16)
+    _agrees(Mine.apply(logits, labels), logits, labels, grad, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
+def test_scripted_callers_are_told():
+    def caller(logits: torch.Tensor, labels: torch.Tensor):
+        return SoftmaxCrossEntropyLoss.apply(logits, labels)
+
+    with pytest.raises(
+        torch.jit.frontend.NotSupportedError, match=r"functions can't(.|\n)*def apply"
+    ):
+        torch.jit.script(caller)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_traced():
+    logits, labels, _ = _data((6, 50), torch.float32)
+    with _runtime.use("triton"):
+        traced = torch.jit.trace(lambda x: SoftmaxCrossEntropyLoss.apply(x, labels), logits)
+    assert torch.equal(traced(logits), SoftmaxCrossEntropyLoss.apply(logits, labels))
+
+
+def test_importing_needs_no_triton():
+    done = subprocess.run(
+        [
+            sys.executable, "-W", "error", "-c",
+            "import sys, apex.contrib.xentropy, apex.contrib.group_norm\n"
+            "assert not {'triton', 'torch._dynamo'} & set(sys.modules)",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu(dtype):
+    """Large enough for the kernel; nothing waits."""
+    logits, labels, grad = _data((300, 2**14), dtype)
+    on_gpu = logits.detach().cuda().requires_grad_()
+    there = labels.cuda(), grad.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses = SoftmaxCrossEntropyLoss.apply(on_gpu, there[0], 0.1, PADDING)
+        losses.backward(there[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact, exact_grad = _exact(logits, labels, grad, 0.1)
+    assert_one_rounding(losses.detach().cpu(), exact)
+    assert_one_rounding(on_gpu.grad.cpu(), exact_grad)

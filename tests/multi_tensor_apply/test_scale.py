@@ -1,0 +1,78 @@
+"""scale and axpby beside their definitions, where memory is shared or not, and their flags."""
+
+import itertools
+
+import pytest
+import torch
+
+from apex.ops.norms import square_sums
+from apex.ops.scale import MANY, PIECE, axpby_, scale_
+from tests.multi_tensor_apply.common import FLOATS, exact, no_flag, on, tensors
+from tests.tolerance import assert_one_rounding
+
+FEW, LARGE = (3, 0, 1025), (5, PIECE + 3)
+LOTS = (*range(MANY + 5), 300)
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("sizes", [FEW, LARGE, LOTS], ids=["few", "large", "lots"])
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(FLOATS, FLOATS)])
+def test_scale_is_its_definition_bit_for_bit(source, target, sizes):
+    x = tensors(sizes, source)
+    found = []
+    for path in (None, "reference"):
+        out = tensors(sizes, target, seed=1)
+        with on(path):
+            scale_(x, out, 0.3, no_flag())
+        found.append(out)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("sizes", [FEW, LARGE, LOTS], ids=["few", "large", "lots"])
+@pytest.mark.parametrize("shared", ["nothing", "x", "y", "x and y", "one of y"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_axpby_over_its_own_inputs(dtype, shared, sizes):
+    x, y = tensors(sizes, dtype), tensors(sizes, dtype, seed=1)
+    out = tensors(sizes, dtype, seed=2)
+    if shared == "x and y":
+        y = x
+    if shared != "nothing":
+        out = {"x": x, "y": y, "x and y": x, "one of y": [*out[:-1], y[-1]]}[shared]
+    wanted = [0.5 * a - 3.0 * b for a, b in zip(exact(x), exact(y), strict=True)]
+    axpby_(x, y, out, 0.5, -3.0, no_flag())
+    assert_one_rounding(torch.cat(out), torch.cat(wanted))
+
+
+@pytest.mark.parametrize("sizes", [FEW, LOTS], ids=["few", "lots"])
+@pytest.mark.parametrize("in_place", [False, "x", "y"])
+@pytest.mark.parametrize("checked", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_the_flag_of_axpby_looks_at_what_is_checked(bad, checked, in_place, sizes):
+    for spoilt in (0, 1):
+        columns = [tensors(sizes), tensors(sizes, seed=1)]
+        columns[spoilt][-1][-1] = bad
+        out = {False: tensors(sizes, seed=2), "x": columns[0], "y": columns[1]}[in_place]
+        flag = no_flag()
+        axpby_(*columns, out, 0.0, 2.0, flag, checked=checked)
+        assert flag.item() == checked[spoilt]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_results_that_are_too_large_are_not_reported(dtype, in_place):
+    huge = torch.finfo(dtype).max
+    x, flag = [torch.full((37,), huge, dtype=dtype)], no_flag()
+    axpby_(x, [torch.ones(37)], x if in_place else [torch.empty(37, dtype=dtype)], 4.0, 1.0, flag)
+    x = [torch.full((37,), huge, dtype=dtype)]
+    scale_(x, x if in_place else [torch.empty(37, dtype=dtype)], 4.0, flag)
+    assert flag.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_measuring_writes_nothing(dtype, factor):
+    for sizes in ((3,), (1025,), (3, 5)):
+        column = tensors(sizes, dtype)
+        before = exact(column)
+        square_sums(column, factor=factor)
+        assert all(map(torch.equal, exact(column), before))

@@ -1,0 +1,529 @@
+"""Layer norm and RMS norm: float64 oracle, every path, every dtype, every derivative."""
+
+import contextlib
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, jvp, vmap
+
+from apex.ops import _rows, _runtime
+from apex.ops.layer_norm import layer_norm
+from apex.ops.layer_norm import reference as layer_norm_reference
+from apex.ops.rms_norm import reference as rms_norm_reference
+from apex.ops.rms_norm import rms_norm
+from tests.tolerance import assert_one_rounding
+
+HALVES = [torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, *HALVES]
+NORMS = ["layer", "rms"]
+TRITON = pytest.param(
+    "triton",
+    marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+)
+PATHS = [None, "reference", TRITON]
+# a padded tile, a full one, many rows, a row alone
+SHAPES = [(7, 123), (4, 512), (300, 33), (1, 2048)]
+
+
+def _path(name):
+    return _runtime.use(name) if name else contextlib.nullcontext()
+
+
+def _norm(name, x, weight, bias, shape, **kwargs):
+    if name == "layer":
+        return layer_norm(x, weight, bias, shape, 1e-5, **kwargs)
+    return rms_norm(x, weight, shape, 1e-5, **kwargs)
+
+
+def _reference(name, x, weight, bias, shape):
+    if name == "layer":
+        return layer_norm_reference(x, weight, bias, shape, 1e-5)
+    return rms_norm_reference(x, weight, shape, 1e-5)
+
+
+def _inputs(name, shape, row, dtype, weight_dtype=None, *, scale=1.0, shift=0.0, affine=True):
+    x = (shift + scale * torch.randn(shape)).to(dtype).requires_grad_()
+    weight = bias = None
+    if affine:
+        weight = (1 + 0.1 * torch.randn(row)).to(weight_dtype or dtype).requires_grad_()
+        if name == "layer":
+            bias = torch.randn(row).to(weight_dtype or dtype).requires_grad_()
+    dy = torch.randn(shape).to(weight_dtype or dtype)
+    return x, weight, bias, dy
+
+
+def _exact(tensors):
+    return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+
+
+def _check(name, path, inputs, row, **kwargs):
+    """Forward and every gradient against float64."""
+    *tensors, dy = inputs
+    with _path(path):
+        y = _norm(name, *tensors, row, **kwargs)
+        y.backward(dy)
+    exact_tensors = _exact(tensors)
+    exact = _reference(name, *exact_tensors, row)
+    exact.backward(dy.double())
+    interpreted = path == "triton"
+    assert_one_rounding(y.detach(), exact.detach(), interpreted=interpreted)
+    for tensor, exact_tensor in zip(tensors, exact_tensors, strict=True):
+        if tensor is not None:
+            assert tensor.grad.dtype == tensor.dtype
+            assert_one_rounding(tensor.grad, exact_tensor.grad, interpreted=interpreted)
+    return y
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_forward_and_gradients_are_one_rounding_off(name, shape, dtype, path):
+    y = _check(name, path, _inputs(name, shape, shape[-1:], dtype), shape[-1:])
+    assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_small_numbers(name, dtype, path):
+    """At a scale of 0.002 eps is as large as the variance."""
+    _check(name, path, _inputs(name, (6, 100), (100,), dtype, scale=0.002), (100,))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_large_mean_does_not_cancel(name, path):
+    """The variance of numbers near 100 must not be a difference of squares."""
+    _check(name, path, _inputs(name, (4, 96), (96,), torch.bfloat16, shift=100.0), (96,))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_without_weight(name, dtype, path):
+    inputs = _inputs(name, (5, 200), (200,), dtype, affine=False)
+    _check(name, path, inputs, (200,))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_weight_without_bias_and_rows_of_several_dimensions(name, path):
+    x, weight, _, dy = _inputs(name, (2, 3, 4, 5), (4, 5), torch.float32)
+    _check(name, path, (x, weight, None, dy), (4, 5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16),
+     (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", NORMS)
+def test_output_of_another_dtype(name, dtype, weight_dtype, path):
+    inputs = _inputs(name, (9, 130), (130,), dtype, weight_dtype)
+    y = _check(name, path, inputs, (130,), dtype=weight_dtype)
+    assert y.dtype == weight_dtype
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_float32_weights_of_a_16_bit_input(name, path):
+    x, weight, bias, dy = _inputs(name, (9, 130), (130,), torch.bfloat16, torch.float32)
+    y = _check(name, path, (x, weight, bias, dy.bfloat16()), (130,))
+    assert y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("columns", "dtype"), [(20000, torch.float32), (16385, torch.float16)], ids=str
+)
+@pytest.mark.parametrize("name", NORMS)
+def test_rows_wider_than_a_tile(name, columns, dtype, path):
+    """More than the widest forward tile: two walks over the row, the last block not full."""
+    _check(name, path, _inputs(name, (3, columns), (columns,), dtype, shift=1.0), (columns,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2000, 66), (70, 2000)], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_large_inputs(name, shape, dtype):
+    """Where on a CPU our functions replace torch's; 2000 rows are what its sums lose bits over."""
+    _check(name, None, _inputs(name, shape, shape[-1:], dtype), shape[-1:])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [65536, 100_001])
+@pytest.mark.parametrize("name", NORMS)
+def test_very_wide_rows(name, columns, dtype, path):
+    _check(name, path, _inputs(name, (5, columns), (columns,), dtype), (columns,))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 17, 129, 1000])
+@pytest.mark.parametrize("columns", [2, 3, 16, 64, 255, 257, 1024, 4096, 4097, 8192, 8193, 16384])
+@pytest.mark.parametrize("name", NORMS)
+def test_every_size(name, columns, rows, dtype, path):
+    if rows * columns > 2**20 and path == "triton":
+        rows = 2
+    _check(name, path, _inputs(name, (rows, columns), (columns,), dtype), (columns,))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_rows_of_one_element(rows, path):
+    """The input's gradient is 0 for layer norm and next to it for RMS norm."""
+    x, weight, bias, dy = _inputs("layer", (rows, 1), (1,), torch.float32)
+    with _path(path):
+        y = layer_norm(x, weight, bias, (1,), 1e-5)
+        y.backward(dy)
+        assert torch.equal(y, bias.expand(rows, 1))
+        ulp = 2**-23 * (weight * dy).abs() / 1e-5**0.5  # of the terms that cancel
+        assert (x.grad.abs() <= ulp).all()
+        assert weight.grad.abs() <= ulp.sum() / weight
+        assert_one_rounding(bias.grad, dy.double().sum(0))
+        y = rms_norm(x, None, (1,), 1e-5)
+    assert_one_rounding(y.detach(), rms_norm_reference(x.detach().double(), None, (1,), 1e-5))
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (3, 0)], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_nothing(name, shape, path, memory_efficient):
+    x, weight, bias, dy = _inputs(name, shape, shape[-1:], torch.float32)
+    with _path(path):
+        y = _norm(name, x, weight, bias, shape[-1:], memory_efficient=memory_efficient)
+        y.backward(dy)
+    assert y.shape == x.grad.shape == shape
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_noncontiguous_tensors(name, path):
+    x = torch.randn(40, 6).t().requires_grad_()
+    weight = torch.randn(80)[::2].requires_grad_()
+    bias = torch.randn(1).expand(40).clone().requires_grad_() if name == "layer" else None
+    assert not x.is_contiguous()
+    dy = torch.randn(6, 1).expand(6, 40)
+    x.retain_grad()
+    inputs = [x, weight, bias]
+    with _path(path):
+        y = _norm(name, *inputs, (40,))
+        found = torch.autograd.grad(y, [t for t in inputs if t is not None], dy)
+    exact_inputs = _exact(inputs)
+    exact = _reference(name, *exact_inputs, (40,))
+    wanted = torch.autograd.grad(exact, [t for t in exact_inputs if t is not None], dy.double())
+    for actual, gradient in zip(found, wanted, strict=True):
+        assert_one_rounding(actual, gradient)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [60, 9000])
+@pytest.mark.parametrize("name", NORMS)
+def test_memory_efficient(name, columns, dtype, path):
+    """Gradients are those of the input that the rounded output stands for."""
+    x, weight, bias, dy = _inputs(name, (9, columns), (columns,), dtype)
+    with _path(path):
+        y = _norm(name, x, weight, bias, (columns,), memory_efficient=True)
+        y.backward(dy)
+    exact_x, exact_weight, exact_bias = _exact((x, weight, bias))
+    exact = _reference(name, exact_x, exact_weight, exact_bias, (columns,))
+    interpreted = path == "triton"
+    assert_one_rounding(y.detach(), exact.detach(), interpreted=interpreted)
+
+    y, weight64 = y.detach().double(), weight.detach().double()
+    xhat = (y if bias is None else y - bias.detach().double()) / weight64
+    g = dy.double() * weight64
+    dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+    rows = exact_x.detach()
+    if name == "layer":
+        dx = dx - g.mean(-1, keepdim=True)
+        rows = rows - rows.mean(-1, keepdim=True)
+    rstd = (rows.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    assert_one_rounding(x.grad, dx * rstd, interpreted=interpreted)
+    assert_one_rounding(weight.grad, (dy.double() * xhat).sum(0), interpreted=interpreted)
+    if bias is not None:
+        assert_one_rounding(bias.grad, dy.double().sum(0), interpreted=interpreted)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_memory_efficient_keeps_the_output_and_not_the_input(name, dtype, path):
+    x, weight, bias, _ = _inputs(name, (4, 32), (32,), dtype)
+    kept = []
+    with (
+        _path(path),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor.data_ptr()) or tensor, lambda tensor: tensor
+        ),
+    ):
+        y = _norm(name, x, weight, bias, (32,), memory_efficient=True)
+    assert y.data_ptr() in kept
+    assert x.data_ptr() not in kept
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_memory_efficient_with_weights_of_zero(name, path):
+    """What the output no longer holds counts as nothing; everything stays finite."""
+    x, weight, bias, dy = _inputs(name, (4, 32), (32,), torch.float32)
+    with torch.no_grad():
+        weight[::3] = 0
+    with _path(path):
+        _norm(name, x, weight, bias, (32,), memory_efficient=True).backward(dy)
+    assert torch.equal(weight.grad[::3], torch.zeros(11))
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_memory_efficient_divides_by_eps_with_the_weights_sign(name, path):
+    x, weight, _, dy = _inputs(name, (4, 32), (32,), torch.float32)
+    with torch.no_grad():
+        weight[::2] = -2e-6
+        weight[1::4] = 2e-6
+    with _path(path):
+        y = _norm(name, x, weight, None, (32,), memory_efficient=True)
+        y.backward(dy)
+    least = torch.where(weight < 0, -1e-5, 1e-5).double()
+    by = torch.where(weight.abs() < 1e-5, least, weight.double()).detach()
+    xhat = y.detach().double() / by
+    assert_one_rounding(weight.grad, (dy.double() * xhat).sum(0))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_weights_of_zero(name, path):
+    inputs = _inputs(name, (4, 32), (32,), torch.float32)
+    with torch.no_grad():
+        inputs[1][::3] = 0
+    _check(name, path, inputs, (32,))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("name", NORMS)
+def test_more_programs_than_the_second_stage_adds_at_a_time(name, monkeypatch):
+    from apex.kernels import _rows as kernels
+
+    monkeypatch.setattr(kernels, "ROWS_PER_PROGRAM", 1)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 128)
+    _check(name, "triton", _inputs(name, (70, 2000), (2000,), torch.float32), (2000,))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("columns", [70, 9000])
+@pytest.mark.parametrize("name", NORMS)
+def test_two_runs_give_the_same_bits(name, columns, path):
+    x, weight, bias, dy = _inputs(
+        name, (150 if columns < 100 else 5, columns), (columns,), torch.float16
+    )
+    tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    with _path(path):
+        runs = []
+        for _ in range(2):
+            y = _norm(name, x, weight, bias, (columns,))
+            runs.append([y, *torch.autograd.grad(y, tensors, dy)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("rows", [40, 2000])  # below and above what torch's functions are used for
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_evaluation_gives_the_bits_of_training(name, dtype, rows):
+    x, weight, bias, _ = _inputs(name, (rows, 100), (100,), dtype)
+    y = _norm(name, x, weight, bias, (100,))
+    with torch.no_grad():
+        assert torch.equal(y, _norm(name, x, weight, bias, (100,)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_what_needs_no_gradient_gets_none(name, path):
+    x, weight, bias, dy = _inputs(name, (4, 32), (32,), torch.float32)
+    with _path(path):
+        x.requires_grad_(False)
+        _norm(name, x, weight, bias, (32,)).backward(dy)
+        assert x.grad is None
+        assert weight.grad is not None
+        x.requires_grad_()
+        for parameter in (weight, bias):
+            if parameter is not None:
+                parameter.requires_grad_(False)
+        weight.grad = None
+        _norm(name, x, weight, bias, (32,)).backward(dy)
+    assert x.grad is not None
+    assert weight.grad is None
+
+
+# --- torch's tests of operations ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_gradcheck(name, affine, memory_efficient):
+    """In float64, through torch's functions and through the operator's own formulas."""
+    x, weight, bias, _ = _inputs(name, (3, 6), (6,), torch.float64, affine=affine)
+    tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+
+    def plain(*given):
+        return _norm(name, *[*given, None, None][:3], (6,), memory_efficient=memory_efficient)
+
+    def function(*given):
+        given = [*given, None, None][:3]
+        centered = name == "layer"
+        return _rows._Rows.apply(*given, (6,), 1e-5, x.dtype, centered, memory_efficient)
+
+    for call in (plain, function):
+        assert torch.autograd.gradcheck(call, tensors)
+    assert torch.autograd.gradgradcheck(plain, tensors)
+    if not memory_efficient:
+        assert torch.autograd.gradgradcheck(function, tensors)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_gradients(name, path):
+    x, weight, bias, dy = _inputs(name, (4, 16), (16,), torch.float32)
+
+    def penalty(call, *tensors):
+        gradient = torch.autograd.grad(call(*tensors), tensors[0], dy, create_graph=True)[0]
+        return torch.autograd.grad(gradient.square().sum(), tensors)[:2]
+
+    tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    with _path(path):
+        found = penalty(lambda *given: _norm(name, *[*given, None][:3], (16,)), *tensors[:2])
+    wanted = penalty(
+        lambda *given: (
+            F.layer_norm(given[0], (16,), given[1], None, 1e-5)
+            if name == "layer"
+            else F.rms_norm(given[0], (16,), given[1], 1e-5)
+        ),
+        *tensors[:2],
+    )
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_memory_efficient_refuses_gradients_of_gradients(name, path):
+    x, weight, bias, dy = _inputs(name, (4, 16), (16,), torch.float32)
+    with _path(path):
+        y = _norm(name, x, weight, bias, (16,), memory_efficient=True)
+        with pytest.raises(RuntimeError, match="memory_efficient=True keeps no input"):
+            torch.autograd.grad(y, x, dy, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for jvp
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_transforms_of_torch_func(name, path, memory_efficient):
+    x, weight, bias, _ = _inputs(name, (5, 4, 16), (16,), torch.float32)
+    x, weight, bias = (None if t is None else t.detach() for t in (x, weight, bias))
+
+    def call(x):
+        return _norm(name, x, weight, bias, (16,), memory_efficient=memory_efficient)
+
+    with _path(path):
+        wanted = call(x)
+        torch.testing.assert_close(vmap(call)(x), wanted)
+        torch.testing.assert_close(vmap(call, in_dims=1, out_dims=1)(x), wanted)
+        gradient = grad(lambda x: call(x).square().sum())(x)
+        _, tangent = jvp(call, (x,), (torch.ones_like(x),))
+    leaf = x.clone().requires_grad_()
+    call(leaf).square().sum().backward()
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=1e-5)
+    assert tangent.shape == x.shape
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_opcheck(name, dtype, affine, memory_efficient):
+    x, weight, bias, dy = _inputs(name, (3, 2, 8), (8,), dtype, affine=affine)
+    centered = name == "layer"
+    arguments = (x, weight, bias, (8,), 1e-5, dtype, centered, memory_efficient)
+    torch.library.opcheck(torch.ops.apex.normalize_rows.default, arguments)
+    y, mean, rstd = torch.ops.apex.normalize_rows(*arguments)
+    with torch.no_grad():
+        saved = y if memory_efficient else x
+        torch.library.opcheck(
+            torch.ops.apex.normalize_rows_backward.default,
+            (dy, saved.detach(), mean, rstd, weight, bias, *arguments[3:], affine),
+        )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_the_operator_computes_what_eager_calls_compute(name, memory_efficient, path):
+    x, weight, bias, dy = _inputs(name, (6, 24), (24,), torch.float32)
+    tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    rest = ((24,), 1e-5, torch.float32, name == "layer", memory_efficient)
+    with _path(path):
+        y = _rows._Rows.apply(x, weight, bias, *rest)
+        z = torch.ops.apex.normalize_rows(x, weight, bias, *rest)[0]
+        found = torch.autograd.grad(z, tensors, dy)
+        wanted = torch.autograd.grad(y, tensors, dy)
+    assert torch.equal(y, z)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_compiles_as_one_graph(name, memory_efficient):
+    x, weight, bias, dy = _inputs(name, (6, 24), (24,), torch.float32)
+    tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+
+    def call(x, weight, bias):
+        return 2 * _norm(name, x + 1, weight, bias, (24,), memory_efficient=memory_efficient)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    y, z = compiled(x, weight, bias), call(x, weight, bias)
+    found, wanted = torch.autograd.grad(y, tensors, dy), torch.autograd.grad(z, tensors, dy)
+    torch.testing.assert_close(y, z)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"shape": ()}, "at least 1-dimensional"),
+        ({"shape": (7,)}, r"Given normalized_shape=\[7\], expected input with shape \[\*, 7\], "
+                          r"but got input of size\[3, 8\]"),
+        ({"x": torch.zeros(3, 8, dtype=torch.int32)}, "input is torch.int32; allowed"),
+        ({"weight": torch.ones(7)}, r"weight of shape \[7\] and normalized_shape = \[8\]"),
+        ({"weight": torch.ones(8, dtype=torch.int64)}, "weight is torch.int64"),
+        ({"weight": torch.ones(8, device="meta")}, "input is on cpu and weight on meta"),
+        ({"weight": None}, "weight is None and bias torch.float32"),
+        ({"bias": torch.ones(8).half()}, "weight is torch.float32 and bias torch.float16"),
+    ],
+    ids=["no dimension", "other row", "integers", "other weight", "integer weight",
+         "other device", "bias alone", "other bias"],
+)  # fmt: skip
+def test_bad_input(change, match):
+    given = {"x": torch.zeros(3, 8), "weight": torch.ones(8), "bias": torch.zeros(8), "shape": (8,)}
+    given |= change
+    with pytest.raises(RuntimeError, match=match):
+        layer_norm(given["x"], given["weight"], given["bias"], given["shape"], 1e-5)
+    if "bias" not in change and given["weight"] is not None:
+        with pytest.raises(RuntimeError, match=match):
+            rms_norm(given["x"], given["weight"], given["shape"], 1e-5)

@@ -1,0 +1,148 @@
+"""Weights that somebody else writes between steps, stored with a column beside them."""
+
+import copy
+
+import pytest
+import torch
+
+from apex.ops import _runtime
+from apex.ops.storage import join
+from apex.optimizers import FusedAdam
+from tests.optimizers.common import EVERY, on, parameters, same, train, values
+
+SMALL = ((7,), (33, 5))
+COLUMNS = {"low_bits": "low_bits", "kahan": "error"}
+every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY.keys())
+storages = pytest.mark.parametrize("storage", COLUMNS)
+both_paths = pytest.mark.parametrize("path", ["reference", "triton"])
+
+
+def zero(params):
+    for param in params:
+        param.zero_()
+
+
+def prune(params):
+    for param in params:
+        param.mul_(torch.arange(param.numel()).view(param.shape) % 2)
+
+
+def load(params):
+    model = torch.nn.ParameterList(params)
+    model.load_state_dict({str(i): torch.full_like(p, 0.3) for i, p in enumerate(params)})
+
+
+def trained(storage, make=EVERY["FusedAdam"], path="reference"):
+    params = parameters(torch.bfloat16, SMALL)
+    optimizer = make(params, storage=storage)
+    train(optimizer, params, range(3), path)
+    return params, optimizer
+
+
+def columns(optimizer, params):
+    return [optimizer.state[param][COLUMNS[optimizer.storage]] for param in params]
+
+
+@every
+@storages
+@both_paths
+@pytest.mark.parametrize("write", [zero, prune, load])
+def test_a_written_weight_is_stepped_as_it_was_written(make, storage, path, write):
+    params, optimizer = trained(storage, make, path)
+    expected = copy.deepcopy(optimizer)
+    others = expected.param_groups[0]["params"]
+    for column in columns(expected, others):
+        column.zero_()
+    with torch.no_grad():
+        write(params)
+        write(others)
+    found = train(optimizer, params, range(3, 5), path)
+    assert same(found, train(expected, others, range(3, 5), path))
+    assert all(value.isfinite().all() for value in found)
+    assert same(columns(optimizer, params), columns(expected, others))
+
+
+@storages
+def test_only_the_weight_that_was_written_forgets(storage):
+    params, optimizer = trained(storage)
+    _, expected = trained(storage)
+    params[1].grad = None
+    with torch.no_grad():
+        params[0].zero_()
+    optimizer.step()
+    others = expected.param_groups[0]["params"]
+    assert torch.equal(columns(optimizer, params)[1], columns(expected, others)[1])
+    assert columns(optimizer, params)[1].any()
+
+
+@storages
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: o], ids=["deepcopy", "state_dict"])
+def test_what_is_stale_is_not_saved(storage, copied):
+    params, optimizer = trained(storage)
+    with torch.no_grad():
+        params[0].zero_()
+    states = copied(optimizer).state_dict()["state"]
+    assert not states[0][COLUMNS[storage]].any()
+    assert states[1][COLUMNS[storage]].any()
+
+
+@storages
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("stepped_before", [True, False])
+def test_a_checkpoint_loads_in_any_order(storage, model_first, stepped_before):
+    params, optimizer = trained(storage)
+    saved, kept = copy.deepcopy(optimizer.state_dict()), values(params)
+    expected = train(optimizer, params, range(3, 6))
+    others = parameters(torch.bfloat16, SMALL, seed=1)
+    resumed = EVERY["FusedAdam"](others, storage=storage)
+    if stepped_before:
+        train(resumed, others, range(2))
+
+    def load_model():
+        with torch.no_grad():
+            for param, value in zip(others, kept, strict=True):
+                param.copy_(value)
+
+    if model_first:
+        load_model()
+    resumed.load_state_dict(saved)
+    if not model_first:
+        load_model()
+    assert same(train(resumed, others, range(3, 6)), expected)
+
+
+@both_paths
+def test_a_zero_behind_autograds_back_is_zero(path):
+    """A write through .data moves no version; with negative low bits it was nan."""
+    params, optimizer = trained("low_bits", path=path)
+    assert any(column.lt(0).any() for column in columns(optimizer, params))
+    optimizer.param_groups[0]["lr"] = 0.0
+    for param in params:
+        param.data.zero_()
+    with on(path):
+        optimizer.step()
+    assert all(torch.equal(param, torch.zeros_like(param)) for param in params)
+
+
+def test_zeros_of_either_sign_ignore_negative_low_bits():
+    high = torch.tensor([0.0, -0.0, 0.0, 1.0], dtype=torch.bfloat16)
+    low = torch.tensor([-1, -5, 3, -(2**15)], dtype=torch.int16)
+    bits = [0, -(2**31), 3, 0x3F7F8000]
+    assert join(high, low).view(torch.int32).tolist() == bits
+
+
+def test_a_graph_does_not_forget_at_each_replay(monkeypatch):
+    params, optimizer = trained("low_bits")
+    monkeypatch.setattr(_runtime, "capturing", lambda: True)
+    optimizer.step()
+    with torch.no_grad():
+        params[0].zero_()
+    with pytest.raises(RuntimeError, match="Take a step before capturing"):
+        optimizer.step()
+
+
+def test_nothing_is_noted_without_a_column():
+    params = parameters(torch.bfloat16, SMALL)
+    optimizer = FusedAdam(params)
+    train(optimizer, params, range(1))
+    assert not optimizer._written
