@@ -13,7 +13,7 @@ registers and writes the 16-bit weights too.
 | bytes per weight (Adam) | float32 gradients | 16-bit gradients, float32 masters |
 |---|---|---|
 | GradScaler, clip, fused step | 48 | |
-| default, clipped | 36 | 40 |
+| default, clipped | 36 | 36 |
 | ``fused_step``, clipped or not | 32 | 30 |
 """
 
@@ -33,9 +33,14 @@ if TYPE_CHECKING:
 # apex.ops is imported where it is used: `import apex` costs a fifth less so.
 
 
+def fuses(device: torch.device) -> bool:
+    """Whether kernels run for tensors on ``device``, or a path was asked for."""
+    return _runtime.forced() is not None or _runtime.can_fuse(device)
+
+
 def takes(grads: Sequence[torch.Tensor]) -> bool:
     """Whether a kernel is to unscale ``grads``; see :func:`apex.ops.unscale.takes`."""
-    if not grads or not (_runtime.forced() or _runtime.can_fuse(grads[0].device)):
+    if not grads or not fuses(grads[0].device):
         return False
     from apex.ops import unscale
 

@@ -34,6 +34,7 @@ from apex.amp.fused_step import (
     Marks,
     Measured,
     Owed,
+    fuses,
     inverse,
     measured_scaled,
     takes,
@@ -431,6 +432,7 @@ class OptimizerState:
         if how is None:
             self.collect()
             how = {}
+        self._let_step_copy(how)
         if self._can_lag():
             self._let_device_decide(how)
         else:
@@ -545,6 +547,15 @@ class OptimizerState:
                 "and call list(amp.master_params(optimizer)), which unscales them, before changing "
                 "them in another way."
             )
+
+    def _let_step_copy(self, how: dict[str, Any]) -> None:
+        """Have the step's kernel write 16-bit weights too, where it will step all of them."""
+        twins = self._twins
+        if not (twins and self.takes_scaled and "copies" not in how):
+            return
+        plain = all(type(weight.data) is torch.Tensor for weight, _, _ in twins)
+        if plain and fuses(twins[0][0].device) and all(t.grad is not None for _, t, _ in twins):
+            how["copies"] = {tensor: weight for weight, tensor, _ in twins}
 
     def _scaled_grads(self) -> dict[torch.Tensor, torch.Tensor]:
         """What backward left, by what the optimizer steps."""
