@@ -94,6 +94,13 @@ def alone(level, seed):
     return results
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _alone_first():
+    """Have every run by itself ready, since it ends with a reset that others would feel."""
+    for level, seed in itertools.product(LEVELS, (0, 1)):
+        alone(level, seed)
+
+
 def advance(moments, to):
     """Let a training go on to a moment; False at its end."""
     return any(moment == to for moment in moments)
