@@ -15,6 +15,7 @@ __all__ = ["ln_bwd", "ln_fwd"]
 Tensor = torch.Tensor
 
 
+@torch.no_grad()
 def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, /) -> list[Tensor]:
     """Layer norm of ``(rows, hidden)``: ``[z, mu, rsigma]``; ``z`` has the weight's dtype."""
     _rows.check("ln_fwd", x, gamma, beta, gamma.shape)
@@ -24,6 +25,7 @@ def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, /) -> list[Te
     return [z, mu, rsigma]
 
 
+@torch.no_grad()
 def ln_bwd(
     dz: Tensor,
     x_or_z: Tensor,

@@ -49,6 +49,7 @@ def forward_affine_mixed_dtypes(
     return _forward(x, normalized_shape, gamma, beta, epsilon)
 
 
+@torch.no_grad()
 def backward(
     dout: Tensor,
     mean: Tensor | None,
@@ -67,6 +68,7 @@ def backward(
     return gradients[0]
 
 
+@torch.no_grad()
 def backward_affine(
     dout: Tensor,
     mean: Tensor | None,
@@ -110,6 +112,7 @@ def rms_forward_affine_mixed_dtypes(
     return _forward(x, normalized_shape, gamma, None, epsilon, centered=False)
 
 
+@torch.no_grad()
 def rms_backward(
     dout: Tensor,
     invvar: Tensor,
@@ -127,6 +130,7 @@ def rms_backward(
     return gradients[0]
 
 
+@torch.no_grad()
 def rms_backward_affine(
     dout: Tensor,
     invvar: Tensor,
@@ -145,6 +149,7 @@ def rms_backward_affine(
     return list(gradients[:2])
 
 
+@torch.no_grad()
 def _forward(
     x: Tensor,
     shape: Shape,

@@ -7,19 +7,27 @@ import sys
 import pytest
 import torch
 
-from apex.bench import kernel_cases, kernel_times
+from apex.bench import kernel_cases, kernel_times, layer_cases
 from apex.bench.cli import main
-from apex.bench.kernel_cases import OPS, Op, Provider
+from apex.bench.kernel_cases import Op, Provider
+from apex.bench.kernel_times import OPS
 
 CPU = torch.device("cpu")
 SMALL = [(3,), (2, 5), (1,)]
+SETS = (  # of shapes, and what they are replaced by
+    (kernel_cases.LISTS, SMALL),
+    (layer_cases.MATRICES, [(2, 7)]),
+    (layer_cases.IMAGES, [(1, 2, 1, 7)]),
+)
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(kernel_times, "WARM_UP", 1)
-    for name in kernel_cases.LISTS:
-        monkeypatch.setitem(kernel_cases.LISTS, name, lambda full: SMALL)
+    monkeypatch.setitem(layer_cases.COMPILE, "backend", "aot_eager")  # no C++ compiler's minutes
+    for sets, small in SETS:
+        for name in sets:
+            monkeypatch.setitem(sets, name, lambda full, small=small: small)
 
 
 @pytest.fixture
@@ -65,16 +73,21 @@ def test_the_names_are_different_and_ours_is_first():
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_every_provider_that_is_installed_can_be_timed(op):
-    found = kernel_times.measure(op, "small", SMALL, "float32", CPU, 2)
+    shapes = next(iter(op.shapes.values()))(False)
+    found = kernel_times.measure(op, "small", shapes, "float32", CPU, 2)
     assert [row.provider for row in found.rows] == [
-        provider.name for provider in op.providers if provider.name not in found.missing
+        provider.name
+        for provider in op.providers
+        if provider.only_on is None and provider.name not in found.missing
     ]
     assert {*found.missing.values()} <= {"timm"}
     for row in found.rows:
         assert row.problem is None
-        assert (row.op, row.tensors, row.elements, row.repeats) == (op.name, 3, 14, 2)
+        assert (row.op, row.tensors, row.elements, row.repeats) == (op.name, len(shapes), 14, 2)
         assert 0 < row.p20_ms <= row.p50_ms <= row.p80_ms
-        assert min(row.host_ms, row.ratio, row.gb_s) > 0
+        assert min(row.host_ms, row.ratio) > 0
+        assert (row.gb_s is None) == op.name.startswith("linear_")  # products decide
+        assert (row.peak_mib is not None) == op.name.endswith("_both")
         assert (row.launches, row.of_copy) == (None, None)  # not on a CPU
 
 
@@ -89,6 +102,11 @@ def test_every_provider_that_is_installed_can_be_timed(op):
         ("scale", "float16", [4, 4, 4]),
         ("axpby", "float32", [12, 12, 12]),
         ("l2norm", "float32", [4, 4, 4]),
+        ("layer_norm_forward", "float32", [8, 8, 8, 8]),
+        ("layer_norm_backward", "bfloat16", [6, 6, 6, 6]),
+        ("rms_norm_both", "float32", [20, 20, 20, 20, 20]),
+        ("cross_entropy_both", "float16", [6, 6, 6, 6]),
+        ("group_norm_both", "float16", [10, 10, 10, 10]),
     ],
 )
 def test_the_bytes_that_have_to_be_moved(name, dtype, expected):
@@ -113,6 +131,15 @@ def test_providers_of_an_optimizer_compute_the_same(name):
             torch.testing.assert_close(our, their)
 
 
+@pytest.mark.parametrize("op", layer_cases.LAYERS, ids=lambda op: op.name)
+def test_providers_of_a_layer_compute_the_same(op):
+    torch.manual_seed(0)
+    inputs = op.make(next(iter(op.shapes.values()))(False), torch.float32, CPU)
+    ours, *others = [p.prepare(inputs)() for p in op.providers if p.only_on is None]
+    for theirs in others:
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_the_sets_have_the_shapes_that_the_help_promises(monkeypatch):
     monkeypatch.undo()
     assert len(kernel_cases.LISTS["one"](True)) == 1
@@ -120,6 +147,11 @@ def test_the_sets_have_the_shapes_that_the_help_promises(monkeypatch):
     assert len(kernel_cases.LISTS["transformer"](False)) == 293
     assert 1e7 < sum(map(math.prod, kernel_cases.LISTS["transformer"](False))) < 1.1e7
     assert len(kernel_cases.LISTS["tiny"](False)) == 1000
+    assert layer_cases.MATRICES["wide"](True) == [(2048, 32768)]
+    for name, matrices in layer_cases.MATRICES.items():
+        for full in (False, True):
+            [rows], [images] = matrices(full), layer_cases.IMAGES[name](full)
+            assert math.prod(rows) == math.prod(images)
 
 
 # --- measuring ------------------------------------------------------------------------------------

@@ -347,3 +347,18 @@ def test_on_a_gpu(reduction, dtype):
     exact = torch.autograd.grad(_plain(*wide, None, targets, reduction=reduction).sum(), wide)
     for one, other in zip(found, exact, strict=True):
         assert_close_in_rms(one.cpu(), other, PRODUCTS[dtype])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_targets_too_narrow_for_the_classes(dtype, chunk_size, reduction):
+    """-100 is 156 in uint8, and 300 classes are 44."""
+    x, weight, _, _ = _data(4, 5, 300, torch.float32)
+    targets = torch.tensor([0, 156, 3, 100] if dtype == torch.uint8 else [0, 120, -100, 100])
+    found = linear_cross_entropy(
+        x, weight, targets.to(dtype), reduction=reduction, chunk_size=chunk_size
+    )
+    torch.testing.assert_close(
+        found, F.cross_entropy(F.linear(x, weight), targets, reduction=reduction)
+    )

@@ -151,3 +151,24 @@ def test_by_position_only():
         cuda.forward(torch.ones(2, 3), (3,), epsilon=1e-5)
     with pytest.raises(TypeError, match="positional"):
         fast_layer_norm.ln_fwd(torch.ones(2, 3), torch.ones(3), torch.ones(3), epsilon=1e-5)
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_tensors_that_require_gradients_record_nothing(memory_efficient):
+    x, gamma, beta, dy = (tensor.requires_grad_() for tensor in _inputs(torch.float32))
+    y, mean, invvar = cuda.forward_affine(x, (4, 6), gamma, beta, EPS)
+    saved = y if memory_efficient else x
+    found = cuda.backward_affine(
+        dy, mean, invvar, saved, (4, 6), gamma, beta, EPS, memory_efficient
+    )
+    rms, scale = cuda.rms_forward_affine(x, (4, 6), gamma, EPS)
+    saved = rms if memory_efficient else x
+    found += cuda.rms_backward_affine(dy, scale, saved, (4, 6), gamma, EPS, memory_efficient)
+    rows = x.detach().view(-1, 24).requires_grad_()
+    flat = gamma.detach().view(-1).requires_grad_()
+    z, mu, rsigma = fast_layer_norm.ln_fwd(rows, flat, flat, EPS)
+    saved = z if memory_efficient else rows
+    found += fast_layer_norm.ln_bwd(
+        dy.view(-1, 24), saved, mu, rsigma, flat, flat, memory_efficient
+    )
+    assert not any(tensor.requires_grad for tensor in [y, mean, rms, scale, z, *found])

@@ -46,3 +46,11 @@ def test_bad_input():
 
 def test_version():
     assert xentropy_cuda.__version__ == apex.__version__
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_labels_too_narrow_for_the_classes(dtype):
+    logits, labels = torch.randn(3, 300), torch.tensor([0, 100, 5])
+    losses, _ = xentropy_cuda.forward(logits, labels.to(dtype), 0.0, False)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(losses, expected)

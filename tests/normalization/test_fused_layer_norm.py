@@ -373,3 +373,9 @@ def test_shape_functions_give_the_shapes():
     assert len(functions.fused_rms_norm_affine_bwd_fake(y, invvar, x, (8,), weight, 1e-5)) == 2
     assert functions.fused_rms_norm_bwd_fake(y, invvar, x, (8,), 1e-5).shape == x.shape
     assert functions.supports_custom_op()
+
+
+@pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm])
+def test_size_may_be_an_integer_of_numpy(module):
+    numpy = pytest.importorskip("numpy")
+    assert module(numpy.int64(4)).normalized_shape == (4,)

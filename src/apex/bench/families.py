@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from apex.ops import _runtime
+
 __all__ = ["FAMILIES", "Choice", "Family", "LivePath", "live_paths"]
 
 PathName = Literal["Triton", "torch fused", "reference", "unavailable"]
@@ -80,7 +82,24 @@ def _unscaling(device: torch.device) -> Choice:
     return Choice("torch fused", "one torch._amp_foreach_non_finite_check_and_unscale_ a list")
 
 
+def _norms(device: torch.device) -> Choice:
+    return _kernel_or_torch(device, "layer, RMS and group norm: ")
+
+
+def _losses(device: torch.device) -> Choice:
+    return _kernel_or_torch(device, "cross-entropy, of a linear layer too: ")
+
+
+def _kernel_or_torch(device: torch.device, what: str) -> Choice:
+    why_not = _runtime.why_not_triton(device.type)
+    if why_not is None:
+        return Choice("Triton", f"{what}one kernel each way; torch's functions if there is little")
+    return Choice("torch fused", f"{what}torch's functions, rounded once; {why_not}")
+
+
 FAMILIES: tuple[Family, ...] = (
     Family("casting", "apex.amp", _casting),
     Family("gradient unscaling", "apex.amp", _unscaling),
+    Family("norms", "apex.normalization", _norms),
+    Family("losses", "apex.contrib.xentropy", _losses),
 )

@@ -1,15 +1,16 @@
-"""What ``apex bench kernels`` times: every operation, who computes it, and on which tensors.
+"""What ``apex bench kernels`` times of lists of tensors: who computes it, and on which ones.
 
 An operation joins by adding an `Op` to ``OPS``: its name, its input, and its providers. The first
 provider is ours. The others are the fastest that people have for the same thing: torch's fused
 kernel, torch's foreach functions, torch's plain loop over the tensors where neither exists, timm's
 optimizers where torch has none. All providers of an operation get the same tensors; each optimizer
-keeps its own state.
+keeps its own state. Layers and losses are in `layer_cases`, in the same form.
 """
 
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -48,11 +49,14 @@ class Provider:
             not installed; any other error is shown in the provider's row.
         bytes_per_element: What has to be read and written for an element of a dtype, the
             dimensions' product being the number of elements; not what caches save or waste.
+            ``None`` where the memory does not decide.
+        only_on: The one type of device that it knows, ``None`` if it knows all.
     """
 
     name: str
     prepare: Callable[[Any], Call]
-    bytes_per_element: Callable[[torch.dtype], float]
+    bytes_per_element: Callable[[torch.dtype], float] | None
+    only_on: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,14 @@ class Op:
         providers: Ours first.
         shapes: The sets of shapes by name. Each is asked whether the full size is wanted, which a
             GPU needs to be busy and which takes too long on a CPU.
+        measure_memory: Whether the memory of a call is of interest.
     """
 
     name: str
     make: Callable[[Shapes, torch.dtype, torch.device], Any]
     providers: tuple[Provider, ...]
     shapes: Mapping[str, Callable[[bool], Shapes]] = field(default_factory=lambda: LISTS)
+    measure_memory: bool = False
 
 
 # --- lists of tensors -----------------------------------------------------------------------------
@@ -188,7 +194,7 @@ def _lamb() -> Op:
     def theirs(name: str, foreach: bool) -> Provider:
         return _stepping(
             name,
-            lambda params: _timm("lamb").Lamb(params, weight_decay=0.01, foreach=foreach),
+            lambda params: _timms_lamb(params, foreach),
             states=2,
             wide=False,
             more_reads=more,
@@ -213,6 +219,15 @@ def _novograd() -> Op:
     )
     ours = _ours("FusedNovoGrad", states=1, wide=False, more_reads=once_for_the_norm, **numbers)
     return Op("novograd", _parameters, (ours, theirs))
+
+
+def _timms_lamb(params: list[torch.Tensor], foreach: bool) -> Any:
+    lamb = _timm("lamb").Lamb
+    if "foreach" in inspect.signature(lamb).parameters:
+        return lamb(params, weight_decay=0.01, foreach=foreach)
+    if foreach:
+        raise ModuleNotFoundError("this timm has no LAMB by foreach functions", name="timm")
+    return lamb(params, weight_decay=0.01)
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 All providers of an operation work on the same tensors in one process, and take turns: one call
 each, again and again. So what disturbs the machine disturbs all of them, and the ratio of two
-neighbours' times holds where neither time does. What is timed is declared in `kernel_cases`.
+neighbours' times holds where neither time does. What is timed is declared in `kernel_cases` and
+`layer_cases`.
 
 * CPU: the host's clock. *Host ms* is the time on as many tensors of one element: what a call costs
   before any data.
@@ -29,8 +30,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from apex.bench import kernel_cases
 from apex.bench.cli import UsageError
-from apex.bench.kernel_cases import DTYPES, OPS, Call, Op, Provider, Shapes
+from apex.bench.kernel_cases import DTYPES, Call, Op, Provider, Shapes
+from apex.bench.layer_cases import LAYERS
+from apex.bench.memory import peak_bytes, source
 from apex.bench.options import (
     at_least,
     check_folder,
@@ -41,13 +45,15 @@ from apex.bench.options import (
 )
 from apex.bench.results import percentile, save
 
-__all__ = ["HELP", "Row", "add_arguments", "measure", "run"]
+__all__ = ["HELP", "OPS", "Row", "add_arguments", "measure", "run"]
 
 HELP = (
-    "Time each optimizer step and each operation on lists of tensors beside the same of torch and "
-    "timm, on the same tensors, taking turns."
+    "Time each optimizer step, each operation on lists of tensors, each norm and each loss beside "
+    "the same of torch, timm and Liger-Kernel, on the same tensors, taking turns."
 )
+OPS: tuple[Op, ...] = (*kernel_cases.OPS, *LAYERS)
 FORMAT = "apex bench kernels 1"
+PEERS = ("timm", "liger_kernel", "triton")  # whose versions matter besides torch's
 REPEATS = 30
 WARM_UP = 3  # calls; the first makes an optimizer's state, and compiles kernels
 COPY_BYTES = 2**30  # of the copy that bytes per second are compared with
@@ -66,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes", nargs="+", choices=shapes, default=shapes, metavar="SET",
         help=f"which of {' '.join(shapes)}: one large tensor, the 293 of a small transformer, "
-        "1,000 tiny ones (default: all)",
+        "1,000 tiny ones; for layers and losses 2048x1024, 4096x4096, 2048x32768 (default: all)",
     )  # fmt: skip
     parser.add_argument(
         "--dtype", nargs="+", choices=list(DTYPES), default=["float32"], metavar="DTYPE",
@@ -78,7 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--full", action="store_true",
-        help="on a CPU too, one tensor of 100 million elements and not of 10 million",
+        help="on a CPU too, one tensor of 100 million elements and not of 10 million, and 2048 "
+        "wide rows and not 256",
     )  # fmt: skip
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N",
@@ -143,6 +150,8 @@ class Row:
     bytes_per_element: float | None = None
     gb_s: float | None = None
     of_copy: float | None = None
+    peak_mib: float | None = None
+    """Tensor memory of one call beyond its inputs."""
     host_ms: float | None = None
     launches: int | None = None
     problem: str | None = None
@@ -176,7 +185,8 @@ class _Bench:
             "device": str(device),
         }
         self._environment = environment(device)
-        self._environment["versions"]["timm"] = _version("timm")
+        for peer in PEERS:
+            self._environment["versions"][peer] = _version(peer)
         self._missing: dict[str, list[str]] = {}
         self._copy_gb_s: float | None = None
 
@@ -250,6 +260,7 @@ def how_measured(device: torch.device) -> dict[str, str]:
         "apex / it": "our time divided by this provider's, the median over the turns",
         "GB/s": "from the bytes that have to be moved, which are declared for each provider: an "
         "optimizer with 16-bit state has fewer",
+        "peak MiB": f"of one call, beyond its inputs; from {source(device)}",
         "host ms": "until the call returns" if cuda else "on as many tensors of one element each",
     }
 
@@ -299,7 +310,7 @@ def measure(
     elements = sum(_product(shape) for shape in shapes)
     first = op.providers[0].name
     rows = []
-    for provider in op.providers:
+    for provider in _providers(op, device):
         if provider.name in ready.missing:
             continue
         row = Row(
@@ -320,6 +331,7 @@ def measure(
                 row,
                 **_numbers(provider, DTYPES[dtype], elements, times, copy),
                 ratio=_ratio(ours, times),
+                peak_mib=_peak_mib(op, ready.calls[provider.name], device),
                 host_ms=percentile(host.get(provider.name, []), 50),
                 launches=launches.get(provider.name),
             )
@@ -335,8 +347,8 @@ def _numbers(
     copy: float | None,
 ) -> dict[str, Any]:
     p20, p50, p80 = (percentile(times, percent) for percent in (20, 50, 80))
-    moved = provider.bytes_per_element(dtype)
-    gb_s = moved * elements / p50 / 1e6 if p50 else None
+    moved = provider.bytes_per_element(dtype) if provider.bytes_per_element else None
+    gb_s = moved * elements / p50 / 1e6 if moved and p50 else None
     return {
         "p20_ms": p20,
         "p50_ms": p50,
@@ -345,6 +357,15 @@ def _numbers(
         "gb_s": gb_s,
         "of_copy": gb_s / copy if gb_s and copy else None,
     }
+
+
+def _providers(op: Op, device: torch.device) -> list[Provider]:
+    return [one for one in op.providers if one.only_on in (None, device.type)]
+
+
+def _peak_mib(op: Op, call: Call, device: torch.device) -> float | None:
+    peak = peak_bytes(call, device) if op.measure_memory else None
+    return None if peak is None else peak / 2**20
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
@@ -363,7 +384,7 @@ def _prepare(op: Op, shapes: Shapes, dtype: torch.dtype, device: torch.device) -
     torch.manual_seed(0)
     inputs = op.make(shapes, dtype, device)
     ready = _Ready({}, {}, {})
-    for provider in op.providers:
+    for provider in _providers(op, device):
         try:
             call = provider.prepare(inputs)
             for _ in range(WARM_UP):
@@ -492,6 +513,7 @@ COLUMNS = (
     _Column("B/element", lambda row: _number(row.bytes_per_element, "g")),
     _Column("GB/s", lambda row: _three(row.gb_s)),
     _Column("of copy", lambda row: _number(row.of_copy, ".0%")),
+    _Column("peak MiB", lambda row: _three(row.peak_mib)),
     _Column("host ms", lambda row: _three(row.host_ms)),
     _Column("launches", lambda row: _number(row.launches, "d")),
     _Column("", lambda row: "failed" if row.problem else "", left=True),

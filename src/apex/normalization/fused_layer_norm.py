@@ -19,6 +19,7 @@ that the output has 16 bits, unlike that of ``torch.nn.LayerNorm``. The function
 is 1e-6, the modules' 1e-5; both as in Apex.
 """
 
+import numbers
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -591,7 +592,8 @@ def _always_affine(name: str, kwargs: dict[str, Any]) -> None:
 def _set_up(
     module: Any, shape: int | Shape, eps: float, elementwise_affine: bool, memory_efficient: bool
 ) -> None:
-    module.normalized_shape = torch.Size([shape] if isinstance(shape, int) else shape)
+    alone = isinstance(shape, numbers.Integral)  # int, or one of numpy's
+    module.normalized_shape = torch.Size([int(shape)] if alone else shape)  # type: ignore[arg-type]
     module.eps = eps
     module.elementwise_affine = elementwise_affine
     module.memory_efficient = memory_efficient

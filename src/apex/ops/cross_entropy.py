@@ -4,7 +4,8 @@
     loss = (1 - smoothing) * (lse - x_label) + smoothing * (lse - mean(x))
     dx_j = grad * (exp(x_j - lse) - (1 - smoothing) * [j == label] - smoothing / classes)
 
-Rows with the label ``padding_idx`` have loss 0 and gradient 0, whatever is in them. Losses and
+Rows with the label ``padding_idx`` have loss 0 and gradient 0 (for a few logits, which torch takes,
+only where they are finite). Losses and
 ``lse`` are float32 for float32, float16 and bfloat16 logits, float64 for float64; gradients have
 the logits' dtype, rounded once. Source of smoothing: Szegedy et al., arXiv:1512.00567, section 7.
 
@@ -121,6 +122,7 @@ def check_labels(who: str, labels: torch.Tensor, classes: int, padding_idx: int)
     """Raise if a label on the CPU is out of range; labels elsewhere are not looked at."""
     if labels.device.type != "cpu" or not labels.numel():
         return
+    labels = labels.long()  # a narrower one would wrap the numbers that it is compared with
     bad = ((labels < 0) | (labels >= classes)) & (labels != padding_idx)
     if bad.any():
         row = int(bad.nonzero()[0])

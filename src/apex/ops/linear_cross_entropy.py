@@ -69,14 +69,14 @@ def linear_cross_entropy(
     """Compute the loss; see :func:`apex.contrib.xentropy.linear_cross_entropy`."""
     smoothing, ignore_index = float(label_smoothing), int(ignore_index)
     if tracing():
-        logits = F.linear(x, weight, bias).flatten(0, -2)
+        logits, targets = F.linear(x, weight, bias).flatten(0, -2), targets.long()
         losses = rows_op.reference(logits, targets.flatten(), smoothing, ignore_index)
         losses = _reduced(losses, targets.flatten(), ignore_index, reduction)
         return losses.view_as(targets) if reduction == "none" else losses
     _check(x, weight, targets, bias, smoothing, reduction, chunk_size)
     x, weight, bias = _as_autocast_wants(x, weight, bias)
     _check_dtypes(x, weight, bias)
-    shape = targets.shape
+    shape, targets = targets.shape, targets.long()  # a narrower dtype would wrap ignore_index
     if x.dim() != 2:
         x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if _plain(x, weight, bias, chunk_size):
