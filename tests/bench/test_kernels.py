@@ -145,7 +145,9 @@ def test_a_problem_is_named_and_the_exit_code_1(capsys, found):
 
 
 def test_info_says_why_kernels_cannot_run(monkeypatch, capsys):
-    monkeypatch.setattr(_runtime, "why_not_triton", lambda: "no C compiler: install gcc")
+    monkeypatch.setattr(
+        _runtime, "why_not_triton", lambda device_type="cuda": "no C compiler: install gcc"
+    )
     line = "Triton kernels   cannot run: no C compiler: install gcc ("
     assert line in info.draw(info.collect())
     assert cli.main(["info", "--json"]) == 0
@@ -153,7 +155,7 @@ def test_info_says_why_kernels_cannot_run(monkeypatch, capsys):
 
 
 def test_info_says_that_kernels_run(monkeypatch):
-    monkeypatch.setattr(_runtime, "why_not_triton", lambda: None)
+    monkeypatch.setattr(_runtime, "why_not_triton", lambda device_type="cuda": None)
     assert "Triton kernels   run\n" in info.draw(info.collect())
 
 
