@@ -25,7 +25,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -45,6 +45,7 @@ from apex.amp.modules import Master, leftovers, masters
 from apex.amp.passes import Aside, Debt, Pass, accumulate, add_back, stored_values, unshared
 from apex.amp.policy import HALF_TYPES
 from apex.amp.scaler import LossScaler, unscale_
+from apex.amp.twins import Twins
 
 if TYPE_CHECKING:
     from apex.amp.training import Training
@@ -53,7 +54,7 @@ _PATCHED = ("step", "zero_grad", "add_param_group")
 _OLD_HOOKS = ("_lazy_init_maybe_master_weights", "_amp_lazy_init")  # called by programs of old
 
 
-class _Entry:
+class _Entry(NamedTuple):
     """One tensor in the optimizer's groups.
 
     Attributes:
@@ -62,12 +63,9 @@ class _Entry:
         master: The master, where ``param`` is one.
     """
 
-    __slots__ = ("master", "param", "target")
-
-    def __init__(self, param: torch.Tensor, target: torch.Tensor, master: Master | None) -> None:
-        self.param = param
-        self.target = target
-        self.master = master
+    param: torch.Tensor
+    target: torch.Tensor
+    master: Master | None
 
 
 class OptimizerState:
@@ -98,7 +96,7 @@ class OptimizerState:
         self._params: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._plain: list[torch.Tensor] = []
-        self._twins: list[tuple[torch.Tensor, torch.Tensor, Master]] = []
+        self._twins = Twins([])
         self._debt: Debt | None = None
         self._unscaled: Aside = {}  # what had accumulated before the debt was made
         self._aside: Aside = {}
@@ -221,7 +219,9 @@ class OptimizerState:
         self._params = [entry.param for entry in entries]
         self._targets = [entry.target for entry in entries]
         self._plain = [entry.param for entry in entries if entry.master is None]
-        self._twins = [(e.target, e.param, e.master) for e in entries if e.master is not None]
+        self._twins = Twins(
+            [(e.target, e.param, e.master) for e in entries if e.master is not None]
+        )
 
     @torch.no_grad()
     def _entry(
@@ -253,16 +253,14 @@ class OptimizerState:
         self.apply_clip()
         self._pay()
         self._measured = None
-        for entry in self._sync():
-            target = entry.target
-            grad = target.grad
+        entries = self._sync()
+        grads = [target.grad for target in self._targets]
+        for (_, target, master), grad in zip(entries, grads, strict=True):
             if grad is not None:
-                master = entry.master
                 if master is None or grad is not master.left:  # else in the master's already
                     aside[target] = unshared(grad)
                 target.grad = None
-        for _, _, master in self._twins:
-            master.left = None
+        self._twins.forget_left()
         if self.passes and not aside and self._debt is None:
             self._forget_passes_without_gradients()
         self.is_open = True
@@ -271,7 +269,7 @@ class OptimizerState:
 
     def _forget_passes_without_gradients(self) -> None:
         """Let an overflow go with its gradients, where the program has cleared those itself."""
-        if all(param.grad is None for _, param, _ in self._twins):
+        if not self._twins.has_grads():
             self.passes.clear()
 
     def abandon(self, aside: Aside) -> None:
@@ -310,19 +308,16 @@ class OptimizerState:
         plain, twins = self._plain, self._twins
         if done is not None:
             plain = [tensor for tensor in plain if id(tensor) not in done]
-            twins = [twin for twin in twins if id(twin[0]) not in done]
+            twins = twins.without(done)
             done.update(id(entry.target) for entry in self._entries)
         grads = [weight.grad for weight in plain if weight.grad is not None]
         if any(grad.is_sparse for grad in grads):
             grads = [_coalesced(weight) for weight in plain if weight.grad is not None]
-        halves = [weight.grad for weight, _, _ in twins if weight.grad is not None]
+        halves = [weight.grad for weight in twins.weights if weight.grad is not None]
         in_one_pass = takes(grads + halves)
-        widened: list[tuple[torch.Tensor, torch.Tensor]] = []
         if twins:
             leftovers.holders.add(self)
-            wide = self._widen(twins, widened, empty=in_one_pass)
-        else:
-            wide = []
+        wide, widened = twins.widen(self.training.sharing, empty=in_one_pass)
         if in_one_pass:
             found, squares = unscale_and_measure(grads + halves, grads + wide, scale)
         else:
@@ -333,37 +328,6 @@ class OptimizerState:
         elif squares is not None and done is None and not widened:
             self._measured = Measured(squares, Marks(self._params))
         return found
-
-    def _widen(
-        self,
-        twins: list[tuple[torch.Tensor, torch.Tensor, Master]],
-        widened: list[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        empty: bool,
-    ) -> list[torch.Tensor]:
-        """float32 copies of what backward left on 16-bit weights, for their masters.
-
-        They are given to masters that have no gradient yet, else listed in ``widened``. With
-        ``empty`` they are for somebody else to fill.
-        """
-        grads: list[torch.Tensor] = []
-        sharing = self.training.sharing
-        for weight, tensor, master in twins:
-            grad = weight.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                grad = weight.grad = grad.coalesce()
-            master.left, master.left_version = grad, grad._version
-            if sharing:
-                master.wait_for(sharing.get(id(tensor)))
-            wide = torch.empty_like(grad, dtype=torch.float32) if empty else grad.float()
-            if tensor.grad is None:
-                tensor.grad = wide
-            else:
-                widened.append((tensor, wide))
-            grads.append(wide)
-        return grads
 
     def _return(self, aside: Aside) -> None:
         """Add unscaled gradients that were set aside: to the master, where there is one."""
@@ -406,11 +370,7 @@ class OptimizerState:
         Called as the next forward begins: their time for being read is over, a backward outside
         of ``scale_loss`` must not add to them, and they are a copy's worth of memory.
         """
-        for target, _, master in self._twins:
-            if master.left is not None:
-                if master.has_left(target.grad):
-                    target.grad = None
-                master.left = None
+        self._twins.drop_left()
 
     def can_skip(self) -> bool:
         """Whether any step of this optimizer could be skipped."""
@@ -479,7 +439,7 @@ class OptimizerState:
             return False
         if (aside and self._debt is None) or (self._debt is not None and not self._debt.kept):
             return False
-        if any(tensor.grad is not None for _, tensor, _ in self._twins):
+        if self._twins.has_grads():
             return False
         return takes([e.target.grad for e in self._entries if e.target.grad is not None])
 
@@ -500,9 +460,9 @@ class OptimizerState:
             return self._measured.norm
         if debt is not None or self._measured is None or self._measured.marks is None:
             return None
-        # a backward outside of scale_loss has left more on 16-bit weights
-        more = any(w.grad is not None and w.grad is not m.left for w, _, m in self._twins)
-        return None if more or not self._measured.marks.hold(self._params) else self._measured.norm
+        if self._twins.has_more() or not self._measured.marks.hold(self._params):
+            return None
+        return self._measured.norm
 
     def clip(self, coefficient: torch.Tensor) -> bool:
         """Let the next step multiply gradients by ``coefficient``; say whether it can."""
@@ -553,9 +513,10 @@ class OptimizerState:
         twins = self._twins
         if not (twins and self.takes_scaled and "copies" not in how):
             return
-        plain = all(type(weight.data) is torch.Tensor for weight, _, _ in twins)
-        if plain and fuses(twins[0][0].device) and all(t.grad is not None for _, t, _ in twins):
-            how["copies"] = {tensor: weight for weight, tensor, _ in twins}
+        if not fuses(twins.weights[0].device) or not twins.has_all_grads():
+            return
+        if all(type(weight.data) is torch.Tensor for weight in twins.weights):
+            how["copies"] = dict(zip(twins.tensors, twins.weights, strict=True))
 
     def _scaled_grads(self) -> dict[torch.Tensor, torch.Tensor]:
         """What backward left, by what the optimizer steps."""
@@ -574,7 +535,7 @@ class OptimizerState:
             self.collect()
             clip.check(self._params)
             return {"factor": clip.factor}
-        if not debt.kept or self._unscaled or any(t.grad is not None for _, t, _ in self._twins):
+        if not debt.kept or self._unscaled or self._twins.has_grads():
             return None
         self._sync()
         self._check_kept()
@@ -589,13 +550,8 @@ class OptimizerState:
         factor = inverse(debt.scale)
         if clip is not None:
             factor = clip.factor * factor
-        copies = {}
-        for weight, tensor, master in self._twins:
-            if weight._version != master.version or not self._stepped_once:
-                master.refresh(weight)
-            if weight.grad is not None:
-                master.left, master.left_version = weight.grad, weight.grad._version
-                copies[tensor] = weight
+        self._twins.refresh(every=not self._stepped_once)
+        copies = self._twins.leave()
         leftovers.holders.add(self)
         return {"factor": factor, "grads": grads, "copies": copies}
 
@@ -685,7 +641,7 @@ class OptimizerState:
 
         def evaluate() -> Any:
             if self._twins:  # the optimizer may have moved the masters since
-                self._write_models()
+                self._twins.write()
             with off.lifted():
                 loss = closure()
             self.collect()
@@ -709,28 +665,20 @@ class OptimizerState:
         self.apply_clip()
         self._pay()
         self._sync()
-        stepped = self._stepped_once
-        for target, param, master in self._twins:
-            if target._version != master.version or not stepped:
-                master.refresh(target)
-            grad = target.grad
-            if grad is None:
-                continue
-            if grad is not master.left:
-                new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
-                accumulate([(param, new.float())])
-                master.left, master.left_version = grad, grad._version
-                leftovers.holders.add(self)
-            elif grad._version != master.left_version and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    "amp: gradients of 16-bit model weights were changed after scale_loss (by "
-                    "clipping, or by another backward of the same forward?). That has no effect: "
-                    "the optimizer steps the float32 masters. Use amp.clip_grad_norm_(optimizer, "
-                    "max_norm), or clip amp.master_params(optimizer); call every backward in "
-                    "scale_loss.",
-                    stacklevel=4,
-                )
+        if not self._twins:
+            return
+        self._twins.refresh(every=not self._stepped_once)
+        if self._twins.take_over() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "amp: gradients of 16-bit model weights were changed after scale_loss (by "
+                "clipping, or by another backward of the same forward?). That has no effect: "
+                "the optimizer steps the float32 masters. Use amp.clip_grad_norm_(optimizer, "
+                "max_norm), or clip amp.master_params(optimizer); call every backward in "
+                "scale_loss.",
+                stacklevel=4,
+            )
+        leftovers.holders.add(self)
 
     def _overflowed(self) -> tuple[Pass, float] | None:
         """The first pass that was not finite, with its scaler's scale now; one host read.
@@ -809,32 +757,15 @@ class OptimizerState:
         self._stepped_once = True
         self._measured = None
         if copied:  # by the step itself
-            for weight, _, master in self._twins:
-                master.version = weight._version
+            self._twins.note_written()
         elif self._twins:
-            self._write_models()
-        if self._twins:
-            self._free_master_grads()
+            self._twins.write()
+        self._free_master_grads()
         casts.forget_weights()
-
-    @torch.no_grad()
-    def _write_models(self) -> None:
-        """Round every master into its model weight."""
-        weights = [weight for weight, _, _ in self._twins]
-        torch._foreach_copy_(weights, [tensor for _, tensor, _ in self._twins])
-        for weight, _, master in self._twins:
-            master.version = weight._version
 
     def _free_master_grads(self) -> None:
         """A master's gradient ends with the step, since ``model.zero_grad()`` cannot reach it."""
-        if not self.training.sharing:
-            for _, tensor, _ in self._twins:
-                tensor.grad = None
-            return
-        for _, tensor, master in self._twins:
-            master.waiting.discard(id(self))
-            if not master.waiting:  # else another optimizer has yet to step on it
-                tensor.grad = None
+        self._twins.free_grads(self.training.sharing, id(self))
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, and the same for the model weights behind masters."""
@@ -849,12 +780,7 @@ class OptimizerState:
         self.passes.clear()  # their gradients are gone
         if self.is_open:
             self._aside.clear()
-        for target, tensor, master in self._twins:
-            master.left = None
-            if set_to_none:
-                tensor.grad = target.grad = None
-            elif target.grad is not None:
-                target.grad.detach_().zero_()
+        self._twins.zero_grad(set_to_none=bool(set_to_none))
         leftovers.holders.discard(self)
 
     def add_param_group(self, group: Any) -> None:
