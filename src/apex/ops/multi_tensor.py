@@ -277,7 +277,7 @@ def _fused(call: _Call) -> torch.Tensor | None:
     from apex.kernels import multi_tensor as kernels  # late: importing us must not import triton
 
     device = call.device
-    numels = [tensor.numel() for tensor in call.columns[0]]
+    numels = [*map(torch.Tensor.numel, call.columns[0])]
     if 0 in numels:
         return _without_empty(call, numels)
     layout = _layout(kernels, tuple(numels), device)
@@ -311,7 +311,7 @@ def _layout(module: Any, numels: tuple[int, ...], device: torch.device) -> kerne
 
 
 def _table(module: Any, column: Column, device: torch.device) -> kernels.Table:
-    addresses = tuple([tensor.data_ptr() for tensor in column])
+    addresses = tuple(map(torch.Tensor.data_ptr, column))
     key = addresses, device
     made: kernels.Table = _made(_tables, key, lambda: module.Table(addresses, device))
     return made

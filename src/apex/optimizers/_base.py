@@ -20,7 +20,7 @@ import copy
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -382,7 +382,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         # longer than SGD does. Nothing is kept from step to step, so nothing gets stale when groups
         # or state are edited.
         states = [*map(self.state.__getitem__, params)]
-        if self._mastered and not all("master_param" in state for state in states):
+        if self._mastered and not all(map(_MASTERED, states)):
             for param in params:
                 self._master_or(param)
         try:
@@ -391,8 +391,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             states = [*map(self._state_of, params)]
             slots = [[*map(itemgetter(slot), states)] for slot in self.slots]
         weights = _locals(params)
-        extra = self._extras(params, weights, states, copies)
-        if any("master_param" in state for state in states):
+        mastered = any(map(_MASTERED, states))
+        extra = self._extras(params, weights, states, copies, mastered=mastered)
+        if mastered:
             both = zip(states, weights, strict=True)
             weights = _locals([state.get("master_param", weight) for state, weight in both])
         columns = [_locals(grads), weights, *map(_locals, slots)]
@@ -422,6 +423,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         weights: Sequence[torch.Tensor],
         states: Sequence[Mapping[str, Any]],
         copies: Mapping[torch.Tensor, torch.Tensor] | None,
+        *,
+        mastered: bool,
     ) -> Sequence[torch.Tensor | None] | None:
         """What stands beside each weight; ``None`` if that is nothing for all of them."""
         name = _EXTRA.get(self.storage)
@@ -429,8 +432,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if any(name not in state for state in states):
                 states = [*map(self._state_of, params)]
             return [state[name] for state in states]
-        masters = any("master_param" in state for state in states)
-        if not masters and not copies:
+        if not mastered and not copies:
             return None
         copies = copies or {}
         return [
@@ -632,6 +634,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 _EXTRA = {"low_bits": "low_bits", "kahan": "error"}
 _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("dtype", "device", "layout"))
+_MASTERED = methodcaller("__contains__", "master_param")
 _OWN_MEMORY = {torch.Tensor, torch.nn.Parameter}
 
 
