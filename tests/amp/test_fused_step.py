@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from apex.amp import lag
 from apex.amp import optimizer as amp_optimizer
 from apex.ops import _runtime
 from apex.ops.unscale import takes
@@ -339,7 +340,7 @@ class Delayed:
 def lagging(monkeypatch):
     """Treat the CPU as a device that runs behind the host."""
     monkeypatch.setattr(amp_optimizer, "runs_behind", lambda device: True)
-    monkeypatch.setattr(amp_optimizer, "Word", Delayed)
+    monkeypatch.setattr(lag, "Word", Delayed)
     monkeypatch.setattr(Delayed, "arrived", False)
 
 

@@ -23,7 +23,6 @@ import operator
 import types
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,7 +39,7 @@ from apex.amp.fused_step import (
     takes,
     unscale_and_measure,
 )
-from apex.amp.lag import Word, runs_behind
+from apex.amp.lag import Reports, runs_behind
 from apex.amp.modules import Master, leftovers, masters
 from apex.amp.passes import Aside, Debt, Pass, accumulate, add_back, stored_values, unshared
 from apex.amp.policy import HALF_TYPES
@@ -102,8 +101,7 @@ class OptimizerState:
         self._aside: Aside = {}
         self._stepped_once = False
         self._landed: bool | torch.Tensor = False  # whether the last step was taken
-        self._skips: torch.Tensor | None = None  # steps in a row, counted on the device
-        self._words: deque[tuple[list[int], Word]] = deque()
+        self._reports = Reports()  # of steps that a device decided
         self._takes_flag = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self.takes_scaled = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
         self._measured: Measured | None = None
@@ -573,20 +571,12 @@ class OptimizerState:
     def _let_device_decide(self, how: dict[str, Any]) -> None:
         """Hand the flags of the passes to the step, and send for them."""
         passes, self.passes = self.passes, []
-        device = passes[0].found.device
-        flags = [done.found.to(device, torch.float32, non_blocking=True) for done in passes]
-        noop = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        noop = self._reports.order(passes)
         how["noop"] = noop
         self._landed = landed = noop == 0
         for done in passes:
             if done.epoch == done.scaler._epoch:
                 done.scaler.count_step(landed)
-        skips = torch.zeros_like(noop) if self._skips is None else self._skips
-        self._skips = torch.where(landed, 0.0, skips.to(device) + 1)
-        scales = [done.scaler._state[0].to(device, non_blocking=True) for done in passes]
-        word = Word(torch.stack([self._skips, *flags, *scales]))
-        if not word.is_lost:
-            self._words.append(([done.index for done in passes], word))
 
     def _hear(self) -> None:
         """Speak of steps that a device has skipped, as far as that is known by now.
@@ -594,27 +584,16 @@ class OptimizerState:
         Raises:
             RuntimeError: Too many in a row.
         """
-        while self._words:
-            indices, word = self._words[0]
-            values = word.read()
-            if values is None:
-                return
-            self._words.popleft()
-            self.skipped = int(values[0])
-            if self.skipped == 0:
+        for report in self._reports.arrived():
+            self.skipped = report.skipped
+            if not report.skipped:
                 continue
-            flags, scales = values[1 : 1 + len(indices)], values[1 + len(indices) :]
-            index, scale = next(
-                (index, scale)
-                for index, flag, scale in zip(indices, flags, scales, strict=True)
-                if flag
-            )
-            self._say_skipped(index, scale)
+            self._say_skipped(report.loss_id, report.scale)
             if self.skipped >= self.training.max_skipped_steps:
                 raise RuntimeError(
                     f"amp: {self.skipped} steps in a row were skipped because of non-finite "
-                    f"gradients; the loss scale is now {scale}. (The device told so after the "
-                    "step; initialize(max_skipped_steps=...) sets the limit.)"
+                    f"gradients; the loss scale is now {report.scale}. (The device told so after "
+                    "the step; initialize(max_skipped_steps=...) sets the limit.)"
                 )
 
     def _refuse_scaler(self) -> None:
