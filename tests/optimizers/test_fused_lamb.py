@@ -9,7 +9,7 @@ import torch
 
 from apex import amp
 from apex.ops import lamb
-from apex.optimizers import FusedLAMB
+from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 from tests.optimizers.common import (
     DTYPES,
     PATHS,
@@ -319,6 +319,11 @@ def test_sharded_parameters_are_refused(tmp_path):
         param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
         with pytest.raises(RuntimeError, match="norm of a whole tensor"):
             FusedLAMB([param])
+        with pytest.raises(RuntimeError, match="norm of a whole gradient"):
+            FusedNovoGrad([param])
+        with pytest.raises(RuntimeError, match="norm of all gradients"):
+            FusedAdam([param], max_grad_norm=1.0)
+        FusedAdam([param])
     finally:
         torch.distributed.destroy_process_group()
 

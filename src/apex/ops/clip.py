@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from apex.ops.multi_tensor import grouped, run
+from apex.ops import _runtime
+from apex.ops.multi_tensor import Scalar, grouped, run
 from apex.ops.norms import l2_norm, max_norms
 from apex.ops.scale import SCALE
 
@@ -62,6 +63,25 @@ def clip_(
             here = here.float()
         run(SCALE, [some], ((0, 0),), (here,))
     return norm
+
+
+def clipped(grads: Sequence[torch.Tensor], factor: Scalar, max_norm: float) -> Scalar:
+    """``factor``, times what makes the norm of ``factor * grads`` at most ``max_norm``.
+
+    Args:
+        grads: All gradients, of any dtypes and devices.
+        factor: What they are multiplied by.
+        max_norm: The largest norm; 0 means that there is none.
+    """
+    if not max_norm or not grads:
+        return factor
+    norm = l2_norm(grads, factor=factor)
+    if not _runtime.waits(norm.device) and not isinstance(factor, torch.Tensor):
+        size = norm.item()
+        return factor * (max_norm / size) if size > max_norm else factor
+    if isinstance(factor, torch.Tensor):
+        factor = factor.to(norm.device, torch.float32, non_blocking=True).reshape(())
+    return factor * torch.where(norm > max_norm, max_norm / norm, 1.0)
 
 
 def total_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

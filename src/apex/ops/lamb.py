@@ -48,7 +48,7 @@ from apex.ops.multi_tensor import (
     torch_can,
     unflattened,
 )
-from apex.ops.norms import l2_norm, small_squares
+from apex.ops.norms import small_squares
 from apex.ops.storage import PLAIN, PLAINLY, How, run_stored
 
 # Elements that are taken at once on a CPU; the scratch is as long, 1 MiB. Measured on an AMD EPYC
@@ -155,25 +155,6 @@ class Lamb:
             return None
         lr, weight_decay = float(self.lr), float(self.weight_decay)
         return replace(self, lr=lr, weight_decay=weight_decay, step=int(self.step))
-
-
-def clipped(grads: Column, factor: Scalar, max_norm: float) -> Scalar:
-    """``factor``, times what makes the norm of ``factor * grads`` at most ``max_norm``.
-
-    Args:
-        grads: All gradients, of any dtypes and devices.
-        factor: What they are multiplied by.
-        max_norm: The largest norm; 0 means that there is none.
-    """
-    if not max_norm or not grads:
-        return factor
-    norm = l2_norm(grads, factor=factor)
-    if not _runtime.waits(norm.device) and not isinstance(factor, torch.Tensor):
-        size = norm.item()
-        return factor * (max_norm / size) if size > max_norm else factor
-    if isinstance(factor, torch.Tensor):
-        factor = factor.to(norm.device, torch.float32, non_blocking=True).reshape(())
-    return factor * torch.where(norm > max_norm, max_norm / norm, 1.0)
 
 
 @torch.no_grad()

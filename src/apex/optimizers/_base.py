@@ -28,6 +28,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import required
 
 from apex.ops import _runtime
+from apex.ops.clip import clipped
 from apex.ops.multi_tensor import Scalar, local
 from apex.ops.storage import PLAIN, STORAGES, How, LostUpdates, Storage
 
@@ -86,6 +87,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _more_state: tuple[str, ...] = ("master_param", "low_bits", "error")
     #: Whether groups have a "step".
     _counts_steps = True
+    #: What is computed from tensors as a whole, and so refuses sharded ones; "" for nothing.
+    _needs_whole = ""
     #: dtypes of the parameters that get float32 masters.
     _mastered: frozenset[torch.dtype] = frozenset()
 
@@ -206,6 +209,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__}: storage={self.storage!r} keeps bfloat16 weights; a "
                     f"parameter has {tensor.dtype}. Convert the model with .bfloat16() first."
                 )
+            sharded = any(place.is_shard() for place in getattr(tensor, "placements", ()))
+            if self._needs_whole and sharded:
+                raise RuntimeError(
+                    f"{type(self).__name__} needs {self._needs_whole}, and a parameter is sharded "
+                    "over processes. Use FusedAdam without max_grad_norm for it."
+                )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients.
@@ -304,6 +313,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         checked = [self._checked_grads(params, grads) for _, params in work]
         self._drop_stale()
         self._before(work, factor, noop, grads)
+        largest = self._largest_norm()
+        if largest:
+            every = [local(grad) for gradients in checked for grad in gradients]
+            factor = clipped(every, factor, largest)
         for (group, params), gradients in zip(work, checked, strict=True):
             if not group["params"]:
                 continue
@@ -510,6 +523,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         grads: Mapping[torch.Tensor, torch.Tensor] | None,
     ) -> None:
         """Called once before the groups are stepped: for what needs all gradients."""
+
+    def _largest_norm(self) -> float:
+        """What the norm of all gradients together is clipped to; 0 for no clipping."""
+        return 0.0
 
     def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
         """Step one bucket."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from apex.ops.adam import Adam, adam_
-from apex.ops.lamb import clipped
-from apex.ops.multi_tensor import Scalar, local
 from apex.ops.storage import How
 from apex.optimizers._base import HALF, Bucket, FusedOptimizer, counted, scalar
 
@@ -96,7 +93,8 @@ class FusedAdam(FusedOptimizer):
         self._check_numbers({"max_grad_norm": max_grad_norm})
         self.adam_w_mode = bool(adam_w_mode)
         self.max_grad_norm = max_grad_norm
-        self._factor: Scalar = 1.0
+        if max_grad_norm:
+            self._needs_whole = "the norm of all gradients"
         self.capturable = capturable
         self.master_weights = master_weights
         if master_weights:
@@ -180,18 +178,8 @@ class FusedAdam(FusedOptimizer):
         }
         return self._stepped(closure, {**given, **historic})
 
-    def _before(
-        self,
-        work: Sequence[tuple[dict[str, Any], list[torch.Tensor]]],
-        factor: Scalar,
-        noop: torch.Tensor | None,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None,
-    ) -> None:
-        if self.max_grad_norm:
-            given = {} if grads is None else grads
-            found = [given.get(param, param.grad) for _, params in work for param in params]
-            every = [local(grad) for grad in found if grad is not None]
-            self._factor = clipped(every, factor, float(self.max_grad_norm))
+    def _largest_norm(self) -> float:
+        return float(self.max_grad_norm or 0.0)
 
     def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
         device = bucket.weights[0].device
@@ -205,11 +193,6 @@ class FusedAdam(FusedOptimizer):
             bias_correction=bool(group["bias_correction"]),
             step=counted(group["step"], device),
         )
-        if self.max_grad_norm:
-            factor = self._factor
-            if isinstance(factor, torch.Tensor):
-                factor = factor.to(device, non_blocking=True)
-            how = replace(how, factor=factor)
         adam_(self.columns(bucket), numbers, how)
 
     def _refuse(self, historic: Mapping[str, Any]) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from apex.ops.lamb import Lamb, clipped, lamb_
-from apex.ops.multi_tensor import Scalar, local
+from apex.ops.lamb import Lamb, lamb_
 from apex.ops.storage import How
 from apex.optimizers._base import Bucket, FusedOptimizer, scalar
 
@@ -55,6 +52,7 @@ class FusedLAMB(FusedOptimizer):
 
     slots = ("exp_avg", "exp_avg_sq")
     narrow_slots = ("exp_avg", "exp_avg_sq")
+    _needs_whole = "the norm of a whole tensor"
 
     def __init__(  # noqa: PLR0913
         self,
@@ -79,7 +77,6 @@ class FusedLAMB(FusedOptimizer):
             )
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
-        self._factor: Scalar = 1.0
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -91,33 +88,13 @@ class FusedLAMB(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
 
-    def _check_params(self, params: Any) -> None:
-        super()._check_params(params)
-        for entry in [params] if isinstance(params, torch.Tensor) else params:
-            tensor = entry[1] if isinstance(entry, tuple) else entry
-            if any(place.is_shard() for place in getattr(tensor, "placements", ())):
-                raise RuntimeError(
-                    f"{type(self).__name__} needs the norm of a whole tensor, and a parameter is "
-                    "sharded over processes. Use FusedAdam for it."
-                )
-
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
         if param.dtype == torch.bfloat16:
             return torch.float32
         return super()._slot_dtype(slot, param)
 
-    def _before(
-        self,
-        work: Sequence[tuple[dict[str, Any], list[torch.Tensor]]],
-        factor: Scalar,
-        noop: torch.Tensor | None,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None,
-    ) -> None:
-        """Measure all gradients, unscaled, and clip by what they are multiplied by."""
-        given = {} if grads is None else grads
-        found = [given.get(param, param.grad) for _, params in work for param in params]
-        every = [local(grad) for grad in found if grad is not None]
-        self._factor = clipped(every, factor, float(self.defaults["max_grad_norm"]))
+    def _largest_norm(self) -> float:
+        return float(self.defaults["max_grad_norm"])
 
     def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
         device = bucket.weights[0].device
@@ -134,7 +111,4 @@ class FusedLAMB(FusedOptimizer):
             use_nvlamb=bool(self.use_nvlamb),
             step=step.to(device, non_blocking=True) if isinstance(step, torch.Tensor) else step,
         )
-        factor = self._factor
-        if isinstance(factor, torch.Tensor):
-            factor = factor.to(device, non_blocking=True)
-        lamb_(self.columns(bucket), numbers, replace(how, factor=factor))
+        lamb_(self.columns(bucket), numbers, how)

@@ -53,6 +53,7 @@ class FusedNovoGrad(FusedOptimizer):
         >>> optimizer.step()
     """
 
+    _needs_whole = "the norm of a whole gradient"
     slots = ("exp_avg",)
     narrow_slots = ("exp_avg",)
 
@@ -98,16 +99,6 @@ class FusedNovoGrad(FusedOptimizer):
                 "FusedNovoGrad only support l2/inf norm now: norm_type was "
                 f"{group['norm_type']!r}; allowed are 2 and 0 (the largest magnitude)."
             )
-
-    def _check_params(self, params: Any) -> None:
-        super()._check_params(params)
-        for entry in [params] if isinstance(params, torch.Tensor) else params:
-            tensor = entry[1] if isinstance(entry, tuple) else entry
-            if any(place.is_shard() for place in getattr(tensor, "placements", ())):
-                raise RuntimeError(
-                    "FusedNovoGrad needs the norm of a whole gradient, and a parameter is sharded "
-                    "over processes. Use FusedAdam for it."
-                )
 
     def _members(self, group: dict[str, Any], kind: torch.dtype) -> list[torch.Tensor]:
         """The parameters behind the entries of a vector: those that have been stepped."""
