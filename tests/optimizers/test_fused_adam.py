@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from apex.ops import storage as storages
 from apex.ops.storage import join, round_stochastically, split
 from apex.optimizers import FusedAdam
 from tests.optimizers.common import (
@@ -467,6 +468,16 @@ def test_stochastic_rounding_keeps_what_is_exact():
     exact = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), float("-inf")])
     assert torch.equal(round_stochastically(exact).float(), exact)
     assert round_stochastically(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_the_seed_is_drawn_on_the_device(monkeypatch):
+    """So a CUDA graph draws another one at each replay."""
+    drawn = []
+    monkeypatch.setattr(storages, "run", lambda *args, **kwargs: drawn.append(args[3][-1]))
+    param = torch.nn.Parameter(torch.empty(3, device="meta", dtype=torch.bfloat16))
+    param.grad = torch.empty_like(param)
+    FusedAdam([param], storage="stochastic").step()
+    assert drawn[0].is_meta
 
 
 def test_stochastic_steps_differ_and_repeat():

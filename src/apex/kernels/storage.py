@@ -158,7 +158,7 @@ def optimizer_cases(
         seed = codec is stochastic
         return case(
             update, columns, (*stores, *more), scalars + seed, variant=variant,
-            on_device=(0,), own=own, codec=codec, **{"sums": sums, **others},
+            on_device=(0, scalars)[: 1 + seed], own=own, codec=codec, **{"sums": sums, **others},
         )  # fmt: skip
 
     yield one("", "fp32 fp32" + all_states)

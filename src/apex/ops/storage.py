@@ -40,7 +40,8 @@ class Storage:
         name: What users call it.
         codec: Columns to values and back.
         extra: dtype of the column beside the weight, or ``None``.
-        seeded: Whether the last scalar is a seed.
+        seeded: Whether the last scalar is a seed, on the device: a CUDA graph that is replayed
+            draws another one each time.
     """
 
     name: str
@@ -277,8 +278,9 @@ def run_stored(
         stores.append((len(columns), 0 if how.storage is PLAIN else 2 + states))
         columns.append(how.extra)
     if how.storage.seeded:
-        seed = torch.randint(0, 1 << 24, (), dtype=torch.int32).item()
-        scalars = (*scalars, float(seed))
+        device = columns[PARAM][0].device
+        seed = torch.randint(0, 1 << 24, (), dtype=torch.float32, device=device)
+        scalars = (*scalars, seed)
     codec = how.storage.codec
     if how.meter is not None:
         codec = how.storage.metered()
