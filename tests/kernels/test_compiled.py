@@ -26,7 +26,7 @@ TARGETS = [
 
 
 @functools.cache
-def _program(*words):
+def program(*words):
     """Run Python where kernels are compiled: this process may have them interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), *sys.path])
@@ -39,7 +39,7 @@ def _program(*words):
 
 
 def _compiled(target):
-    return _program("-m", "apex", "kernels", "--json", "--target", target)["kernels"]
+    return program("-m", "apex", "kernels", "--json", "--target", target)["kernels"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -105,7 +105,7 @@ AMD = {
     [("sm_90", NVIDIA), pytest.param("gfx942", AMD, marks=pytest.mark.exhaustive)],
 )
 def test_planted_defects_are_found(target, expected):
-    said = _program(str(PLANTED), target)
+    said = program(str(PLANTED), target)
     for name, problem in expected.items():
         problems = " | ".join(said[name])
         assert problem in problems if problem else not problems, (name, problems)
