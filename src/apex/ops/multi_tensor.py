@@ -38,7 +38,7 @@ Reference = Callable[[Values, Sequence[Any], Sequence[Any]], Values]
 # Elements that the definition computes at a time on a CPU: 256 KiB of float32. FusedNovoGrad on 1e7
 # takes 36 ms with it, 302 whole, 56 with 2**14, 38 with 2**17 (EPYC, one thread).
 PIECE = 2**16
-_DTYPE, _DEVICE = map(attrgetter, ("dtype", "device"))
+_DTYPE, _DEVICE, _IS_CPU = map(attrgetter, ("dtype", "device", "is_cpu"))
 FUSABLE = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
 
 
@@ -368,9 +368,7 @@ def grouped(columns: Sequence[Column]) -> Iterable[tuple[list[int], list[list[to
     Yields:
         The positions, and the columns at these positions.
     """
-    alike = [{*map(_DEVICE, columns[0])}, *({*map(_DTYPE, column)} for column in columns)]
-    alike.append({*map(len, columns)})
-    if all(len(found) == 1 for found in alike):  # by functions in C: 1,000 tensors in 0.1 ms
+    if len({*map(len, columns)}) == 1 and alike(columns):
         yield list(range(len(columns[0]))), [list(column) for column in columns]
         return
     groups: dict[Any, list[int]] = {}
@@ -379,6 +377,20 @@ def grouped(columns: Sequence[Column]) -> Iterable[tuple[list[int], list[list[to
         groups.setdefault(key, []).append(number)
     for numbers in groups.values():
         yield numbers, [[column[i] for i in numbers] for column in columns]
+
+
+def alike(columns: Sequence[Column]) -> bool:
+    """Whether the columns have tensors, on one device, and each is of one dtype.
+
+    By functions in C: 1,000 tensors in 0.1 ms.
+    """
+    first = columns[0]
+    if first and first[0].is_cpu:
+        if not all(map(_IS_CPU, first)):  # half the time of comparing devices
+            return False
+    elif len({*map(_DEVICE, first)}) != 1:
+        return False
+    return all(len({*map(_DTYPE, column)}) == 1 for column in columns)
 
 
 def batches(

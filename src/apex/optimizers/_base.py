@@ -29,7 +29,7 @@ from torch.optim.optimizer import required
 
 from apex.ops import _runtime
 from apex.ops.clip import clipped
-from apex.ops.multi_tensor import Scalar, local
+from apex.ops.multi_tensor import Scalar, alike, local
 from apex.ops.storage import PLAIN, STORAGES, How, LostUpdates, Storage
 
 _T = TypeVar("_T")
@@ -404,14 +404,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             states = [*map(self._state_of, params)]
             slots = [[*map(itemgetter(slot), states)] for slot in self.slots]
         weights = _locals(params)
-        mastered = any(map(_MASTERED, states))
+        # as many entries as slots: nothing else is there
+        mastered = {*map(len, states)} != {len(self.slots)} and any(map(_MASTERED, states))
         extra = self._extras(params, weights, states, copies, mastered=mastered)
         if mastered:
             both = zip(states, weights, strict=True)
             weights = _locals([state.get("master_param", weight) for state, weight in both])
         columns = [_locals(grads), weights, *map(_locals, slots)]
-        alike = [{*map(_DEVICE, weights)}, *({*map(_DTYPE, column)} for column in columns)]
-        if extra is None and all(len(found) == 1 for found in alike):
+        if extra is None and alike(columns):
             listed, gradients, updated, *kept = map(list, [params, *columns])
             yield Bucket(listed, gradients, updated, kept)
             return
