@@ -21,7 +21,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter, methodcaller
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -60,6 +60,14 @@ class Bucket:
     weights: list[torch.Tensor] = field(default_factory=list)
     slots: list[list[torch.Tensor]] = field(default_factory=list)
     extra: list[torch.Tensor] | None = None
+
+
+class Work(NamedTuple):
+    """A group, its parameters that have a gradient, and their gradients."""
+
+    group: dict[str, Any]
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -308,16 +316,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             noop = None
         if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
             factor = float(factor)
-        work = [(group, self._with_grads(group["params"], grads)) for group in self.param_groups]
+        work = [self._work(group, grads) for group in self.param_groups]
         # All checks before anything changes.
-        checked = [self._checked_grads(params, grads) for _, params in work]
+        for _, _, gradients in work:
+            self._check_grads(gradients)
         self._drop_stale()
-        self._before(work, factor, noop, grads)
+        self._before(work, factor, noop)
         largest = self._largest_norm()
         if largest:
-            every = [local(grad) for gradients in checked for grad in gradients]
+            every = [local(grad) for _, _, gradients in work for grad in gradients]
             factor = clipped(every, factor, largest)
-        for (group, params), gradients in zip(work, checked, strict=True):
+        for group, params, gradients in work:
             if not group["params"]:
                 continue
             self._advance(group, noop)
@@ -337,27 +346,25 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._update(group, bucket, how)
         self._note_versions()
 
-    def _with_grads(
-        self, params: Iterable[torch.Tensor], grads: Mapping[torch.Tensor, torch.Tensor] | None
-    ) -> list[torch.Tensor]:
-        if grads is None:
-            return [param for param in params if param.grad is not None]
-        return [param for param in params if param in grads or param.grad is not None]
-
-    def _checked_grads(
-        self,
-        params: Iterable[torch.Tensor],
-        grads: Mapping[torch.Tensor, torch.Tensor] | None,
-    ) -> list[torch.Tensor]:
-        """The gradients of parameters that have one; dense and real."""
+    def _work(
+        self, group: dict[str, Any], grads: Mapping[torch.Tensor, torch.Tensor] | None
+    ) -> Work:
+        params = group["params"]
         found: list[Any]
         if grads is None:
-            found = [param.grad for param in params]
+            found = [*map(_GRAD, params)]
         else:
             found = [grads.get(param, param.grad) for param in params]
+        if any(grad is None for grad in found):
+            params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
+            found = [grad for grad in found if grad is not None]
+        return Work(group, params, found)
+
+    def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
+        """Raise ``RuntimeError`` if a gradient is not dense and real."""
         complex_ = any(dtype.is_complex for dtype in {*map(_DTYPE, found)})
         if not complex_ and {*map(_LAYOUT, found)} <= {torch.strided}:
-            return found
+            return
         name = type(self).__name__
         for grad in found:
             if grad.layout != torch.strided:
@@ -367,7 +374,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             if grad.is_complex():
                 raise RuntimeError(f"{name} does not support complex gradients.")
-        return found
 
     def _advance(self, group: dict[str, Any], noop: torch.Tensor | None) -> None:
         """Count the step, on the device where it may be skipped there."""
@@ -515,13 +521,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         narrow = slot in self.narrow_slots and self._storage is PLAIN
         return param.dtype if narrow else _wide(param.dtype)
 
-    def _before(
-        self,
-        work: Sequence[tuple[dict[str, Any], list[torch.Tensor]]],
-        factor: Scalar,
-        noop: torch.Tensor | None,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None,
-    ) -> None:
+    def _before(self, work: Sequence[Work], factor: Scalar, noop: torch.Tensor | None) -> None:
         """Called once before the groups are stepped: for what needs all gradients."""
 
     def _largest_norm(self) -> float:
@@ -650,7 +650,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 _EXTRA = {"low_bits": "low_bits", "kahan": "error"}
-_DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("dtype", "device", "layout"))
+_DTYPE, _DEVICE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "device", "layout", "grad"))
 _MASTERED = methodcaller("__contains__", "master_param")
 _OWN_MEMORY = {torch.Tensor, torch.nn.Parameter}
 

@@ -12,7 +12,7 @@ from apex.ops import _runtime
 from apex.ops.multi_tensor import Scalar, local
 from apex.ops.sgd import SGD, sgd_
 from apex.ops.storage import How
-from apex.optimizers._base import Bucket, FusedOptimizer, scalar
+from apex.optimizers._base import Bucket, FusedOptimizer, Work, scalar
 
 
 class FusedSGD(FusedOptimizer):
@@ -134,19 +134,13 @@ class FusedSGD(FusedOptimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
-    def _before(
-        self,
-        work: Sequence[tuple[dict[str, Any], list[torch.Tensor]]],
-        factor: Scalar,
-        noop: torch.Tensor | None,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None,
-    ) -> None:
+    def _before(self, work: Sequence[Work], factor: Scalar, noop: torch.Tensor | None) -> None:
         """Mark the buffers that become their first gradient, whole in spite of dampening.
 
         On the device, because a step that is skipped there does not begin their history. A buffer
         of zeros, made by steps without momentum, has none; but see `_begun`: it is looked at once.
         """
-        for group, params in work:
+        for group, params, _ in work:
             if group["momentum"] and group["dampening"]:
                 for param in params:
                     if param not in self._begun or self._is_fresh(param):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from apex.ops.adam import Adam, adam_, unbiased
 from apex.ops.multi_tensor import Scalar, local
 from apex.ops.norms import l2_norm
 from apex.ops.storage import How
-from apex.optimizers._base import Bucket, scalar
+from apex.optimizers._base import Bucket, Work, scalar
 
 
 class FusedAdam(OldStep):
@@ -87,25 +87,17 @@ class FusedAdam(OldStep):
         }
         super().__init__(params, defaults)
 
-    def _before(
-        self,
-        work: Sequence[tuple[dict[str, Any], list[torch.Tensor]]],
-        factor: Scalar,
-        noop: torch.Tensor | None,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None,
-    ) -> None:
+    def _before(self, work: Sequence[Work], factor: Scalar, noop: torch.Tensor | None) -> None:
         """Find what each group's gradients are multiplied by."""
         if hasattr(self, "_amp_stash"):
             factor = factor / self._amp_scale_adjustment
         self._factors = {}
-        for number, (group, params) in enumerate(work):
+        for number, (group, params, grads) in enumerate(work):
             clip = factor
             if group["max_grad_norm"] > 0 and params:
                 norm = self._grad_norms and self._grad_norms[number]
                 if norm is None:
-                    given = {} if grads is None else grads
-                    own = [given.get(param, param.grad) for param in params]
-                    norm = l2_norm([local(grad) for grad in own if grad is not None])
+                    norm = l2_norm([*map(local, grads)])
                 clip = _clipped(factor, norm, group["max_grad_norm"])
             self._factors[id(group)] = clip
 
