@@ -20,7 +20,8 @@ import copy
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter, methodcaller
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -355,7 +356,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             found = [*map(_GRAD, params)]
         else:
             found = [grads.get(param, param.grad) for param in params]
-        if any(grad is None for grad in found):
+        if any(map(is_, found, repeat(None))):
             params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
             found = [grad for grad in found if grad is not None]
         return Work(group, params, found)

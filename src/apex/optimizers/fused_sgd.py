@@ -56,6 +56,7 @@ class FusedSGD(FusedOptimizer):
     narrow_slots = ("momentum_buffer",)
     # "first": not 0 on the device while the buffer has no history, see `_before`.
     _more_state = (*FusedOptimizer._more_state, "first")
+    _marks = False  # whether a state may have a "first"
     _counts_steps = False
 
     def __init__(
@@ -148,6 +149,7 @@ class FusedSGD(FusedOptimizer):
                 self._begun.update(params)
 
     def _mark_first(self, param: torch.Tensor) -> None:
+        self._marks = True
         state = self.state[param]
         buffer = state.get("momentum_buffer")
         if buffer is None:
@@ -160,6 +162,7 @@ class FusedSGD(FusedOptimizer):
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
         self._begun.clear()
+        self._marks = any("first" in state for state in self.state.values())
 
     def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
         device = bucket.weights[0].device
@@ -176,7 +179,7 @@ class FusedSGD(FusedOptimizer):
         if not momentum:
             sgd_(columns[:2], numbers, how)
             return
-        states = [self.state[param] for param in bucket.params]
+        states = [self.state[param] for param in bucket.params] if self._marks else []
         if not any("first" in state for state in states):
             sgd_(columns, numbers, how)
             return
