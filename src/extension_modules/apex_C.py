@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
+
+from apex.ops.multi_tensor import flattened
 
 __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[torch.Tensor], /) -> torch.Tensor:
     """Copy dense tensors one after the other into a 1-dimensional tensor; view one alone."""
-    flat: torch.Tensor = _flatten_dense_tensors(list(tensors))  # type: ignore[no-untyped-call]
-    return flat
+    return flattened(list(tensors))
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]:

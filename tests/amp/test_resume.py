@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from apex import amp
+from apex.optimizers import FusedAdam, FusedNovoGrad
 from tests.amp.hand import Hand, batches, net, same
 
 LEVELS = {
@@ -44,6 +45,8 @@ OPTIMIZERS = {
     "rmsprop": functools.partial(
         torch.optim.RMSprop, lr=1e-3, eps=EPS, momentum=0.5, centered=True
     ),
+    "fused adam": functools.partial(FusedAdam, lr=1e-2, weight_decay=1e-3),
+    "fused novograd": functools.partial(FusedNovoGrad, lr=1e-2),
     "lbfgs": functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3, history_size=4),
 }
 CASES = [

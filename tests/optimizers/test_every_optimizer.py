@@ -273,6 +273,73 @@ def test_steps_on_a_device_without_memory(make, dtype):
     optimizer.step()
 
 
+# -- state that does not fit -----------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("size", [3, 5])
+def test_the_state_of_another_shape_is_refused(make, size):
+    """Else a kernel would write beyond it."""
+    params = parameters(shapes=[(size, 4)])
+    saved = make(params)
+    train(saved, params, range(1))
+    other = parameters(shapes=[(4, 4)])
+    optimizer = make(other)
+    train(optimizer, other, range(1))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=rf"parameter 0 has shape \({size}, 4\), .* \(4, 4\)"):
+        optimizer.load_state_dict(saved.state_dict())
+    after = optimizer.state_dict()
+    assert before["param_groups"][0].get("step") == after["param_groups"][0].get("step")
+    for slot in optimizer.slots:
+        assert torch.equal(before["state"][0][slot], after["state"][0][slot])
+
+
+@every
+@paths
+def test_other_data_with_the_old_state_is_refused(make, path):
+    params = parameters(shapes=SMALL)
+    optimizer = make(params)
+    train(optimizer, params, range(1), path)
+    params[1].data = torch.ones(9)
+    before = values(params)
+    for what in ("gradient", optimizer.slots[0]):
+        with (
+            pytest.raises(RuntimeError, match=rf"the {what} of .* 165 .* the parameter 9 "),
+            on(path),
+        ):
+            optimizer.step()
+        assert same(values(params), before)
+        params[1].grad = torch.ones(9)
+
+
+@every
+def test_the_state_of_another_optimizer_is_refused(make):
+    params = parameters(shapes=SMALL)
+    give_grads(params, 0)
+    other = torch.optim.Rprop(params)
+    other.step()
+    with pytest.raises(ValueError, match="has prev, step_size, and this optimizer keeps"):
+        make(params).load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="no state and no param_groups \\(it has model\\)"):
+        make(params).load_state_dict({"model": 1})
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_casts_around_do_not_matter(make, dtype):
+    """Autocast refuses to join tensors of the other 16-bit type."""
+    results = []
+    for on_ in (False, True):
+        params = parameters(dtype, shapes=[(3,)] * 40)
+        optimizer = make(params)
+        give_grads(params, 0)
+        with torch.autocast("cpu", torch.float16, enabled=on_):
+            optimizer.step()
+        results.append(values(params))
+    assert same(*results)
+
+
 @pytest.mark.gpu
 @every
 def test_steps_on_a_gpu_without_waiting(make):

@@ -206,10 +206,16 @@ def _retype_state(optimizer: Any, params: Iterable[Any]) -> None:
     """Bring the state of ``params`` to the dtype that they have now, be it wider or narrower.
 
     What it would have been had the optimizer begun like that: numbers that it keeps beside its
-    tensors, a step count among them, stay as they are.
+    tensors, a step count among them, stay as they are. The optimizers of :mod:`apex.optimizers` say
+    themselves which dtype a moment has.
     """
+    slots, slot_dtype = getattr(optimizer, "slots", ()), getattr(optimizer, "_slot_dtype", None)
     for param in params:
         state = optimizer.state.get(param)
+        if slot_dtype is not None and isinstance(state, dict):
+            for slot in set(slots) & state.keys():
+                state[slot] = _retyped(state[slot], slot_dtype(slot, param))
+            continue
         for name, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, list):  # L-BFGS keeps its history so
                 state[name] = [_retyped(item, param.dtype) for item in value]

@@ -15,6 +15,7 @@ that is read where the tensors are.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 from collections import OrderedDict
@@ -425,7 +426,11 @@ def batches(
 
 def flattened(column: Column) -> torch.Tensor:
     """The elements of all tensors of one dtype in one; a view if there is only one tensor."""
-    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(column))
+    kind = column[0].device.type if column else ""
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # autocast refuses to join tensors of the other 16-bit type
+    with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
+        flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(column))
     return flat
 
 

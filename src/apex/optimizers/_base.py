@@ -327,11 +327,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         if largest:
             every = [local(grad) for _, _, gradients in work for grad in gradients]
             factor = clipped(every, factor, largest)
-        for group, params, gradients in work:
-            if not group["params"]:
-                continue
+        plan = [
+            (group, [*self._buckets(params, gradients, copies)])
+            for group, params, gradients in work
+            if group["params"]
+        ]
+        for group, buckets in plan:
             self._advance(group, noop)
-            for bucket in self._buckets(params, gradients, copies):
+            for bucket in buckets:
                 device = bucket.weights[0].device
                 how = How(
                     factor=_on(factor, device),
@@ -418,6 +421,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             both = zip(states, weights, strict=True)
             weights = _locals([state.get("master_param", weight) for state, weight in both])
         columns = [_locals(grads), weights, *map(_locals, slots)]
+        self._check_sizes(params, columns, extra)
         if extra is None and alike(columns):
             listed, gradients, updated, *kept = map(list, [params, *columns])
             yield Bucket(listed, gradients, updated, kept)
@@ -436,6 +440,30 @@ class FusedOptimizer(torch.optim.Optimizer):
             beside = None if extra is None else [x for x in pick(extra) if x is not None]
             listed, gradients, updated, *kept = map(pick, [params, *columns])
             yield Bucket(listed, gradients, updated, kept, beside or None)
+
+    def _check_sizes(
+        self,
+        params: Sequence[torch.Tensor],
+        columns: Sequence[Sequence[Any]],
+        extra: Sequence[torch.Tensor | None] | None,
+    ) -> None:
+        """Raise if what is stepped together is not of one size: kernels would write beyond it."""
+        names = ["gradient", "parameter", *self.slots, "state beside it"]
+        columns = [[*map(_NUMEL, column)] for column in columns]
+        sizes = columns[1]
+        if extra is not None:
+            pairs = zip(extra, sizes, strict=True)
+            columns.append([size if x is None else x.numel() for x, size in pairs])
+        for name, column in zip(names, columns, strict=False):
+            if column == sizes:
+                continue
+            number = next(i for i, size in enumerate(sizes) if column[i] != size)
+            raise RuntimeError(
+                f"{type(self).__name__}: the {name} of a parameter has {column[number]} elements, "
+                f"and the parameter {sizes[number]} (shape {tuple(params[number].shape)}). After "
+                "giving a parameter other data, clear its gradient and its entry in "
+                "optimizer.state."
+            )
 
     def _extras(
         self,
@@ -549,10 +577,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: The groups do not fit, or the state needs what this class does not do.
         """
+        missing = [key for key in ("state", "param_groups") if key not in state_dict]
+        if missing:
+            raise ValueError(
+                f"{type(self).__name__}.load_state_dict: the dict has no {' and no '.join(missing)}"
+                f" (it has {', '.join(map(str, state_dict)) or 'nothing'}). Pass what "
+                "optimizer.state_dict() returned."
+            )
         loaded: dict[str, Any] = {}
 
         def convert(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             loaded.update(self._from_twin(given))
+            self._check_states(loaded)
             return loaded
 
         def restore(_: torch.optim.Optimizer) -> None:
@@ -566,6 +602,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             before.remove()
             after.remove()
+
+    def _check_states(self, loaded: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` if a saved tensor is another optimizer's or of another shape."""
+        saved = [number for group in loaded["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        known = (*self.slots, *self._more_state)
+        for number, param in zip(saved, params, strict=False):  # other lengths: torch says so
+            state = loaded["state"].get(number, {})
+            tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
+            ours = {key: x for key, x in tensors.items() if key in known}
+            if tensors.keys() - {"step"} and not ours:
+                raise ValueError(
+                    f"{type(self).__name__}: the saved state of parameter {number} has "
+                    f"{', '.join(tensors)}, and this optimizer keeps {', '.join(self.slots)}. "
+                    "Load the state into the kind of optimizer that saved it."
+                )
+            for key, value in ours.items():
+                if key != "first" and value.shape not in (param.shape, local(param).shape):
+                    raise ValueError(
+                        f"{type(self).__name__}: the saved {key} of parameter {number} has shape "
+                        f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}. Load the "
+                        "state into the model that it was saved with."
+                    )
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         """Put back what torch has cast."""
@@ -652,6 +711,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 _EXTRA = {"low_bits": "low_bits", "kahan": "error"}
 _DTYPE, _DEVICE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "device", "layout", "grad"))
+_NUMEL = torch.Tensor.numel
 _MASTERED = methodcaller("__contains__", "master_param")
 _OWN_MEMORY = {torch.Tensor, torch.nn.Parameter}
 
