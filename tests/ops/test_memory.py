@@ -1,5 +1,7 @@
 """Huge pages for large results: when they are asked for, and that only speed depends on it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,7 +14,8 @@ CPU = torch.device("cpu")
 def asked(monkeypatch):
     """What the system was asked for, on a machine where it has to be and for small tensors too."""
     calls = []
-    monkeypatch.setattr(_memory, "_advise", lambda: lambda *call: calls.append(call) or 0)
+    system = SimpleNamespace(madvise=lambda *call: calls.append(call))
+    monkeypatch.setattr(_memory, "_system", lambda: system)
     monkeypatch.setattr(_memory, "LEAST", 2**16)
     return calls
 
@@ -41,16 +44,17 @@ def test_where_nothing_has_to_be_asked(monkeypatch, tmp_path, setting):
     if setting is not None:
         file.write_text(setting)
     monkeypatch.setattr(_memory, "SETTING", file)
-    assert _memory._advise.__wrapped__() is None
+    assert _memory._system.__wrapped__() is None
 
 
 def test_the_system_takes_the_advice(monkeypatch, tmp_path):
     file = tmp_path / "enabled"
     file.write_text("always [madvise] never")
     monkeypatch.setattr(_memory, "SETTING", file)
-    advise = _memory._advise.__wrapped__()
-    if advise is None:
+    system = _memory._system.__wrapped__()
+    if system is None:
         pytest.skip("no madvise here")
-    monkeypatch.setattr(_memory, "_advise", lambda: advise)
-    out = _memory.empty((_memory.LEAST // 4,), torch.float32, CPU)
-    assert out.fill_(2.0).sum().item() == 2.0 * out.numel()
+    monkeypatch.setattr(_memory, "_system", lambda: system)
+    out = _memory.empty((2 * _memory.LEAST,), torch.uint8, CPU)
+    assert out.fill_(2).sum().item() == 2 * out.numel()
+    assert _memory.used_before(out)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,8 +161,10 @@ def test_large_inputs(name, shape, dtype):
 @pytest.mark.parametrize("name", NORMS)
 def test_piece_by_piece(name, affine, dtype, monkeypatch):
     """As with results of 32 MiB: more pieces than sums that are kept, the last one not full."""
+    monkeypatch.setattr(_rows, "PARTS", 32)
     monkeypatch.setattr(_memory, "LEAST", 1)
-    monkeypatch.setattr(_memory, "_advise", lambda: lambda *call: 0)
+    monkeypatch.setattr(_memory, "_system", lambda: SimpleNamespace(madvise=lambda *call: 0))
+    monkeypatch.setattr(_memory, "used_before", lambda out: False)
     monkeypatch.setattr(_rows, "PIECE", (2**9, 8))
     monkeypatch.setattr(_rows, "PIECE_BACK", (2**9, 8))
     shape = (333 * torch.get_num_threads(), 520)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,31 +23,41 @@ SETTING = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @functools.cache
-def _advise() -> Callable[[int, int, int], int] | None:
-    """The system's function that asks for huge pages, where they have to be asked for."""
+def _system() -> Any:
+    """The C library, where huge pages have to be asked for."""
     try:
         if "[madvise]" not in SETTING.read_text():
             return None
         import ctypes  # late: not every Python has it
 
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        library = ctypes.CDLL(None)
+        library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     except (OSError, ImportError, AttributeError, TypeError):  # no such file, library or function
         return None
-    return advise
+    return library
 
 
 def pays(count: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether writing so many numbers piece by piece into :func:`empty` is faster than at once."""
-    return count * dtype.itemsize >= LEAST and device.type == "cpu" and _advise() is not None
+    """Whether so many numbers are better written piece by piece into :func:`empty`."""
+    return count * dtype.itemsize >= LEAST and device.type == "cpu" and _system() is not None
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Like ``torch.empty``; large tensors on a CPU in huge pages if the system gives them."""
     out = torch.empty(shape, dtype=dtype, device=device)
     if pays(out.numel(), dtype, device):
-        advise, start, stop = _advise(), out.data_ptr(), out.data_ptr() + out.nbytes
-        start = -(-start // PAGE) * PAGE
-        if advise is not None:  # what it answers does not matter: without, it is slower
-            advise(start, (stop - start) // PAGE * PAGE, MADV_HUGEPAGE)
+        start = -(-out.data_ptr() // PAGE) * PAGE
+        size = (out.data_ptr() + out.nbytes - start) // PAGE * PAGE
+        _system().madvise(start, size, MADV_HUGEPAGE)  # if it refuses, it is slower
     return out
+
+
+def used_before(out: torch.Tensor) -> bool:
+    """Whether a result of :func:`empty` is memory that the program had before, without faults."""
+    import ctypes
+
+    answer = ctypes.c_ubyte()
+    middle = (out.data_ptr() + out.nbytes // 2) // PAGE * PAGE
+    failed = _system().mincore(middle, 1, ctypes.byref(answer))
+    return not failed and answer.value % 2 == 1

@@ -55,7 +55,7 @@ BLOCK = 2**16  # elements of a block of rows for each thread on a CPU: stays in 
 # What is copied to its place while it is in the cache, for each thread: so many elements, but not
 # fewer rows. Forward 2**17 to 2**19 take the same time; backward leaves sums of each piece behind.
 PIECE, PIECE_BACK = (2**18, 8), (2**17, 32)
-PARTS = 32  # such sums that are kept before they are added up
+PARTS = 100  # such sums that are kept before they are added up
 
 
 # -- checks --------------------------------------------------------------------------------------
@@ -331,8 +331,11 @@ def _native_forward(
     shape = x.shape[-1:]
     if not _memory.pays(x.numel(), x.dtype, x.device):
         return torch.native_layer_norm(x, shape, weight, bias, eps)
-    step = _rows_of(PIECE, shape[0])
     y, stats = _memory.empty(x.shape, x.dtype, x.device), []
+    if _memory.used_before(y):
+        del y  # so that torch finds it
+        return torch.native_layer_norm(x, shape, weight, bias, eps)
+    step = _rows_of(PIECE, shape[0])
     for rows, out in zip(*_split(step, x, y), strict=True):
         piece, *found = torch.native_layer_norm(rows, shape, weight, bias, eps)
         out.copy_(piece)
@@ -483,25 +486,32 @@ def _native_backward(
     few: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, Optional, Optional]:
-    """Gradients by torch's kernel of layer norm, called for at most ``few`` rows at a time.
+    """Gradients by torch's kernel of layer norm, which adds up at most ``few`` rows at a time.
 
-    Called with 16 bits it would add up in 16.
+    It does so in float32: called with 16 bits it would add up in 16. The gradient of the input is
+    made by one call, unless it is put into memory of ours or is of another dtype.
     """
     kernel, shape, to = torch.ops.aten.native_layer_norm_backward, x.shape[-1:], rstd.dtype
-    mask = (True, *sums)
-    same = dy.dtype == x.dtype == dtype == to
-    if not same or _memory.pays(x.numel(), dtype, x.device):
+    pays = _memory.pays(x.numel(), dtype, x.device)
+    one_call = dy.dtype == x.dtype == dtype and not pays
+    if one_call:
+        full = dtype == to and len(x) <= few
+        if gain is None and dtype != to:
+            gain = torch.ones(shape, dtype=to)  # else it wants 16-bit statistics
+        mask = (True, *sums) if full else (True, False, False)
+        dx, dweight, dbias = kernel(dy, x, shape, mean, rstd, gain, gain, mask)
+        if full or not any(sums):
+            return dx, dweight, dbias
+    else:
+        dx = _memory.empty(x.shape, dtype, x.device)
+    if dtype != to or pays:
         few = min(few, _rows_of(PIECE_BACK, shape[0]))
-    if same and len(x) <= few:
-        whole: tuple[torch.Tensor, Optional, Optional]
-        whole = kernel(dy, x, shape, mean, rstd, gain, gain, mask)
-        return whole
-    dx = _memory.empty(x.shape, dtype, x.device)
     parts: tuple[list[torch.Tensor], ...] = tuple([] for needed in sums if needed)
-    pieces = _split(max(few, 1), dy, x, mean, rstd, dx)
-    for d, rows, m, r, out in zip(*pieces, strict=True):
+    for d, rows, m, r, out in zip(*_split(max(few, 1), dy, x, mean, rstd, dx), strict=True):
+        mask = (not one_call, *sums)
         piece, *found = kernel(d.to(to), rows.to(to), shape, m, r, gain, gain, mask)
-        out.copy_(piece)
+        if not one_call:
+            out.copy_(piece)
         for part, new in zip(parts, found, strict=False):
             part.append(new)
             if len(part) == PARTS:
