@@ -19,6 +19,7 @@ Its kernel is called in float32, and for some rows at a time.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -507,8 +508,9 @@ def _native_backward(
     if dtype != to or pays:
         few = min(few, _rows_of(PIECE_BACK, shape[0]))
     parts: tuple[list[torch.Tensor], ...] = tuple([] for needed in sums if needed)
-    for d, rows, m, r, out in zip(*_split(max(few, 1), dy, x, mean, rstd, dx), strict=True):
-        mask = (not one_call, *sums)
+    few, mask = max(few, 1), (not one_call, *sums)
+    outs = itertools.repeat(dx) if one_call else torch.split(dx, few)
+    for d, rows, m, r, out in zip(*_split(few, dy, x, mean, rstd), outs, strict=False):
         piece, *found = kernel(d.to(to), rows.to(to), shape, m, r, gain, gain, mask)
         if not one_call:
             out.copy_(piece)
