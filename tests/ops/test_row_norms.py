@@ -2,13 +2,14 @@
 
 import contextlib
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
-from apex.ops import _rows, _runtime
+from apex.ops import _memory, _rows, _runtime
 from apex.ops.layer_norm import layer_norm
 from apex.ops.layer_norm import reference as layer_norm_reference
 from apex.ops.rms_norm import reference as rms_norm_reference
@@ -153,6 +154,29 @@ def test_rows_wider_than_a_tile(name, columns, dtype, path):
 def test_large_inputs(name, shape, dtype):
     """Where on a CPU our functions replace torch's; 2000 rows are what its sums lose bits over."""
     _check(name, None, _inputs(name, shape, shape[-1:], dtype), shape[-1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_piece_by_piece(name, affine, dtype, monkeypatch):
+    """As with results of 32 MiB: more pieces than sums that are kept, the last one not full."""
+    monkeypatch.setattr(_rows, "PARTS", 32)
+    monkeypatch.setattr(_memory, "LEAST", 1)
+    monkeypatch.setattr(_memory, "_system", lambda: SimpleNamespace(madvise=lambda *call: 0))
+    monkeypatch.setattr(_memory, "used_before", lambda out: False)
+    monkeypatch.setattr(_rows, "PIECE", (2**9, 8))
+    monkeypatch.setattr(_rows, "PIECE_BACK", (2**9, 8))
+    shape = (333 * torch.get_num_threads(), 520)
+    _check(name, None, _inputs(name, shape, shape[-1:], dtype, affine=affine), shape[-1:])
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+def test_sums_of_float32_weights_of_any_input(weight_dtype):
+    """More rows than the kernel may add up, of columns for which it is called."""
+    shape = (70 * torch.get_num_threads(), 600)
+    inputs = _inputs("layer", shape, shape[-1:], torch.bfloat16, weight_dtype)
+    _check("layer", None, inputs, shape[-1:], dtype=weight_dtype)
 
 
 @pytest.mark.exhaustive

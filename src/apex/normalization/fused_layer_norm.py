@@ -263,6 +263,9 @@ def fused_layer_norm_affine(
     Raises:
         RuntimeError: Dtypes differ outside of autocast, or shapes do not fit.
     """
+    y = _rows.at_once(input, weight, bias, normalized_shape, eps, memory_efficient, True)
+    if y is not None:
+        return y
     x, weight, bias = _rows.narrowed(input, weight, bias)
     _rows.refuse_other_dtype(x, weight, "mixed_dtype_fused_layer_norm_affine")
     return layer_norm(x, weight, bias, normalized_shape, eps, memory_efficient=memory_efficient)
@@ -321,6 +324,9 @@ def fused_rms_norm_affine(
         RuntimeError: A 16-bit input with a wider weight outside of autocast, or shapes that do not
             fit.
     """
+    y = _rows.at_once(input, weight, None, normalized_shape, eps, memory_efficient, False)
+    if y is not None:
+        return y
     x, weight = _rows.narrowed(input, weight)
     _rows.refuse_wider_weight(x, weight, "mixed_dtype_fused_rms_norm_affine")
     return _rms_norm(x, weight, normalized_shape, eps, memory_efficient)
@@ -440,13 +446,14 @@ class FusedLayerNorm(torch.nn.Module):
 
     @torch.jit.unused
     def _normalized(self, input: torch.Tensor) -> torch.Tensor:
-        x, weight, bias = _rows.narrowed(input, self.weight, self.bias)
+        shape, eps, weight, bias = self.normalized_shape, self.eps, self.weight, self.bias
+        y = _rows.at_once(input, weight, bias, shape, eps, self.memory_efficient, True)
+        if y is not None:
+            return y
+        x, weight, bias = _rows.narrowed(input, weight, bias)
         if weight is not None and not (x.dtype in NARROW and weight.dtype == torch.float32):
             _rows.refuse_other_dtype(x, weight, "MixedFusedLayerNorm")
-        return layer_norm(
-            x, weight, bias, self.normalized_shape, self.eps,
-            memory_efficient=self.memory_efficient,
-        )  # fmt: skip
+        return layer_norm(x, weight, bias, shape, eps, memory_efficient=self.memory_efficient)
 
     def extra_repr(self) -> str:
         """Show the sizes in ``print(model)``."""
@@ -509,11 +516,12 @@ class FusedRMSNorm(torch.nn.Module):
 
     @torch.jit.unused
     def _normalized(self, input: torch.Tensor) -> torch.Tensor:
-        x, weight = _rows.narrowed(input, self.weight)
-        return rms_norm(
-            x, weight, self.normalized_shape, self.eps, memory_efficient=self.memory_efficient,
-            dtype=None if weight is None else weight.dtype,
-        )  # fmt: skip
+        shape, eps, weight = self.normalized_shape, self.eps, self.weight
+        y = _rows.at_once(input, weight, None, shape, eps, self.memory_efficient, False)
+        if y is not None:
+            return y
+        x, weight = _rows.narrowed(input, weight)
+        return _rms_norm(x, weight, shape, eps, self.memory_efficient)
 
     def extra_repr(self) -> str:
         """Show the sizes in ``print(model)``."""

@@ -13,11 +13,13 @@ two implementations of forward and backward, on Triton's kernels and on torch's,
 
 On a CPU torch's own backward is not used as it stands: it adds up weight gradients one row after
 the other, in 16 bits where the input is (2000 rows of bfloat16: 28 times the error of rounding).
+Its kernel is called in float32, and for some rows at a time.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from apex.ops import _runtime
+from apex.ops import _memory, _runtime
 from apex.ops._library import define
 from apex.ops._thresholds import SMALLEST, SMALLEST_ON_CPU
 
@@ -42,10 +44,19 @@ NARROW = (torch.float16, torch.bfloat16)
 FLOATS = frozenset(NAMES)
 IN_KERNELS = (torch.float32, torch.float16, torch.bfloat16)
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-# torch's layer norm adds float32 weight gradients up row by row: the error of rounding, times 5 for
-# 32 rows, 11 for 300, 29 for 2000; with gradients in a tree it stays below 4.
-ROWS_ADDED_EXACTLY = 32
+# Rows of which torch's kernel may add up float32 weight gradients one after the other, for each
+# thread. Errors of sums over 2,000 and 16,000 rows of 512 normal numbers, partial sums added in
+# float64, in units of rounding: 5.3 for 48 rows at a time, 6.1 for 64, 7.3 for 96, 32 for 2,000;
+# products in blocks, which torch.sum adds in a tree: 5.5. 8 are allowed.
+ROWS_ADDED = 64
+# Columns from which on that is faster than the tree, in two thirds of its time; fewer make it miss
+# 8 now and then.
+LEAST_COLUMNS = 512
 BLOCK = 2**16  # elements of a block of rows for each thread on a CPU: stays in the cache
+# What is copied to its place while it is in the cache, for each thread: so many elements, but not
+# fewer rows. Forward 2**17 to 2**19 take the same time; backward leaves sums of each piece behind.
+PIECE, PIECE_BACK = (2**18, 8), (2**17, 32)
+PARTS = 100  # such sums that are kept before they are added up
 
 
 # -- checks --------------------------------------------------------------------------------------
@@ -275,12 +286,7 @@ def _torch_forward(
     to = wide(x)
     weight, bias = _to(weight, to), _to(bias, to)
     if not centered:
-        rows = x.to(to)
-        rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
-        y = rows * rstd
-        if weight is not None:
-            y.mul_(weight)
-        return y.to(dtype), None, rstd.view(-1)
+        return _rms_forward(x, weight, eps, dtype, to)
     if dtype != x.dtype or x.device.type != "cpu":
         x = x.to(to)  # on a CPU torch's kernel widens by itself where the weight is float32
     if weight is None and x.dtype != to:
@@ -288,8 +294,55 @@ def _torch_forward(
         bias = torch.zeros_like(weight)
     elif weight is not None and bias is None:
         bias = torch.zeros_like(weight)
-    y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    y, mean, rstd = _native_forward(x, weight, bias, eps)
     return y.to(dtype), mean.view(-1), rstd.view(-1)
+
+
+def _rows_of(piece: tuple[int, int], n_cols: int) -> int:
+    elements, rows = piece
+    return max(rows, elements // max(n_cols, 1)) * torch.get_num_threads()
+
+
+def _split(step: int, *tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], ...]:
+    return tuple(torch.split(tensor, step) for tensor in tensors)
+
+
+def _rms_forward(
+    x: torch.Tensor, weight: Optional, eps: float, dtype: torch.dtype, to: torch.dtype
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    n_rows, n_cols = x.shape
+    step = _rows_of(PIECE, n_cols) if x.is_cpu else max(n_rows, 1)
+    y = _memory.empty(x.shape, dtype, x.device)
+    rstd = torch.empty(n_rows, 1, dtype=to, device=x.device)
+    for piece, r, out in zip(*_split(step, x, rstd, y), strict=True):
+        rows = piece.to(to)
+        torch.rsqrt(rows.square().mean(-1, keepdim=True).add_(eps), out=r)
+        z = torch.mul(rows, r, out=out) if dtype == to else rows * r
+        if weight is not None:
+            z.mul_(weight)
+        if z is not out:
+            out.copy_(z)
+    return y, None, rstd.view(-1)
+
+
+def _native_forward(
+    x: torch.Tensor, weight: Optional, bias: Optional, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Layer norm by torch's kernel; a large result piece by piece into memory of ours."""
+    shape = x.shape[-1:]
+    if not _memory.pays(x.numel(), x.dtype, x.device):
+        return torch.native_layer_norm(x, shape, weight, bias, eps)
+    y, stats = _memory.empty(x.shape, x.dtype, x.device), []
+    if _memory.used_before(y):
+        del y  # so that torch finds it
+        return torch.native_layer_norm(x, shape, weight, bias, eps)
+    step = _rows_of(PIECE, shape[0])
+    for rows, out in zip(*_split(step, x, y), strict=True):
+        piece, *found = torch.native_layer_norm(rows, shape, weight, bias, eps)
+        out.copy_(piece)
+        stats.append(found)
+    mean, rstd = (torch.cat(parts) for parts in zip(*stats, strict=True))
+    return y, mean, rstd
 
 
 def backward(
@@ -383,40 +436,94 @@ def _torch_backward(
     memory_efficient: bool,
     weight_gradients: bool,
 ) -> tuple[torch.Tensor, Optional, Optional]:
-    """``dx`` by torch's kernel, sums over rows in a tree."""
+    """Sums over rows in a tree, unless those of torch's kernel are exact enough."""
     to = wide(saved, weight)
     gain, rstd = _to(weight, to), rstd.to(to).view(-1, 1)
     mean = torch.zeros_like(rstd) if mean is None else mean.to(to).view(-1, 1)
-    kernel = torch.ops.aten.native_layer_norm_backward
     n_rows, n_cols = dy.shape
-    dx = dweight = dbias = None
     wanted = weight is not None and weight_gradients
+    few = n_rows  # where 16-bit weights are, errors of float32 sums vanish in the rounding
+    if wanted and weight is not None and weight.dtype not in NARROW:
+        few = ROWS_ADDED * torch.get_num_threads()
+    if (
+        centered
+        and not memory_efficient
+        and dy.is_cpu
+        and (n_rows <= few or n_cols >= LEAST_COLUMNS)
+    ):
+        sums = (wanted, wanted and bias is not None)
+        dx, dweight, dbias = _native_backward(dy, saved, mean, rstd, gain, sums, few, dtype)
+        return dx, _like(dweight, weight), _like(dbias, bias)
+    dx, dweight, dbias = _memory.empty(dy.shape, dtype, dy.device), None, None
     if wanted and bias is not None:
-        dbias = dy.sum(0, dtype=to).to(bias.dtype)
-    if centered and not memory_efficient and dy.dtype == saved.dtype == dtype and dy.is_cpu:
-        ones = gain  # float32 ones where there is no weight, or the kernel wants 16-bit statistics
-        if gain is None and dtype in NARROW:
-            ones = torch.ones(n_cols, dtype=to)
-        dx = kernel(dy, saved, [n_cols], mean, rstd, ones, ones, [True, False, False])[0]
-        if not wanted:
-            return dx, None, None
-    whole = dx is not None
-    dx = torch.empty(dy.shape, dtype=dtype, device=dy.device) if dx is None else dx
+        dbias = dy.sum(0, dtype=to)
     step = max(1, BLOCK * torch.get_num_threads() // max(n_cols, 1))
-    sums = torch.zeros(max(1, -(-n_rows // step)), n_cols, dtype=to, device=dy.device)
+    sums_of = torch.zeros(max(1, -(-n_rows // step)), n_cols, dtype=to, device=dy.device)
     for number, start in enumerate(range(0, n_rows, step)):  # blocks of rows stay in the cache
         block = slice(start, start + step) if n_rows > step else slice(None)
         d, x, r, m = dy[block].to(to), saved[block].to(to), rstd[block], mean[block]
         if memory_efficient:
             x = _normalized_again(x, gain, _to(bias, to), eps)
-        if not whole:
-            dx[block] = _dx(d, x, r, m, gain, centered, memory_efficient)
+        dx[block] = _dx(d, x, r, m, gain, centered, memory_efficient)
         if wanted:
             xhat = x if memory_efficient else (x - m if centered else x) * r
-            torch.sum(xhat * d, 0, out=sums[number])
-    if wanted and weight is not None:
-        dweight = (sums[0] if len(sums) == 1 else sums.sum(0)).to(weight.dtype)
+            torch.sum(xhat * d, 0, out=sums_of[number])
+    if wanted:
+        dweight = sums_of[0] if len(sums_of) == 1 else sums_of.sum(0)
+    return dx, _like(dweight, weight), _like(dbias, bias)
+
+
+def _like(found: Optional, parameter: Optional) -> Optional:
+    return found if found is None or parameter is None else found.to(parameter.dtype)
+
+
+def _native_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    gain: Optional,
+    sums: tuple[bool, bool],
+    few: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, Optional, Optional]:
+    """Gradients by torch's kernel of layer norm, which adds up at most ``few`` rows at a time.
+
+    It does so in float32: called with 16 bits it would add up in 16. The gradient of the input is
+    made by one call, unless it is put into memory of ours or is of another dtype.
+    """
+    kernel, shape, to = torch.ops.aten.native_layer_norm_backward, x.shape[-1:], rstd.dtype
+    pays = _memory.pays(x.numel(), dtype, x.device)
+    one_call = dy.dtype == x.dtype == dtype and not pays
+    if one_call:
+        full = dtype == to and len(x) <= few
+        if gain is None and dtype != to:
+            gain = torch.ones(shape, dtype=to)  # else it wants 16-bit statistics
+        mask = (True, *sums) if full else (True, False, False)
+        dx, dweight, dbias = kernel(dy, x, shape, mean, rstd, gain, gain, mask)
+        if full or not any(sums):
+            return dx, dweight, dbias
+    else:
+        dx = _memory.empty(x.shape, dtype, x.device)
+    if dtype != to or pays:
+        few = min(few, _rows_of(PIECE_BACK, shape[0]))
+    parts: tuple[list[torch.Tensor], ...] = tuple([] for needed in sums if needed)
+    few, mask = max(few, 1), (not one_call, *sums)
+    outs = itertools.repeat(dx) if one_call else torch.split(dx, few)
+    for d, rows, m, r, out in zip(*_split(few, dy, x, mean, rstd), outs, strict=False):
+        piece, *found = kernel(d.to(to), rows.to(to), shape, m, r, gain, gain, mask)
+        if not one_call:
+            out.copy_(piece)
+        for part, new in zip(parts, found, strict=False):
+            part.append(new)
+            if len(part) == PARTS:
+                part[:] = [_added(part)]
+    dweight, dbias = (*map(_added, parts), None, None)[:2]
     return dx, dweight, dbias
+
+
+def _added(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(parts).sum(0, dtype=torch.float64)
 
 
 def _dx(
@@ -655,6 +762,56 @@ def _is_plain(x: torch.Tensor, weight: Optional) -> bool:
     )
 
 
+def at_once(
+    x: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    shape: Shape,
+    eps: float,
+    memory_efficient: bool,
+    centered: bool,
+) -> Optional:
+    """Torch's own function where nothing else matters than that every microsecond counts.
+
+    Returns:
+        ``None`` if that is not so. Torch checks what it is passed, so that nothing else has to.
+    """
+    if memory_efficient or not (_small(x, shape, centered) and _alike(x, weight, bias)):
+        return None
+    try:
+        if centered:
+            return torch.layer_norm(x, shape, weight, bias, eps)
+        return torch.rms_norm(x, shape, weight, eps)
+    except RuntimeError:
+        check(_name(centered), x, weight, bias, shape)
+        raise
+
+
+def _small(x: torch.Tensor, shape: Shape, centered: bool) -> bool:
+    """Whether torch's function is as exact for this input and as fast, in what it is called in."""
+    return (
+        not torch.compiler.is_compiling()
+        and x.is_cpu
+        and not torch._C._get_tracing_state()
+        and (
+            bool(shape) and x.numel() <= ROWS_ADDED * shape[-1] and x.dtype == torch.float32
+            if centered
+            else x.numel() < SMALLEST_ON_CPU["rms_norm"]
+        )
+        and not torch.is_autocast_enabled("cpu")
+        and _runtime.forced() is None
+    )
+
+
+def _alike(x: torch.Tensor, weight: Optional, bias: Optional) -> bool:
+    """Whether parameters are on the CPU and of the input's dtype."""
+    if weight is None:
+        return bias is None
+    if not weight.is_cpu or weight.dtype != x.dtype:
+        return False
+    return bias is None or (bias.is_cpu and bias.dtype == x.dtype)
+
+
 def normalize(
     x: torch.Tensor,
     weight: Optional,
@@ -666,19 +823,6 @@ def normalize(
     memory_efficient: bool,
 ) -> torch.Tensor:
     """Normalize by the way that fits the call; arguments have been checked."""
-    if (  # the shortest way for the smallest inputs, where every microsecond counts
-        not centered
-        and not torch.compiler.is_compiling()
-        and x.is_cpu
-        and x.dtype == dtype
-        and (weight is None or weight.dtype == dtype)
-        and not memory_efficient
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        and x.numel() < SMALLEST_ON_CPU["rms_norm"]
-        and not torch.is_autocast_enabled("cpu")
-        and _runtime.forced() is None
-    ):
-        return torch.rms_norm(x, shape, weight, eps)
     arguments = (x, weight, bias, shape, eps, dtype, centered)
     if _autocasts(x.device.type):
         with without_autocast(x.device):
@@ -716,8 +860,10 @@ def _has_own_path(x: torch.Tensor, weight: Optional, bias: Optional, centered: b
         return forced == "reference" or _kernel_runs(x, _name(centered), memory_efficient=False)
     if not centered:
         return x.numel() >= SMALLEST_ON_CPU["rms_norm"]
+    if _memory.pays(x.numel(), x.dtype, x.device):
+        return True
     if not _recorded(x, weight, bias):
         return False
     if x.dtype == torch.float32:
-        return x.shape[-1] * ROWS_ADDED_EXACTLY < x.numel()
+        return x.shape[-1] * ROWS_ADDED * torch.get_num_threads() < x.numel()
     return x.numel() >= SMALLEST_ON_CPU["layer_norm"]

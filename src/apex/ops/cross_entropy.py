@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from apex.ops import _runtime
+from apex.ops import _memory, _runtime
 from apex.ops._library import define, ordinary, tracing
 from apex.ops._thresholds import SMALLEST
 
@@ -288,7 +288,7 @@ def _backward(
     smoothing: float,
     padding_idx: int,
 ) -> torch.Tensor:
-    out = logits.new_empty(logits.shape)
+    out = _memory.empty(logits.shape, logits.dtype, logits.device)
     return backward_into(out, grad, logits, lse, labels, smoothing, padding_idx)
 
 

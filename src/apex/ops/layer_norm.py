@@ -60,6 +60,10 @@ def layer_norm(
     Raises:
         RuntimeError: What is passed does not fit together; see :func:`apex.ops._rows.check`.
     """
+    if dtype is None or dtype == x.dtype:
+        y = _rows.at_once(x, weight, bias, shape, eps, memory_efficient, True)
+        if y is not None:
+            return y
     _rows.check("layer_norm", x, weight, bias, shape)
     return _rows.normalize(
         x, weight, bias, shape, eps, dtype or x.dtype, centered=True,

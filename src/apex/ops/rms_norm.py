@@ -52,6 +52,10 @@ def rms_norm(
     Raises:
         RuntimeError: What is passed does not fit together; see :func:`apex.ops._rows.check`.
     """
+    if dtype is None or dtype == x.dtype:
+        y = _rows.at_once(x, weight, None, shape, eps, memory_efficient, False)
+        if y is not None:
+            return y
     _rows.check("rms_norm", x, weight, None, shape)
     return _rows.normalize(
         x, weight, None, shape, eps, dtype or x.dtype, centered=False,
