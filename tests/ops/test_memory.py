@@ -57,4 +57,3 @@ def test_the_system_takes_the_advice(monkeypatch, tmp_path):
     monkeypatch.setattr(_memory, "_system", lambda: system)
     out = _memory.empty((2 * _memory.LEAST,), torch.uint8, CPU)
     assert out.fill_(2).sum().item() == 2 * out.numel()
-    assert _memory.used_before(out)

@@ -164,7 +164,6 @@ def test_piece_by_piece(name, affine, dtype, monkeypatch):
     monkeypatch.setattr(_rows, "PARTS", 32)
     monkeypatch.setattr(_memory, "LEAST", 1)
     monkeypatch.setattr(_memory, "_system", lambda: SimpleNamespace(madvise=lambda *call: 0))
-    monkeypatch.setattr(_memory, "used_before", lambda out: False)
     monkeypatch.setattr(_rows, "PIECE", (2**9, 8))
     monkeypatch.setattr(_rows, "PIECE_BACK", (2**9, 8))
     shape = (333 * torch.get_num_threads(), 520)

@@ -32,7 +32,6 @@ def _system() -> Any:
 
         library = ctypes.CDLL(None)
         library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     except (OSError, ImportError, AttributeError, TypeError):  # no such file, library or function
         return None
     return library
@@ -51,13 +50,3 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         size = (out.data_ptr() + out.nbytes - start) // PAGE * PAGE
         _system().madvise(start, size, MADV_HUGEPAGE)  # if it refuses, it is slower
     return out
-
-
-def used_before(out: torch.Tensor) -> bool:
-    """Whether a result of :func:`empty` is memory that the program had before, without faults."""
-    import ctypes
-
-    answer = ctypes.c_ubyte()
-    middle = (out.data_ptr() + out.nbytes // 2) // PAGE * PAGE
-    failed = _system().mincore(middle, 1, ctypes.byref(answer))
-    return not failed and answer.value % 2 == 1
