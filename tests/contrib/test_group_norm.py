@@ -16,6 +16,7 @@ from apex.contrib.group_norm.group_norm import (
 from apex.ops import _runtime
 from apex.ops import group_norm as ops
 from tests.tolerance import GROUP_NORM, assert_close_in_rms, assert_one_rounding
+from tests.vmapped import assert_backward_under_vmap
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # groups of ten channels and 35 pixels, a full tile of channels, all in one group, three dimensions
@@ -185,6 +186,29 @@ def test_transforms_of_torch_func():
         slope = torch.func.grad(lambda x: ops.group_norm(x, 2, act="silu").sum())(given[0])
     torch.testing.assert_close(found, F.group_norm(given[0], 2, *given[1:]))
     assert slope.shape == given[0].shape
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for jvp
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_forward_mode_derivatives(act):
+    """With channels last torch's own group norm has none."""
+    given, _ = _data((1, 4, 2, 3), torch.float64)
+
+    def call(*tensors):
+        return ops.group_norm(tensors[0], 2, *tensors[1:], act=act)
+
+    assert torch.autograd.gradcheck(call, given, check_forward_ad=True)
+    x = given[0].detach()
+    found = torch.func.jacfwd(lambda x: call(x, *given[1:]))(x)
+    wanted = torch.autograd.functional.jacobian(lambda x: call(x, *given[1:]), x)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_a_backward_under_vmap(path):
+    given, _ = _data((2, 6, 3, 4), torch.float32, last=path == "triton")  # torch: first alone
+    with _runtime.use(path):
+        assert_backward_under_vmap(ops.group_norm(given[0], 2, *given[1:], act="silu"), given)
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])

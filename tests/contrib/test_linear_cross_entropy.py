@@ -12,6 +12,7 @@ from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy
 from apex.ops import _runtime
 from apex.ops import linear_cross_entropy as ops
 from tests.tolerance import PRODUCTS, assert_close_in_rms
+from tests.vmapped import assert_backward_under_vmap
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 REDUCTIONS = ["none", "mean", "sum"]
@@ -231,6 +232,14 @@ def test_transforms_of_torch_func():
     torch.testing.assert_close(found, torch.stack(expected))
     slope = torch.func.grad(lambda w: linear_cross_entropy(x, w, targets, chunk_size=2))(weight)
     assert slope.shape == weight.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_backward_under_vmap(reduction, dtype):
+    x, weight, bias, targets = _data(6, 4, 5, dtype)
+    loss = linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk_size=2)
+    assert_backward_under_vmap(loss, [x, weight, bias])
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

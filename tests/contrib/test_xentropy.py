@@ -13,6 +13,7 @@ from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.ops import _runtime
 from apex.ops import cross_entropy as ops
 from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
+from tests.vmapped import assert_backward_under_vmap
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # a padded block, a full one, a block and one more, one class, one row
@@ -228,6 +229,14 @@ def test_transforms_of_torch_func():
         one = torch.func.grad(lambda x: SoftmaxCrossEntropyLoss.apply(x, labels[0]).sum())
         slope = torch.func.jacrev(lambda x: SoftmaxCrossEntropyLoss.apply(x, labels[0]).sum())
         assert torch.equal(one(logits[0]), slope(logits[0]))
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_a_backward_under_vmap(path):
+    logits, labels, _ = _data((4, 9), torch.float32)
+    with _runtime.use(path):
+        losses, _ = ops.OP(logits, labels, 0.1, PADDING)
+        assert_backward_under_vmap(losses, [logits])
 
 
 def _wrong(rows, bad):

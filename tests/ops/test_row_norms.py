@@ -14,6 +14,7 @@ from apex.ops.layer_norm import reference as layer_norm_reference
 from apex.ops.rms_norm import reference as rms_norm_reference
 from apex.ops.rms_norm import rms_norm
 from tests.tolerance import assert_one_rounding
+from tests.vmapped import assert_backward_under_vmap
 
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALVES]
@@ -447,6 +448,17 @@ def test_transforms_of_torch_func(name, path, memory_efficient):
     call(leaf).square().sum().backward()
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=1e-5)
     assert tangent.shape == x.shape
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_backward_under_vmap(name, path, memory_efficient):
+    rows = 5 if path == "triton" else 2000  # not torch's functions
+    x, weight, bias, _ = _inputs(name, (rows, 66), (66,), torch.float32)
+    with _path(path):
+        y = _norm(name, x, weight, bias, (66,), memory_efficient=memory_efficient)
+        assert_backward_under_vmap(y, [t for t in (x, weight, bias) if t is not None])
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True])

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from apex.ops import _runtime
-from apex.ops._library import define
+from apex.ops._library import batched, define
 from apex.ops._thresholds import SMALLEST, SMALLEST_ON_CPU
 
 Shape = Sequence[int]
@@ -491,7 +491,7 @@ def run_saved(
             dy, saved, mean, rstd, weight, bias, ctx.shape, ctx.eps, ctx.dtype, ctx.centered,
             ctx.memory_efficient, weight_gradients,
         )  # fmt: skip
-        if _is_plain(dy, saved):
+        if _is_plain(dy, saved) and not batched(dy):
             return backward(*arguments)
         dx, dweight, dbias = _BACKWARD_OP(*arguments)
     given = [tensor is not None and weight_gradients for tensor in (weight, bias)]

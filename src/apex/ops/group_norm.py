@@ -132,6 +132,8 @@ def _plain(
     x: torch.Tensor, groups: int, weight: Optional, bias: Optional, eps: float, silu: bool
 ) -> torch.Tensor:
     last = channels_last(x)
+    if not torch.compiler.is_compiling() and not ordinary(x):
+        x = x.contiguous()  # torch's forward-mode derivatives cannot do with channels last
     if _as_it_is(x, weight, bias, silu, last):
         y = reference(x, groups, weight, bias, eps, silu)
     else:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from apex.ops import _runtime
 from apex.ops import cross_entropy as rows_op
-from apex.ops._library import define, ordinary, tracing
+from apex.ops._library import batched, define, ordinary, tracing
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -452,6 +452,8 @@ def _of_reduced(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Ten
 
 def _scaled(found: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``found * grad``, computed in float32 and rounded once, without a float32 copy."""
+    if found.dtype == dtype or batched(grad):
+        return (found * grad).to(dtype)
     out = torch.empty_like(found, dtype=dtype)
     return torch.mul(found, grad.reshape(1), out=out)
 
