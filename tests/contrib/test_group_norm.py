@@ -238,7 +238,16 @@ def test_compiled_as_one_graph():
 def test_scripted_and_traced():
     layer, x = GroupNorm(2, 4, act="silu"), torch.randn(2, 4, 3, 3)
     assert torch.equal(torch.jit.script(layer)(x), layer(x))
+    assert torch.equal(torch.jit.script(torch.nn.Sequential(layer))(x), layer(x))
     assert torch.equal(torch.jit.trace(layer, x)(x), layer(x))
+
+    def functions(x: torch.Tensor, weight: torch.Tensor):
+        y = cuda_group_norm_nhwc_two_pass(x, 2, weight, weight, 1e-5)
+        return y, torch_group_norm(x, 2, weight, None, 1e-5, "swish")
+
+    weight = torch.rand(4)
+    for found, y in zip(torch.jit.script(functions)(x, weight), functions(x, weight), strict=True):
+        assert torch.equal(found, y)
 
 
 def test_layer_is_a_drop_in():

@@ -315,6 +315,13 @@ def test_compiled_as_one_graph():
 
     _agrees(compiled(logits), logits, labels, grad, 0.1)
 
+    @torch.compile(backend="aot_eager")
+    def skips(x):
+        return SoftmaxCrossEntropyLoss.apply(x, labels, padding_idx=PADDING)
+
+    with pytest.raises(Exception, match="missing required argument: 'smoothing'"):
+        skips(logits)  # torch's compiler, and its eager Function.apply, want all before a keyword
+
 
 def test_a_subclass_and_an_explicit_forward():
     class Mine(SoftmaxCrossEntropyLoss):
@@ -331,14 +338,23 @@ def test_a_subclass_and_an_explicit_forward():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
-def test_scripted_callers_are_told():
-    def caller(logits: torch.Tensor, labels: torch.Tensor):
-        return SoftmaxCrossEntropyLoss.apply(logits, labels)
+def test_scripted_callers_call_back():
+    """As with any autograd function: all arguments positional."""
 
-    with pytest.raises(
-        torch.jit.frontend.NotSupportedError, match=r"functions can't(.|\n)*def apply"
-    ):
-        torch.jit.script(caller)
+    def caller(logits: torch.Tensor, labels: torch.Tensor):
+        return SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1, -1, True)
+
+    def keyword(logits: torch.Tensor, labels: torch.Tensor):
+        return SoftmaxCrossEntropyLoss.apply(logits, labels, padding_idx=-1)
+
+    logits, labels, _ = _data((6, 50), torch.float32)
+    found = torch.jit.script(caller)(logits, labels)
+    (found_gradient,) = torch.autograd.grad(found.sum(), logits)
+    losses = caller(logits, labels)
+    assert torch.equal(found, losses)
+    assert torch.equal(found_gradient, torch.autograd.grad(losses.sum(), logits)[0])
+    with pytest.raises(RuntimeError, match="Keyword argument padding_idx unknown"):
+        torch.jit.script(keyword)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
