@@ -201,15 +201,24 @@ def test_groups_of_two_values(dtype, way):
         assert_rounded_after_float32(actual, wanted, term, interpreted=way == "triton")
 
 
-def test_empty():
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 4, 0, 3), (0, 4), (2, 4, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_empty(dtype, shape, act, affine):
+    """No image, or images without pixels, of which torch's own gradients are nan."""
     for path in ("reference", "triton"):
-        x = torch.randn(0, 4, 3, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
-        layer = GroupNorm(2, 4)
+        x = torch.randn(shape).to(dtype)
+        if len(shape) == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        x.requires_grad_()
+        layer = GroupNorm(2, 4, affine=affine, act=act)
         with _runtime.use(path):
             y = layer(x)
             y.sum().backward()
-        assert y.shape == x.shape
-        assert not layer.weight.grad.any()
+        assert y.shape == x.shape == x.grad.shape
+        assert y.dtype == dtype
+        assert not any(parameter.grad.any() for parameter in layer.parameters())
 
 
 def test_two_runs_are_bitwise_equal():

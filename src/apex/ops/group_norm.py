@@ -10,8 +10,8 @@ Weight and bias may have other dtypes than ``x``. Source: Wu and He, arXiv:1803.
 Who computes: for images with their channels last in memory, a Triton kernel on a GPU if they are
 large enough; on a CPU torch's function, in float32 for 16-bit images: its own 16-bit functions
 round what lies between norm and activation, and keep statistics in 16 bits: off by up to twice the
-rounding error, and by a seventh of the largest gradient in groups of two numbers. Images with channels first are
-torch's on every other device.
+rounding error, and by a seventh of the largest gradient in groups of two numbers. Images with
+channels first are torch's on every other device.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def group_norm(
     if tracing():
         return reference(x, groups, weight, bias, eps, silu)
     check(x, groups, weight, bias)
+    if not x.numel():
+        return _of_nothing(x, weight, bias)
     if _fused(x, weight, bias):
         y: torch.Tensor = FPROP(x, groups, weight, bias, eps, silu)[0]
         return y
@@ -178,6 +180,15 @@ def _needs_statistics_alone(
         and not torch.compiler.is_compiling()
         and ordinary(x, weight, bias)
     )
+
+
+def _of_nothing(x: torch.Tensor, *weights: Optional) -> torch.Tensor:
+    """No pixel: gradients of weights are 0 where torch's of images without pixels are nan."""
+    y = x.clone()
+    for tensor in weights:
+        if tensor is not None:
+            y = y * tensor.to(x.dtype).view(-1, *[1] * (x.dim() - 2))
+    return y
 
 
 def _wide(*tensors: Optional) -> torch.dtype:
