@@ -98,6 +98,20 @@ def test_mixed_dtypes(weight_dtype, path, last):
         _agrees(y, given, grad, 4, "swish", interpreted=path == "triton")
 
 
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("last", [True, False])
+def test_autocast_changes_nothing(last, dtype, act):
+    """As with the original's kernel: the output has the input's dtype."""
+    given, _ = _data((2, 8, 5, 3), dtype, torch.float32, last=last)
+    for path in ("reference", "triton"):
+        with _runtime.use(path):
+            y = ops.group_norm(given[0], 4, *given[1:], act=act)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(ops.group_norm(given[0], 4, *given[1:], act=act), y)
+        assert y.dtype == dtype
+
+
 @pytest.mark.parametrize("path", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_weights(path, dtype):

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from apex.ops import _runtime
 from apex.ops._library import define, ordinary, tracing
+from apex.ops._rows import without_autocast
 from apex.ops._thresholds import SMALLEST
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -80,7 +81,8 @@ def group_norm(
     if _fused(x, weight, bias):
         y: torch.Tensor = FPROP(x, groups, weight, bias, eps, silu)[0]
         return y
-    return _plain(x, groups, weight, bias, eps, silu)
+    with without_autocast(x.device):  # which would make torch's output float32, ours with SiLU not
+        return _plain(x, groups, weight, bias, eps, silu)
 
 
 def channels_last(x: torch.Tensor) -> bool:
