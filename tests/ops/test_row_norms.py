@@ -267,6 +267,37 @@ def test_noncontiguous_tensors(name, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", [(66,), (6, 11)], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_the_output_may_be_changed_in_place(name, row, path):
+    """As a residual connection does; and gradients may be detached, as old training loops do."""
+    shape = (5 if path == "triton" else 2000, *row)
+    *tensors, dy = _inputs(name, shape, row, torch.float32)
+    with _path(path):
+        y = _norm(name, *tensors, row)
+        y += 1.0
+        y.mul_(2.0).backward(dy)
+    exact = _exact(tensors)
+    (2.0 * _reference(name, *exact, row)).backward(dy.double())
+    for tensor, exact_tensor in zip(tensors, exact, strict=True):
+        if tensor is not None:
+            assert_one_rounding(tensor.grad.detach_(), exact_tensor.grad)
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_change_of_what_is_saved_is_noticed(name, path, memory_efficient):
+    x, weight, bias, _ = _inputs(name, (5 if path == "triton" else 2000, 66), (66,), torch.float32)
+    h = x * 1
+    with _path(path):
+        y = _norm(name, h, weight, bias, (66,), memory_efficient=memory_efficient)
+        (y if memory_efficient else h).detach().mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [60, 9000])
 @pytest.mark.parametrize("name", NORMS)

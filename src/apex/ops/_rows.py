@@ -261,7 +261,7 @@ def forward(
         )
     else:
         y, mean, rstd = _torch_forward(rows, weight_row, bias_row, eps, dtype, centered)
-    return y.view(x.shape), mean, rstd
+    return y.resize_(x.shape), mean, rstd  # autograd lets nobody change a view in place
 
 
 def _torch_forward(
@@ -342,9 +342,9 @@ def backward(
             dy.reshape(size), saved.reshape(size), mean, rstd, weight_row, bias_row, eps, dtype,
             centered, memory_efficient, weight_gradients,
         )  # fmt: skip
-    dweight = dweight if dweight is None or weight is None else dweight.view(weight.shape)
-    dbias = dbias if dbias is None or bias is None else dbias.view(bias.shape)
-    return dx.view(dy.shape), dweight, dbias
+    dweight = dweight if dweight is None or weight is None else dweight.resize_(weight.shape)
+    dbias = dbias if dbias is None or bias is None else dbias.resize_(bias.shape)
+    return dx.resize_(dy.shape), dweight, dbias
 
 
 def _check_saved(
@@ -415,7 +415,7 @@ def _torch_backward(
             xhat = x if memory_efficient else (x - m if centered else x) * r
             torch.sum(xhat * d, 0, out=sums[number])
     if wanted and weight is not None:
-        dweight = (sums[0] if len(sums) == 1 else sums.sum(0)).to(weight.dtype)
+        dweight = sums.sum(0).to(weight.dtype)
     return dx, dweight, dbias
 
 
