@@ -172,6 +172,21 @@ def test_infinite_logits(path, first):
     assert_one_rounding(logits.grad, exact_grad)
 
 
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_of_logits_far_from_zero(path, smoothing):
+    """As exact as those near it: the sum's logarithm is 1e4, its float32 0.001 off."""
+    logits, labels, grad = _data((9, 70), torch.float32)
+    logits = logits.detach() + 20000.0
+    with _runtime.use(path):
+        losses = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, PADDING)
+    exact, _ = _exact(logits, labels, grad, smoothing)
+    if smoothing:  # the mean is as large, too
+        assert_rounded_after_float32(losses, exact, torch.full_like(exact, 20000.0 * smoothing))
+    else:
+        assert_one_rounding(losses, exact)
+
+
 def test_other_integer_labels_and_strides():
     wide = torch.randn(5, 40).requires_grad_()
     labels = torch.tensor([1, 9, 3, 7, 3])

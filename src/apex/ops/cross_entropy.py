@@ -102,6 +102,9 @@ def cross_entropy(
 
 def check(who: str, logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> None:
     """Refuse what cannot be computed, without looking at any number on a device."""
+    for name, given in (("logits", logits), ("labels", labels)):
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(f"{who}: {name} are of type {type(given).__name__}; pass a tensor.")
     if not logits.is_floating_point():
         raise TypeError(f"{who}: logits are {logits.dtype}; pass a floating dtype.")
     if labels.dtype not in INTEGERS:
