@@ -61,10 +61,12 @@ def test_exact_in_every_way(dtype, shape, groups, act):
     layer = GroupNorm(groups, shape[1], act=act)
     layer.weight, layer.bias = (torch.nn.Parameter(t.detach()) for t in given[1:])
     given[1:] = layer.weight, layer.bias
-    for way in ("layer", "operation", "triton"):
+    for way in ("layer", "host", "operation", "triton"):
         with _runtime.use("triton" if way == "triton" else "reference"):
             if way == "operation":
                 y = ops.FPROP(given[0], groups, *given[1:], 1e-5, act is not None)[0]
+            elif way == "host":
+                y = ops._on_host(given[0], groups, *given[1:], 1e-5, act is not None)
             else:
                 y = layer(given[0])
             assert y.is_contiguous(memory_format=ops.FORMATS[len(shape)])
@@ -253,6 +255,7 @@ def test_derivatives_in_float64(act):
     for function in (
         lambda *t: ops.group_norm(t[0], 2, *t[1:], act=act),
         lambda *t: ops.FPROP(t[0], 2, *t[1:], 1e-5, act is not None)[0],
+        lambda *t: ops._on_host(t[0], 2, *t[1:], 1e-5, act is not None),
     ):
         assert torch.autograd.gradcheck(function, given)
         assert torch.autograd.gradgradcheck(function, given)
@@ -283,9 +286,34 @@ def test_forward_mode_derivatives(act):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("path", ["reference", "triton"])
-def test_a_backward_under_vmap(path):
-    given, _ = _data((2, 6, 3, 4), torch.float32, last=path == "triton")  # torch: first alone
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("smallest", [0, 2**16])
+def test_gradients_of_weights_alone(smallest, dtype, biased, act, monkeypatch):
+    """A frozen input, or one nobody asks about: torch's own crashes with channels last on a CPU."""
+    monkeypatch.setitem(ops.SMALLEST_ON_CPU, "group_norm", smallest)
+    given, grad = _data((2, 8, 5, 3), dtype)
+    given = given if biased else given[:2]
+
+    def gradients(wanted):
+        y = ops.group_norm(given[0], 2, *given[1:], act=act)
+        return torch.autograd.grad(y, wanted, grad)
+
+    _agrees(ops.group_norm(given[0], 2, *given[1:], act=act), given, grad, 2, act)
+    of_all = gradients(given)
+    assert all(map(torch.equal, gradients(given[1:]), of_all[1:]))
+    given[0].requires_grad_(False)
+    assert all(map(torch.equal, gradients(given[1:]), of_all[1:]))
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("path", ["reference", "host", "triton"])
+def test_a_backward_under_vmap(path, last, monkeypatch):
+    if path == "host":
+        path = "reference"
+        monkeypatch.setitem(ops.SMALLEST_ON_CPU, "group_norm", 0)
+    given, _ = _data((2, 6, 3, 4), torch.float32, last=last)
     with _runtime.use(path):
         assert_backward_under_vmap(ops.group_norm(given[0], 2, *given[1:], act="silu"), given)
 
