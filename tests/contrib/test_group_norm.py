@@ -397,6 +397,7 @@ def test_functions_of_the_original():
             ValueError,
             "num_channels must be divisible by num_groups; got 8",
         ),
+        (lambda: GroupNorm(0, 8), ValueError, "divisible by num_groups; got 8 and 0"),
         (lambda: GroupNorm(2, 8, act="relu"), ValueError, "act is 'relu'; allowed are 'silu'"),
         (lambda: GroupNorm(2, 8)(torch.ones(2, 6, 1, 1)), ValueError, "weight has shape .8,. and"),
         (

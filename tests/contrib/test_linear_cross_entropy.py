@@ -304,6 +304,8 @@ LABELS = torch.ones(2, dtype=torch.long)
         ((ONES(2, 3), ONES(4, 3), LABELS), {"reduction": "avg"}, ValueError, "'avg'; allowed are"),
         ((ONES(2, 3), ONES(4, 3), LABELS), {"label_smoothing": 2}, ValueError, "is 2.0; allowed"),
         ((ONES(2, 3), ONES(4, 3), LABELS), {"chunk_size": 0}, ValueError, "chunk_size is 0; pass"),
+        ((ONES(2, 3), ONES(4, 3), LABELS), {"chunk_size": 2.0}, ValueError, "chunk_size is 2.0; p"),
+        ((ONES(2, 3), ONES(4, 3), [0, 1]), {}, TypeError, "targets is of type list; pass a tensor"),
     ],
 )
 def test_bad_input(arguments, options, error, said):

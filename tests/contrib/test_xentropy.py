@@ -299,6 +299,7 @@ def test_a_label_out_of_range_elsewhere_is_nan(bad, path, monkeypatch):
             r"view\(-1, classes\)",
         ),
         ((torch.ones(2, 3), torch.ones(2)), TypeError, "labels are torch.float32; pass class numb"),
+        ((torch.ones(2, 3), [1, 2]), TypeError, "labels are of type list; pass a tensor"),
         ((torch.ones(2, 3).long(), torch.ones(2).long()), TypeError, "logits are torch.int64"),
         ((torch.ones(2, 3), torch.ones(2).long(), 1.5), ValueError, "smoothing is 1.5; allowed is"),
         ((torch.ones(2, 0), torch.ones(2).long()), ValueError, "have no class"),

@@ -150,6 +150,9 @@ def test_a_16_bit_input_of_float32_parameters():
     assert_one_rounding(module(x).detach(), _exact(module, x))
     with pytest.raises(RuntimeError, match=r"expected scalar type Float but found Half.*Mixed"):
         FusedLayerNorm(16).half()(torch.randn(3, 16))
+    for module in (FusedLayerNorm(16), FusedRMSNorm(16)):
+        with pytest.raises(RuntimeError, match="input is torch.int64; allowed are float16"):
+            module(torch.ones(3, 16, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)

@@ -120,8 +120,11 @@ def _check_parameter(
 
 
 def refuse_other_dtype(x: torch.Tensor, weight: Optional, mixed: str) -> None:
-    """Refuse a weight of another dtype than the input's, in torch's words; ``mixed`` takes it."""
-    if weight is not None and weight.dtype != x.dtype:
+    """Refuse a weight of another dtype than the input's, in torch's words; ``mixed`` takes it.
+
+    What is no floating dtype at all is left to :func:`check`.
+    """
+    if weight is not None and weight.dtype != x.dtype and {x.dtype, weight.dtype} <= FLOATS:
         raise RuntimeError(
             f"expected scalar type {NAMES.get(x.dtype, x.dtype)} but found "
             f"{NAMES.get(weight.dtype, weight.dtype)}: the input is {x.dtype} and the weight "

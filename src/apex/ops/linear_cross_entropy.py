@@ -170,6 +170,11 @@ def _check(
     reduction: str,
     chunk_size: int | None,
 ) -> None:
+    for name, given in (("input", x), ("weight", weight), ("targets", targets)):
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(
+                f"linear_cross_entropy: {name} is of type {type(given).__name__}; pass a tensor."
+            )
     _check_shapes(x, weight, targets, bias)
     if reduction not in REDUCTIONS:
         raise ValueError(
@@ -180,9 +185,9 @@ def _check(
         raise ValueError(
             f"linear_cross_entropy: label_smoothing is {smoothing}; allowed is 0 to 1."
         )
-    if chunk_size is not None and chunk_size < 1:
+    if chunk_size is not None and (isinstance(chunk_size, float) or chunk_size < 1):
         raise ValueError(
-            f"linear_cross_entropy: chunk_size is {chunk_size}; pass at least 1 row, or None."
+            f"linear_cross_entropy: chunk_size is {chunk_size!r}; pass at least 1 row, or None."
         )
     if targets.dtype not in rows_op.INTEGERS:
         raise TypeError(

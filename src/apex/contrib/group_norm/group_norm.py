@@ -76,7 +76,7 @@ class GroupNorm(torch.nn.Module):
         act: str | None = None,
     ) -> None:
         super().__init__()
-        if num_channels % num_groups:
+        if num_groups < 1 or num_channels % num_groups:
             raise ValueError(
                 "num_channels must be divisible by num_groups; "
                 f"got {num_channels} and {num_groups}."
