@@ -307,6 +307,17 @@ def test_gradients_of_weights_alone(smallest, dtype, biased, act, monkeypatch):
     assert all(map(torch.equal, gradients(given[1:]), of_all[1:]))
 
 
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_a_frozen_input_compiled(act):
+    (x, *_), _ = _data((2, 8, 5, 3), torch.float32)
+    x, layer = x.detach(), GroupNorm(2, 8, act=act)
+    torch._dynamo.reset()
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    found, layer.weight.grad = layer.weight.grad, None
+    layer(x).square().sum().backward()
+    torch.testing.assert_close(found, layer.weight.grad)
+
+
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("path", ["reference", "host", "triton"])
 def test_a_backward_under_vmap(path, last, monkeypatch):

@@ -136,13 +136,10 @@ def _plain(
     x: torch.Tensor, groups: int, weight: Optional, bias: Optional, eps: float, silu: bool
 ) -> torch.Tensor:
     last = channels_last(x)
-    if not torch.compiler.is_compiling():
-        if not ordinary(x, weight, bias):
-            x = x.contiguous()  # torch has no forward-mode derivatives with channels last
-        elif last and x.device.type == "cpu" and _recorded(x, weight, bias):
-            if x.numel() >= SMALLEST_ON_CPU["group_norm"]:
-                return _on_host(x, groups, weight, bias, eps, silu)
-            x = x.contiguous()
+    if _fails_with_channels_last(x, weight, bias, last):
+        if x.numel() >= SMALLEST_ON_CPU["group_norm"] and _on_host_runs(x, weight, bias):
+            return _on_host(x, groups, weight, bias, eps, silu)
+        x = x.contiguous()
     if _as_it_is(x, weight, bias, silu, last):
         y = reference(x, groups, weight, bias, eps, silu)
     elif _needs_statistics_alone(x, weight, bias, silu, last):
@@ -154,6 +151,21 @@ def _plain(
         to = _wide(x, weight, bias)
         y = reference(x.to(to), groups, _to(weight, to), _to(bias, to), eps, silu).to(x.dtype)
     return y.contiguous(memory_format=FORMATS[x.dim()]) if last else y
+
+
+def _fails_with_channels_last(
+    x: torch.Tensor, weight: Optional, bias: Optional, last: bool
+) -> bool:
+    """Whether torch's functions do: forward-mode derivatives, and what :class:`_OnHost` tells."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not ordinary(x, weight, bias):
+        return True
+    recorded = last and x.device.type == "cpu" and _recorded(x, weight, bias)
+    return recorded and not (compiling and x.requires_grad)  # all gradients are compiled together
+
+
+def _on_host_runs(x: torch.Tensor, weight: Optional, bias: Optional) -> bool:
+    return not torch.compiler.is_compiling() and ordinary(x, weight, bias)
 
 
 def _as_it_is(x: torch.Tensor, weight: Optional, bias: Optional, silu: bool, last: bool) -> bool:
