@@ -1,6 +1,7 @@
 """`FastLayerNorm`: layer norm over the last dimension, of any size."""
 
 import inspect
+import io
 
 import pytest
 import torch
@@ -48,6 +49,21 @@ def test_dtypes():
 def test_wrong_size():
     with pytest.raises(RuntimeError, match=r"expected input with shape \[\*, 8\]"):
         FastLayerNorm(8)(torch.randn(3, 7))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scripted(dtype):
+    """Inside of a model too; what is saved needs no Python."""
+    module = FastLayerNorm(8).to(dtype)
+    torch.nn.init.uniform_(module.weight)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Sequential(module)), file)
+    file.seek(0)
+    x = torch.randn(3, 8)
+    found = torch.jit.load(file)(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, module(x))
 
 
 def test_compiles_as_one_graph():

@@ -12,6 +12,7 @@ from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy
 from apex.ops import _runtime
 from apex.ops import linear_cross_entropy as ops
 from tests.tolerance import PRODUCTS, assert_close_in_rms
+from tests.vmapped import assert_backward_under_vmap
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 REDUCTIONS = ["none", "mean", "sum"]
@@ -233,6 +234,14 @@ def test_transforms_of_torch_func():
     assert slope.shape == weight.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_backward_under_vmap(reduction, dtype):
+    x, weight, bias, targets = _data(6, 4, 5, dtype)
+    loss = linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk_size=2)
+    assert_backward_under_vmap(loss, [x, weight, bias])
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_two_runs_and_two_backwards_are_bitwise_equal(reduction):
     x, weight, bias, targets = _data(33, 20, 90, torch.bfloat16)
@@ -295,6 +304,8 @@ LABELS = torch.ones(2, dtype=torch.long)
         ((ONES(2, 3), ONES(4, 3), LABELS), {"reduction": "avg"}, ValueError, "'avg'; allowed are"),
         ((ONES(2, 3), ONES(4, 3), LABELS), {"label_smoothing": 2}, ValueError, "is 2.0; allowed"),
         ((ONES(2, 3), ONES(4, 3), LABELS), {"chunk_size": 0}, ValueError, "chunk_size is 0; pass"),
+        ((ONES(2, 3), ONES(4, 3), LABELS), {"chunk_size": 2.0}, ValueError, "chunk_size is 2.0; p"),
+        ((ONES(2, 3), ONES(4, 3), [0, 1]), {}, TypeError, "targets is of type list; pass a tensor"),
     ],
 )
 def test_bad_input(arguments, options, error, said):
@@ -322,7 +333,9 @@ def test_scripted_and_traced():
     def caller(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor):
         return linear_cross_entropy(x, weight, targets)
 
-    with pytest.raises(torch.jit.frontend.NotSupportedError, match="keyword-only arguments"):
+    with pytest.raises(
+        torch.jit.frontend.NotSupportedError, match="take LinearCrossEntropyLoss there"
+    ):
         torch.jit.script(caller)
     layer, x, targets = LinearCrossEntropyLoss(8, 20), torch.randn(7, 8), torch.randint(20, (7,))
     assert torch.equal(torch.jit.script(layer)(x, targets), layer(x, targets))

@@ -13,6 +13,7 @@ from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.ops import _runtime
 from apex.ops import cross_entropy as ops
 from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
+from tests.vmapped import assert_backward_under_vmap
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # a padded block, a full one, a block and one more, one class, one row
@@ -171,6 +172,21 @@ def test_infinite_logits(path, first):
     assert_one_rounding(logits.grad, exact_grad)
 
 
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_of_logits_far_from_zero(path, smoothing):
+    """As exact as those near it: the sum's logarithm is 1e4, its float32 0.001 off."""
+    logits, labels, grad = _data((9, 70), torch.float32)
+    logits = logits.detach() + 20000.0
+    with _runtime.use(path):
+        losses = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, PADDING)
+    exact, _ = _exact(logits, labels, grad, smoothing)
+    if smoothing:  # the mean is as large, too
+        assert_rounded_after_float32(losses, exact, torch.full_like(exact, 20000.0 * smoothing))
+    else:
+        assert_one_rounding(losses, exact)
+
+
 def test_other_integer_labels_and_strides():
     wide = torch.randn(5, 40).requires_grad_()
     labels = torch.tensor([1, 9, 3, 7, 3])
@@ -230,6 +246,14 @@ def test_transforms_of_torch_func():
         assert torch.equal(one(logits[0]), slope(logits[0]))
 
 
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_a_backward_under_vmap(path):
+    logits, labels, _ = _data((4, 9), torch.float32)
+    with _runtime.use(path):
+        losses, _ = ops.OP(logits, labels, 0.1, PADDING)
+        assert_backward_under_vmap(losses, [logits])
+
+
 def _wrong(rows, bad):
     labels = torch.ones(rows, dtype=torch.long)
     labels[2] = bad
@@ -275,6 +299,7 @@ def test_a_label_out_of_range_elsewhere_is_nan(bad, path, monkeypatch):
             r"view\(-1, classes\)",
         ),
         ((torch.ones(2, 3), torch.ones(2)), TypeError, "labels are torch.float32; pass class numb"),
+        ((torch.ones(2, 3), [1, 2]), TypeError, "labels are of type list; pass a tensor"),
         ((torch.ones(2, 3).long(), torch.ones(2).long()), TypeError, "logits are torch.int64"),
         ((torch.ones(2, 3), torch.ones(2).long(), 1.5), ValueError, "smoothing is 1.5; allowed is"),
         ((torch.ones(2, 0), torch.ones(2).long()), ValueError, "have no class"),
@@ -306,6 +331,13 @@ def test_compiled_as_one_graph():
 
     _agrees(compiled(logits), logits, labels, grad, 0.1)
 
+    @torch.compile(backend="aot_eager")
+    def skips(x):
+        return SoftmaxCrossEntropyLoss.apply(x, labels, padding_idx=PADDING)
+
+    with pytest.raises(Exception, match="missing required argument: 'smoothing'"):
+        skips(logits)  # torch's compiler, and its eager Function.apply, want all before a keyword
+
 
 def test_a_subclass_and_an_explicit_forward():
     class Mine(SoftmaxCrossEntropyLoss):
@@ -322,14 +354,23 @@ def test_a_subclass_and_an_explicit_forward():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
-def test_scripted_callers_are_told():
-    def caller(logits: torch.Tensor, labels: torch.Tensor):
-        return SoftmaxCrossEntropyLoss.apply(logits, labels)
+def test_scripted_callers_call_back():
+    """As with any autograd function: all arguments positional."""
 
-    with pytest.raises(
-        torch.jit.frontend.NotSupportedError, match=r"functions can't(.|\n)*def apply"
-    ):
-        torch.jit.script(caller)
+    def caller(logits: torch.Tensor, labels: torch.Tensor):
+        return SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1, -1, True)
+
+    def keyword(logits: torch.Tensor, labels: torch.Tensor):
+        return SoftmaxCrossEntropyLoss.apply(logits, labels, padding_idx=-1)
+
+    logits, labels, _ = _data((6, 50), torch.float32)
+    found = torch.jit.script(caller)(logits, labels)
+    (found_gradient,) = torch.autograd.grad(found.sum(), logits)
+    losses = caller(logits, labels)
+    assert torch.equal(found, losses)
+    assert torch.equal(found_gradient, torch.autograd.grad(losses.sum(), logits)[0])
+    with pytest.raises(RuntimeError, match="Keyword argument padding_idx unknown"):
+        torch.jit.script(keyword)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import xentropy_cuda
 
 import apex
+from apex.ops import _runtime
 from tests.tolerance import assert_one_rounding
 
 
@@ -24,6 +25,20 @@ def test_forward_and_backward_in_every_dtype(dtype, half_to_float):
     assert_one_rounding(losses, exact.detach())
     assert_one_rounding(lse, torch.logsumexp(logits.double(), 1))
     assert_one_rounding(found, expected)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("least", [-torch.inf, -30000.0, -20.0])
+def test_lse_of_labels_that_are_ruled_out(least, dtype, path):
+    logits = torch.randn(4, 300).to(dtype)
+    labels = torch.tensor([0, 7, 200, 299])
+    logits[[0, 1, 3], labels[[0, 1, 3]]] = least
+    with _runtime.use(path):
+        losses, lse = xentropy_cuda.forward(logits, labels, 0.0, False)
+    exact = F.cross_entropy(logits.double(), labels, reduction="none")
+    assert_one_rounding(lse, logits.double().logsumexp(1))
+    assert_one_rounding(losses, exact)
 
 
 def test_label_0_counts():

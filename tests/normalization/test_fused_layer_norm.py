@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import io
 import warnings
 
 import pytest
@@ -149,6 +150,9 @@ def test_a_16_bit_input_of_float32_parameters():
     assert_one_rounding(module(x).detach(), _exact(module, x))
     with pytest.raises(RuntimeError, match=r"expected scalar type Float but found Half.*Mixed"):
         FusedLayerNorm(16).half()(torch.randn(3, 16))
+    for module in (FusedLayerNorm(16), FusedRMSNorm(16)):
+        with pytest.raises(RuntimeError, match="input is torch.int64; allowed are float16"):
+            module(torch.ones(3, 16, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
@@ -337,19 +341,41 @@ def test_modules_in_torchscript(cls):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls", MODULES)
+def test_scripted_modules_have_the_same_output_dtype(cls, dtype, weight_dtype):
+    if cls is FusedLayerNorm and dtype != weight_dtype and weight_dtype != torch.float32:
+        return  # refused
+    module = _random(cls(16)).to(weight_dtype)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), file)
+    file.seek(0)
+    x = torch.randn(3, 16).to(dtype)
+    torch.testing.assert_close(torch.jit.load(file)(x), module(x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_functions_in_torchscript():
-    """They are called back in Python; what TorchScript does not understand it says."""
+    """They are called back in Python, with defaults, and say there what they refuse."""
 
-    def right(x: torch.Tensor) -> torch.Tensor:
-        return fused_rms_norm(x, [16], 1e-6, False)
+    def rms(x: torch.Tensor, weight: torch.Tensor):
+        plain = fused_rms_norm(x, [16], memory_efficient=True)
+        manual = manual_rms_norm(x, [16], weight, 1e-5)
+        mixed = mixed_dtype_fused_rms_norm_affine(x, weight, [16])
+        return plain, manual, mixed, fused_rms_norm_affine(x, weight, [16])
 
-    def short(x: torch.Tensor) -> torch.Tensor:
-        return fused_rms_norm(x, [16])
+    def layer(x: torch.Tensor, weight: torch.Tensor):
+        mixed = mixed_dtype_fused_layer_norm_affine(x, weight, weight, [16])
+        return fused_layer_norm(x, [16]), mixed, fused_layer_norm_affine(x, weight, weight, [16])
 
-    x = torch.randn(3, 16)
-    assert torch.equal(torch.jit.script(right)(x), right(x))
-    with pytest.raises(RuntimeError, match="Argument eps not provided"):
-        torch.jit.script(short)
+    x, weight = torch.randn(3, 16), torch.rand(16)
+    for function in (rms, layer):
+        scripted = torch.jit.script(function)
+        for found, wanted in zip(scripted(x, weight), function(x, weight), strict=True):
+            assert torch.equal(found, wanted)
+        with pytest.raises(Exception, match="Half but found Float: the input is torch.float16"):
+            scripted(x.half(), weight)
 
 
 def test_nothing_is_said():

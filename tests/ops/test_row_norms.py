@@ -14,7 +14,8 @@ from apex.ops.layer_norm import layer_norm
 from apex.ops.layer_norm import reference as layer_norm_reference
 from apex.ops.rms_norm import reference as rms_norm_reference
 from apex.ops.rms_norm import rms_norm
-from tests.tolerance import assert_one_rounding
+from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
+from tests.vmapped import assert_backward_under_vmap
 
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALVES]
@@ -196,7 +197,46 @@ def test_very_wide_rows(name, columns, dtype, path):
 def test_every_size(name, columns, rows, dtype, path):
     if rows * columns > 2**20 and path == "triton":
         rows = 2
-    _check(name, path, _inputs(name, (rows, columns), (columns,), dtype), (columns,))
+    if columns < 64 and path == "triton":  # the interpreter adds up a tile's rows one by one
+        rows = min(rows, 129)
+    inputs = _inputs(name, (rows, columns), (columns,), dtype)
+    if name == "layer" and columns < 4:
+        _check_short_rows(path, inputs, (columns,))
+    else:
+        _check(name, path, inputs, (columns,))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (40, 2), (40, 3)], ids=str)
+def test_rows_of_few_elements(shape, dtype, path):
+    _check_short_rows(path, _inputs("layer", shape, shape[1:], dtype), shape[1:])
+
+
+def _check_short_rows(path, inputs, row):
+    """Forward and every gradient against what float32 can know.
+
+    Two elements are normalized to -1 and 1 but for eps: the input's gradient is what is left when
+    terms 1e5 times as large cancel. If they are nearly the same, a rounding of their mean shows.
+    """
+    *tensors, dy = inputs
+    with _path(path):
+        y = _norm("layer", *tensors, row)
+        y.backward(dy)
+    x, weight, bias = _exact(tensors)
+    exact = _reference("layer", x, weight, bias, row)
+    exact.backward(dy.double())
+    with torch.no_grad():
+        rstd = torch.rsqrt(x.var(-1, correction=0, keepdim=True) + 1e-5)
+        magnified = 1 + x.abs() * rstd  # a rounding of the input, in roundings of the normalized
+        terms = [
+            x.abs() * rstd * weight + bias.abs(), (dy * weight).abs() * rstd * magnified,
+            (dy.abs() * magnified).sum(0), dy.abs().sum(0),
+        ]  # fmt: skip
+    found = [y.detach(), *(t.grad for t in tensors)]
+    wanted = [exact.detach(), x.grad, weight.grad, bias.grad]
+    for actual, exact, term in zip(found, wanted, terms, strict=True):
+        assert_rounded_after_float32(actual, exact, term, interpreted=path == "triton")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -247,6 +287,37 @@ def test_noncontiguous_tensors(name, path):
     wanted = torch.autograd.grad(exact, [t for t in exact_inputs if t is not None], dy.double())
     for actual, gradient in zip(found, wanted, strict=True):
         assert_one_rounding(actual, gradient)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", [(66,), (6, 11)], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_the_output_may_be_changed_in_place(name, row, path):
+    """As a residual connection does; and gradients may be detached, as old training loops do."""
+    shape = (5 if path == "triton" else 2000, *row)
+    *tensors, dy = _inputs(name, shape, row, torch.float32)
+    with _path(path):
+        y = _norm(name, *tensors, row)
+        y += 1.0
+        y.mul_(2.0).backward(dy)
+    exact = _exact(tensors)
+    (2.0 * _reference(name, *exact, row)).backward(dy.double())
+    for tensor, exact_tensor in zip(tensors, exact, strict=True):
+        if tensor is not None:
+            assert_one_rounding(tensor.grad.detach_(), exact_tensor.grad)
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_change_of_what_is_saved_is_noticed(name, path, memory_efficient):
+    x, weight, bias, _ = _inputs(name, (5 if path == "triton" else 2000, 66), (66,), torch.float32)
+    h = x * 1
+    with _path(path):
+        y = _norm(name, h, weight, bias, (66,), memory_efficient=memory_efficient)
+        (y if memory_efficient else h).detach().mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -470,6 +541,17 @@ def test_transforms_of_torch_func(name, path, memory_efficient):
     call(leaf).square().sum().backward()
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=1e-5)
     assert tangent.shape == x.shape
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_backward_under_vmap(name, path, memory_efficient):
+    rows = 5 if path == "triton" else 2000  # not torch's functions
+    x, weight, bias, _ = _inputs(name, (rows, 66), (66,), torch.float32)
+    with _path(path):
+        y = _norm(name, x, weight, bias, (66,), memory_efficient=memory_efficient)
+        assert_backward_under_vmap(y, [t for t in (x, weight, bias) if t is not None])
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True])

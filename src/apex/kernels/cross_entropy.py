@@ -63,17 +63,17 @@ def cross_entropy_forward(
             safe = tl.where(grown == -float("inf"), 0.0, grown)
             total = total * tl.exp(largest - safe) + tl.sum(tl.exp(x - safe), axis=0)
             largest = grown
-        lse = largest + tl.log(total)
+        above = tl.log(total)  # what lse rounds away where logits are large
         inside = (label >= 0) & (label < columns)
         chosen = tl.load(
             same_logits_ptr + row * row_stride + label, mask=inside, other=float("nan")
         ).to(tl.float32)
-        loss = lse - chosen
+        loss = largest - chosen + above
         if SMOOTH:
             mean = tl.sum(plain, axis=0) / columns
-            loss = (1.0 - smoothing) * loss + smoothing * (lse - mean)
+            loss = (1.0 - smoothing) * loss + smoothing * (largest - mean + above)
         tl.store(losses_ptr + row, loss)
-        tl.store(lse_ptr + row, lse)
+        tl.store(lse_ptr + row, largest + above)
 
 
 @triton.jit

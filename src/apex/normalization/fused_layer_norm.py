@@ -21,11 +21,9 @@ is 1e-6, the modules' 1e-5; both as in Apex.
 
 import numbers
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from apex.normalization._fakes import (
     fused_layer_norm_affine_bwd_fake,
@@ -38,7 +36,8 @@ from apex.normalization._fakes import (
     fused_rms_norm_fwd_fake,
     supports_custom_op,
 )
-from apex.ops import _rows
+from apex.ops import _rows, _scripted
+from apex.ops._scripted import Shape, left_to_python
 from apex.ops.layer_norm import layer_norm
 from apex.ops.rms_norm import rms_norm
 
@@ -71,13 +70,7 @@ __all__ = [
     "supports_custom_op",
 ]
 
-if TYPE_CHECKING:
-    Shape = Sequence[int]
-else:  # TorchScript leaves the functions to Python, but has to understand their signatures
-    Shape = list[int]
 NARROW = (torch.float16, torch.bfloat16)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 fused_layer_norm_cuda = None  # programs look whether the name is here; nothing is compiled
 
@@ -229,16 +222,9 @@ def _save_and_run(
     )
 
 
-def _left_to_python(function: Function) -> Function:
-    """Let TorchScript call a function rather than compile it."""
-    torch.jit.ignore(function)  # type: ignore[no-untyped-call]
-    return function
-
-
 # -- functions -----------------------------------------------------------------------------------
 
 
-@_left_to_python
 def fused_layer_norm_affine(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -263,15 +249,9 @@ def fused_layer_norm_affine(
     Raises:
         RuntimeError: Dtypes differ outside of autocast, or shapes do not fit.
     """
-    y = _rows.at_once(input, weight, bias, normalized_shape, eps, memory_efficient, True)
-    if y is not None:
-        return y
-    x, weight, bias = _rows.narrowed(input, weight, bias)
-    _rows.refuse_other_dtype(x, weight, "mixed_dtype_fused_layer_norm_affine")
-    return layer_norm(x, weight, bias, normalized_shape, eps, memory_efficient=memory_efficient)
+    return _layer_norm(input, weight, bias, normalized_shape, eps, memory_efficient, False)
 
 
-@_left_to_python
 def fused_layer_norm(
     input: torch.Tensor,
     normalized_shape: Shape,
@@ -279,11 +259,9 @@ def fused_layer_norm(
     memory_efficient: bool = False,
 ) -> torch.Tensor:
     """Layer norm without weight and bias; see :func:`fused_layer_norm_affine`."""
-    (x,) = _rows.narrowed(input)
-    return layer_norm(x, None, None, normalized_shape, eps, memory_efficient=memory_efficient)
+    return _layer_norm(input, None, None, normalized_shape, eps, memory_efficient, False)
 
 
-@_left_to_python
 def mixed_dtype_fused_layer_norm_affine(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -293,14 +271,29 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> torch.Tensor:
     """Layer norm whose output has the weight's dtype; see :func:`fused_layer_norm_affine`."""
+    return _layer_norm(input, weight, bias, normalized_shape, eps, memory_efficient, True)
+
+
+@left_to_python
+def _layer_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: Shape,
+    eps: float,
+    memory_efficient: bool,
+    mixed: bool,
+) -> torch.Tensor:
+    y = _rows.at_once(input, weight, bias, shape, eps, memory_efficient, True)
+    if y is not None:
+        return y
     x, weight, bias = _rows.narrowed(input, weight, bias)
-    return layer_norm(
-        x, weight, bias, normalized_shape, eps, memory_efficient=memory_efficient,
-        dtype=None if weight is None else weight.dtype,
-    )  # fmt: skip
+    if not mixed:
+        _rows.refuse_other_dtype(x, weight, "mixed_dtype_fused_layer_norm_affine")
+    dtype = None if weight is None else weight.dtype
+    return layer_norm(x, weight, bias, shape, eps, memory_efficient=memory_efficient, dtype=dtype)
 
 
-@_left_to_python
 def fused_rms_norm_affine(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -324,15 +317,9 @@ def fused_rms_norm_affine(
         RuntimeError: A 16-bit input with a wider weight outside of autocast, or shapes that do not
             fit.
     """
-    y = _rows.at_once(input, weight, None, normalized_shape, eps, memory_efficient, False)
-    if y is not None:
-        return y
-    x, weight = _rows.narrowed(input, weight)
-    _rows.refuse_wider_weight(x, weight, "mixed_dtype_fused_rms_norm_affine")
-    return _rms_norm(x, weight, normalized_shape, eps, memory_efficient)
+    return _rms_norm(input, weight, normalized_shape, eps, memory_efficient, False)
 
 
-@_left_to_python
 def fused_rms_norm(
     input: torch.Tensor,
     normalized_shape: Shape,
@@ -340,11 +327,9 @@ def fused_rms_norm(
     memory_efficient: bool = False,
 ) -> torch.Tensor:
     """RMS norm without a weight; see :func:`fused_rms_norm_affine`."""
-    (x,) = _rows.narrowed(input)
-    return _rms_norm(x, None, normalized_shape, eps, memory_efficient)
+    return _rms_norm(input, None, normalized_shape, eps, memory_efficient, False)
 
 
-@_left_to_python
 def mixed_dtype_fused_rms_norm_affine(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -353,17 +338,29 @@ def mixed_dtype_fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> torch.Tensor:
     """RMS norm with a weight of any dtype, which is the output's; see the function above."""
-    x, weight = _rows.narrowed(input, weight)
-    return _rms_norm(x, weight, normalized_shape, eps, memory_efficient)
+    return _rms_norm(input, weight, normalized_shape, eps, memory_efficient, True)
 
 
+@left_to_python
 def _rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, shape: Shape, eps: float, memory_efficient: bool
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    shape: Shape,
+    eps: float,
+    memory_efficient: bool,
+    mixed: bool,
 ) -> torch.Tensor:
+    y = _rows.at_once(input, weight, None, shape, eps, memory_efficient, False)
+    if y is not None:
+        return y
+    x, weight = _rows.narrowed(input, weight)
+    if not mixed:
+        _rows.refuse_wider_weight(x, weight, "mixed_dtype_fused_rms_norm_affine")
     dtype = None if weight is None else weight.dtype
     return rms_norm(x, weight, shape, eps, memory_efficient=memory_efficient, dtype=dtype)
 
 
+@left_to_python
 def manual_rms_norm(
     input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
@@ -406,7 +403,8 @@ class FusedLayerNorm(torch.nn.Module):
         tensor([-1.3416, -0.4472,  0.4472,  1.3416], grad_fn=<_RowsBackward>)
     """
 
-    __constants__ = ["normalized_shape", "eps", "elementwise_affine", "memory_efficient"]
+    __constants__ = ["normalized_shape", "eps", "elementwise_affine", "memory_efficient", "_mixed"]
+    _mixed = False  # whether the output has the weight's dtype
     normalized_shape: tuple[int, ...]
     eps: float
     elementwise_affine: bool
@@ -441,7 +439,9 @@ class FusedLayerNorm(torch.nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ``(..., *normalized_shape)`` to the same shape."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+            return _scripted.layer_norm(
+                input, self.weight, self.bias, self.normalized_shape, self.eps, self._mixed
+            )
         return self._normalized(input)
 
     @torch.jit.unused
@@ -511,17 +511,13 @@ class FusedRMSNorm(torch.nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ``(..., *normalized_shape)`` to the same shape."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
+            return _scripted.rms_norm(input, self.weight, self.normalized_shape, self.eps)
         return self._normalized(input)
 
     @torch.jit.unused
     def _normalized(self, input: torch.Tensor) -> torch.Tensor:
-        shape, eps, weight = self.normalized_shape, self.eps, self.weight
-        y = _rows.at_once(input, weight, None, shape, eps, self.memory_efficient, False)
-        if y is not None:
-            return y
-        x, weight = _rows.narrowed(input, weight)
-        return _rms_norm(x, weight, shape, eps, self.memory_efficient)
+        shape, eps = self.normalized_shape, self.eps
+        return _rms_norm(input, self.weight, shape, eps, self.memory_efficient, True)
 
     def extra_repr(self) -> str:
         """Show the sizes in ``print(model)``."""
@@ -539,6 +535,8 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         dtype: Of the parameters.
         **kwargs: Passed over, as in Apex; ``elementwise_affine=False`` is refused.
     """
+
+    _mixed = True
 
     def __init__(
         self,

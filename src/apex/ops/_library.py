@@ -8,6 +8,7 @@ the former and 24 us with the latter when gradients are recorded, 5 and 12 us wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +43,26 @@ def define(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"apex::{name}", fake, lib=_LIBRARY)
+    operation = getattr(torch.ops.apex, name).default
+    torch.library.register_vmap(f"apex::{name}", partial(_one_by_one, operation), lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"apex::{name}", backward, setup_context=keep, lib=_LIBRARY)
-    return getattr(torch.ops.apex, name).default
+    return operation
+
+
+def _one_by_one(
+    operation: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any
+) -> tuple[Any, Any]:
+    """Rule for vmap, which meets an operation only where it goes over a backward pass."""
+    batched = [
+        argument.unbind(dim) if isinstance(dim, int) else [argument] * info.batch_size
+        for argument, dim in zip(arguments, in_dims, strict=True)
+    ]
+    found = [operation(*each) for each in zip(*batched, strict=True)]
+    if isinstance(found[0], torch.Tensor):
+        return torch.stack(found), 0
+    outputs = tuple(torch.stack(each) for each in zip(*found, strict=True))
+    return outputs, (0,) * len(outputs)
 
 
 def ordinary(*tensors: torch.Tensor | None) -> bool:
@@ -59,6 +77,15 @@ def ordinary(*tensors: torch.Tensor | None) -> bool:
         and forward_ad._current_level < 0
         and not tracing()
     )
+
+
+def batched(gradient: torch.Tensor) -> bool:
+    """Whether a backward pass runs under vmap, as with ``torch.autograd.grad(is_grads_batched)``.
+
+    Custom operations know what to do then; functions with ``out`` and in-place ones do not.
+    """
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(gradient) or functorch.is_batchedtensor(gradient)
 
 
 def tracing() -> bool:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from apex.ops import _memory, _runtime
-from apex.ops._library import define
+from apex.ops._library import batched, define
 from apex.ops._thresholds import SMALLEST, SMALLEST_ON_CPU
 
 Shape = Sequence[int]
@@ -131,8 +131,11 @@ def _check_parameter(
 
 
 def refuse_other_dtype(x: torch.Tensor, weight: Optional, mixed: str) -> None:
-    """Refuse a weight of another dtype than the input's, in torch's words; ``mixed`` takes it."""
-    if weight is not None and weight.dtype != x.dtype:
+    """Refuse a weight of another dtype than the input's, in torch's words; ``mixed`` takes it.
+
+    What is no floating dtype at all is left to :func:`check`.
+    """
+    if weight is not None and weight.dtype != x.dtype and {x.dtype, weight.dtype} <= FLOATS:
         raise RuntimeError(
             f"expected scalar type {NAMES.get(x.dtype, x.dtype)} but found "
             f"{NAMES.get(weight.dtype, weight.dtype)}: the input is {x.dtype} and the weight "
@@ -272,7 +275,7 @@ def forward(
         )
     else:
         y, mean, rstd = _torch_forward(rows, weight_row, bias_row, eps, dtype, centered)
-    return y.view(x.shape), mean, rstd
+    return y.resize_(x.shape), mean, rstd  # autograd lets nobody change a view in place
 
 
 def _torch_forward(
@@ -392,9 +395,9 @@ def backward(
             dy.reshape(size), saved.reshape(size), mean, rstd, weight_row, bias_row, eps, dtype,
             centered, memory_efficient, weight_gradients,
         )  # fmt: skip
-    dweight = dweight if dweight is None or weight is None else dweight.view(weight.shape)
-    dbias = dbias if dbias is None or bias is None else dbias.view(bias.shape)
-    return dx.view(dy.shape), dweight, dbias
+    dweight = dweight if dweight is None or weight is None else dweight.resize_(weight.shape)
+    dbias = dbias if dbias is None or bias is None else dbias.resize_(bias.shape)
+    return dx.resize_(dy.shape), dweight, dbias
 
 
 def _check_saved(
@@ -466,7 +469,7 @@ def _torch_backward(
             xhat = x if memory_efficient else (x - m if centered else x) * r
             torch.sum(xhat * d, 0, out=sums_of[number])
     if wanted:
-        dweight = sums_of[0] if len(sums_of) == 1 else sums_of.sum(0)
+        dweight = sums_of.sum(0)
     return dx, _like(dweight, weight), _like(dbias, bias)
 
 
@@ -595,7 +598,7 @@ def run_saved(
             dy, saved, mean, rstd, weight, bias, ctx.shape, ctx.eps, ctx.dtype, ctx.centered,
             ctx.memory_efficient, weight_gradients,
         )  # fmt: skip
-        if _is_plain(dy, saved):
+        if _is_plain(dy, saved) and not batched(dy):
             return backward(*arguments)
         dx, dweight, dbias = _BACKWARD_OP(*arguments)
     given = [tensor is not None and weight_gradients for tensor in (weight, bias)]

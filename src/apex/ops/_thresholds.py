@@ -31,4 +31,7 @@ SMALLEST = {
 SMALLEST_ON_CPU = {
     "layer_norm": 2**16,  # 16 bits; below, torch's in float32 between two casts
     "rms_norm": 2**17,
+    # Channels last; below, torch's with copies of channels first: 112 against 149 us at 2**14
+    # elements, 5 against 1.5 ms at 2**19.
+    "group_norm": 2**16,
 }

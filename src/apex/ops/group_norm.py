@@ -8,9 +8,10 @@ Statistics are float32 (float64 for float64), ``y`` has the dtype of ``x`` and i
 Weight and bias may have other dtypes than ``x``. Source: Wu and He, arXiv:1803.08494.
 
 Who computes: for images with their channels last in memory, a Triton kernel on a GPU if they are
-large enough; on a CPU torch's function, in float32 for 16-bit images: its own 16-bit functions
-round what lies between norm and activation, and are off by up to twice the rounding error. Images
-with channels first are torch's in any case.
+large enough; on a CPU torch's kernels, in float32 for 16-bit images: its own 16-bit functions
+round what lies between norm and activation, and keep statistics in 16 bits: off by up to twice the
+rounding error, and by a seventh of the largest gradient in groups of two numbers. Images with
+channels first are torch's on every other device.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._library import define, ordinary, tracing
-from apex.ops._thresholds import SMALLEST
+from apex.ops._library import batched, define, ordinary, tracing
+from apex.ops._rows import without_autocast
+from apex.ops._thresholds import SMALLEST, SMALLEST_ON_CPU
 
-FUSABLE = (torch.float32, torch.float16, torch.bfloat16)
+NARROW = (torch.float16, torch.bfloat16)
+FUSABLE = (torch.float32, *NARROW)
 ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -73,10 +76,13 @@ def group_norm(
     if tracing():
         return reference(x, groups, weight, bias, eps, silu)
     check(x, groups, weight, bias)
+    if not x.numel():
+        return _of_nothing(x, weight, bias)
     if _fused(x, weight, bias):
         y: torch.Tensor = FPROP(x, groups, weight, bias, eps, silu)[0]
         return y
-    return _plain(x, groups, weight, bias, eps, silu)
+    with without_autocast(x.device):  # which would make torch's output float32, ours with SiLU not
+        return _plain(x, groups, weight, bias, eps, silu)
 
 
 def channels_last(x: torch.Tensor) -> bool:
@@ -112,15 +118,13 @@ def check(x: torch.Tensor, groups: int, weight: Optional, bias: Optional) -> Non
 
 def _fused(x: torch.Tensor, weight: Optional, bias: Optional) -> bool:
     """Whether to call our operation rather than torch's functions."""
-    if not channels_last(x) or x.dtype not in FUSABLE:
+    if not channels_last(x) or (weight is None) != (bias is None):
         return False
-    if (weight is None) != (bias is None):
-        return False
-    if weight is not None and weight.dtype not in FUSABLE:
+    if any(t is not None and t.dtype not in FUSABLE for t in (x, weight, bias)):
         return False
     if torch.compiler.is_compiling():
         return x.is_cuda  # on the CPU the compiler fuses torch's functions
-    if not ordinary(x, weight, bias) or not x.numel():
+    if not ordinary(x, weight, bias):
         return False
     forced = _runtime.forced()
     if forced is not None or not x.is_cuda:
@@ -132,8 +136,16 @@ def _plain(
     x: torch.Tensor, groups: int, weight: Optional, bias: Optional, eps: float, silu: bool
 ) -> torch.Tensor:
     last = channels_last(x)
+    if _fails_with_channels_last(x, weight, bias, last):
+        if x.numel() >= SMALLEST_ON_CPU["group_norm"] and _on_host_runs(x, weight, bias):
+            return _on_host(x, groups, weight, bias, eps, silu)
+        x = x.contiguous()
     if _as_it_is(x, weight, bias, silu, last):
         y = reference(x, groups, weight, bias, eps, silu)
+    elif _needs_statistics_alone(x, weight, bias, silu, last):
+        # Beside float32 weights torch keeps float32 statistics, without a copy of the image.
+        ones = x.new_ones(x.shape[1], dtype=torch.float32) if weight is None else weight.float()
+        y = reference(x, groups, ones, _to(bias, torch.float32), eps, silu)
     else:
         # With the original's kernel any pair of dtypes worked, and results were rounded once.
         to = _wide(x, weight, bias)
@@ -141,17 +153,63 @@ def _plain(
     return y.contiguous(memory_format=FORMATS[x.dim()]) if last else y
 
 
+def _fails_with_channels_last(
+    x: torch.Tensor, weight: Optional, bias: Optional, last: bool
+) -> bool:
+    """Whether torch's functions do: forward-mode derivatives, and what :class:`_OnHost` tells."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not ordinary(x, weight, bias):
+        return True
+    recorded = last and x.device.type == "cpu" and _recorded(x, weight, bias)
+    return recorded and not (compiling and x.requires_grad)  # all gradients are compiled together
+
+
+def _on_host_runs(x: torch.Tensor, weight: Optional, bias: Optional) -> bool:
+    return not torch.compiler.is_compiling() and ordinary(x, weight, bias)
+
+
 def _as_it_is(x: torch.Tensor, weight: Optional, bias: Optional, silu: bool, last: bool) -> bool:
     """Whether torch's functions take these tensors, and are as exact as ours are to be."""
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in (weight, bias)):
         return False
-    if not last or x.dtype not in (torch.float16, torch.bfloat16):
+    if x.dtype not in NARROW or (not last and x.device.type != "cpu"):
         return True
     # Forward alone they round once, and take half as long as with copies in float32.
-    wanted = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
+    return not silu and not _recorded(x, weight, bias) and x.device.type == "cpu"
+
+
+def _recorded(*tensors: Optional) -> bool:
+    """Whether gradients will be wanted."""
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
     )
-    return not silu and not wanted and x.device.type == "cpu"
+
+
+def _needs_statistics_alone(
+    x: torch.Tensor, weight: Optional, bias: Optional, silu: bool, last: bool
+) -> bool:
+    """Whether torch's backward would do but for the mean and deviation, kept in 16 bits.
+
+    They are off by more than the numbers are apart in a group of a few that are nearly equal.
+    """
+    return (
+        x.dtype in NARROW
+        and x.device.type == "cpu"
+        and not silu
+        and not last
+        and _wide(weight, bias) == torch.float32
+        and not torch.compiler.is_compiling()
+        and ordinary(x, weight, bias)
+    )
+
+
+def _of_nothing(x: torch.Tensor, *weights: Optional) -> torch.Tensor:
+    """No pixel: gradients of weights are 0 where torch's of images without pixels are nan."""
+    y = x.clone()
+    for tensor in weights:
+        if tensor is not None:
+            y = y * tensor.to(x.dtype).view(-1, *[1] * (x.dim() - 2))
+    return y
 
 
 def _wide(*tensors: Optional) -> torch.dtype:
@@ -214,8 +272,7 @@ def _bprop(
         wide, slope = x.to(to), dy.to(to)
         if silu:
             z = torch.native_group_norm(wide, gain, shift, *_sizes(x), groups, eps)[0]
-            gate = torch.sigmoid(z)
-            slope = slope * gate * (1 + z * (1 - gate))
+            slope = torch.ops.aten.silu_backward(slope, z)
         mean, rstd = (t.contiguous() for t in stats.to(to).unbind(-1))
         mask = [True, weight is not None, weight is not None]
         dx, dweight, dbias = torch.ops.aten.native_group_norm_backward(
@@ -274,16 +331,78 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 def _gradients(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
     x, weight, bias, stats = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
     if torch.is_grad_enabled():  # create_graph=True
-        y = _plain(x, ctx.groups, weight, bias, ctx.eps, ctx.silu)
-        wanted = [t for t, need in zip((x, weight, bias), needs, strict=True) if need]
-        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-        dx, dweight, dbias = (next(found) if need else None for need in needs)
-    else:
-        found = BPROP(dy, stats, x, ctx.groups, weight, bias, ctx.eps, ctx.silu)
-        dx, dweight, dbias = (t if need else None for t, need in zip(found, needs, strict=True))
+        return _again(ctx, dy, x, weight, bias)
+    found = BPROP(dy, stats, x, ctx.groups, weight, bias, ctx.eps, ctx.silu)
+    needs = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
+    dx, dweight, dbias = (t if need else None for t, need in zip(found, needs, strict=True))
     return dx, None, dweight, dbias, None, None
+
+
+def _again(
+    ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: Optional, bias: Optional
+) -> tuple[Any, ...]:
+    """Gradients by torch's functions with channels first: under vmap, and differentiable."""
+    needs = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        y = _plain(x.contiguous(), ctx.groups, weight, bias, ctx.eps, ctx.silu)
+        given = zip((x, weight, bias), needs, strict=True)
+        wanted = [t for t, need in given if need and t is not None]
+        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=create))
+    dx, dweight, dbias = (next(found) if need else None for need in needs)
+    return dx, None, dweight, dbias, None, None
+
+
+def _on_host(*arguments: Any) -> torch.Tensor:
+    y: torch.Tensor = _OnHost.apply(*arguments)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _OnHost(torch.autograd.Function):
+    """Channels last on a CPU: torch's kernels, and always all gradients.
+
+    Where those of weights are wanted and the input's is not, torch 2.13 writes it through a null
+    pointer; under vmap its own autograd refuses channels last.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        groups: int,
+        weight: Optional,
+        bias: Optional,
+        eps: float,
+        silu: bool,
+    ) -> torch.Tensor:
+        to = _wide(x, weight, bias)
+        z, mean, rstd = torch.native_group_norm(
+            x.to(to), _to(weight, to), _to(bias, to), *_sizes(x), groups, eps
+        )
+        z = z.contiguous(memory_format=_format(x))
+        ctx.save_for_backward(x, weight, bias, mean, rstd, z if silu else None)
+        ctx.groups, ctx.eps, ctx.silu = groups, eps, silu
+        return (F.silu(z) if silu else z).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, bias, mean, rstd, z = ctx.saved_tensors
+        if torch.is_grad_enabled() or batched(dy):
+            return _again(ctx, dy, x, weight, bias)
+        slope = _nhwc(dy.to(mean.dtype))
+        if z is not None:
+            slope = torch.ops.aten.silu_backward(slope, z)
+        mask = [True, *ctx.needs_input_grad[2:4]]
+        found = torch.ops.aten.native_group_norm_backward(
+            slope, x.to(mean.dtype), mean, rstd, _to(weight, mean.dtype), *_sizes(x), ctx.groups,
+            mask,
+        )  # fmt: skip
+        dx, dweight, dbias = (
+            t.to(like.dtype) if need else None
+            for t, like, need in zip(found, (x, weight, bias), mask, strict=True)
+        )
+        return dx, None, dweight, dbias, None, None
 
 
 _OF = "int groups, Tensor? weight, Tensor? bias, float eps, bool silu"

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from apex.ops import _runtime
 from apex.ops import cross_entropy as rows_op
-from apex.ops._library import define, ordinary, tracing
+from apex.ops._library import batched, define, ordinary, tracing
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -170,6 +170,11 @@ def _check(
     reduction: str,
     chunk_size: int | None,
 ) -> None:
+    for name, given in (("input", x), ("weight", weight), ("targets", targets)):
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(
+                f"linear_cross_entropy: {name} is of type {type(given).__name__}; pass a tensor."
+            )
     _check_shapes(x, weight, targets, bias)
     if reduction not in REDUCTIONS:
         raise ValueError(
@@ -180,9 +185,9 @@ def _check(
         raise ValueError(
             f"linear_cross_entropy: label_smoothing is {smoothing}; allowed is 0 to 1."
         )
-    if chunk_size is not None and chunk_size < 1:
+    if chunk_size is not None and (isinstance(chunk_size, float) or chunk_size < 1):
         raise ValueError(
-            f"linear_cross_entropy: chunk_size is {chunk_size}; pass at least 1 row, or None."
+            f"linear_cross_entropy: chunk_size is {chunk_size!r}; pass at least 1 row, or None."
         )
     if targets.dtype not in rows_op.INTEGERS:
         raise TypeError(
@@ -452,6 +457,8 @@ def _of_reduced(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Ten
 
 def _scaled(found: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``found * grad``, computed in float32 and rounded once, without a float32 copy."""
+    if found.dtype == dtype or batched(grad):
+        return (found * grad).to(dtype)
     out = torch.empty_like(found, dtype=dtype)
     return torch.mul(found, grad.reshape(1), out=out)
 

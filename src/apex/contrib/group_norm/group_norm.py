@@ -1,12 +1,11 @@
 """``GroupNorm``: torch's layer, fast for channels-last images, with SiLU built in if wanted."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch.nn import Parameter, init
 
 from apex.ops import group_norm as ops
+from apex.ops._scripted import left_to_python
 
 __all__ = [
     "GroupNorm",
@@ -77,7 +76,7 @@ class GroupNorm(torch.nn.Module):
         act: str | None = None,
     ) -> None:
         super().__init__()
-        if num_channels % num_groups:
+        if num_groups < 1 or num_channels % num_groups:
             raise ValueError(
                 "num_channels must be divisible by num_groups; "
                 f"got {num_channels} and {num_groups}."
@@ -105,7 +104,7 @@ class GroupNorm(torch.nn.Module):
             init.ones_(self.weight)
             init.zeros_(self.bias)
 
-    @torch.jit.ignore  # type: ignore[untyped-decorator]  # scripted programs call it as it is
+    @left_to_python
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ``(images, channels, ...)`` to the same shape, dtype and memory format."""
         return ops.group_norm(
@@ -127,9 +126,21 @@ def cuda_group_norm_nhwc_one_pass(
     act: str | None = None,
 ) -> torch.Tensor:
     """Normalize an image, on any device; the result has its channels last in memory."""
+    return _channels_last(x, G, weight, bias, eps, act)
+
+
+@left_to_python
+def _channels_last(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    act: str | None,
+) -> torch.Tensor:
     if x.dim() in ops.FORMATS:
         x = x.contiguous(memory_format=ops.FORMATS[x.dim()])
-    return ops.group_norm(x, G, weight, bias, eps=eps, act=act)
+    return ops.group_norm(x, groups, weight, bias, eps=eps, act=act)
 
 
 def cuda_group_norm_nhwc_two_pass(
@@ -166,7 +177,8 @@ def torch_group_norm(
 ) -> torch.Tensor:
     """Compute ``F.group_norm`` and SiLU if wanted, with torch's functions as they are."""
     y = F.group_norm(x, g, w, b, eps)
-    return F.silu(y) if act in ("silu", "swish") else y
+    activated = act is not None and act in ["silu", "swish"]  # as TorchScript takes it
+    return F.silu(y) if activated else y
 
 
 def get_cc_and_sm_count(device: torch.device | int | None = None) -> tuple[tuple[int, int], int]:

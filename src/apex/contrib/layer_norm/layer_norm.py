@@ -4,13 +4,11 @@ The output has the weight's dtype: a float32 input may meet 16-bit weights. NVID
 hidden sizes only, on a GPU only.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from apex.ops import _rows
+from apex.ops import _rows, _scripted
 from apex.ops.layer_norm import layer_norm
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
@@ -43,6 +41,7 @@ class FastLayerNormFN(torch.autograd.Function):
         return (*_rows.run_saved(ctx, dy, wanted), None, None)
 
 
+@_scripted.left_to_python
 def _fast_layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -86,4 +85,7 @@ class FastLayerNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``(..., hidden_size)`` to the same shape."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            shape = self.weight.shape
+            return _scripted.layer_norm(x, self.weight, self.bias, shape, self.epsilon, True)
         return _fast_layer_norm(x, self.weight, self.bias, self.epsilon, self.memory_efficient)

@@ -1,12 +1,11 @@
 """Cross-entropy of a linear layer whose outputs are never all in memory."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
 
 from apex.ops import linear_cross_entropy as ops
+from apex.ops._scripted import left_to_python
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
 
@@ -18,7 +17,7 @@ def linear_cross_entropy(
     weight: torch.Tensor,
     targets: torch.Tensor,
     bias: torch.Tensor | None = None,
-    *,
+    *,  # not for torch.jit.script: take LinearCrossEntropyLoss there, or torch.compile
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
@@ -107,7 +106,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.label_smoothing = label_smoothing
         self.chunk_size = chunk_size
 
-    @torch.jit.ignore  # type: ignore[untyped-decorator]  # scripted programs call it as it is
+    @left_to_python
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Map ``(..., in_features)`` and ``(...)`` to the loss."""
         return linear_cross_entropy(

@@ -11,7 +11,21 @@ from apex.ops import cross_entropy as ops
 __all__ = ["SoftmaxCrossEntropyLoss"]
 
 
-class SoftmaxCrossEntropyLoss(torch.autograd.Function):
+class _Chosen(torch.autograd.Function):
+    """``apply`` alone, which TorchScript would compile if it were in the class itself."""
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Compute the losses; arguments as those of ``forward`` after ``ctx``."""
+        if cls is not SoftmaxCrossEntropyLoss:
+            return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return _apply(*args, **kwargs)
+
+    # TorchScript would not take a list of any length.
+    apply.__func__.__annotations__.clear()  # type: ignore[attr-defined]
+
+
+class SoftmaxCrossEntropyLoss(_Chosen):
     """Cross-entropy with label smoothing, to be called by ``apply``; no reduction.
 
     ``SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing=0.0, padding_idx=0,
@@ -22,6 +36,9 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
     **Rows with label 0 are left out unless another** ``padding_idx`` **is given**, -1 for instance:
     the default is the original's. ``half_to_float`` is taken and changes nothing: losses are always
     float32, and gradients have the logits' dtype.
+
+    Keywords work too. By torch's rules for autograd functions ``torch.compile`` wants all options
+    before them, and ``torch.jit.script`` takes none.
 
     Example:
         >>> logits = torch.tensor([[0.0, 0.0], [3.0, 3.0]])
@@ -53,13 +70,6 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
         logits, labels, lse = ctx.saved_tensors
         found = ops.gradient(grad_loss, logits, lse, labels, ctx.smoothing, ctx.padding_idx)
         return found, None, None, None, None
-
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Compute the losses; arguments as those of ``forward`` after ``ctx``."""
-        if cls is not SoftmaxCrossEntropyLoss:
-            return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return _apply(*args, **kwargs)
 
 
 def _apply(
