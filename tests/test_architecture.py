@@ -146,6 +146,10 @@ import apex
 from apex import amp
 assert apex.amp is amp
 assert "triton" not in sys.modules
+assert "apex.optimizers" not in sys.modules
+assert apex.optimizers.FusedAdam and apex.normalization.FusedLayerNorm and apex.parallel.LARC
+assert "optimizers" in dir(apex) and not hasattr(apex, "nothing")
+assert "triton" not in sys.modules
 assert not torch.cuda.is_initialized()
 assert warnings.filters == filters
 names = [n for n in logging.root.manager.loggerDict if n.partition(".")[0] == "apex"]

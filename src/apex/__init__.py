@@ -1,14 +1,30 @@
 """Apex for today's PyTorch: mixed-precision training on every device, with nothing to compile.
 
-``import apex`` gives its parts as attributes (``apex.amp``), as programs written for NVIDIA's
-Apex expect, and nothing else happens: no Triton, no CUDA context, no output, no log handler.
-What needs an extra (the command line's benchmark) is never imported from here.
+``import apex`` gives its parts as attributes (``apex.amp``, ``apex.optimizers``), as programs
+written for NVIDIA's Apex expect, and nothing else happens: no Triton, no CUDA context, no output,
+no log handler. Parts other than ``amp`` are imported when they are first asked for. What needs an
+extra (the command line's benchmark) is never imported from here.
 
 An independent implementation, not affiliated with NVIDIA.
 """
+
+import importlib
+from types import ModuleType
 
 from apex import amp
 
 __all__ = ["__version__", "amp"]
 
 __version__ = "1.0.0.dev0"
+
+_PARTS = ("contrib", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _PARTS:
+        return importlib.import_module(f"apex.{name}")
+    raise AttributeError(f"module 'apex' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PARTS])

@@ -96,6 +96,13 @@ def test_a_clip_of_the_models_own_gradients_at_o2_is_noticed_once():
             optimizer.step()
 
 
+@pytest.mark.parametrize("clip", [amp.clip_grad_norm_, amp.clip_grad_value_])
+def test_clipping_takes_the_optimizer(clip):
+    parameters = torch.nn.Linear(2, 2).parameters()
+    with pytest.raises(TypeError, match="was given generator; it takes the optimizer"):
+        clip(parameters, 1.0)
+
+
 def test_stepped_follows_each_step():
     model, optimizer, _ = start("O2")
     assert not amp.stepped(optimizer)

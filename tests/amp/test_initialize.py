@@ -64,7 +64,9 @@ def test_properties_are_checked():
         ("O1", {"master_weights": False}, RuntimeError, "master_weights=False at O1"),
         ("O2", {"patch_torch_functions": True}, RuntimeError, "only O1 and O4"),
         ("O2", {"keep_batchnorm_fp32": "true"}, AssertionError, "was 'true'"),
-        ("O2", {"loss_scale": "Dynamic"}, ValueError, "could not convert"),
+        ("O2", {"loss_scale": "Dynamic"}, ValueError, "loss_scale was 'Dynamic'; allowed are"),
+        ("O1", {"init_scale": "large"}, ValueError, "init_scale was 'large'; it must be above 0"),
+        ("O2", {"cast_model_type": torch.int8}, ValueError, "cast_model_type was torch.int8"),
         ("O6", {}, RuntimeError, r"'O6'.*'O0', 'O1'.*letter O"),
         ("01", {}, RuntimeError, "letter O"),
         (None, {}, RuntimeError, "Unexpected optimization level None"),
@@ -72,12 +74,13 @@ def test_properties_are_checked():
         ("O1", {"growth_factor": 0.1}, ValueError, "growth_factor was 0.1"),
         ("O1", {"max_skipped_steps": 0}, ValueError, "max_skipped_steps was 0"),
         ("O2", {"cast_model_outputs": "half"}, TypeError, "cast_model_outputs was 'half'"),
+        ("O1", {"verbosity": "loud"}, TypeError, "verbosity was 'loud'; it must be 0, 1 or 2"),
     ],
 )
 def test_bad_options_are_refused_and_change_nothing(level, kwargs, error, match):
     model, optimizer = pair()
     with pytest.raises(error, match=match):
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
+        amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **kwargs})
     assert model.weight.dtype == torch.float32
     assert not model._forward_pre_hooks
     assert not hasattr(optimizer, "_amp_stash")

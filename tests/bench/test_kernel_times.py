@@ -290,6 +290,7 @@ def test_an_interruption_before_the_first_row_leaves_a_former_file_alone(
         (["--repeats", "0"], "'0' is not a whole number of 1 or more"),
         (["--threads", "none"], "'none' is not a whole number of 1 or more"),
         (["--device", "toaster"], "unknown; use cpu, cuda or cuda:N"),
+        (["--op", "adam", "--shapes", "small"], "not of --op (adam has one, transformer, tiny)"),
         (["--json", "FOLDER"], "is a folder"),
         (["--json", "FOLDER/file/rows.json"], "is a file, and a folder is needed"),
     ],

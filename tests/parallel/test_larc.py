@@ -290,6 +290,8 @@ def test_the_names_it_is_reached_by():
 def test_the_first_signature():
     optimizer = LARC(sgd(parameters()), trust_coefficient=0.1, epsilon=1e-3)
     assert (optimizer.eps, optimizer.clip) == (1e-3, False)
+    with pytest.raises(TypeError, match="optimizer was 3; it must be an optimizer"):
+        LARC(3)
     with pytest.raises(TypeError, match="third argument was epsilon"):
         LARC(sgd(parameters()), 0.02, 1e-8)
 

@@ -105,6 +105,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         TypeError: ``models`` or ``optimizers`` is of another type.
         ValueError: A number is out of range.
     """
+    if not isinstance(verbosity, (int, float)):
+        raise TypeError(f"amp.initialize: verbosity was {verbosity!r}; it must be 0, 1 or 2.")
     if not enabled:
         return _disable(models, optimizers, verbosity)
     speak = verbosity > 0

@@ -16,6 +16,11 @@ from apex.amp.training import state_of
 
 def _collected(optimizer: Any) -> list[torch.Tensor]:
     """The tensors that ``optimizer`` steps, with their gradients unscaled and in place."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"amp's clipping was given {type(optimizer).__name__}; it takes the optimizer, whose "
+            "float32 gradients it finds at every level. For tensors there is torch.nn.utils."
+        )
     state = state_of(optimizer)
     if state is not None:
         if state.is_open:
@@ -49,6 +54,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or a
             ``scale_loss`` block of the optimizer is open.
+        TypeError: ``optimizer`` is none.
     """
     state = state_of(optimizer)
     known = None if state is None or state.is_open or norm_type != 2.0 else state.measure()

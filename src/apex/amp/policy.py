@@ -96,6 +96,11 @@ def _check_cast_model_type(properties: Properties, value: Any) -> Any:
             f"{value}, allowed are None, False and torch.float32. To cast the model itself use "
             "opt_level O2, O3 or O5."
         )
+    if value not in (None, False, torch.float32, *HALF_TYPES):
+        raise ValueError(
+            f"cast_model_type was {value!r}; allowed are torch.float16, torch.bfloat16, "
+            "torch.float32, None and False."
+        )
     return value
 
 
@@ -136,7 +141,12 @@ def _check_master_weights(properties: Properties, value: Any) -> Any:
 
 
 def _check_loss_scale(properties: Properties, value: Any) -> Any:
-    return value if value == "dynamic" else float(value)
+    try:
+        return value if value == "dynamic" else float(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"loss_scale was {value!r}; allowed are 'dynamic' and a number above 0."
+        ) from None
 
 
 _CHECKS = {

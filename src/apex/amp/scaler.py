@@ -14,7 +14,8 @@ arXiv:1710.03740, section 3.2; names of the factors as in ``torch.amp.GradScaler
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -139,29 +140,25 @@ class LossScaler:
     ) -> None:
         growth_factor = scale_factor if growth_factor is None else growth_factor
         backoff_factor = 1.0 / scale_factor if backoff_factor is None else backoff_factor
-        _check_range("growth_factor", growth_factor, growth_factor >= 1.0, "at least 1")
-        _check_range(
-            "backoff_factor", backoff_factor, 0.0 < backoff_factor <= 1.0, "in the range (0, 1]"
-        )
-        _check_range("growth_interval", scale_window, scale_window >= 1, "at least 1")
-        _check_range("hysteresis", hysteresis, hysteresis >= 1, "at least 1")
-        _check_range("init_scale", init_scale, 0.0 < init_scale <= HUGE, "above 0, at most 2**127")
-        whole = isinstance(scale_window, int) and not isinstance(scale_window, bool)
-        _check_range("growth_interval", scale_window, whole, "an integer")
+        _check("growth_factor", growth_factor, lambda x: x >= 1.0, "at least 1")
+        _check("backoff_factor", backoff_factor, lambda x: 0.0 < x <= 1.0, "in the range (0, 1]")
+        _check("growth_interval", scale_window, lambda x: x >= 1, "at least 1")
+        _check("growth_interval", scale_window, lambda x: type(x) is int, "an integer")
+        _check("hysteresis", hysteresis, lambda x: x >= 1, "at least 1")
+        _check("init_scale", init_scale, lambda x: 0.0 < x <= HUGE, "above 0, at most 2**127")
         if max_loss_scale is not None:
-            _check_range("max_loss_scale", max_loss_scale, max_loss_scale > 0.0, "above 0")
+            _check("max_loss_scale", max_loss_scale, lambda x: x > 0.0, "above 0")
         if min_loss_scale is not None:
-            _check_range("min_loss_scale", min_loss_scale, min_loss_scale >= 0.0, "at least 0")
-        if loss_scale != "dynamic":
-            static = float(loss_scale)
-            _check_range("loss_scale", static, 0.0 < static < float("inf"), "finite, above 0")
-        if min_loss_scale is not None and max_loss_scale is not None:
-            _check_range(
+            most = float("inf") if max_loss_scale is None else max_loss_scale
+            _check("min_loss_scale", min_loss_scale, lambda x: x >= 0.0, "at least 0")
+            _check(
                 "min_loss_scale",
                 min_loss_scale,
-                min_loss_scale <= max_loss_scale,
+                lambda x: x <= most,
                 f"at most max_loss_scale ({max_loss_scale})",
             )
+        if loss_scale != "dynamic":
+            _check("loss_scale", float(loss_scale), lambda x: 0.0 < x < inf, "finite, above 0")
         dynamic = loss_scale == "dynamic"
         self._min_loss_scale = min_loss_scale
         self._max_loss_scale = max_loss_scale
@@ -418,9 +415,13 @@ class LossScaler:
         return self.update_scale()
 
 
-def _check_range(name: str, value: float, right: bool, allowed: str) -> None:
+def _check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) -> None:
+    try:
+        right = is_right(value)
+    except TypeError:  # no number
+        right = False
     if not right:
-        raise ValueError(f"loss scaling: {name} was {value}; it must be {allowed}.")
+        raise ValueError(f"loss scaling: {name} was {value!r}; it must be {allowed}.")
 
 
 def iter_params(param_groups: Iterable[dict[str, Any]]) -> Iterator[torch.Tensor]:

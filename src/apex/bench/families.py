@@ -97,9 +97,26 @@ def _kernel_or_torch(device: torch.device, what: str) -> Choice:
     return Choice("torch fused", f"{what}torch's functions, rounded once; {why_not}")
 
 
+def _optimizers(device: torch.device) -> Choice:
+    return _lists(device, "float32 by torch's fused steps, what they do not do by its definition")
+
+
+def _multi_tensor(device: torch.device) -> Choice:
+    return _lists(device, "torch's check-and-unscale and foreach functions")
+
+
+def _lists(device: torch.device, otherwise: str) -> Choice:
+    why_not = _runtime.why_not_triton(device.type)
+    if why_not is None:
+        return Choice("Triton", "one launch for all tensors of a dtype")
+    return Choice("torch fused", f"{otherwise}; {why_not}")
+
+
 FAMILIES: tuple[Family, ...] = (
     Family("casting", "apex.amp", _casting),
     Family("gradient unscaling", "apex.amp", _unscaling),
+    Family("optimizers", "apex.optimizers", _optimizers),
+    Family("lists of tensors", "apex.multi_tensor_apply", _multi_tensor),
     Family("norms", "apex.normalization", _norms),
     Family("losses", "apex.contrib.xentropy", _losses),
 )

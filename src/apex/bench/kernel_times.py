@@ -176,6 +176,9 @@ class _Bench:
             if name in wanted
             for dtype in unique(args.dtype)
         ]
+        if not self._plan:
+            takes = [f"{op.name} has {', '.join(op.shapes)}" for op in OPS if op.name in ops]
+            raise UsageError(f"--shapes {' '.join(wanted)}: not of --op ({'; '.join(takes)})")
         self._options = {
             "op": ops,
             "shapes": wanted,

@@ -33,7 +33,7 @@ class LARC(torch.optim.Optimizer):
         epsilon: ``eps`` in the very first version, which did not clip; so this turns ``clip`` off.
 
     Raises:
-        TypeError: ``clip`` is not a flag.
+        TypeError: ``clip`` is not a flag, or ``optimizer`` is none.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -59,6 +59,8 @@ class LARC(torch.optim.Optimizer):
                 f"LARC: clip was {clip!r}; it must be True or False. In the first version the "
                 "third argument was epsilon: pass eps by name."
             )
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"LARC: optimizer was {optimizer!r}; it must be an optimizer to wrap.")
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.clip = clip if epsilon is None else False
