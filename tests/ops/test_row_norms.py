@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
-from apex.ops import _memory, _rows, _runtime
+from apex.ops import _memory, _rows, _rows_torch, _runtime
 from apex.ops.layer_norm import layer_norm
 from apex.ops.layer_norm import reference as layer_norm_reference
 from apex.ops.rms_norm import reference as rms_norm_reference
@@ -162,11 +162,11 @@ def test_large_inputs(name, shape, dtype):
 @pytest.mark.parametrize("name", NORMS)
 def test_piece_by_piece(name, affine, dtype, monkeypatch):
     """As with results of 32 MiB: more pieces than sums that are kept, the last one not full."""
-    monkeypatch.setattr(_rows, "PARTS", 32)
+    monkeypatch.setattr(_rows_torch, "PARTS", 32)
     monkeypatch.setattr(_memory, "LEAST", 1)
     monkeypatch.setattr(_memory, "_system", lambda: SimpleNamespace(madvise=lambda *call: 0))
-    monkeypatch.setattr(_rows, "PIECE", (2**9, 8))
-    monkeypatch.setattr(_rows, "PIECE_BACK", (2**9, 8))
+    monkeypatch.setattr(_rows_torch, "PIECE", (2**9, 8))
+    monkeypatch.setattr(_rows_torch, "PIECE_BACK", (2**9, 8))
     shape = (333 * torch.get_num_threads(), 520)
     _check(name, None, _inputs(name, shape, shape[-1:], dtype, affine=affine), shape[-1:])
 

@@ -37,6 +37,7 @@ from apex.normalization._fakes import (
     supports_custom_op,
 )
 from apex.ops import _rows, _scripted
+from apex.ops._rows_torch import wide
 from apex.ops._scripted import Shape, left_to_python
 from apex.ops.layer_norm import layer_norm
 from apex.ops.rms_norm import rms_norm
@@ -377,7 +378,7 @@ def manual_rms_norm(
         its dtype, rounded before it is multiplied and after.
     """
     dims = tuple(range(-len(normalized_shape), 0))
-    to = _rows.wide(input)
+    to = wide(input)
     y = input * torch.rsqrt(input.to(to).square().mean(dims, keepdim=True) + eps)
     if weight is None:
         return y
