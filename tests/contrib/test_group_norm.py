@@ -348,6 +348,22 @@ def test_computed_by_pieces(dtype, piece, weights, act, last, monkeypatch):
 
 
 @pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_channels_first_with_gaps(dtype, act, monkeypatch):
+    """Pixels in another order, every second row; under autocast, with weights of other dtypes."""
+    monkeypatch.setattr(ops, "PIECE", 20)
+    (x, *weights), grad = _data((2, 8, 6, 5), dtype, torch.float32, last=False)
+    for some in (x.flatten(2).detach()[..., ::2], x.detach().mT, x.detach()[:, :, ::2]):
+        given = [some.requires_grad_(), *(weights if dtype != torch.float64 else [])]
+        slope = grad.flatten()[: some.numel()].view(some.shape)
+        for autocasts in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                y = ops.group_norm(some, 4, *given[1:], act=act)
+            assert y.is_contiguous()
+            _agrees(y, given, slope, 4, act)
+
+
+@pytest.mark.parametrize("act", [None, "silu"])
 def test_a_frozen_input_compiled(act):
     (x, *_), _ = _data((2, 8, 5, 3), torch.float32)
     x, layer = x.detach(), GroupNorm(2, 8, act=act)
