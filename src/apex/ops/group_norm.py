@@ -231,7 +231,9 @@ def _as_it_is(
 def _pays(x: torch.Tensor, groups: int, first: bool) -> bool:
     """Whether :class:`_OnHost` is faster than torch's functions with copies."""
     if first:
-        return x.numel() > PIECE
+        # Bfloat16 with SiLU, forward and backward, of torch's time: 1.78 against 1.58 with copies
+        # in float32 at 2 x 320 x 32 x 32, 1.94 against 2.88 at 2 x 128 x 64 x 64.
+        return x.numel() >= 4 * PIECE
     _, channels, pixels = _sizes(x)
     slow = channels <= FEW * groups and pixels < PIXELS
     return x.numel() >= SMALLEST_ON_CPU["group_norm"] and not slow
