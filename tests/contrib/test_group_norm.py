@@ -289,10 +289,10 @@ def test_forward_mode_derivatives(act):
 @pytest.mark.parametrize("act", [None, "silu"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("smallest", [0, 2**16])
-def test_gradients_of_weights_alone(smallest, dtype, biased, act, monkeypatch):
+@pytest.mark.parametrize("pays", [True, False])
+def test_gradients_of_weights_alone(pays, dtype, biased, act, monkeypatch):
     """A frozen input, or one nobody asks about: torch's own crashes with channels last on a CPU."""
-    monkeypatch.setitem(ops.SMALLEST_ON_CPU, "group_norm", smallest)
+    monkeypatch.setattr(ops, "_pays", lambda *_: pays)
     given, grad = _data((2, 8, 5, 3), dtype)
     given = given if biased else given[:2]
 
@@ -305,6 +305,62 @@ def test_gradients_of_weights_alone(smallest, dtype, biased, act, monkeypatch):
     assert all(map(torch.equal, gradients(given[1:]), of_all[1:]))
     given[0].requires_grad_(False)
     assert all(map(torch.equal, gradients(given[1:]), of_all[1:]))
+
+
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("cut", ["channels", "images", "all"])
+def test_images_with_gaps(cut, act):
+    """Torch's own copies them to channels last, and crashes where the input has no gradient."""
+    given, grad = _data((3, 16, 6, 5), torch.float32)
+    x = {
+        "channels": given[0][:, ::2], "images": given[0][::2, :8], "all": given[0][:, 1:9, 1:, :-1]
+    }[cut].detach()  # fmt: skip
+    given, grad = [x, *(t.detach()[:8].requires_grad_() for t in given[1:])], torch.randn(x.shape)
+    y = ops.group_norm(x, 2, *given[1:], act=act)
+    found = torch.autograd.grad(y, given[1:], grad)
+    given[0] = x.requires_grad_()
+    _agrees(ops.group_norm(x, 2, *given[1:], act=act), given, grad, 2, act)
+    of_all = torch.autograd.grad(ops.group_norm(x, 2, *given[1:], act=act), given, grad)
+    assert all(map(torch.equal, found, of_all[1:]))
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("weights", [0, 1, 2])
+@pytest.mark.parametrize("piece", [1, 40, 130, 700])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_computed_by_pieces(dtype, piece, weights, act, last, monkeypatch):
+    """One group at a time, a divisor of them, an image, two images and the rest."""
+    monkeypatch.setattr(ops, "PIECE", piece)
+    given, grad = _data((3, 24, 4, 3), dtype, last=last)
+    given = given[: 1 + weights]
+    _agrees(
+        ops._on_host(given[0], 6, *(*given[1:], None, None)[:2], 1e-5, bool(act)),
+        given,
+        grad,
+        6,
+        act,
+    )
+    with torch.no_grad():
+        y = ops.group_norm(given[0], 6, *given[1:], act=act)
+    exact = F.group_norm(given[0].detach().double(), 6, *(t.detach().double() for t in given[1:]))
+    assert_one_rounding(y, F.silu(exact) if act else exact)
+
+
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_channels_first_with_gaps(dtype, act, monkeypatch):
+    """Pixels in another order, every second row; under autocast, with weights of other dtypes."""
+    monkeypatch.setattr(ops, "PIECE", 20)
+    (x, *weights), grad = _data((2, 8, 6, 5), dtype, torch.float32, last=False)
+    for some in (x.flatten(2).detach()[..., ::2], x.detach().mT, x.detach()[:, :, ::2]):
+        given = [some.requires_grad_(), *(weights if dtype != torch.float64 else [])]
+        slope = grad.flatten()[: some.numel()].view(some.shape)
+        for autocasts in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                y = ops.group_norm(some, 4, *given[1:], act=act)
+            assert y.is_contiguous()
+            _agrees(y, given, slope, 4, act)
 
 
 @pytest.mark.parametrize("act", [None, "silu"])
@@ -323,7 +379,7 @@ def test_a_frozen_input_compiled(act):
 def test_a_backward_under_vmap(path, last, monkeypatch):
     if path == "host":
         path = "reference"
-        monkeypatch.setitem(ops.SMALLEST_ON_CPU, "group_norm", 0)
+        monkeypatch.setattr(ops, "_pays", lambda *_: True)
     given, _ = _data((2, 6, 3, 4), torch.float32, last=last)
     with _runtime.use(path):
         assert_backward_under_vmap(ops.group_norm(given[0], 2, *given[1:], act="silu"), given)
