@@ -81,6 +81,12 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+@functools.cache
+def has_accelerator() -> bool:
+    """Whether there is a device besides the CPU."""
+    return torch.accelerator.is_available()
+
+
 def waits(device: torch.device) -> bool:
     """Whether reading a tensor on ``device`` makes the host wait for it."""
     return device.type != "cpu"

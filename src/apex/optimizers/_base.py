@@ -39,6 +39,12 @@ HALF = (torch.float16, torch.bfloat16)
 # computed are refused when set.
 _FOREIGN = {"foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable"}
 _REFUSED = {"amsgrad", "maximize"}
+# What the optimizers of torch and ours keep for a parameter: none of it is a user's own.
+_SLOTS_OF_OTHERS = {
+    "acc_delta", "ax", "eta", "exp_avg", "exp_avg_diff", "exp_avg_sq", "exp_inf", "grad_avg",
+    "max_exp_avg_sq", "momentum_buffer", "mu", "mu_product", "prev", "square_avg", "step_size",
+    "sum",
+}  # fmt: skip
 # Attributes that a copy does not get: what amp hangs on an optimizer, and versions of tensors that
 # are others in the copy.
 _NOT_COPIED = {"_amp_stash", "_scaled_step", "_written"}
@@ -421,7 +427,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             both = zip(states, weights, strict=True)
             weights = _locals([state.get("master_param", weight) for state, weight in both])
         columns = [_locals(grads), weights, *map(_locals, slots)]
-        self._check_sizes(params, columns, extra)
+        self._check_places(params, columns, extra)
         if extra is None and alike(columns):
             listed, gradients, updated, *kept = map(list, [params, *columns])
             yield Bucket(listed, gradients, updated, kept)
@@ -441,29 +447,36 @@ class FusedOptimizer(torch.optim.Optimizer):
             listed, gradients, updated, *kept = map(pick, [params, *columns])
             yield Bucket(listed, gradients, updated, kept, beside or None)
 
-    def _check_sizes(
+    def _check_places(
         self,
         params: Sequence[torch.Tensor],
-        columns: Sequence[Sequence[Any]],
+        columns: Sequence[Sequence[torch.Tensor]],
         extra: Sequence[torch.Tensor | None] | None,
     ) -> None:
-        """Raise if what is stepped together is not of one size: kernels would write beyond it."""
+        """Raise if what is stepped together is not of one size on one device.
+
+        Kernels take addresses: they would write beyond, or into what is not theirs.
+        """
+        weights = columns[1]
         names = ["gradient", "parameter", *self.slots, "state beside it"]
-        columns = [[*map(_NUMEL, column)] for column in columns]
-        sizes = columns[1]
         if extra is not None:
-            pairs = zip(extra, sizes, strict=True)
-            columns.append([size if x is None else x.numel() for x, size in pairs])
+            pairs = zip(extra, weights, strict=True)
+            columns = [*columns, [weight if x is None else x for x, weight in pairs]]
+        asked = (_NUMEL, torch.Tensor.get_device) if _runtime.has_accelerator() else (_NUMEL,)
+        expected = [[*map(ask, weights)] for ask in asked]
         for name, column in zip(names, columns, strict=False):
-            if column == sizes:
+            fits = all([*map(ask, column)] == e for ask, e in zip(asked, expected, strict=True))
+            if fits and (not column or column[0].is_cpu == weights[0].is_cpu):
                 continue
-            number = next(i for i, size in enumerate(sizes) if column[i] != size)
-            raise RuntimeError(
-                f"{type(self).__name__}: the {name} of a parameter has {column[number]} elements, "
-                f"and the parameter {sizes[number]} (shape {tuple(params[number].shape)}). After "
-                "giving a parameter other data, clear its gradient and its entry in "
-                "optimizer.state."
-            )
+            for param, weight, other in zip(params, weights, column, strict=True):
+                if (other.numel(), other.device) != (weight.numel(), weight.device):
+                    raise RuntimeError(
+                        f"{type(self).__name__}: the {name} of a parameter has {other.numel()} "
+                        f"elements on {other.device}, and the parameter {weight.numel()} on "
+                        f"{weight.device} (shape {tuple(param.shape)}). Move a model before making "
+                        "its optimizer; after giving a parameter other data, clear its gradient "
+                        "and its entry in optimizer.state."
+                    )
 
     def _extras(
         self,
@@ -612,7 +625,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             state = loaded["state"].get(number, {})
             tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
             ours = {key: x for key, x in tensors.items() if key in known}
-            if tensors.keys() - {"step"} and not ours:
+            foreign = tensors.keys() & _SLOTS_OF_OTHERS - {*known}
+            if foreign or (tensors.keys() & {*self.slots} and not tensors.keys() >= {*self.slots}):
                 raise ValueError(
                     f"{type(self).__name__}: the saved state of parameter {number} has "
                     f"{', '.join(tensors)}, and this optimizer keeps {', '.join(self.slots)}. "
