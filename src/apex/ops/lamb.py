@@ -43,6 +43,7 @@ from apex.ops.multi_tensor import (
     Update,
     Values,
     batches,
+    by_length,
     flattened,
     run,
     torch_can,
@@ -240,13 +241,8 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 
 
 def _on_host(columns: Sequence[Column], numbers: Lamb, how: How) -> None:
-    short: list[int] = []
-    long: list[int] = []
-    for number, param in enumerate(columns[1]):
-        (short if param.numel() <= SHORT else long).append(number)
-    for chosen in (short, long):
-        if chosen:
-            _alike_on_host([[column[i] for i in chosen] for column in columns], numbers, how)
+    for alike in by_length(columns, SHORT):
+        _alike_on_host(alike, numbers, how)
     if how.extra is not None:
         torch._foreach_copy_(list(how.extra), list(columns[1]))
 
