@@ -175,6 +175,15 @@ def test_large_tensors(path):
     check(FusedLAMB(params, lr=0.02, max_grad_norm=0.0), 1, path)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_many_short_tensors(path, decay, adam_w_mode):
+    shapes = [SHAPES[number % len(SHAPES)] for number in range(lamb.MANY + 5)]
+    params = parameters(shapes=shapes)
+    check(FusedLAMB(params, lr=0.02, weight_decay=decay, adam_w_mode=adam_w_mode), 2, path)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("path", PATHS)
 def test_awkward_lists(seed, path):

@@ -12,13 +12,15 @@ Source: Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 12, 2011.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from apex.ops.multi_tensor import Column, Scalar, Update, Values, torch_can
+from apex.ops.host import Lists, host_can, on_host
+from apex.ops.multi_tensor import Column, Scalar, Update, Values
 from apex.ops.storage import PLAINLY, How, run_stored
 
 
@@ -69,24 +71,23 @@ def adagrad_(columns: Sequence[Column], numbers: Adagrad, how: How = PLAINLY) ->
         how: Scaling, skipping and storage.
     """
     lr, decay = numbers.lr, numbers.weight_decay
-    if (
-        how.is_plain
-        and not isinstance(lr, torch.Tensor)
-        and not isinstance(decay, torch.Tensor)
-        and not (numbers.adagrad_w_mode and decay)
-        and torch_can(columns)
-    ):
-        grads, params, sums = map(list, columns)
-        torch._fused_adagrad_(
-            params,
-            grads,
-            sums,
-            [torch.ones(())] * len(params),  # the step, which matters with lr_decay only
-            lr=lr,
-            lr_decay=0.0,
-            weight_decay=decay,
-            eps=numbers.eps,
-            maximize=False,
-        )
+    if not (numbers.adagrad_w_mode and decay) and host_can(columns, how, lr, decay):
+        on_host(functools.partial(_torchs, numbers), columns, how, narrow=True)
         return
     run_stored(ADAGRAD, columns, numbers.scalars(how.factor), how)
+
+
+def _torchs(numbers: Adagrad, columns: Lists) -> None:
+    """Step columns of one dtype on the CPU by torch's fused kernel."""
+    grads, params, sums = columns
+    torch._fused_adagrad_(
+        params,
+        grads,
+        sums,
+        [torch.ones(())] * len(params),  # the step, which matters with lr_decay only
+        lr=float(numbers.lr),
+        lr_decay=0.0,
+        weight_decay=float(numbers.weight_decay),
+        eps=numbers.eps,
+        maximize=False,
+    )

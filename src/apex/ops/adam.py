@@ -15,6 +15,7 @@ algorithm 2.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from typing import Any
 
 import torch
 
-from apex.ops.multi_tensor import Column, Scalar, Update, Values, torch_can
+from apex.ops.host import Lists, host_can, on_host
+from apex.ops.multi_tensor import Column, Scalar, Update, Values
 from apex.ops.storage import PLAINLY, How, run_stored
 
 
@@ -120,33 +122,31 @@ def adam_(columns: Sequence[Column], numbers: Adam, how: How = PLAINLY) -> None:
         numbers: Of the step.
         how: Scaling, skipping and storage.
     """
-    lr, decay = numbers.lr, numbers.weight_decay
-    if (
-        how.is_plain
-        and not numbers.eps_inside_sqrt
-        and not isinstance(lr, torch.Tensor)
-        and not isinstance(decay, torch.Tensor)
-        and not isinstance(numbers.step, torch.Tensor)
-        and torch_can(columns)
-    ):
-        steps = torch.tensor(float(numbers.step) if numbers.bias_correction else math.inf)
-        grads, params, exp_avgs, exp_avg_sqs = map(list, columns)
-        fused = torch._fused_adamw_ if numbers.adam_w_mode else torch._fused_adam_
-        fused(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            [steps] * len(params),
-            lr=lr,
-            beta1=numbers.beta1,
-            beta2=numbers.beta2,
-            weight_decay=decay,
-            eps=numbers.eps,
-            amsgrad=False,
-            maximize=False,
-        )
+    known = (numbers.lr, numbers.weight_decay, numbers.step)
+    if not numbers.eps_inside_sqrt and host_can(columns, how, *known):
+        on_host(functools.partial(_torchs, numbers), columns, how)
         return
     update = ADAM_EPS_INSIDE if numbers.eps_inside_sqrt else ADAM
     run_stored(update, columns, numbers.scalars(how.factor), how)
+
+
+def _torchs(numbers: Adam, columns: Lists) -> None:
+    """Step float32 columns of the CPU by torch's fused kernel."""
+    grads, params, exp_avgs, exp_avg_sqs = columns
+    steps = torch.tensor(float(numbers.step) if numbers.bias_correction else math.inf)
+    fused = torch._fused_adamw_ if numbers.adam_w_mode else torch._fused_adam_
+    fused(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [steps] * len(params),
+        lr=float(numbers.lr),
+        beta1=numbers.beta1,
+        beta2=numbers.beta2,
+        weight_decay=float(numbers.weight_decay),
+        eps=numbers.eps,
+        amsgrad=False,
+        maximize=False,
+    )

@@ -19,9 +19,10 @@ import contextlib
 import importlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, not_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -350,14 +351,19 @@ def _without_empty(call: _Call, numels: Sequence[int]) -> torch.Tensor | None:
     return out
 
 
-def torch_can(columns: Sequence[Column]) -> bool:
+def torch_can(columns: Sequence[Column], more: Container[torch.dtype] = ()) -> bool:
     """Whether torch's own fused CPU kernels take the columns: float32 on a CPU, nothing forced.
 
     They are the fastest there is on a CPU, but compute 16-bit weights with 16-bit moments.
+
+    Args:
+        columns: Of any kind.
+        more: dtypes that are as good as float32, because the caller widens them.
     """
     if _runtime.forced() or columns[0][0].device.type != "cpu":
         return False
-    return all(column[0].dtype == torch.float32 for column in columns) and _fits(columns)
+    dtypes = [column[0].dtype for column in columns]
+    return all(dtype == torch.float32 or dtype in more for dtype in dtypes) and _fits(columns)
 
 
 # -- splitting -----------------------------------------------------------------------------------
@@ -424,20 +430,44 @@ def batches(
         yield range(first, len(columns[0])), [[*column[first:]] for column in columns]
 
 
+def by_length(columns: Sequence[Column], short: int) -> Iterable[list[list[torch.Tensor]]]:
+    """Split columns into the tensors of at most ``short`` elements and the others.
+
+    A lot of :func:`batches` then has either many tensors or few.
+    """
+    is_short = [numel <= short for numel in map(torch.Tensor.numel, columns[0])]
+    if len({*is_short}) == 1:
+        yield [list(column) for column in columns]
+        return
+    yield [[*compress(column, is_short)] for column in columns]
+    yield [[*compress(column, map(not_, is_short))] for column in columns]
+
+
 def flattened(column: Column) -> torch.Tensor:
     """The elements of all tensors of one dtype in one; a view if there is only one tensor."""
     kind = column[0].device.type if column else ""
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     # autocast refuses to join tensors of the other 16-bit type
     with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
+        if len(column) > 1 and _are_vectors(column):  # 1,000 short ones: 0.1 ms for 0.4
+            return torch.cat(list(column))
         flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(column))
     return flat
 
 
 def unflattened(flat: torch.Tensor, column: Column) -> list[torch.Tensor]:
     """Views of ``flat``, one after the other, in the shapes of ``column``."""
-    views: Sequence[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(flat, list(column))
+    sizes = [*map(torch.Tensor.numel, column)]
+    views: Sequence[torch.Tensor]
+    if _are_vectors(column):  # 1,000 short ones: 0.5 ms for 1.1
+        views = flat[: sum(sizes)].split_with_sizes(sizes)
+    else:
+        views = torch._C._nn.unflatten_dense_tensors(flat, list(column))
     return list(views)
+
+
+def _are_vectors(column: Column) -> bool:
+    return {*map(torch.Tensor.dim, column)} == {1}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

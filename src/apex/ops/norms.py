@@ -202,12 +202,23 @@ def small_squares(tensors: Column, factor: float = 1.0) -> torch.Tensor:
 
     1,000 tensors of 1 to 100 elements take 0.4 ms, torch's foreach norm of them 1.2.
     """
-    values = flattened(tensors).double()  # may be the only tensor itself
+    flat = flattened(tensors)  # may be the only tensor itself
+    return segment_squares(flat, torch.tensor([*map(torch.Tensor.numel, tensors)]), factor)
+
+
+def segment_squares(flat: torch.Tensor, lengths: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    """Sum the squares of segments of a flat tensor of the CPU, in float64.
+
+    Args:
+        flat: Tensors one after the other.
+        lengths: Their numbers of elements.
+        factor: What elements are multiplied by first.
+    """
+    values = flat.to(torch.float64, copy=True)
     if factor != 1.0:  # what float32 makes of it, as elsewhere
-        wide = torch.promote_types(tensors[0].dtype, torch.float32)
-        values = values * torch.tensor(factor, dtype=wide).item()
-    lengths = torch.tensor([*map(torch.Tensor.numel, tensors)])
-    return torch.segment_reduce(values.square(), "sum", lengths=lengths)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        values.mul_(torch.tensor(factor, dtype=wide).item())
+    return torch.segment_reduce(values.square_(), "sum", lengths=lengths)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,13 +15,15 @@ Source: Sutskever et al., "On the importance of initialization and momentum in d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from apex.ops.multi_tensor import Column, Scalar, Update, Values, torch_can
+from apex.ops.host import Lists, host_can, on_host
+from apex.ops.multi_tensor import Column, Scalar, Update, Values
 from apex.ops.storage import PLAINLY, How, run_stored
 
 
@@ -97,28 +99,26 @@ def sgd_(
     """
     lr, decay = numbers.lr, numbers.weight_decay
     after = numbers.wd_after_momentum and numbers.momentum
-    if (
-        how.is_plain
-        and first is None
-        and not isinstance(lr, torch.Tensor)
-        and not isinstance(decay, torch.Tensor)
-        and not (after and decay)
-        and torch_can(columns)
-    ):
-        grads, params, *buffers = map(list, columns)
-        torch._fused_sgd_(
-            params,
-            grads,
-            buffers[0] if buffers else [],
-            weight_decay=decay,
-            momentum=numbers.momentum,
-            lr=lr,
-            dampening=numbers.dampening,
-            nesterov=numbers.nesterov,
-            maximize=False,
-            is_first_step=False,
-        )
+    if first is None and not (after and decay) and host_can(columns, how, lr, decay):
+        on_host(functools.partial(_torchs, numbers), columns, how)
         return
     own = () if first is None else (first,)
     update = MOMENTUM if numbers.momentum else PLAIN
     run_stored(update, columns, numbers.scalars(how.factor), how, own=own)
+
+
+def _torchs(numbers: SGD, columns: Lists) -> None:
+    """Step float32 columns of the CPU by torch's fused kernel."""
+    grads, params, *buffers = columns
+    torch._fused_sgd_(
+        params,
+        grads,
+        buffers[0] if buffers else [],
+        weight_decay=float(numbers.weight_decay),
+        momentum=numbers.momentum,
+        lr=float(numbers.lr),
+        dampening=numbers.dampening,
+        nesterov=numbers.nesterov,
+        maximize=False,
+        is_first_step=False,
+    )

@@ -235,11 +235,6 @@ class How:
         return known and alone and self.storage is PLAIN and not self._writes
 
     @property
-    def is_plain(self) -> bool:
-        """Whether nothing surrounds the step."""
-        return self.is_bare and bool(self.factor == 1.0)
-
-    @property
     def _writes(self) -> bool:
         return self.write_grads and bool(self.factor != 1.0)
 
