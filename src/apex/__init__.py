@@ -27,4 +27,4 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PARTS])
+    return sorted({*globals(), *_PARTS})

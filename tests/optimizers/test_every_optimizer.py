@@ -11,7 +11,7 @@ import torch
 
 from apex import amp
 from apex.ops import _runtime
-from apex.optimizers import FusedLAMB
+from apex.optimizers import FusedLAMB, FusedNovoGrad
 from tests.optimizers.common import (
     EVERY,
     PATHS,
@@ -311,6 +311,50 @@ def test_other_data_with_the_old_state_is_refused(make, path):
             optimizer.step()
         assert same(values(params), before)
         params[1].grad = torch.ones(9)
+
+
+@every
+@paths
+def test_state_on_another_device_is_refused(make, path):
+    """A kernel would take its address for one of the weight's device."""
+    params = parameters(shapes=SMALL)
+    optimizer = make(params)
+    train(optimizer, params, range(1), path)
+    slot, state = optimizer.slots[0], optimizer.state[params[0]]
+    state[slot] = state[slot].to("meta")
+    with pytest.raises(RuntimeError, match=f"the {slot} of .* on meta, and .* on cpu"), on(path):
+        optimizer.step()
+
+
+@every
+def test_a_parameter_begins_anew_where_its_state_was_cleared(make):
+    params = parameters(shapes=SMALL[:1])
+    optimizer = make(params)
+    train(optimizer, params, range(1))
+    params[0].data, params[0].grad = torch.ones(9), None
+    optimizer.state.pop(params[0])
+    before = values(params)
+    assert not same(train(optimizer, params, range(2)), before)
+
+
+@pytest.mark.parametrize("other", [torch.optim.Adamax, torch.optim.Rprop, FusedNovoGrad])
+def test_the_state_of_a_relative_is_refused(other):
+    """Some of its slots have the same names."""
+    params = parameters(shapes=SMALL)
+    relative = other(params)
+    train(relative, params, range(2))
+    for make in EVERY.values():
+        if not isinstance(make(params), other):
+            with pytest.raises(ValueError, match="and this optimizer keeps"):
+                make(params).load_state_dict(relative.state_dict())
+
+
+def test_what_a_program_keeps_beside_the_state_is_its_own():
+    params = parameters(shapes=SMALL)
+    optimizer = FusedLAMB(params)
+    optimizer.state[params[0]]["average"] = torch.zeros(2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(optimizer, params, range(1))
 
 
 @every

@@ -105,7 +105,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         TypeError: ``models`` or ``optimizers`` is of another type.
         ValueError: A number is out of range.
     """
-    if not isinstance(verbosity, (int, float)):
+    if not hasattr(verbosity, "__int__"):
         raise TypeError(f"amp.initialize: verbosity was {verbosity!r}; it must be 0, 1 or 2.")
     if not enabled:
         return _disable(models, optimizers, verbosity)
@@ -211,7 +211,8 @@ def _retype_state(optimizer: Any, params: Iterable[Any]) -> None:
     tensors, a step count among them, stay as they are. The optimizers of :mod:`apex.optimizers` say
     themselves which dtype a moment has.
     """
-    slots, slot_dtype = getattr(optimizer, "slots", ()), getattr(optimizer, "_slot_dtype", None)
+    inner = getattr(optimizer, "optim", optimizer)  # LARC's
+    slots, slot_dtype = getattr(inner, "slots", ()), getattr(inner, "_slot_dtype", None)
     for param in params:
         state = optimizer.state.get(param)
         if slot_dtype is not None and isinstance(state, dict):

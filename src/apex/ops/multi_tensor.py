@@ -445,7 +445,7 @@ def by_length(columns: Sequence[Column], short: int) -> Iterable[list[list[torch
 
 def flattened(column: Column) -> torch.Tensor:
     """The elements of all tensors of one dtype in one; a view if there is only one tensor."""
-    kind = column[0].device.type if column else ""
+    kind = column[0].device.type if column else "cpu"
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     # autocast refuses to join tensors of the other 16-bit type
     with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():

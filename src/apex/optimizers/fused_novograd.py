@@ -122,14 +122,18 @@ class FusedNovoGrad(FusedOptimizer):
             group["exp_avg_sq"] = [
                 self._with_room(group, kind, fresh) for kind in KINDS[: len(vectors)]
             ]
+            for param in fresh:  # at once, so that entries and parameters stay of one number
+                self._state_of(param)
 
     def _norms(self, group: dict[str, Any], kind: torch.dtype, members: int) -> torch.Tensor:
         norms: torch.Tensor = group["exp_avg_sq"][KINDS.index(kind)]
+        if not members:  # the state was cleared
+            return norms[:0]
         if norms.numel() != members:
             raise ValueError(
                 f'FusedNovoGrad: a group\'s "exp_avg_sq" holds {norms.numel()} norms of {kind} '
                 f'parameters, and {members} of its parameters have an "exp_avg". Load a state that '
-                "was saved as a whole."
+                "was saved as a whole, or clear that of all parameters of the group."
             )
         return norms
 
