@@ -501,3 +501,46 @@ def test_on_a_gpu(dtype):
     expected = torch.autograd.grad(exact, wide, grad.double())
     for one, other in zip((y, *found), (exact, *expected), strict=True):
         assert_close_in_rms(one.detach().cpu(), other.detach(), GROUP_NORM)
+
+
+@pytest.mark.parametrize("act", ["", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    "image",
+    [
+        lambda: torch.randn(2, 4096, 32).transpose(1, 2)[..., None],
+        lambda: torch.randn(1, 1, 4096, 32).transpose(1, 3),
+        lambda: torch.randn(4096, 32, 1, 1).contiguous(memory_format=torch.channels_last),
+    ],
+    ids=["sequences", "one image", "one pixel"],
+)
+def test_channels_last_with_sizes_of_one(image, recorded, dtype, act):
+    """Their strides may be any, and torch's kernels mind."""
+    torch.manual_seed(0)
+    x = image().to(dtype).requires_grad_(recorded)
+    y = GroupNorm(4, 32, act=act).to(dtype)(x)
+    exact = F.group_norm(x.detach().double(), 4)
+    assert_one_rounding(y.detach(), F.silu(exact) if act else exact)
+    if recorded:
+        y.sum().backward()
+        assert x.grad.isfinite().all()
+
+
+def test_a_bias_alone():
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 4, 4, requires_grad=True)
+    bias = torch.randn(8, requires_grad=True)
+    ops.group_norm(x, 2, None, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full((8,), 32.0))
+    assert x.grad.abs().max() < 1
+
+
+def test_a_wide_bias_beside_a_narrow_weight_keeps_its_gradient():
+    """Larger than any float16."""
+    x = torch.ones(1, 8, 32, 32).half().contiguous(memory_format=torch.channels_last)
+    weight, bias = torch.ones(8).half().requires_grad_(), torch.zeros(8, requires_grad=True)
+    with _runtime.use("triton"):
+        y = ops.group_norm(x, 2, weight, bias)
+        y.backward(torch.full_like(y, 100.0))
+    assert torch.equal(bias.grad, torch.full((8,), 102400.0))

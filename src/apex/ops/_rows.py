@@ -65,7 +65,7 @@ def check(name: str, x: torch.Tensor, weight: Optional, bias: Optional, shape: S
             f"{name}: Given normalized_shape={list(shape)}, expected input with shape [{wanted}], "
             f"but got input of size{list(x.shape)}"
         )
-    if not x.is_floating_point():
+    if x.dtype not in FLOATS:
         raise RuntimeError(
             f"{name}: input is {x.dtype}; allowed are float16, bfloat16, float32 and float64"
         )
@@ -547,7 +547,7 @@ def at_once(
         if centered:
             return torch.layer_norm(x, shape, weight, bias, eps)
         return torch.rms_norm(x, shape, weight, eps)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         check(_name(centered), x, weight, bias, shape)
         raise
 
@@ -561,7 +561,7 @@ def _small(x: torch.Tensor, shape: Shape, centered: bool) -> bool:
         and (
             bool(shape) and x.numel() <= ROWS_ADDED * shape[-1] and x.dtype == torch.float32
             if centered
-            else x.numel() < SMALLEST_ON_CPU["rms_norm"]
+            else x.numel() < SMALLEST_ON_CPU["rms_norm"] and x.dtype in FLOATS
         )
         and not torch.is_autocast_enabled("cpu")
         and _runtime.forced() is None

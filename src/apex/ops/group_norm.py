@@ -99,6 +99,8 @@ def group_norm(
     if act not in ACTIVATIONS:
         raise ValueError(f"group_norm: act is {act!r}; allowed are 'silu', 'swish', '' and None.")
     silu = ACTIVATIONS[act]
+    if weight is None and bias is not None:  # torch has no gradient for a bias alone
+        weight = torch.ones_like(bias, requires_grad=False)
     y = _at_once(x, groups, weight, bias, eps, silu)
     if y is not None:
         return y
@@ -213,6 +215,8 @@ def _on_cpu(
         # are off in 16 bits by more than the numbers of a group of a few nearly equal are apart.
         ones = x.new_ones(x.shape[1], dtype=torch.float32) if weight is None else weight.float()
         return reference(x, groups, ones, _to(bias, torch.float32), eps, False)
+    if not first and 1 in x.shape[2:]:  # whose strides may be any; torch's kernels mind
+        return _of_first(x.contiguous(), *arguments, True)
     if recorded and not _pays(x, groups, first):
         return _of_first(x.contiguous(), *arguments, not first)
     y: torch.Tensor = _on_host(x, *arguments) if recorded else _computed(x, *arguments)[0]
@@ -342,7 +346,7 @@ def _fprop(
         return kernels.forward(x, groups, weight, bias, eps, silu)
     to = torch.promote_types(x.dtype, torch.float32)
     y, mean, rstd = torch.native_group_norm(
-        x.to(to), _to(weight, to), _to(bias, to), *_sizes(x), groups, eps
+        x.to(to).contiguous(), _to(weight, to), _to(bias, to), *_sizes(x), groups, eps
     )
     y = F.silu(y) if silu else y
     return y.to(x.dtype).contiguous(memory_format=_format(x)), torch.stack([mean, rstd], -1)
@@ -360,17 +364,16 @@ def _bprop(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of ``x``, ``weight`` and ``bias``; the latter are empty if there are none."""
     x, dy = _nhwc(x), _nhwc(dy)
-    like = x if weight is None else weight
     if _kernel_runs(x, weight, bias):
         from apex.kernels import group_norm as kernels
 
         weight, bias = _contiguous(weight), _contiguous(bias)
         dx, sums = kernels.backward(dy, stats.contiguous(), x, groups, weight, bias, silu)
-        dbias, dweight = sums.to(like.dtype)
+        dbias, dweight = sums
     else:
         to = torch.promote_types(x.dtype, torch.float32)
         gain, shift = _to(weight, to), _to(bias, to)
-        wide, slope = x.to(to), dy.to(to)
+        wide, slope = x.to(to).contiguous(), dy.to(to).contiguous()
         if silu:
             z = torch.native_group_norm(wide, gain, shift, *_sizes(x), groups, eps)[0]
             slope = torch.ops.aten.silu_backward(slope, z)
@@ -382,7 +385,8 @@ def _bprop(
         dx = dx.to(x.dtype).contiguous(memory_format=_format(x))
     if weight is None:
         return dx, x.new_empty(0), x.new_empty(0)
-    return dx, dweight.to(like.dtype).clone(), dbias.to(like.dtype).clone()
+    like = weight if bias is None else bias
+    return dx, dweight.clone().to(weight.dtype), dbias.clone().to(like.dtype)
 
 
 def _kernel_runs(x: torch.Tensor, *weights: Optional) -> bool:
@@ -416,12 +420,19 @@ def _fprop_fake(x: torch.Tensor, groups: int, *_: Any) -> tuple[torch.Tensor, to
 
 
 def _bprop_fake(
-    dy: torch.Tensor, stats: torch.Tensor, x: torch.Tensor, groups: int, weight: Optional, *_: Any
+    dy: torch.Tensor,
+    stats: torch.Tensor,
+    x: torch.Tensor,
+    groups: int,
+    weight: Optional,
+    bias: Optional,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    like = x if weight is None else weight
-    shape = x.shape[1:2] if weight is not None else (0,)
     dx = torch.empty_like(x, memory_format=_format(x))
-    return dx, like.new_empty(shape), like.new_empty(shape)
+    if weight is None:
+        return dx, x.new_empty(0), x.new_empty(0)
+    like = weight if bias is None else bias
+    return dx, weight.new_empty(x.shape[1:2]), like.new_empty(x.shape[1:2])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
