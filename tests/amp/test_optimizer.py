@@ -304,3 +304,42 @@ def test_what_programs_of_old_touch(level):
     train(model, optimizer)
     amp.reset()
     assert not hasattr(optimizer, "_amp_lazy_init")
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_that_come_back_to_their_group_are_trained(level):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    group = optimizer.param_groups[0]
+    listed = list(group["params"])
+    extra = torch.nn.Parameter(torch.ones(1))
+    for params in ([extra], listed):
+        group["params"][:] = params
+        before = model.weight.detach().clone()
+        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert torch.equal(model.weight, before) == (params is not listed)
+        optimizer.zero_grad()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_parameter_shared_later_is_stepped_by_both(level):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    first = torch.optim.SGD([model.weight], lr=0.1)
+    second = torch.optim.SGD([model.bias], lr=0.1)
+    model, (first, second) = amp.initialize(
+        model, [first, second], opt_level=level, verbosity=0, loss_scale=128.0
+    )
+    second.add_param_group({"params": [model.weight]})
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), [first, second]) as scaled:
+        scaled.backward()
+    before = model.weight.detach().clone()
+    for optimizer in (first, second):
+        optimizer.step()
+        assert not torch.equal(model.weight, before)
+        before = model.weight.detach().clone()

@@ -199,16 +199,20 @@ class OptimizerState:
             return self._entries
         known = {id(entry.param): entry for entry in self._entries}
         known.update({id(entry.target): entry for entry in self._entries})
+        # a master that had been taken out of its group may come back
+        owners = {id(m.tensor): weight for weight, m in masters.items()} if self.use_masters else {}
         entries = []
         for group in () if optimizer is None else optimizer.param_groups:
             if not isinstance(group["params"], list):
                 group["params"] = list(group["params"])
             params = group["params"]
             for index, param in enumerate(params):
-                entry = known.get(id(param)) or self._entry(optimizer, param, full or {})
+                weight = owners.get(id(param), param)
+                entry = known.get(id(param)) or self._entry(optimizer, weight, full or {})
                 params[index] = entry.param
                 entries.append(entry)
         self._remember(entries)
+        self.training.find_shared()
         return entries
 
     def _remember(self, entries: list[_Entry]) -> None:

@@ -57,16 +57,21 @@ class Training:
         self, optimizers: Sequence[Any], full: dict[torch.nn.Parameter, torch.Tensor]
     ) -> None:
         """Give each optimizer its state; ``full`` has the weights' values before rounding."""
-        owners: dict[int, set[int]] = {}
         states = []
         for optimizer in optimizers:
             use_masters = bool(self.properties.master_weights)
             state = OptimizerState(optimizer, self, use_masters, full)
             states.append(weakref.ref(state))
             _optimizers.add(optimizer)
+        self._states = states
+        self.find_shared()
+
+    def find_shared(self) -> None:
+        """Note which tensors are in the groups of several optimizers."""
+        owners: dict[int, set[int]] = {}
+        for state in filter(None, (reference() for reference in self._states)):
             for param in state.params():
                 owners.setdefault(id(param), set()).add(id(state))
-        self._states = states
         self.sharing = {param: ids for param, ids in owners.items() if len(ids) > 1}
 
     def sharers(self, listed: Sequence[OptimizerState]) -> list[OptimizerState]:

@@ -122,7 +122,7 @@ class FusedNovoGrad(FusedOptimizer):
             group["exp_avg_sq"] = [
                 self._with_room(group, kind, fresh) for kind in KINDS[: len(vectors)]
             ]
-            for param in fresh:  # at once, so that entries and parameters stay of one number
+            for param in params:  # at once, so that entries and parameters stay of one number
                 self._state_of(param)
 
     def _norms(self, group: dict[str, Any], kind: torch.dtype, members: int) -> torch.Tensor:
