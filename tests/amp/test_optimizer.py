@@ -311,7 +311,9 @@ def test_masters_that_come_back_to_their_group_are_trained(level):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0
+    )
     group = optimizer.param_groups[0]
     listed = list(group["params"])
     extra = torch.nn.Parameter(torch.ones(1))
