@@ -9,6 +9,7 @@ import torch
 from apex import amp
 from apex.contrib.optimizers import FusedAdam, FusedLAMB, fused_adam, fused_lamb
 from apex.contrib.optimizers.fused_sgd import FusedSGD
+from apex.optimizers import FusedAdam as NewAdam
 from apex.optimizers import FusedLAMB as NewLAMB
 from apex.optimizers import FusedSGD as NewSGD
 from tests.optimizers.common import (
@@ -324,3 +325,13 @@ def test_under_amp(level, make):
 def test_the_names():
     assert fused_adam.FusedAdam is FusedAdam
     assert fused_lamb.FusedLAMB is FusedLAMB
+
+
+def test_the_new_adams_count_of_steps_goes_on():
+    params = [torch.nn.Parameter(torch.ones(3))]
+    new, old = NewAdam(params), FusedAdam(params)
+    for _ in range(3):
+        params[0].grad = torch.ones(3)
+        new.step()
+    old.load_state_dict(new.state_dict())
+    assert old.state[params[0]]["step"] == 3

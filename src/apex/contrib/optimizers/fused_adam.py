@@ -150,6 +150,9 @@ class FusedAdam(OldStep):
         for number, state in state_dict["state"].items():
             if "step" in state:
                 found["state"][number]["step"] = int(state["step"])
+        for group in state_dict["param_groups"]:  # where apex.optimizers.FusedAdam counts
+            for number in found["state"].keys() & {*group["params"]} if "step" in group else ():
+                found["state"][number].setdefault("step", int(group["step"]))
         return found
 
 
