@@ -19,6 +19,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import os
+import random
 import statistics
 import sys
 import time
@@ -258,7 +259,7 @@ def how_measured(device: torch.device) -> dict[str, str]:
     cuda = device.type == "cuda"
     return {
         "ms": f"by {'CUDA events' if cuda else 'the host clock'}, after {WARM_UP} calls that do "
-        "not count; providers take turns on the same tensors"
+        "not count; providers take turns on the same tensors, in an order drawn for each turn"
         + (", the L2 cache overwritten before each call" if cuda else ""),
         "apex / it": "our time divided by this provider's, the median over the turns",
         "GB/s": "from the bytes that have to be moved, which are declared for each provider: an "
@@ -415,12 +416,17 @@ class Lap(NamedTuple):
 def take_turns(
     calls: Mapping[str, Call], repeats: int, device: torch.device
 ) -> dict[str, list[Lap]]:
-    """Time every call ``repeats`` times, one after the other and not one many times."""
+    """Time every call ``repeats`` times, one after the other and not one many times.
+
+    The order is drawn anew for each turn: who follows a provider of small needs finds the tensors
+    in the cache, and memory that was just given back.
+    """
     time_once = _cuda_clock(device) if device.type == "cuda" else _host_clock
     laps: dict[str, list[Lap]] = {name: [] for name in calls}
+    draw = random.Random(0)  # the same order in each run
     for _ in range(repeats):
-        for name, call in calls.items():
-            laps[name].append(time_once(call))
+        for name in draw.sample(list(calls), len(calls)):
+            laps[name].append(time_once(calls[name]))
     return laps
 
 
