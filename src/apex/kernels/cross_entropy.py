@@ -50,6 +50,12 @@ def cross_entropy_forward(
         tl.store(lse_ptr + row, 0.0)
     else:
         x_row = logits_ptr + row * row_stride
+        inside = (label >= 0) & (label < columns)
+        chosen = tl.load(
+            same_logits_ptr + row * row_stride + label, mask=inside, other=float("nan")
+        ).to(tl.float32)
+        # What the mean is taken from: logits far from zero would round it.
+        base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)
         largest = -float("inf")
         total = 0.0
         plain = tl.zeros((BLOCK,), tl.float32)
@@ -57,21 +63,17 @@ def cross_entropy_forward(
             mask = at + lanes < columns
             x = tl.load(x_row + at + lanes, mask=mask, other=-float("inf")).to(tl.float32)
             if SMOOTH:
-                plain += tl.where(mask, x, 0.0)
+                plain += tl.where(mask, x - base, 0.0)
             grown = tl.maximum(largest, tl.max(x, axis=0))
             # A block of -inf before any other number: inf - inf would poison the sum.
             safe = tl.where(grown == -float("inf"), 0.0, grown)
             total = total * tl.exp(largest - safe) + tl.sum(tl.exp(x - safe), axis=0)
             largest = grown
         above = tl.log(total)  # what lse rounds away where logits are large
-        inside = (label >= 0) & (label < columns)
-        chosen = tl.load(
-            same_logits_ptr + row * row_stride + label, mask=inside, other=float("nan")
-        ).to(tl.float32)
         loss = largest - chosen + above
         if SMOOTH:
             mean = tl.sum(plain, axis=0) / columns
-            loss = (1.0 - smoothing) * loss + smoothing * (largest - mean + above)
+            loss = (1.0 - smoothing) * loss + smoothing * (largest - base - mean + above)
         tl.store(losses_ptr + row, loss)
         tl.store(lse_ptr + row, largest + above)
 
