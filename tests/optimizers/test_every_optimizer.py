@@ -353,7 +353,9 @@ def test_what_a_program_keeps_beside_the_state_is_its_own():
     params = parameters(shapes=SMALL)
     optimizer = FusedLAMB(params)
     optimizer.state[params[0]]["average"] = torch.zeros(2)
+    optimizer.state["epoch"] = 5
     optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state["epoch"] == 5
     train(optimizer, params, range(1))
 
 
@@ -710,3 +712,15 @@ def test_states_that_do_not_fit(make):
     with pytest.raises(ValueError, match="doesn't match the size"):
         optimizer.load_state_dict(make(parameters(shapes=SMALL)).state_dict())
     train(optimizer, optimizer.param_groups[0]["params"], range(1))
+
+
+@every
+def test_a_group_made_like_a_scheduled_one(make):
+    params = parameters(shapes=SMALL)
+    optimizer = make(params[:1])
+    torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.1, total_steps=9, cycle_momentum=optimizer.defaults.get("momentum", 0)
+    )
+    like = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "exp_avg_sq")}
+    optimizer.add_param_group({**like, "params": params[1:]})
+    train(optimizer, params, range(1))

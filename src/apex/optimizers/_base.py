@@ -179,8 +179,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _group_keys(self) -> set[str]:
-        """Keys that a group may have besides the defaults: those of the original's state."""
-        return {"initial_lr", "swa_lr"}
+        """Keys that a group may have besides the defaults: what torch's schedulers write."""
+        return {"initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
     def _check_numbers(self, group: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for a number out of range."""
@@ -659,7 +659,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state dict with torch.optim's per-parameter step moved to the groups."""
         groups = []
-        states = {number: dict(state) for number, state in state_dict["state"].items()}
+        states = {
+            number: dict(state) if isinstance(state, Mapping) else state  # or a user's own
+            for number, state in state_dict["state"].items()
+        }
         for saved in state_dict["param_groups"]:
             group = dict(saved)
             for key in _REFUSED & group.keys() - self.defaults.keys():

@@ -148,7 +148,7 @@ class FusedAdam(OldStep):
     def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         found = super()._from_twin(state_dict)
         for number, state in state_dict["state"].items():
-            if "step" in state:
+            if isinstance(state, dict) and "step" in state:
                 found["state"][number]["step"] = int(state["step"])
         for group in state_dict["param_groups"]:  # where apex.optimizers.FusedAdam counts
             for number in found["state"].keys() & {*group["params"]} if "step" in group else ():
