@@ -15,7 +15,7 @@ from apex.normalization import (
     MixedFusedLayerNorm,
     MixedFusedRMSNorm,
 )
-from tests.tolerance import SAME_TRAINING
+from tests.tolerance import assert_same_training
 
 LEVELS = {
     "O0": torch.float32, "O1": torch.float16, "O2": torch.float16, "O3": torch.float16,
@@ -84,9 +84,7 @@ def _same(make, theirs, level, loss, their_loss):
     wanted = _train(theirs(), level, their_loss)
     found = _train(model, level, loss)
     assert found[-1] < found[0] - 0.05
-    torch.testing.assert_close(
-        torch.tensor(found), torch.tensor(wanted), rtol=SAME_TRAINING[LEVELS[level]], atol=0.0
-    )
+    assert_same_training(found, wanted, LEVELS[level])
     return model
 
 

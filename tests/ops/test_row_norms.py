@@ -14,7 +14,7 @@ from apex.ops.layer_norm import layer_norm
 from apex.ops.layer_norm import reference as layer_norm_reference
 from apex.ops.rms_norm import reference as rms_norm_reference
 from apex.ops.rms_norm import rms_norm
-from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
+from tests.tolerance import TRANSFORMED, assert_one_rounding, assert_rounded_after_float32
 from tests.vmapped import assert_backward_under_vmap
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -539,7 +539,7 @@ def test_transforms_of_torch_func(name, path, memory_efficient):
         _, tangent = jvp(call, (x,), (torch.ones_like(x),))
     leaf = x.clone().requires_grad_()
     call(leaf).square().sum().backward()
-    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradient, leaf.grad, **TRANSFORMED)
     assert tangent.shape == x.shape
 
 

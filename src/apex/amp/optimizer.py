@@ -523,7 +523,8 @@ class OptimizerState:
     def _scaled_grads(self) -> dict[torch.Tensor, torch.Tensor]:
         """What backward left, by what the optimizer steps."""
         pairs = [(weight, weight.grad) for weight in self._plain]
-        pairs += [(tensor, weight.grad) for weight, tensor, _ in self._twins]
+        twins = self._twins
+        pairs += [(t, w.grad) for t, w in zip(twins.tensors, twins.weights, strict=True)]
         return {param: grad for param, grad in pairs if grad is not None}
 
     def _scaled_step(self) -> dict[str, Any] | None:
@@ -754,9 +755,8 @@ class OptimizerState:
         """The optimizer's own, and the same for the model weights behind masters."""
         self._measured = self._clip = self._owed = self._kept = None
         if not self.is_open:
-            self.settle_debt(
-                check=False
-            )  # what it finds, the other optimizers of the pass have to know
+            # what it finds, the other optimizers of the pass have to know
+            self.settle_debt(check=False)
         self._inner["zero_grad"](*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         self._debt, self._unscaled = None, {}

@@ -8,7 +8,7 @@ is left of the overhead in ``benchmarks/host_overhead.py`` is a handful of such 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -38,9 +38,6 @@ class Twins:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def __iter__(self) -> Iterator[Twin]:
-        return iter(self._rows)
 
     def without(self, done: set[int]) -> Twins:
         """Those whose weight's id is not in ``done``."""

@@ -37,10 +37,8 @@ from apex.normalization._fakes import (
     supports_custom_op,
 )
 from apex.ops import _rows, _scripted
-from apex.ops._rows_torch import wide
+from apex.ops._dtypes import wide
 from apex.ops._scripted import Shape, left_to_python
-from apex.ops.layer_norm import layer_norm
-from apex.ops.rms_norm import rms_norm
 
 __all__ = [
     "FusedLayerNorm",
@@ -291,8 +289,8 @@ def _layer_norm(
     x, weight, bias = _rows.narrowed(input, weight, bias)
     if not mixed:
         _rows.refuse_other_dtype(x, weight, "mixed_dtype_fused_layer_norm_affine")
-    dtype = None if weight is None else weight.dtype
-    return layer_norm(x, weight, bias, shape, eps, memory_efficient=memory_efficient, dtype=dtype)
+    dtype = x.dtype if weight is None else weight.dtype
+    return _rows.normalize(x, weight, bias, shape, eps, dtype, True, memory_efficient)
 
 
 def fused_rms_norm_affine(
@@ -357,8 +355,8 @@ def _rms_norm(
     x, weight = _rows.narrowed(input, weight)
     if not mixed:
         _rows.refuse_wider_weight(x, weight, "mixed_dtype_fused_rms_norm_affine")
-    dtype = None if weight is None else weight.dtype
-    return rms_norm(x, weight, shape, eps, memory_efficient=memory_efficient, dtype=dtype)
+    dtype = x.dtype if weight is None else weight.dtype
+    return _rows.normalize(x, weight, None, shape, eps, dtype, False, memory_efficient)
 
 
 @left_to_python
@@ -454,7 +452,7 @@ class FusedLayerNorm(torch.nn.Module):
         x, weight, bias = _rows.narrowed(input, weight, bias)
         if weight is not None and not (x.dtype in NARROW and weight.dtype == torch.float32):
             _rows.refuse_other_dtype(x, weight, "MixedFusedLayerNorm")
-        return layer_norm(x, weight, bias, shape, eps, memory_efficient=self.memory_efficient)
+        return _rows.normalize(x, weight, bias, shape, eps, x.dtype, True, self.memory_efficient)
 
     def extra_repr(self) -> str:
         """Show the sizes in ``print(model)``."""

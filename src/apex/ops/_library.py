@@ -65,6 +65,15 @@ def _one_by_one(
     return outputs, (0,) * len(outputs)
 
 
+def wants_gradients(*tensors: torch.Tensor | None) -> bool:
+    """Whether gradients will be wanted."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
 def ordinary(*tensors: torch.Tensor | None) -> bool:
     """Whether this is an eager call on plain tensors, with nothing watching or transforming it.
 

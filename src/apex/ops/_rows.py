@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from apex.ops import _memory, _rows_torch, _runtime
-from apex.ops._library import batched, define
-from apex.ops._rows_torch import NARROW, ROWS_ADDED, Optional, to_dtype, wide
+from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
+from apex.ops._library import batched, define, wants_gradients
+from apex.ops._rows_torch import ROWS_ADDED
 from apex.ops._thresholds import SMALLEST, SMALLEST_ON_CPU
 
 Shape = Sequence[int]
@@ -587,11 +588,26 @@ def normalize(
     centered: bool,
     memory_efficient: bool,
 ) -> torch.Tensor:
-    """Normalize by the way that fits the call; arguments have been checked."""
-    arguments = (x, weight, bias, shape, eps, dtype, centered)
+    """Check, and normalize by the way that fits the call."""
+    check(_name(centered), x, weight, bias, shape)
+    arguments = (x, weight, bias, shape, eps, dtype, centered, memory_efficient)
     if _autocasts(x.device.type):
         with without_autocast(x.device):
-            return normalize(*arguments, memory_efficient)
+            return _normalized(*arguments)
+    return _normalized(*arguments)
+
+
+def _normalized(
+    x: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    shape: Shape,
+    eps: float,
+    dtype: torch.dtype,
+    centered: bool,
+    memory_efficient: bool,
+) -> torch.Tensor:
+    arguments = (x, weight, bias, shape, eps, dtype, centered)
     if torch.compiler.is_compiling():
         if memory_efficient or x.is_cuda:
             y: torch.Tensor = _OP(*arguments, memory_efficient)[0]
@@ -603,17 +619,9 @@ def normalize(
         z: torch.Tensor = _Rows.apply(*arguments, memory_efficient)  # type: ignore[no-untyped-call]
         return z
     same = x.dtype == dtype and (weight is None or weight.dtype == dtype)
-    if same and x.numel() >= SMALLEST_ON_CPU["layer_norm"] and not _recorded(x, weight, bias):
+    if same and x.numel() >= SMALLEST_ON_CPU["layer_norm"] and not wants_gradients(x, weight, bias):
         return _torch_norm(x, weight, bias, shape, eps, centered)  # forward it is as good
     return composed(*arguments)
-
-
-def _recorded(x: torch.Tensor, weight: Optional, bias: Optional) -> bool:
-    return torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    )
 
 
 def _has_own_path(x: torch.Tensor, weight: Optional, bias: Optional, centered: bool) -> bool:
@@ -627,7 +635,7 @@ def _has_own_path(x: torch.Tensor, weight: Optional, bias: Optional, centered: b
         return x.numel() >= SMALLEST_ON_CPU["rms_norm"]
     if _memory.pays(x.numel(), x.dtype, x.device):
         return True
-    if not _recorded(x, weight, bias):
+    if not wants_gradients(x, weight, bias):
         return False
     if x.dtype == torch.float32:
         return x.shape[-1] * ROWS_ADDED * torch.get_num_threads() < x.numel()

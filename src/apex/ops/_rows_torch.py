@@ -12,10 +12,8 @@ import itertools
 import torch
 
 from apex.ops import _memory
+from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
 
-Optional = torch.Tensor | None
-
-NARROW = (torch.float16, torch.bfloat16)
 # Rows of which torch's kernel may add up float32 weight gradients one after the other, for each
 # thread. Errors of sums over 2,000 and 16,000 rows of 512 normal numbers, partial sums added in
 # float64, in units of rounding: 5.3 for 48 rows at a time, 6.1 for 64, 7.3 for 96, 32 for 2,000;
@@ -29,19 +27,6 @@ BLOCK = 2**16  # elements of a block of rows for each thread on a CPU: stays in 
 # fewer rows. Forward 2**17 to 2**19 take the same time; backward leaves sums of each piece behind.
 PIECE, PIECE_BACK = (2**18, 8), (2**17, 32)
 PARTS = 100  # such sums that are kept before they are added up
-
-
-def wide(*tensors: Optional) -> torch.dtype:
-    """In what is computed: float32, or float64 if a tensor is."""
-    for tensor in tensors:
-        if tensor is not None and tensor.dtype == torch.float64:
-            return torch.float64
-    return torch.float32
-
-
-def to_dtype(tensor: Optional, dtype: torch.dtype) -> Optional:
-    """Convert a tensor if there is one."""
-    return None if tensor is None else tensor.to(dtype)
 
 
 def forward(

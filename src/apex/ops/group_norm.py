@@ -31,11 +31,11 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._library import batched, define, ordinary, tracing
+from apex.ops._dtypes import NARROW, to_dtype, wide
+from apex.ops._library import batched, define, ordinary, tracing, wants_gradients
 from apex.ops._rows import without_autocast
 from apex.ops._thresholds import SMALLEST, SMALLEST_ON_CPU
 
-NARROW = (torch.float16, torch.bfloat16)
 FUSABLE = (torch.float32, *NARROW)
 ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -207,14 +207,14 @@ def _on_cpu(
     if not x.is_contiguous():
         # No gaps: torch would copy as well, and then fail as with channels last.
         x = _nhwc(x) if x.stride(1) == 1 else x.contiguous()
-    first, recorded = _first(x), _recorded(x, weight, bias)
+    first, recorded = _first(x), wants_gradients(x, weight, bias)
     if _as_it_is(x, weight, bias, silu, first or not recorded, recorded):
         return reference(x, *arguments)
-    if first and not silu and _wide(x, weight, bias) == torch.float32:
+    if first and not silu and wide(x, weight, bias) == torch.float32:
         # Beside float32 weights torch keeps float32 statistics, without a copy of the image. They
         # are off in 16 bits by more than the numbers of a group of a few nearly equal are apart.
         ones = x.new_ones(x.shape[1], dtype=torch.float32) if weight is None else weight.float()
-        return reference(x, groups, ones, _to(bias, torch.float32), eps, False)
+        return reference(x, groups, ones, to_dtype(bias, torch.float32), eps, False)
     if not first and 1 in x.shape[2:]:  # whose strides may be any; torch's kernels mind
         return _of_first(x.contiguous(), *arguments, True)
     if recorded and not _pays(x, groups, first):
@@ -279,8 +279,8 @@ def _of_first(
         y = reference(x, groups, weight, bias, eps, False)
     else:
         # With the original's kernel any pair of dtypes worked, and results were rounded once.
-        to = _wide(x, weight, bias)
-        y = reference(x.to(to), groups, _to(weight, to), _to(bias, to), eps, False)
+        to = wide(x, weight, bias)
+        y = reference(x.to(to), groups, to_dtype(weight, to), to_dtype(bias, to), eps, False)
     if last:
         y = y.contiguous(memory_format=FORMATS[x.dim()])
     y = _silu(y) if silu else y
@@ -292,17 +292,8 @@ def _fails_with_channels_last(x: torch.Tensor, weight: Optional, bias: Optional)
     compiling = torch.compiler.is_compiling()
     if not compiling and not ordinary(x, weight, bias):
         return True
-    recorded = x.device.type == "cpu" and _recorded(x, weight, bias)
+    recorded = x.device.type == "cpu" and wants_gradients(x, weight, bias)
     return recorded and not (compiling and x.requires_grad)  # all gradients are compiled together
-
-
-def _recorded(*tensors: Optional) -> bool:
-    """Whether gradients will be wanted."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
 
 
 def _of_nothing(x: torch.Tensor, *weights: Optional) -> torch.Tensor:
@@ -312,19 +303,6 @@ def _of_nothing(x: torch.Tensor, *weights: Optional) -> torch.Tensor:
         if tensor is not None:
             y = y * tensor.to(x.dtype).view(-1, *[1] * (x.dim() - 2))
     return y
-
-
-def _wide(*tensors: Optional) -> torch.dtype:
-    """In what is computed: float32, or float64 if a tensor is."""
-    for tensor in tensors:
-        if tensor is not None and tensor.dtype == torch.float64:
-            return torch.float64
-    return torch.float32
-
-
-def _to(tensor: Optional, dtype: torch.dtype) -> Optional:
-    # A cast to the dtype that a tensor has costs 0.9 us, to compare them 0.1 us.
-    return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _contiguous(tensor: Optional) -> Optional:
@@ -346,7 +324,7 @@ def _fprop(
         return kernels.forward(x, groups, weight, bias, eps, silu)
     to = torch.promote_types(x.dtype, torch.float32)
     y, mean, rstd = torch.native_group_norm(
-        x.to(to).contiguous(), _to(weight, to), _to(bias, to), *_sizes(x), groups, eps
+        x.to(to).contiguous(), to_dtype(weight, to), to_dtype(bias, to), *_sizes(x), groups, eps
     )
     y = F.silu(y) if silu else y
     return y.to(x.dtype).contiguous(memory_format=_format(x)), torch.stack([mean, rstd], -1)
@@ -372,15 +350,15 @@ def _bprop(
         dbias, dweight = sums
     else:
         to = torch.promote_types(x.dtype, torch.float32)
-        gain, shift = _to(weight, to), _to(bias, to)
-        wide, slope = x.to(to).contiguous(), dy.to(to).contiguous()
+        gain, shift = to_dtype(weight, to), to_dtype(bias, to)
+        image, slope = x.to(to).contiguous(), dy.to(to).contiguous()
         if silu:
-            z = torch.native_group_norm(wide, gain, shift, *_sizes(x), groups, eps)[0]
+            z = torch.native_group_norm(image, gain, shift, *_sizes(x), groups, eps)[0]
             slope = torch.ops.aten.silu_backward(slope, z)
         mean, rstd = (t.contiguous() for t in stats.to(to).unbind(-1))
         mask = [True, weight is not None, weight is not None]
         dx, dweight, dbias = torch.ops.aten.native_group_norm_backward(
-            slope, wide, mean, rstd, gain, *_sizes(x), groups, mask
+            slope, image, mean, rstd, gain, *_sizes(x), groups, mask
         )
         dx = dx.to(x.dtype).contiguous(memory_format=_format(x))
     if weight is None:
@@ -487,8 +465,8 @@ def _computed(
 
     The three are ``None`` if they are to be computed again.
     """
-    to = _wide(x, weight, bias)
-    weight, bias, sizes = _to(weight, to), _to(bias, to), _sizes(x)
+    to = wide(x, weight, bias)
+    weight, bias, sizes = to_dtype(weight, to), to_dtype(bias, to), _sizes(x)
     if x.dtype == to:
         z, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, groups, eps)
         return (F.silu(z), mean, rstd, z) if silu else (z, mean, rstd, None)
@@ -504,7 +482,7 @@ def _by_pieces(
     x: torch.Tensor, groups: int, weight: Optional, bias: Optional, eps: float, silu: bool
 ) -> torch.Tensor:
     """``y``: some groups at a time are widened, so that the copies stay in the cache."""
-    to = _wide(x, weight, bias)
+    to = wide(x, weight, bias)
     y = torch.empty_like(x)
     cuts = _cuts(x, groups)
     gains, shifts = _cut(weight, cuts, to), _cut(bias, cuts, to)
@@ -527,18 +505,18 @@ def _back_by_pieces(
     mask: list[bool],
 ) -> tuple[Optional, ...]:
     """Gradients, likewise; norms are computed once more, so that nothing wide is kept."""
-    to = _wide(x, weight, bias)
+    to = wide(x, weight, bias)
     dx = torch.empty_like(x)
     cuts = _cuts(x, groups)
     gains, shifts = _cut(weight, cuts, to), _cut(bias, cuts, to)
     sums: list[tuple[Optional, ...]] = [(None, None)] * cuts
     for place, part, slope, out in _pieces(cuts, x, dy, dx):
-        wide, slope, gain = part.to(to), slope.to(to), gains[place]
+        image, slope, gain = part.to(to), slope.to(to), gains[place]
         sizes = (*_sizes(part), groups // cuts)
-        z, mean, rstd = torch.native_group_norm(wide, gain, shifts[place], *sizes, eps)
+        z, mean, rstd = torch.native_group_norm(image, gain, shifts[place], *sizes, eps)
         if silu:
             slope = SILU_BACKWARD(slope, z)
-        found, *new = BACKWARD(slope, wide, mean, rstd, gain, *sizes, mask)
+        found, *new = BACKWARD(slope, image, mean, rstd, gain, *sizes, mask)
         out.copy_(found)
         sums[place] = tuple(map(_added, sums[place], new))
     dweight, dbias = (
@@ -612,11 +590,11 @@ class _OnHost(torch.autograd.Function):
             found = _back_by_pieces(dy, x, groups, weight, bias, eps, silu, mask)
         else:
             to = mean.dtype
-            slope = _to(dy, to)
+            slope = to_dtype(dy, to)
             if silu:
                 slope = SILU_BACKWARD(slope, z)
             found = BACKWARD(
-                slope, _to(x, to), mean, rstd, _to(weight, to), *_sizes(x), groups, mask
+                slope, to_dtype(x, to), mean, rstd, to_dtype(weight, to), *_sizes(x), groups, mask
             )
         return found[0], None, *found[1:], None, None  # autograd narrows them
 

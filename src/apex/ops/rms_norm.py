@@ -56,7 +56,6 @@ def rms_norm(
         y = _rows.at_once(x, weight, None, shape, eps, memory_efficient, False)
         if y is not None:
             return y
-    _rows.check("rms_norm", x, weight, None, shape)
     return _rows.normalize(
         x, weight, None, shape, eps, dtype or x.dtype, centered=False,
         memory_efficient=memory_efficient,
