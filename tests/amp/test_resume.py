@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from apex import amp
 from apex.optimizers import FusedAdam, FusedNovoGrad
+from apex.parallel import LARC
 from tests.amp.hand import Hand, batches, net, same
 
 LEVELS = {
@@ -516,3 +517,21 @@ def test_a_bad_entry_is_refused_by_name_before_anything_is_changed(key, entry):
     with pytest.raises(RuntimeError, match=f'"{key}"'):
         amp.load_state_dict({"loss_scaler0": GOOD, key: entry})
     assert amp.state_dict() == before
+
+
+def test_a_fused_optimizer_loaded_before_initialize():
+    """At O3 weights are float16, and its moments stay float32."""
+    check("O3", "fused adam", ("optimizer", "model", "initialize", "amp"))
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, LARC], ids=["alone", "in LARC"])
+def test_moments_keep_the_dtype_that_the_optimizer_gives_them(wrap):
+    model = net(0)
+    optimizer = wrap(FusedAdam(model.parameters(), lr=1e-3))
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1e-5)  # its square is 0 in float16
+    optimizer.step()
+    model, optimizer = start("O3", model, optimizer)
+    kept = [state["exp_avg_sq"] for state in optimizer.state.values()]
+    assert {moment.dtype for moment in kept} == {torch.float32}
+    assert all((moment > 0).all() for moment in kept)
