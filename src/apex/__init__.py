@@ -11,7 +11,7 @@ An independent implementation, not affiliated with NVIDIA.
 import importlib
 from types import ModuleType
 
-from apex import amp
+from apex import _missing, amp
 
 __all__ = ["__version__", "amp"]
 
@@ -23,8 +23,11 @@ _PARTS = ("contrib", "multi_tensor_apply", "normalization", "optimizers", "paral
 def __getattr__(name: str) -> ModuleType:
     if name in _PARTS:
         return importlib.import_module(f"apex.{name}")
-    raise AttributeError(f"module 'apex' has no attribute {name!r}")
+    raise _missing.attribute_error(__name__, name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_PARTS})
+
+
+_missing.install()

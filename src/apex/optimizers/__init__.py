@@ -4,6 +4,7 @@ They run on every device: in Triton on a GPU, on a CPU in torch's own fused kern
 compute the same, else in plain PyTorch.
 """
 
+from apex._missing import explain_attributes
 from apex.optimizers.fused_adagrad import FusedAdagrad
 from apex.optimizers.fused_adam import FusedAdam
 from apex.optimizers.fused_lamb import FusedLAMB
@@ -19,3 +20,5 @@ __all__ = [
     "FusedNovoGrad",
     "FusedSGD",
 ]
+
+explain_attributes(__name__)

@@ -1,0 +1,164 @@
+"""Names of NVIDIA's Apex that this package does not have, and what to use instead.
+
+``NOT_YET`` and ``OUT_OF_SCOPE`` are the table. A key is a module, or a name in a module that
+exists; where a whole package is missing, its own name is enough. Whoever adds a module removes its
+line here and in ``docs/compatibility.md``; ``tests/test_missing_names.py`` asks for both.
+
+The text of the table is in the error of each way to ask for a name:
+
+===============================  ============================  ========================
+how                              error                         who raises it
+===============================  ============================  ========================
+``import apex.RNN``              ``ModuleNotFoundError``       :class:`MissingNames`
+``from apex.RNN import LSTM``    ``ModuleNotFoundError``       :class:`MissingNames`
+``from apex import RNN``         ``ImportError``, as Python's  :class:`MissingNames`
+``apex.RNN``                     ``AttributeError``            the package's ``__getattr__``
+===============================  ============================  ========================
+
+Questions get Python's usual answers, because programs ask before they import: ``hasattr`` says
+False and ``importlib.util.find_spec`` says None. So do names that are not in the table, and those
+at the top level (``mlp_cuda``): they are none of this package's.
+"""
+
+import sys
+from types import FrameType
+from typing import NoReturn
+
+NOT_YET = {
+    "apex.DeprecatedFeatureWarning": "FutureWarning",
+    "apex.RNN": "torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
+    "apex.RankInfoFormatter": "logging.Formatter with torch.distributed.get_rank()",
+    "apex.check_cudnn_version_and_warn": "torch.backends.cudnn.version()",
+    "apex.deprecated_warning": "warnings.warn",
+    "apex.fp16_utils": 'apex.amp.initialize(model, optimizer, opt_level="O2")',
+    "apex.fused_dense": "torch.nn.Linear, with torch.nn.GELU",
+    "apex.mlp": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
+    "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
+    "apex.transformer": "torch.nn.functional.softmax or "
+    "torch.nn.functional.scaled_dot_product_attention; for parallel models "
+    "torch.distributed.tensor.parallel and torch.distributed.pipelining",
+    "apex.contrib.bottleneck": "torch.nn.Conv2d and torch.nn.BatchNorm2d with torch.compile",
+    "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and torch.nn.ReLU with torch.compile",
+    "apex.contrib.cudnn_gbn": "torch.nn.SyncBatchNorm",
+    "apex.contrib.fmha": "torch.nn.attention.varlen.varlen_attn",
+    "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
+    "apex.contrib.groupbn": "torch.nn.BatchNorm2d or torch.nn.SyncBatchNorm, with "
+    "model.to(memory_format=torch.channels_last)",
+    "apex.contrib.index_mul_2d": "in1[idx1] * in2 with torch.compile",
+    "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention or "
+    "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.optimizers.FP16_Optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
+    "apex.contrib.optimizers.distributed_fused_adam": "torch.distributed.fsdp.fully_shard with "
+    "torch.optim.AdamW(fused=True)",
+    "apex.contrib.optimizers.distributed_fused_lamb": "torch.distributed.fsdp.fully_shard with "
+    "torch.optim.AdamW(fused=True)",
+    "apex.contrib.optimizers.fp16_optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
+    "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured",
+    "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
+    "apex.optimizers.FP16_Optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
+    "apex.optimizers.fp16_optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
+    "apex.parallel.DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
+    "apex.parallel.ReduceOp": "torch.distributed.ReduceOp",
+    "apex.parallel.Reducer": "torch.distributed.all_reduce",
+    "apex.parallel.SyncBatchNorm": "torch.nn.SyncBatchNorm",
+    "apex.parallel.convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+    "apex.parallel.create_syncbn_process_group": "torch.distributed.new_subgroups(group_size)",
+    "apex.parallel.distributed": "torch.nn.parallel.DistributedDataParallel",
+    "apex.parallel.multiproc": "torchrun",
+    "apex.parallel.optimized_sync_batchnorm": "torch.nn.SyncBatchNorm",
+    "apex.parallel.sync_batchnorm": "torch.nn.SyncBatchNorm",
+}
+
+OUT_OF_SCOPE = {
+    "apex.amp._process_optimizer": "apex.amp.initialize, which prepares the optimizer",
+    "apex.amp.compat": "torch.autocast",
+    "apex.amp.rnn_compat": "torch.autocast",
+    "apex.amp.utils": "torch.autocast",
+    "apex.amp.wrap": "torch.autocast",
+    "apex.contrib.gpu_direct_storage": "torch.cuda.gds",
+    "apex.contrib.nccl_allocator": "torch.cuda.MemPool and torch.cuda.use_mem_pool",
+    "apex.contrib.openfold_triton": "torch.nn.functional.scaled_dot_product_attention and "
+    "torch.compile",
+    "apex.contrib.peer_memory": "torch.distributed.batch_isend_irecv",
+    "apex.contrib.torchsched": "torch.compile",
+    "apex.distributed_testing": "torch.multiprocessing.spawn",
+    "apex.pyprof": "torch.profiler",
+}
+
+
+class MissingNames:
+    """A finder for ``sys.meta_path`` that finds nothing, and says why for names of the table.
+
+    It stands last, so that Python asks it only about modules that are not there.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Return None, unless an ``import`` statement asks for a name of the table.
+
+        Raises:
+            ModuleNotFoundError: The name is imported; also by ``importlib.import_module``.
+            ImportError: The name is imported from its package: ``from apex import RNN``. Python
+                raises this very class there, and drops a ModuleNotFoundError with its text.
+        """
+        text = _explain(name)
+        if text is None:
+            return
+        callers = _import_functions(sys._getframe(1))
+        if "_handle_fromlist" in callers:
+            raise ImportError(text, name=name.rpartition(".")[0])
+        if "_find_and_load" in callers:  # importlib.util.find_spec does not load
+            raise ModuleNotFoundError(text, name=name)
+
+
+def install() -> None:
+    """Let Python's imports see the table; a second call, after a reload, changes nothing."""
+    if not any(getattr(finder, "__module__", "") == __name__ for finder in sys.meta_path):
+        sys.meta_path.append(MissingNames)
+
+
+def explain_attributes(module: str) -> None:
+    """Give a module a ``__getattr__`` whose error is that of the table.
+
+    It is set here and not written in the module because type checkers stop reporting misspelled
+    names of a module in which they see one.
+    """
+
+    def __getattr__(name: str) -> NoReturn:
+        raise attribute_error(module, name)
+
+    vars(sys.modules[module])["__getattr__"] = __getattr__
+
+
+def attribute_error(module: str, name: str) -> AttributeError:
+    """Return the error for a name that a module lacks: the table's, or else Python's own."""
+    text = _explain(f"{module}.{name}")
+    return AttributeError(text or f"module {module!r} has no attribute {name!r}")
+
+
+def _explain(name: str) -> str | None:
+    """Return what an error says about a name of the table, and None for any other name."""
+    if name in NOT_YET:
+        yet, section, use = " yet", "Not yet", NOT_YET[name]
+    elif name in OUT_OF_SCOPE:
+        yet, section, use = "", "Out of scope", OUT_OF_SCOPE[name]
+    else:
+        return None
+    from apex import __version__
+
+    page = f'see docs/compatibility.md, "{section}"'
+    return f"{name} is not in apex {__version__}{yet}: {page}; use {use}"
+
+
+def _import_functions(frame: FrameType | None) -> set[str]:
+    """Return the names of the functions of Python's import system at the top of the stack.
+
+    A finder is not told whether a module will be loaded or was only asked for, nor by which form
+    of the statement, so its callers tell. Where a Python names them differently, its own errors
+    remain.
+    """
+    names = set()
+    while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
