@@ -19,6 +19,10 @@ TWIN_IN_FLOAT64 = 2.0**-47
 CLIPPED = 2e-6
 
 
+# A moving average over 20 steps in float32: each rounds by half an ulp (2**-24) of the value.
+AVERAGED = 20 * 2.0**-24
+
+
 def assert_close_to_largest(actual: torch.Tensor, exact: torch.Tensor, relative: float) -> None:
     """Assert that no element is off by more than ``relative`` times the largest of ``exact``."""
     assert actual.shape == exact.shape

@@ -169,7 +169,7 @@ class Hands:
             make([self._group(number, *group) for group in groups])
             for number, (make, groups) in enumerate(optimizers)
         ]
-        self.debts = [None for _ in optimizers]  # whose gradients are scaled: how, and with whom
+        self.delayed = [None for _ in optimizers]  # whose gradients are scaled: how, and with whom
         self.bad = [False for _ in optimizers]
         self.passes = [set() for _ in optimizers]  # since the last step: scale, its count then
 
@@ -211,28 +211,28 @@ class Hands:
         return list(dict.fromkeys(weight for number in who for weight in self.owned[number]))
 
     def open(self, loss_id, who):
-        """Begin a pass: settle debts that it cannot add to; return its own."""
-        scale = self.scales[loss_id]
-        debt = scale, scale.value, scale.passes, scale.steps, tuple(sorted(who))
+        """Begin a pass: it continues delayed ones of its kind, at their scale, or unscales them."""
+        scale, who = self.scales[loss_id], tuple(sorted(who))
+        before = self.delayed[who[0]]
+        if before and before[0] is scale and before[2] == who:
+            return before
         for number in who:
-            if self.debts[number] not in (None, debt):
-                self.settle(self.debts[number])
-            idle = all(self.wide(weight).grad is None for weight in self.owned[number])
-            if idle and self.debts[number] is None:  # model.zero_grad() ends an overflow too
-                self.bad[number], self.passes[number] = False, set()
-        return debt
+            self.collect(number)
+            if all(self.wide(weight).grad is None for weight in self.owned[number]):
+                self.bad[number], self.passes[number] = False, set()  # cleared by the program
+        return scale, scale.value, who
 
     def backward(self, loss, loss_id=0, who=(0,), delay=False, poison=None):
         """One pass of a loss that feeds the optimizers ``who``.
 
         ``poison`` may write into the gradients of this pass.
         """
-        debt = self.open(loss_id, who)
+        this = self.open(loss_id, who)
         weights = self._weights(who)
         before = {weight: weight.grad for weight in weights}
         for weight in weights:
             weight.grad = None
-        (loss * torch.tensor(debt[1])).backward()
+        (loss * torch.tensor(this[1])).backward()
         if poison:
             poison(self.models)
         for weight in weights:
@@ -241,13 +241,14 @@ class Hands:
                 old = self.scaled.get(weight)
                 self.scaled[weight] = new if old is None else old + new
         for number in who:
-            self.debts[number] = debt
-        if not delay or (isinstance(debt[0], Static) and debt[1] == 1.0):  # unscaled as it is
-            self.settle(debt)
+            self.delayed[number] = this
+        is_one = isinstance(this[0], Static) and this[1] == 1.0
+        if not delay or (is_one and self.level not in ("O2", "O5")):  # unscaled as it is
+            self.unscale(this)
 
-    def settle(self, debt):
+    def unscale(self, this):
         """Unscale, check and add up what passes of one scale and set of optimizers left."""
-        scale, value, *_, who = debt
+        scale, value, who = this
         grads = {weight: self.scaled.pop(weight, None) for weight in self._weights(who)}
         grads = {weight: grad for weight, grad in grads.items() if grad is not None}
         finite = all(bool(grad.isfinite().all()) for grad in grads.values())
@@ -256,15 +257,15 @@ class Hands:
             wide.grad = grad if wide.grad is None else wide.grad + grad
         scale.finish_pass(not finite)
         for number in who:
-            self.debts[number] = None
+            self.delayed[number] = None
             if not isinstance(scale, Static):
                 self.bad[number] |= not finite
                 self.passes[number].add((scale, scale.steps))
 
     def collect(self, number):
         """Unscale what is still scaled, as clipping and the step must."""
-        if self.debts[number]:
-            self.settle(self.debts[number])
+        if self.delayed[number]:
+            self.unscale(self.delayed[number])
 
     def step(self, number):
         """Step, or return True if the step is to be skipped."""

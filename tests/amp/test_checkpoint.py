@@ -198,3 +198,49 @@ def test_extra_state_and_frozen_weights_pass_through():
         model.load_state_dict(state)
         assert model.note == "kept"
         amp.reset()
+
+
+# -- several trainings -------------------------------------------------------------------------
+
+
+def two_trainings(**options):
+    made = []
+    for scale in (32.0, 64.0):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, init_scale=scale, verbosity=0, **options)
+        made.append((model, optimizer))
+    return made
+
+
+def test_each_training_is_saved_and_loaded_by_its_optimizers():
+    (_, first), (_, second) = trainings = two_trainings()
+    saved = [amp.state_dict(optimizers=optimizer) for _, optimizer in trainings]
+    assert [entry["loss_scaler0"]["loss_scale"] for entry in saved] == [32.0, 64.0]
+    amp.load_state_dict(saved[1], optimizers=[first])
+    amp.load_state_dict(saved[0], optimizers=(second,))
+    assert amp.state_dict(optimizers=first) == saved[1]
+    assert amp.state_dict(optimizers=second) == saved[0]
+
+
+def test_without_optimizers_it_is_the_newest_with_a_warning_while_others_live():
+    trainings = two_trainings()
+    with pytest.warns(UserWarning, match=r"several trainings.*optimizers=\.\.\."):
+        saved = amp.state_dict()
+    assert saved["loss_scaler0"]["loss_scale"] == 64.0
+    with pytest.warns(UserWarning, match="several trainings"):
+        amp.load_state_dict(saved)
+    del trainings[0]
+    assert amp.state_dict() == saved  # the other is gone
+    amp.load_state_dict(saved)
+
+
+def test_optimizers_of_other_trainings_or_of_none_are_refused():
+    (_, first), (_, second) = two_trainings()
+    with pytest.raises(ValueError, match="several initialize calls"):
+        amp.state_dict(optimizers=[first, second])
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ValueError, match="SGD, which did not go through amp.initialize"):
+        amp.load_state_dict({}, optimizers=stranger)
+    with pytest.raises(ValueError, match="did not go through"):
+        amp.state_dict(optimizers=[])

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp import lag
-from apex.amp import optimizer as amp_optimizer
+from apex.amp.gradients import overflow
 from apex.ops import _runtime
 from apex.ops.unscale import takes
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
@@ -52,6 +51,11 @@ def start(level, make=FusedAdam, **options):
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
+def stays_scaled(optimizer):
+    fused = optimizer._amp_stash.ledger.fused
+    return fused is not None and fused.active
+
+
 def clip(optimizer, how):
     if how == "amp":
         return amp.clip_grad_norm_(optimizer, 0.1)
@@ -85,8 +89,7 @@ def train(level, how, path, fused, each=1, bad=None, make=FusedAdam):
                     model[0].weight.grad.view(-1)[5] = float("inf")
             if number % each == each - 1:
                 norms.append(clip(optimizer, how))
-                debt = optimizer._amp_stash._debt
-                kept += debt is not None and debt.kept
+                kept += stays_scaled(optimizer)
                 optimizer.step()
     state = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
     weights = [p.detach().clone() for p in amp.master_params(optimizer)]
@@ -153,7 +156,7 @@ def test_sgd_asks_for_scaled_gradients_by_its_own_argument(bad):
                     scaled.backward()
                     if number == bad:
                         model[3].bias.grad[0] = float("nan")
-                kept += optimizer._amp_stash._debt is not None
+                kept += stays_scaled(optimizer)
                 if number == 4:  # a second loss on top, with the other scale
                     with amp.scale_loss(
                         F.cross_entropy(model(x), y), optimizer, loss_id=1
@@ -162,7 +165,10 @@ def test_sgd_asks_for_scaled_gradients_by_its_own_argument(bad):
                 optimizer.step()
         assert kept == (6 if make is sgd_on_scaled else 0)
         results.append(
-            ([p.detach().clone() for p in optimizer._amp_stash._params], amp.state_dict())
+            (
+                [p.detach().clone() for p in optimizer._amp_stash.ledger.params.stepped],
+                amp.state_dict(),
+            )
         )
     assert same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
@@ -180,11 +186,20 @@ def test_the_kernels_do_the_same(level, how):
     assert plain[1] == fused[1]
 
 
+@pytest.mark.parametrize("how", ["none", "amp", "read"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_where_no_kernel_runs_nothing_is_kept(level):
-    plain, fused = train(level, "amp", None, False), train(level, "amp", None, True)
-    assert fused[3] == 0
-    assert same(plain[0], fused[0])
+def test_a_fused_step_is_the_same_where_no_kernel_runs(level, how):
+    usual, fused = train(level, how, None, False), train(level, how, None, True)
+    assert fused[3] == (0 if how == "read" else 6)
+    assert_same_run(how, usual[0], fused[0])
+
+
+def test_fused_step_is_refused_with_an_optimizer_that_cannot():
+    model = net()
+    pair = [FusedSGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[3].parameters(), lr=0.1)]
+    with pytest.raises(RuntimeError, match="fused_step=True was given with SGD"):
+        amp.initialize(model, pair, verbosity=0, fused_step=True)
+    assert not hasattr(pair[0], "_amp_stash")
 
 
 def test_by_default_every_reader_finds_unscaled_gradients():
@@ -208,19 +223,41 @@ def test_by_default_every_reader_finds_unscaled_gradients():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_norm_is_not_computed_twice(level, fused):
-    model, optimizer = start(level, fused_step=fused)
+def test_a_fused_step_measures_once_and_multiplies_nothing_in_memory(level):
+    model, optimizer = start(level, fused_step=True)
     ((x, y),) = batches(1)
-    with on("reference"):
+    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    grads = [p.grad for p in optimizer._amp_stash.ledger.params.targets]
+    before = [(g, g._version, g.clone()) for g in grads if g is not None]
+    with mock.patch("torch.nn.utils.clip_grad_norm_", side_effect=AssertionError):
+        amp.clip_grad_norm_(optimizer, 0.1)
+    optimizer.step()
+    assert all(g._version == version and torch.equal(g, copy) for g, version, copy in before)
+
+
+def square_sum(optimizer):
+    return sum(p.grad.double().square().sum() for p in amp.master_params(optimizer))
+
+
+@pytest.mark.parametrize("path", [None, "reference", "triton"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_by_default_gradients_are_unscaled_and_clipped_in_memory(level, path):
+    """Whatever has written them since the block, in ways that leave no trace too."""
+    model, optimizer = start(level)
+    ((x, y),) = batches(1)
+    with on(path):
         with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
             scaled.backward()
-        with mock.patch("torch.nn.utils.clip_grad_norm_", side_effect=AssertionError):
-            amp.clip_grad_norm_(optimizer, 0.1)
-        before = [p.grad for p in optimizer._amp_stash._params]
-        marks = [g if g is None else g._version for g in before]
+        for p in amp.master_params(optimizer):
+            p.grad.data.mul_(2.0)
+        norm = square_sum(optimizer).sqrt()
+        assert_close_to_largest(amp.clip_grad_norm_(optimizer, 0.01), norm, CLIPPED)
+        assert_close_to_largest(square_sum(optimizer).sqrt(), torch.tensor(0.01), CLIPPED)
+        before = [p.grad.clone() for p in amp.master_params(optimizer)]
+        grads = [p.grad for p in amp.master_params(optimizer)]
         optimizer.step()
-        assert marks == [g if g is None else g._version for g in before]  # nothing was multiplied
+        assert same(grads, before)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -241,16 +278,56 @@ def test_a_second_pass_finds_the_first_one_clipped(fused):
         assert_close_to_largest(left, right, CLIPPED)
 
 
-def test_gradients_changed_between_clip_and_step_are_noticed():
-    model, optimizer = start("O1")
+def test_gradients_changed_between_clip_and_step_are_stepped():
+    results = []
+    for change in (lambda grad: grad.add_(1.0), lambda grad: grad.data.add_(1.0)):
+        for path in (None, "reference"):
+            amp.reset()
+            model, optimizer = start("O1")
+            ((x, y),) = batches(1)
+            with on(path):
+                with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+                    scaled.backward()
+                amp.clip_grad_norm_(optimizer, 0.1)
+                change(model[0].weight.grad)
+                optimizer.step()
+            results.append(list(model.parameters()))
+    for other in results[1:]:
+        for left, right in zip(results[0], other, strict=True):
+            assert_close_to_largest(left, right, CLIPPED)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_changed_after_a_clip_that_the_step_applies_are_refused(level):
+    model, optimizer = start(level, fused_step=True)
     ((x, y),) = batches(1)
-    with on("reference"):
-        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-            scaled.backward()
-        amp.clip_grad_norm_(optimizer, 0.1)
-        model[0].weight.grad.add_(1.0)
-        with pytest.raises(RuntimeError, match="changed after amp.clip_grad_norm_"):
+    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    amp.clip_grad_norm_(optimizer, 0.1)
+    model[0].weight.grad.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed while they were scaled"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_step_pre_hooks_and_closures_see_unscaled_gradients(level):
+    weights = []
+    for fused in (False, True):
+        amp.reset()
+        model, optimizer = start(level, FusedAdam, fused_step=fused)
+
+        def clamp(optimizer, args, kwargs):
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad.clamp_(-1e-3, 1e-3)
+
+        optimizer.register_step_pre_hook(clamp)
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+                scaled.backward()
             optimizer.step()
+        weights.append([p.detach() for p in amp.master_params(optimizer)])
+    assert same(*weights)
 
 
 def test_a_gradient_dropped_between_clip_and_step_is_left_out():
@@ -324,10 +401,10 @@ def test_a_whole_step_never_waits(name, level, fused, path):
 
 
 class Delayed:
-    """Stands for Word: what is sent for arrives when told."""
+    """Stands for AsyncCopy: what is sent for arrives when told."""
 
     arrived = False
-    is_lost = False
+    never_arrives = False
 
     def __init__(self, values):
         self.values = values
@@ -339,8 +416,8 @@ class Delayed:
 @pytest.fixture
 def lagging(monkeypatch):
     """Treat the CPU as a device that runs behind the host."""
-    monkeypatch.setattr(amp_optimizer, "runs_behind", lambda device: True)
-    monkeypatch.setattr(lag, "Word", Delayed)
+    monkeypatch.setattr(overflow, "runs_behind", lambda device: True)
+    monkeypatch.setattr(overflow, "AsyncCopy", Delayed)
     monkeypatch.setattr(Delayed, "arrived", False)
 
 
@@ -362,7 +439,7 @@ def test_a_device_that_decides_gives_the_same_run(level, each, make, lagging, mo
 def test_what_the_device_skipped_is_said_when_it_is_known(lagging, caplog):
     amp.reset()
     model, optimizer = start("O1", max_skipped_steps=2)
-    optimizer._amp_stash.training.verbosity = 1
+    optimizer._amp_stash.overflow.verbosity = 1
 
     def step(bad):
         ((x, y),) = batches(1)
@@ -510,15 +587,14 @@ def test_after_a_fused_step_readers_and_passes_find_unscaled_gradients(level, cl
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_gradients_logged_after_a_fused_step_are_unscaled(level):
-    amp.reset()
+def test_a_fused_step_frees_the_gradients_taken_or_skipped(level):
     model, optimizer = small(level, fused_step=True)
-    with on("reference"):
-        block(model, optimizer)
-        norm = amp.clip_grad_norm_(optimizer, 100.0)
+    for factor in (1.0, float("inf")):
+        block(model, optimizer, factor)
         optimizer.step()
-        seen = torch.stack([p.grad.norm() for p in amp.master_params(optimizer)]).norm()
-    assert_close_to_largest(seen, norm, CLIPPED)
+        assert amp.stepped(optimizer) == (factor == 1.0)
+        assert all(p.grad is None for p in amp.master_params(optimizer))
+        assert model.weight.grad is None
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -204,9 +204,9 @@ def test_two_backward_passes_through_one_graph(level):
     assert same([p.grad for p in amp.master_params(optimizer)], [2 * g for g in once])
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")  # torch advises against
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_gradient_penalty_by_create_graph(level):
+    """The penalty is added to the loss; its own backward needs no graph."""
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
     model, optimizer = amp.initialize(
@@ -215,11 +215,29 @@ def test_a_gradient_penalty_by_create_graph(level):
     x = torch.ones(1, 2, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
     with amp.scale_loss(gradient.square().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward(create_graph=True)
+        scaled_loss.backward()
     (master,) = amp.master_params(optimizer)
     assert torch.equal(master.grad.float(), torch.full((1, 2), 2.0))
     optimizer.step()
-    optimizer.zero_grad()  # create_graph makes a cycle
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")  # torch advises against
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_graph_on_gradients_is_refused_where_they_are_unscaled(level):
+    model = nn.Linear(2, 1, bias=False)
+    model, optimizer = amp.initialize(
+        model, sgd(model.parameters()), opt_level=level, loss_scale=8.0, verbosity=0
+    )
+    before = model.weight.detach().clone()
+    loss = model(torch.ones(1, 2)).float().square().sum()
+    with (
+        pytest.raises(RuntimeError, match="does not unscale their graph"),
+        amp.scale_loss(loss, optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward(create_graph=True)
+    assert model.weight.grad is None
+    optimizer.step()
+    assert torch.equal(model.weight, before)
 
 
 def params_of(optimizer):

@@ -225,16 +225,16 @@ class Program:
         self.hands.backward(by_hand, loss_id, listed, delay, poison)
 
     def interrupted(self, block, by_hand, loss_id, listed):
-        """An exception in the block: as if it had not been there."""
+        """An exception in the block: as if it had not been there, or as without amp."""
         after_backward = self.random.random() < 0.7
         with contextlib.suppress(Interruption), block as scaled:
             if after_backward:
                 scaled.backward()
             raise Interruption
-        if not self.plain:
-            self.hands.open(loss_id, listed)
-        elif after_backward:
-            self.hands.backward(by_hand, loss_id, listed)
+        this = self.hands.open(loss_id, listed)
+        continues = this is self.hands.delayed[listed[0]]  # accumulates in place
+        if after_backward and (self.plain or continues):
+            self.hands.backward(by_hand, loss_id, listed, delay=continues)
         self.compare_scales()
         assert torch.is_autocast_enabled("cpu") == (self.level in ("O1", "O4"))
 
@@ -318,7 +318,7 @@ class Program:
             zip(self.optimizers, self.hands.optimizers, strict=True)
         ):
             expected = [p.grad for group in hand.param_groups for p in group["params"]]
-            if self.hands.debts[number] or all(grad is None for grad in expected):
+            if self.hands.delayed[number] or all(grad is None for grad in expected):
                 continue
             amp.clip_grad_value_(optimizer, math.inf)  # changes nothing
             ours = [p.grad for p in amp.master_params(optimizer)]

@@ -26,8 +26,8 @@ from apex.amp.amp import (
     register_promote_function,
 )
 from apex.amp.casts import autocast
+from apex.amp.clipping import clip_grad_norm_, clip_grad_value_, stepped
 from apex.amp.frontend import initialize, load_state_dict, reset, state_dict
-from apex.amp.gradients import clip_grad_norm_, clip_grad_value_, stepped
 from apex.amp.handle import disable_casts, scale_loss
 
 from apex.amp import _initialize, handle, opt, scaler  # isort: skip  # reached as attributes

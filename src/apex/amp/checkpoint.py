@@ -1,4 +1,4 @@
-"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of the newest training.
+"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of a training.
 
 The format is NVIDIA's: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``,
 plain numbers that load under ``torch.load(weights_only=True)``. With a hysteresis above 1 each
@@ -12,6 +12,7 @@ without amp still saves the scalers of its first.
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import warnings
@@ -20,29 +21,76 @@ from collections.abc import Mapping
 from typing import Any
 
 from apex.amp._amp_state import _amp_state
+from apex.amp.optimizer import is_disabled, state_of, states
 from apex.amp.scaler import LossScaler
 
 _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 
 
-def _scalers() -> list[LossScaler]:
-    scalers: list[LossScaler] = getattr(_amp_state, "loss_scalers", [])
-    return scalers
+def _scalers(optimizers: Any, called: str) -> list[LossScaler]:
+    """The scalers of the training of ``optimizers``; of the newest one without them."""
+    if optimizers is None:
+        _warn_of_others(called)
+        newest: list[LossScaler] = getattr(_amp_state, "loss_scalers", [])
+        return newest
+    listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    trainings = [None if (s := state_of(o)) is None else s.training for o in listed]
+    first = trainings[0] if trainings else None
+    if first is None:
+        if listed and all(map(is_disabled, listed)):
+            return []
+        names = ", ".join(type(optimizer).__name__ for optimizer in listed) or "nothing"
+        raise ValueError(
+            f"amp.{called}: optimizers was or held {names}, "
+            "which did not go through amp.initialize. Pass the optimizers of one initialize call."
+        )
+    if any(training is not first for training in trainings):
+        raise ValueError(
+            f"amp.{called}: optimizers were of several initialize calls. Call it once for the "
+            "optimizers of each."
+        )
+    return first.loss_scalers
 
 
-def state_dict(destination: Any = None) -> Any:
-    """Return the scale and clean-step count of every loss scaler.
+def _warn_of_others(called: str) -> None:
+    """Warn where another training with a dynamic scale is alive."""
+    newest = getattr(_amp_state, "training", None)
+    if not _has_others(newest):
+        return
+    gc.collect()  # an optimizer that went through initialize is part of a cycle
+    if _has_others(newest):
+        warnings.warn(
+            f"amp.{called}: several trainings are alive, and this is about the newest initialize "
+            f"call alone. Call amp.{called}(..., optimizers=...) for each of them.",
+            stacklevel=4,
+        )
+
+
+def _has_others(newest: Any) -> bool:
+    return any(
+        state.training is not newest and not state.superseded and state.can_skip()
+        for state in states()
+    )
+
+
+def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
+    """Return the scale and clean-step count of every loss scaler of a training.
 
     Args:
         destination: A mapping to fill; ``None`` makes a new ``OrderedDict``.
+        optimizers: One or more optimizers of the training; ``None`` means the newest
+            ``initialize`` call, with a warning while another training is alive.
 
     Returns:
         ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for
-        each scaler of the newest training; nothing is added when there is none.
+        each scaler of the training; nothing is added when there is none.
+
+    Raises:
+        ValueError: ``optimizers`` did not go through one ``initialize`` call.
     """
     if destination is None:
         destination = OrderedDict()
-    for index, scaler in enumerate(_scalers()):
+    for index, scaler in enumerate(_scalers(optimizers, "state_dict")):
         entry: dict[str, float] = {
             "loss_scale": scaler.loss_scale(),
             "unskipped": scaler._unskipped,
@@ -53,7 +101,7 @@ def state_dict(destination: Any = None) -> Any:
     return destination
 
 
-def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) -> None:
     """Take scales and counts saved by :func:`state_dict`, by the number in each key.
 
     A static scaler keeps its scale. Entries for scalers that do not exist are left out with a
@@ -61,9 +109,11 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     Args:
         state_dict: What ``amp.state_dict`` returned, here or in NVIDIA's Apex.
+        optimizers: As for :func:`state_dict`.
 
     Raises:
         TypeError: ``state_dict`` is not a mapping.
+        ValueError: ``optimizers`` did not go through one ``initialize`` call.
         RuntimeError: A key is not of the form ``loss_scalerN``, or its entry is not a finite
             positive ``loss_scale`` and a non-negative ``unskipped``. Nothing was changed.
     """
@@ -80,7 +130,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             "Allowed are the keys that amp.state_dict() writes: loss_scaler0, loss_scaler1, ..."
         )
     entries = {key: _checked(key, entry) for key, entry in state_dict.items()}
-    scalers = _scalers()
+    scalers = _scalers(optimizers, "load_state_dict")
     if len(entries) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict: state_dict contains {len(entries)} entries, while "

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from apex.amp import _speech, handle, modules, overlay, rules
+from apex.amp import _speech, distributed_checkpoint, handle, modules, overlay, rules
 from apex.amp import casts as casting
-from apex.amp import training as trainings
+from apex.amp import optimizer as managing
 from apex.amp._amp_state import _amp_state, warn_or_err
 from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
@@ -90,9 +90,10 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         hysteresis: Non-finite passes in a row before it backs off.
         max_skipped_steps: Skipped steps in a row after which ``step`` raises.
         fused_step: Let gradients stay scaled until ``step``, which then reads each of them once
-            less: for an optimizer of :mod:`apex.optimizers` on a GPU. Clip with
-            ``amp.clip_grad_norm_``, and read gradients through ``amp.master_params(optimizer)``;
-            ``param.grad`` itself is scaled. Elsewhere it changes nothing.
+            less; for optimizers of :mod:`apex.optimizers`. Between the block and the step
+            ``param.grad`` is scaled: clip with ``amp.clip_grad_norm_``, and read gradients through
+            ``amp.master_params(optimizer)``. The step frees them. See
+            :mod:`apex.amp.gradients.fused`.
 
     Returns:
         ``models`` when ``optimizers`` is ``None``, else ``(models, optimizers)``: the same
@@ -133,6 +134,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             "such as torch.float32, or None."
         )
     optimizer_list = _optimizer_list(optimizers)
+    if fused_step:
+        _check_fused(optimizer_list)
     model_list = [_unwrapped(model, properties) for model in _model_list(models)]
     _check_dtypes(model_list, properties)
     scalers = [
@@ -173,8 +176,9 @@ def _build(
     cast_model_outputs: torch.dtype | None,
 ) -> None:
     properties = training.properties
+    _supersede(models, optimizers, properties)
     _release(models, optimizers)
-    full = {}
+    full: dict[torch.Tensor, torch.Tensor] = {}
     if properties.master_weights:
         for model in models:
             full.update(modules.full_precision(model))
@@ -186,17 +190,35 @@ def _build(
         casts = newest.activate(properties.half_dtype, devices or casting.device_types())
     for model in models:
         modules.prepare(model, properties, casts, cast_model_outputs)
-    training.add_models(models)
-    training.add_optimizers(optimizers, full)
+    training.add_models(models, [modules.forward_record(model) for model in models])
+    if properties.master_weights:
+        distributed_checkpoint.install()
     for optimizer in optimizers:
-        _retype_state(optimizer, trainings.halves_of(optimizer))
+        managing.OptimizerState(optimizer, training, bool(properties.master_weights), full)
+    for optimizer in optimizers:
+        _retype_state(optimizer, managing.halves_of(optimizer))
+
+
+def _supersede(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[Any], properties: Properties
+) -> None:
+    """Mark optimizers that are not passed again with their models, where masters are involved."""
+    ids = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in managing.managed():
+        state = managing.state_of(optimizer)
+        if state is None or any(optimizer is other for other in optimizers):
+            continue
+        if state.use_masters or properties.master_weights:
+            state.superseded |= any(id(t) in ids for t in state.ledger.params.targets)
 
 
 def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
     """Make plain torch again of what amp has changed; leave anything else alone."""
-    stepped = [(o, trainings.halves_of(o)) for o in (*optimizers, *trainings.managed())]
+    stepped = [(o, managing.halves_of(o)) for o in (*optimizers, *managing.managed())]
     for optimizer in optimizers:
-        trainings.release_optimizer(optimizer)
+        state = managing.state_of(optimizer)
+        if state is not None:
+            state.detach()
     for model in models:
         if isinstance(model, torch.nn.Module) and modules.is_prepared(model):
             modules.undo(model)
@@ -238,9 +260,9 @@ def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
     listed = [x if isinstance(x, (list, tuple)) else [x] for x in (models, optimizers)]
     _release(map(_inner, listed[0]), listed[1])
     for optimizer in listed[1]:
-        trainings.note_disabled(optimizer)
+        managing.note_disabled(optimizer)
     newest = getattr(_amp_state, "training", None)
-    if newest is not None and newest.is_over():
+    if newest is not None and managing.is_over(newest):
         _amp_state.forget_scalers()
     return models if optimizers is None else (models, optimizers)
 
@@ -290,6 +312,16 @@ def _optimizer_list(optimizers: Any) -> list[Any]:
     if len({id(optimizer) for optimizer in listed}) != len(listed):
         raise ValueError("amp.initialize: the same optimizer was passed twice in optimizers.")
     return listed
+
+
+def _check_fused(optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "step_scaled"):
+            raise RuntimeError(
+                f"amp.initialize: fused_step=True was given with {type(optimizer).__name__}, which "
+                "cannot step on scaled gradients. Use an optimizer of apex.optimizers, or leave "
+                "fused_step out."
+            )
 
 
 def _model_list(models: Any) -> list[torch.nn.Module]:
@@ -373,10 +405,11 @@ def reset() -> None:
     wait are dropped. What was computed stays: weights and optimizer state keep their values.
     """
     casting.release()
-    _release(modules.alive(), trainings.managed())
-    trainings.forget_disabled()
+    _release(modules.alive(), managing.managed())
+    managing.forget_disabled()
     rules.restore()
     overlay.uninstall()
+    distributed_checkpoint.uninstall()
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
     _amp_state.forget()

@@ -17,12 +17,11 @@ from apex.amp import overlay, rules
 from apex.amp._amp_state import _amp_state, master_params, maybe_print
 from apex.amp.cast_log import CastLog
 from apex.amp.casts import Casts
+from apex.amp.gradients.ledger import Pass, State, sharers
 from apex.amp.opt import OptimWrapper, attach
-from apex.amp.optimizer import OptimizerState
-from apex.amp.passes import Debt
+from apex.amp.optimizer import OptimizerState, is_disabled, state_of
 from apex.amp.registry import take
 from apex.amp.scaler import LossScaler
-from apex.amp.training import is_disabled, state_of
 
 __all__ = [
     "AmpHandle",
@@ -73,12 +72,14 @@ def scale_loss(
 
     Args:
         loss: Any shape; float32 or narrower is scaled in float32.
-        optimizers: The optimizer, or the list or tuple of optimizers, whose parameters get
-            gradients from this backward. Exactly these skip their step if one is not finite.
-        loss_id: Which of the ``num_losses`` scalers to use.
-        model: Ignored; kept for old callers.
-        delay_unscale: Leave the gradients scaled, for a cheaper accumulation: the next block
-            without it, or the step, unscales them.
+        optimizers: The optimizers whose parameters the backward pass reaches: one, or a list or
+            tuple, as returned by ``initialize``.
+        loss_id: Which of ``num_losses`` scalers to use.
+        model: Ignored, as in the original.
+        delay_unscale: Leave the gradients scaled, to accumulate. The next pass with the same
+            optimizers and ``loss_id`` adds to them in place, at the same scale; a pass without
+            it, or the step, unscales them. A pass whose forward ran under ``no_sync()`` of torch's
+            DistributedDataParallel is delayed in any case.
         delay_overflow_check: Unscale, but leave the loss scale alone until the next check. The
             step is skipped all the same if a gradient is not finite.
 
@@ -86,8 +87,8 @@ def scale_loss(
         The loss times the loss scale; the very same object when amp is disabled.
 
     Raises:
-        RuntimeError: ``initialize`` was not called, or not with these optimizers, or one of them
-            is in an open ``scale_loss`` block already.
+        RuntimeError: ``initialize`` was not called, or not with these optimizers; one of them
+            is in an open ``scale_loss`` block already; ``backward(create_graph=True)`` was called.
         IndexError: ``loss_id`` is not below ``num_losses``.
         TypeError: ``loss`` is not a floating tensor.
     """
@@ -95,83 +96,54 @@ def scale_loss(
     if not states:
         yield loss
         return
-    block = _Block(loss, states, loss_id)
-    if block.needs_nothing():
+    this = _pass_of(loss, states, loss_id)
+    is_one = not isinstance(this.scale, torch.Tensor) and this.scale == 1.0
+    if is_one and not any(state.use_masters for state in states):  # a plain backward
+        for ledger in this.ledgers:
+            ledger.settle()
         with _body():
-            yield block.loss
+            yield this.loss
         return
-    block.open()
+    wide = this.loss
+    this = this.begin()
     try:
         with _body():
-            yield block.loss * block.scale
+            yield wide * _on(this.scale, wide.device)
+        for ledger in this.ledgers:
+            ledger.refuse_graph()
     except BaseException:
-        block.abandon()
+        this.abandon()
         raise
-    if delay_unscale:
-        block.close_delayed()
-    elif not delay_overflow_check and block.keeps_scaled():
-        block.debt.kept = True
-        block.close_delayed()
-    else:
-        block.close(check=not delay_overflow_check)
+    this.end(delayed=delay_unscale, check=not delay_overflow_check)
 
 
-class _Block:
-    """One ``scale_loss`` block: a loss, the states of its optimizers, the scale it began with."""
-
-    def __init__(self, loss: torch.Tensor, states: list[OptimizerState], loss_id: int) -> None:
-        if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
-            raise TypeError(
-                f"amp.scale_loss: loss was {_described(loss)}; it must be a floating tensor to "
-                "call backward() on."
+def _pass_of(loss: Any, states: Sequence[OptimizerState], loss_id: int) -> Pass:
+    """The pass that begins, after all checks."""
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        raise TypeError(
+            f"amp.scale_loss: loss was {_described(loss)}; it must be a floating tensor to "
+            "call backward() on."
+        )
+    scalers = states[0].training.loss_scalers
+    scaler = _scaler(scalers, loss_id)
+    ledgers = [state.ledger for state in states]
+    for state in states:
+        state.refuse_superseded()
+    for ledger in (*ledgers, *sharers(ledgers)):
+        if ledger.state is State.OPEN:
+            raise RuntimeError(
+                "amp.scale_loss: this optimizer, or one that shares a parameter with it, is in "
+                "an open scale_loss block already. Close that block first, or scale the sum of "
+                "the losses in one block."
             )
-        self.loss = loss if loss.dtype == torch.float64 else loss.float()
-        self.states = states
-        self.training = states[0].training
-        scaler = _scaler(self.training.loss_scalers, loss_id)
-        index = loss_id % len(self.training.loss_scalers)
-        for state in (*states, *self.training.sharers(states)):
-            if state.is_open:
-                raise RuntimeError(
-                    "amp.scale_loss: this optimizer, or one that shares a parameter with it, is in "
-                    "an open scale_loss block already. Close that block first, or scale the sum of "
-                    "the losses in one block."
-                )
-        self.scale = scaler.scale_on(loss.device)
-        self.debt = Debt(scaler, index, self.scale, states, self.loss)
+    wide = loss if loss.dtype == torch.float64 else loss.float()
+    return Pass(scaler, loss_id % len(scalers), scaler.scale_on(loss.device), ledgers, wide)
 
-    def needs_nothing(self) -> bool:
-        """Whether a plain backward is all there is to do: scale 1, no masters, no check."""
-        if isinstance(self.scale, torch.Tensor) or self.scale != 1.0:
-            return False
-        for state in self.states:
-            state.settle_debt()
-        return not any(state.use_masters for state in self.states)
 
-    def open(self) -> None:
-        """Set accumulated gradients aside."""
-        for state in self.states:
-            state.settle_debt(unless=self.debt)
-        self.aside = [state.open() for state in self.states]
-
-    def abandon(self) -> None:
-        """Put everything back as it was."""
-        for state, aside in zip(reversed(self.states), reversed(self.aside), strict=True):
-            state.abandon(aside)  # the first to open has the gradients that are shared
-
-    def keeps_scaled(self) -> bool:
-        """Whether the gradients are to stay scaled until the step; see apex.amp.fused_step."""
-        return len(self.states) == 1 and self.states[0].keeps_scaled(self.aside[0])
-
-    def close_delayed(self) -> None:
-        """Leave the gradients scaled."""
-        self.debt.loss = self.loss.detach()
-        for state, aside in zip(self.states, self.aside, strict=True):
-            state.close_delayed(aside, self.debt)
-
-    def close(self, *, check: bool) -> None:
-        """Unscale what is left, here and by delayed passes that this one was added to."""
-        self.debt.settle(self.aside, check=check)
+def _on(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
+    if isinstance(scale, torch.Tensor) and scale.device != device:
+        return scale.to(device, non_blocking=True)
+    return scale
 
 
 @contextlib.contextmanager

@@ -8,102 +8,28 @@ level and casts the outputs; it also runs when the forward raises.
 A model cast to 16 bits shows float32 in its ``state_dict``: the float32 master where a weight
 has one, and loading takes float32 values unrounded into the masters. So the ordinary state dicts
 lose nothing.
-
-``masters`` maps each 16-bit weight to its master for as long as the weight lives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex.amp import casts as casting
 from apex.amp.applier import applier
 from apex.amp.casts import Casts
+from apex.amp.gradients.forwards import ForwardRecord
+from apex.amp.gradients.masters import table
+from apex.amp.gradients.state_dicts import LoadFloat32, ShowFloat32
 from apex.amp.policy import HALF_TYPES, Properties
 
-masters: Any = WeakTensorKeyDictionary()  # model weight -> Master
 _models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-class Master:
-    """The float32 master of a 16-bit weight, and when the two were last made equal.
-
-    Attributes:
-        tensor: float32 leaf, same shape and device as the weight.
-        version: The weight's ``_version`` when it last equalled the rounded master.
-        left: The scaled gradient that a finished pass has left on the weight, to be read.
-        left_version: Its ``_version`` then.
-        waiting: ids of the optimizers' states that share this master and have yet to step.
-    """
-
-    __slots__ = ("left", "left_version", "tensor", "version", "waiting")
-
-    def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self.tensor = tensor
-        self.version = version
-        self.left: torch.Tensor | None = None
-        self.left_version = 0
-        self.waiting: set[int] = set()
-
-    def wait_for(self, sharers: set[int] | None) -> None:
-        """Keep the gradient until all of ``sharers`` (ids of optimizers' states) have stepped."""
-        if sharers is not None:
-            self.waiting = set(sharers)
-
-    def has_left(self, grad: torch.Tensor | None) -> bool:
-        """Whether ``grad`` is what a finished pass has left.
-
-        It may be another tensor of the same bits: when torch's DistributedDataParallel rebuilds
-        its buckets (``gradient_as_bucket_view=True``), it moves the gradients that it finds.
-        """
-        left = self.left
-        if grad is None or left is None or grad is left:
-            return grad is left
-        if left.layout != torch.strided or grad.layout != torch.strided:
-            return False
-        return torch.equal(grad.view(torch.int16), left.view(torch.int16))
-
-    @torch.no_grad()
-    def refresh(self, weight: torch.Tensor) -> None:
-        """Take over what somebody else wrote into ``weight`` since.
-
-        Elements that still equal the rounded master keep the master's full precision.
-        """
-        master = self.tensor
-        if master.is_meta:  # made before its weight had memory
-            master.data = weight.detach().to(master.dtype)
-        elif master.device != weight.device:
-            master.data = master.data.to(weight.device)
-        same = master.to(weight.dtype) == weight
-        master.copy_(torch.where(same, master, weight.to(master.dtype)))
-        self.version = weight._version
-
-    @torch.no_grad()
-    def take(self, weight: torch.Tensor, value: torch.Tensor) -> None:
-        """Take ``value``, which has just been loaded, rounded, into ``weight``."""
-        value = value.to(device=weight.device, dtype=self.tensor.dtype)
-        same = value.to(weight.dtype) == weight
-        self.tensor.copy_(torch.where(same, value, weight.to(self.tensor.dtype)))
-        self.version = weight._version
-
-
-class _Leftovers(threading.local):
-    """What to clear before the next forward in this thread; see ``OptimizerState.drop_left``."""
-
-    def __init__(self) -> None:
-        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-leftovers = _Leftovers()
 
 
 class _Caster:
@@ -137,6 +63,7 @@ class _Level:
         self.casts = casts
         self.inputs = None if inputs is None else _Caster(inputs)
         self.outputs = None if outputs is None else _Caster(outputs, keep_double=True)
+        self.forwards = ForwardRecord()
 
 
 class _Enter:
@@ -155,8 +82,8 @@ class _Enter:
         frame = None
         if not torch.compiler.is_compiling():
             frame = sys._getframe(1)
-            while leftovers.holders and torch.is_grad_enabled():
-                leftovers.holders.pop().drop_left()
+            if torch.is_grad_enabled():
+                level.forwards.begin(module)
         devices = () if level.casts is None else _devices(module)
         casting.enter(level, level.casts, devices, frame)
         return args, kwargs
@@ -198,66 +125,7 @@ def skip_frames(*functions: Any) -> None:
 skip_frames(_Enter.__call__, _Leave.__call__)
 
 
-class _ShowFloat32:
-    """State-dict hook: 16-bit entries of the module itself become float32 copies."""
-
-    def __call__(
-        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
-        own = {**module._parameters, **module._buffers}
-        for name, weight in own.items():
-            value = state.get(prefix + name)
-            if not isinstance(value, torch.Tensor) or value.dtype not in HALF_TYPES:
-                continue
-            if isinstance(value, torch.nn.Parameter):  # keep_vars=True asked for the weight
-                continue
-            master = masters.get(weight) if weight is not None else None
-            if master is None:
-                state[prefix + name] = value.float()
-            else:
-                master.refresh(weight)
-                state[prefix + name] = master.tensor.detach().clone()
-
-
-class _LoadFloat32:
-    """Before loading, keep the float32 values at hand; after it, give them to the masters."""
-
-    def __init__(self) -> None:
-        self.pending: dict[str, torch.Tensor] = {}
-
-    def __deepcopy__(self, memo: Any) -> _LoadFloat32:
-        return _LoadFloat32()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _LoadFloat32, ()
-
-    def before(
-        self,
-        module: torch.nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        *rest: Any,
-    ) -> None:
-        """Note the entries of ``state`` that have a master waiting."""
-        self.pending = {
-            name: state[prefix + name]
-            for name, weight in module._parameters.items()
-            if weight is not None
-            and weight in masters
-            and isinstance(state.get(prefix + name), torch.Tensor)
-        }
-
-    def after(self, module: torch.nn.Module, incompatible: Any) -> None:
-        """Hand each noted value to its master, if it is what was loaded."""
-        pending, self.pending = self.pending, {}
-        for name, value in pending.items():
-            weight = module._parameters[name]
-            master = None if weight is None else masters.get(weight)
-            if weight is not None and master is not None and value.shape == weight.shape:
-                master.take(weight, value)
-
-
-_OUR_HOOKS = (_Enter, _Leave, _ShowFloat32, _LoadFloat32)
+_OUR_HOOKS = (_Enter, _Leave, ShowFloat32, LoadFloat32)
 _HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -304,10 +172,10 @@ def _show_float32(module: torch.nn.Module) -> None:
     tensors = [*module._parameters.values(), *module._buffers.values()]
     if not any(t is not None and t.dtype in HALF_TYPES for t in tensors):
         return
-    if any(isinstance(hook, _ShowFloat32) for hook in module._state_dict_hooks.values()):
+    if any(isinstance(hook, ShowFloat32) for hook in module._state_dict_hooks.values()):
         return
-    module.register_state_dict_post_hook(_ShowFloat32())  # type: ignore[no-untyped-call]
-    loader = _LoadFloat32()
+    module.register_state_dict_post_hook(ShowFloat32())  # type: ignore[no-untyped-call]
+    loader = LoadFloat32()
     module.register_load_state_dict_pre_hook(loader.before)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(loader.after)  # type: ignore[no-untyped-call]
 
@@ -345,13 +213,20 @@ def _retype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
         parameter.grad = grad.to(dtype)
 
 
-def full_precision(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.Tensor]:
+def full_precision(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
     """The float32 values of the model's floating parameters, before they are rounded."""
     return {
         parameter: parameter.detach()
         for parameter in model.parameters()
         if parameter.dtype == torch.float32
     }
+
+
+def forward_record(model: torch.nn.Module) -> ForwardRecord:
+    """The record of the forwards of a prepared model."""
+    hooks = model._forward_pre_hooks.values()
+    record: ForwardRecord = next(h.level.forwards for h in hooks if isinstance(h, _Enter))
+    return record
 
 
 def is_prepared(model: torch.nn.Module) -> bool:
@@ -373,7 +248,7 @@ def undo(model: torch.nn.Module) -> None:
             continue
         for parameter in module._parameters.values():
             if parameter is not None and parameter.dtype in HALF_TYPES:
-                master = masters.pop(parameter, None)
+                master = table.pop(parameter)
                 if master is not None:
                     master.refresh(parameter)
                     parameter.grad = None
@@ -387,8 +262,8 @@ def undo(model: torch.nn.Module) -> None:
 
 
 def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
-    for table in _HOOK_TABLES:
-        hooks = getattr(module, table)
+    for name in _HOOK_TABLES:
+        hooks = getattr(module, name)
         for key, hook in list(hooks.items()):
             target = getattr(hook, "hook", hook)  # torch wraps load pre-hooks
             target = getattr(target, "__self__", target)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from apex.amp._amp_state import _amp_state
+from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.policy import Properties
 from apex.amp.scaler import LossScaler
-from apex.amp.training import Training, state_of
+from apex.amp.training import Training
 
 
 def attach(optimizer: Any, scalers: list[LossScaler]) -> None:
@@ -26,7 +27,7 @@ def attach(optimizer: Any, scalers: list[LossScaler]) -> None:
         training = Training(
             properties, scalers, verbosity=_amp_state.verbosity, max_skipped_steps=50
         )
-        training.add_optimizers([optimizer], {})
+        OptimizerState(optimizer, training, use_masters=False, full={})
 
 
 class OptimWrapper:

@@ -168,8 +168,7 @@ class LossScaler:
         self._hysteresis = hysteresis
         self._found: torch.Tensor | None = None  # of the pass under way
         self._unchecked: torch.Tensor | None = None  # seen by delay_overflow_check passes
-        self._epoch = 0  # grows with each counted step; see Pass in apex.amp.passes
-        self._turn = 0  # grows whenever the scale may have changed; see Debt there
+        self._epoch = 0  # grows with each counted step; see Pass in apex.amp.gradients.ledger
         start = self._bounded(init_scale) if dynamic else float(loss_scale)
         self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32)
         self._static = None if dynamic else start
@@ -248,7 +247,6 @@ class LossScaler:
         state = self._state.clone()
         state[index] = float(value)
         self._state = state
-        self._turn += 1
 
     def loss_scale(self) -> float:
         """The scale as a Python float; waits for the device when the scale is dynamic."""
@@ -284,7 +282,6 @@ class LossScaler:
             seen = self._unchecked
             self._unchecked = found if seen is None else torch.maximum(seen, found)
             return
-        self._turn += 1
         if self._unchecked is not None:
             found, self._unchecked = torch.maximum(found, self._unchecked), None
         if self._waits_for_nothing and not found.item() and not self._read()[2]:
@@ -293,28 +290,27 @@ class LossScaler:
             self._state, found, self._backoff_factor, self._floor, self._hysteresis
         )
 
-    def count_step(self, landed: torch.Tensor | None = None) -> None:
-        """Count a step that landed on this scaler's gradients; grow when there were enough.
+    def count_step(self, taken: torch.Tensor | None = None) -> None:
+        """Count a step that was taken; grow when there were enough.
 
         Args:
-            landed: Whether it did, where only the device knows: 0-dim, bool.
+            taken: Whether it did, where only the device knows: 0-dim, bool.
         """
         self._epoch += 1
-        self._turn += 1
         if self._static is not None:
             return
-        if self._waits_for_nothing and landed is None:
+        if self._waits_for_nothing and taken is None:
             values = self._read()
             values[1] += 1
             if values[1] < self._scale_seq_len:
                 self._state = torch.tensor(values)
                 return
         scale, clean, hits = self._state.unbind()
-        counts = 1 if landed is None else landed.to(self._state.device, torch.float32)
+        counts = 1 if taken is None else taken.to(self._state.device, torch.float32)
         clean = clean + counts
         full = clean >= self._scale_seq_len
-        if landed is not None:
-            full = full & landed.to(self._state.device)
+        if taken is not None:
+            full = full & taken.to(self._state.device)
         grown = (scale * self._growth_factor).clamp(self._floor, self._ceiling)
         self._state = torch.stack(
             (torch.where(full, grown, scale), torch.where(full, 0.0, clean), hits)

@@ -1,4 +1,4 @@
-"""Clipping the right gradients, and asking whether a step landed.
+"""Clipping the right gradients, and asking whether a step was taken.
 
 At O2 and O5 the gradients that count are the float32 masters', not the 16-bit model's. These
 functions take the optimizer, so that a loop says the same at every level.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from apex.amp._amp_state import master_params
-from apex.amp.training import state_of
+from apex.amp.optimizer import state_of
 
 
 def _collected(optimizer: Any) -> list[torch.Tensor]:
@@ -23,10 +23,6 @@ def _collected(optimizer: Any) -> list[torch.Tensor]:
         )
     state = state_of(optimizer)
     if state is not None:
-        if state.is_open:
-            raise RuntimeError(
-                "amp: gradients are still scaled inside the scale_loss block. Clip after it."
-            )
         state.collect()
     return list(master_params(optimizer))
 
@@ -39,7 +35,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of ``optimizer`` down to a total norm of ``max_norm``, in place.
 
-    Call it after the ``scale_loss`` block and before ``step``, at any level.
+    Call it after the ``scale_loss`` block and before ``step``, at any level. With ``fused_step``
+    it is the step that multiplies; ``amp.master_params`` shows clipped gradients all the same.
 
     Args:
         optimizer: An optimizer, initialised or not.
@@ -57,19 +54,14 @@ def clip_grad_norm_(
         TypeError: ``optimizer`` is none.
     """
     state = state_of(optimizer)
-    known = None if state is None or state.is_open or norm_type != 2.0 else state.measure()
-    if state is None or known is None:
-        return torch.nn.utils.clip_grad_norm_(
-            _collected(optimizer), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-        )
-    if error_if_nonfinite and not bool(known.isfinite()):
-        raise RuntimeError(
-            f"amp.clip_grad_norm_: the total norm of the gradients is {known.item()}. Pass "
-            "error_if_nonfinite=False to let amp skip the step."
-        )
-    if not state.clip((max_norm / (known + 1e-6)).clamp(max=1.0)):
-        torch.nn.utils.clip_grads_with_norm_(_collected(optimizer), max_norm, known)
-    return known
+    norm = None
+    if state is not None and norm_type == 2.0:
+        norm = state.clip_fused(max_norm, error_if_nonfinite=error_if_nonfinite)
+    if norm is not None:
+        return norm
+    return torch.nn.utils.clip_grad_norm_(
+        _collected(optimizer), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+    )
 
 
 def clip_grad_value_(optimizer: Any, clip_value: float) -> None:
@@ -92,4 +84,4 @@ def stepped(optimizer: Any) -> bool:
     manage, whose steps are never skipped, the answer is yes.
     """
     state = state_of(optimizer)
-    return True if state is None else state.landed
+    return True if state is None else state.overflow.taken

@@ -1,0 +1,80 @@
+"""``torch.distributed.checkpoint.state_dict`` for optimizers whose groups hold masters.
+
+``get_state_dict`` and ``set_state_dict`` name an optimizer's state by the model's parameters, and
+look those up among the tensors of its groups, where amp has put masters. While torch does that, the
+model's parameters stand in the groups and in the state. torch has no hook at these places: four of
+its private functions are wrapped when the first masters are made, and ``amp.reset()`` takes the
+wrappers off. They pass through for optimizers without masters.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from apex.amp.optimizer import state_of
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+# Function, and at which position it is given the optimizer or the optimizers.
+_WRAPPED = {
+    "_get_optim_state_dict": 1,
+    "_split_optim_state_dict": 1,
+    "_unflatten_optim_state_dict": 0,
+}
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Wrap torch's functions, once; does nothing without ``torch.distributed``."""
+    if _originals or not torch.distributed.is_available():
+        return
+    module = importlib.import_module(_MODULE)
+    for name, position in _WRAPPED.items():
+        function = getattr(module, name, None)
+        if function is not None:
+            _originals[name] = function
+            setattr(module, name, _with_model_parameters(function, position))
+    initialise = getattr(module, "_init_optim_state", None)
+    if initialise is not None:
+        _originals["_init_optim_state"] = initialise
+        module._init_optim_state = _unless_swapped(initialise)  # type: ignore[attr-defined]
+
+
+def uninstall() -> None:
+    """Put torch's functions back."""
+    if _originals:
+        module = importlib.import_module(_MODULE)
+    while _originals:
+        name, function = _originals.popitem()
+        setattr(module, name, function)
+
+
+def _with_model_parameters(function: Any, position: int) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        given = args[position]
+        optimizers = given if isinstance(given, (list, tuple)) else [given]
+        with ExitStack() as stack:
+            for optimizer in optimizers:
+                state = state_of(optimizer)
+                if state is not None and state.use_masters:
+                    _originals["_init_optim_state"](optimizer)  # steps, so with masters
+                    stack.enter_context(state.ledger.params.swapped())
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _unless_swapped(initialise: Any) -> Any:
+    @functools.wraps(initialise)
+    def wrapper(optimizer: Any) -> Any:
+        state = state_of(optimizer)
+        if state is not None and state.ledger.params.is_swapped:
+            return None
+        return initialise(optimizer)
+
+    return wrapper

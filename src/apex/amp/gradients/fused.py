@@ -1,0 +1,167 @@
+"""``fused_step``: gradients that stay scaled until the step.
+
+The contract: with ``initialize(fused_step=True)``, or ``FusedSGD(materialize_master_grads=False)``,
+``p.grad`` is scaled between the block and the step. Clip with ``amp.clip_grad_norm_``.
+``amp.master_params``, step pre-hooks and closures see unscaled, clipped gradients. Collectives
+after the block and writes through ``.data`` are not allowed; they leave no trace. Other changes of
+gradients do, and are refused. The step frees the gradients. It is the same on every device.
+
+Gradients are read once for finiteness and norm, and once by the update, which multiplies them by
+``clip / scale`` in registers and writes the 16-bit weights too. Bytes for each parameter in a step
+of Adam, clipped or not: 32 with float32 gradients, 30 with 16-bit ones and float32 masters. The
+default, as torch's own scaler, moves 36, and 48 with clipping.
+
+It holds for one optimizer of :mod:`apex.optimizers` in a block, with dense gradients and none from
+before. Else, and when a second pass would have to add up in 16 bits what masters add up in float32,
+gradients are unscaled when the block ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex.amp.gradients.parameters import Parameters
+from apex.amp.gradients.unscaling import inverse
+
+Factor = torch.Tensor | float
+
+
+class FusedGradients:
+    """The scaled gradients of one optimizer, from the end of a block to the step.
+
+    Args:
+        params: What the optimizer steps.
+
+    Attributes:
+        active: Whether gradients stay scaled for the step.
+    """
+
+    def __init__(self, params: Parameters) -> None:
+        self._params = params
+        self.active = False
+        self._scale: Factor = 1.0
+        self._seen: list[Any] = []
+        self._clip: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        self._found_inf: torch.Tensor | None = None
+
+    def takes(self) -> bool:
+        """Whether the gradients in memory are such that a fused step can read them scaled."""
+        from apex.ops.multi_tensor import FUSABLE
+
+        if self._params.pairs.has_grads():
+            return False
+        grads = self._grads().values()
+        return bool(grads) and all(
+            type(grad) is torch.Tensor and grad.dtype in FUSABLE and grad.layout == torch.strided
+            for grad in grads
+        )
+
+    def keep(self, scale: Factor) -> None:
+        """Leave the gradients scaled by ``scale``."""
+        self.active = True
+        self._scale = scale
+        self._clip = self._norm = self._found_inf = None
+        self._seen = [_identity(target.grad) for target in self._params.targets]
+
+    def can_continue(self) -> bool:
+        """Whether another pass may accumulate in the scaled gradients."""
+        if self._params.pairs or self._clip is not None:
+            return False
+        self.check()
+        return True
+
+    def check(self) -> None:
+        """Raise if somebody has changed the gradients since, in a way that leaves a trace."""
+        now = [_identity(target.grad) for target in self._params.targets]
+        same = len(now) == len(self._seen) and all(
+            one in (None, seen) for one, seen in zip(now, self._seen, strict=True)
+        )
+        if not same:
+            raise RuntimeError(
+                "amp: gradients were changed while they were scaled: with fused_step=True they are "
+                "until the step. Call every backward in scale_loss, clip with amp.clip_grad_norm_, "
+                "and call list(amp.master_params(optimizer)), which unscales them, before changing "
+                "them in another way."
+            )
+
+    def _grads(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What backward left, by what the optimizer steps."""
+        both = zip(self._params.stepped, self._params.targets, strict=True)
+        return {tensor: target.grad for tensor, target in both if target.grad is not None}
+
+    def _measure(self) -> None:
+        """Measure the unscaled norm and look for inf and nan; nothing is written."""
+        from apex.ops.norms import square_sums
+
+        grads = list(self._grads().values())
+        device = grads[0].device if grads else torch.device("cpu")
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        sums = square_sums(grads, factor=inverse(self._scale), flag=self._found_inf)
+        self._norm = sums.sum().sqrt()
+
+    def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> torch.Tensor | None:
+        """Leave it to the step to clip to ``max_norm``.
+
+        Returns:
+            The norm before clipping, 0-dim; ``None`` where gradients were clipped already and have
+            to be unscaled first.
+
+        Raises:
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        if self._clip is not None:
+            return None
+        self.check()
+        if self._norm is None:
+            self._measure()
+        norm = self._norm
+        assert norm is not None
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"amp.clip_grad_norm_: the total norm of the gradients is {norm.item()}. "
+                "Pass error_if_nonfinite=False to let amp skip the step."
+            )
+        self._clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
+
+    @torch.no_grad()
+    def apply_clip(self) -> None:
+        """Multiply unscaled gradients by what :meth:`clip` left to the step."""
+        clip, self._clip = self._clip, None
+        for tensor in self._params.stepped if clip is not None else ():
+            if tensor.grad is not None and clip is not None:
+                tensor.grad.mul_(clip.to(tensor.grad.device, non_blocking=True))
+
+    def step_options(self, *, compare: bool) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """Hand the gradients to the step as they are.
+
+        Args:
+            compare: Whether to compare all weights with their masters.
+
+        Returns:
+            Arguments for ``step_scaled``, and whether a gradient was not finite: 0-dim; ``None``
+            for a static scale.
+        """
+        self._params.sync()
+        self.check()
+        self.active = False
+        is_dynamic = isinstance(self._scale, torch.Tensor)
+        if is_dynamic and self._found_inf is None:
+            self._measure()
+        pairs = self._params.pairs
+        pairs.refresh(compare=compare)
+        factor = inverse(self._scale) if self._clip is None else self._clip * inverse(self._scale)
+        options = {"factor": factor, "grads": self._grads(), "copies": pairs.mark_taken()}
+        return options, self._found_inf if is_dynamic else None
+
+    def free(self) -> None:
+        """Free the gradients of what the optimizer steps itself: they are scaled."""
+        for weight in self._params.plain:
+            weight.grad = None
+
+
+def _identity(grad: torch.Tensor | None) -> tuple[int, int, int] | None:
+    return None if grad is None else (id(grad), grad.data_ptr(), grad._version)

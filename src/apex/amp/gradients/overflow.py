@@ -1,0 +1,237 @@
+"""Overflow: who decides that a step is skipped, and how the host hears of it.
+
+On a CPU the host reads the flags of the passes before the step. A step on a device that the host
+runs ahead of need not wait, if the optimizer's kernels can skip by themselves: they read the flag,
+and :class:`AsyncCopy` brings it to the host meanwhile, for the message and for the error after too
+many skipped steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from apex.amp import _speech
+from apex.amp.gradients.accumulation import stored_values
+from apex.amp.gradients.ledger import Ledger, Pass
+from apex.amp.scaler import unscale_
+
+
+def runs_behind(device: torch.device) -> bool:
+    """Whether the host can run ahead of ``device``."""
+    return device.type in ("cuda", "meta")
+
+
+class AsyncCopy:
+    """A copy of a few numbers from a device to the host, which does not wait for it.
+
+    Args:
+        values: 1-D tensor on a device that :func:`runs_behind`.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host: torch.Tensor | None = None
+        if values.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return  # nothing will ever arrive: the replay of a graph has no host code
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(values.device))
+
+    @property
+    def never_arrives(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._host is None
+
+    def read(self) -> list[float] | None:
+        """The numbers, or ``None`` as long as they have not arrived."""
+        if self._host is None or torch.cuda.is_current_stream_capturing():
+            return None
+        if not self._event.query():  # type: ignore[no-untyped-call]
+            return None
+        values: list[float] = self._host.tolist()
+        return values
+
+
+class Report(NamedTuple):
+    """One step.
+
+    Attributes:
+        skipped: Steps in a row that were skipped; 0 for a step that was taken.
+        loss_id: Number of the scaler of the first pass that was not finite.
+        scale: Its scale after that.
+    """
+
+    skipped: int
+    loss_id: int
+    scale: float
+
+
+class Overflow:
+    """The skipped steps of one optimizer.
+
+    Args:
+        verbosity: Whether skipped steps are logged.
+        limit: Skipped steps in a row after which a step raises.
+    """
+
+    def __init__(self, verbosity: int, limit: int) -> None:
+        self.verbosity = verbosity
+        self.limit = limit
+        self.skipped = 0  # steps in a row, as far as the host knows
+        self._taken: bool | torch.Tensor = False  # whether the last step was
+        self._skips: torch.Tensor | None = None  # steps in a row, counted on the device
+        self._sent: deque[tuple[list[int], AsyncCopy]] = deque()
+
+    @property
+    def taken(self) -> bool:
+        """Whether the last step was taken; waits for a device that decided it."""
+        if isinstance(self._taken, torch.Tensor):
+            self._taken = False if self._taken.is_meta else bool(self._taken)
+        return self._taken
+
+    def note_taken(self) -> None:
+        """Note that a step is taken, as far as the host decides."""
+        self._taken, self.skipped = True, 0
+
+    def read(self, passes: Sequence[Pass]) -> Report | None:
+        """Let the host decide: one read of a device.
+
+        Returns:
+            The skipped step, or ``None`` for a step to be taken, which is counted on the scalers.
+        """
+        if not passes:
+            return None
+        device = passes[0].scaler._state.device
+        values = [value for one in passes for value in (one.found_inf, one.scaler._state[0])]
+        flags = torch.stack([v.to(device, non_blocking=True) for v in values if v is not None])
+        numbers = flags.tolist()
+        for index, one in enumerate(passes):
+            if numbers[2 * index]:
+                self._taken, self.skipped = False, self.skipped + 1
+                return Report(self.skipped, one.index, numbers[2 * index + 1])
+        _count(passes, None)
+        return None
+
+    def defer(self, passes: Sequence[Pass]) -> torch.Tensor:
+        """Let the device decide, and send for a report.
+
+        Args:
+            passes: Of the step, at least one.
+
+        Returns:
+            Whether the step is to be skipped: float32, 0-dim, on the device of the first pass.
+        """
+        found = [one.found_inf for one in passes if one.found_inf is not None]
+        device = found[0].device
+        flags = [flag.to(device, torch.float32, non_blocking=True) for flag in found]
+        noop = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        skips = torch.zeros_like(noop) if self._skips is None else self._skips
+        self._skips = torch.where(noop == 0, 0.0, skips.to(device) + 1)
+        scales = [one.scaler._state[0].to(device, non_blocking=True) for one in passes]
+        copy = AsyncCopy(torch.stack([self._skips, *flags, *scales]))
+        if not copy.never_arrives:
+            self._sent.append(([one.index for one in passes], copy))
+        self._taken = noop == 0
+        _count(passes, self._taken)
+        return noop
+
+    def reports(self) -> Iterator[Report]:
+        """Reports of deferred steps that have arrived since the last call."""
+        while self._sent:
+            indices, copy = self._sent[0]
+            values = copy.read()
+            if values is None:
+                return
+            self._sent.popleft()
+            flags, scales = values[1 : 1 + len(indices)], values[1 + len(indices) :]
+            told = zip(indices, flags, scales, strict=True)
+            bad = [(index, scale) for index, flag, scale in told if flag]
+            self.skipped = int(values[0])
+            yield Report(self.skipped, *(bad[0] if bad else (indices[0], scales[0])))
+
+    def hear_reports(self) -> None:
+        """Log deferred steps that were skipped, as far as their reports have arrived.
+
+        Raises:
+            RuntimeError: Too many in a row.
+        """
+        for report in self.reports():
+            if not report.skipped:
+                continue
+            self.log(report)
+            if report.skipped >= self.limit:
+                raise RuntimeError(
+                    f"amp: {report.skipped} steps in a row were skipped because of non-finite "
+                    f"gradients; the loss scale is now {report.scale}. (The flags of a GPU arrive "
+                    "some steps late. initialize(max_skipped_steps=...) sets the limit.)"
+                )
+
+    def log(self, report: Report) -> None:
+        """Log a skipped step."""
+        if self.verbosity > 0:
+            _speech.say(
+                f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} "
+                f"reducing loss scale to {report.scale}",
+                logging.WARNING,
+            )
+
+
+def _count(passes: Sequence[Pass], taken: torch.Tensor | None) -> None:
+    """Count a step on the scalers of its passes; ``taken`` tells where only the device knows."""
+    for one in passes:
+        if one.counted == one.scaler._epoch:
+            one.scaler.count_step(taken)
+
+
+@torch.no_grad()
+def check_again(ledger: Ledger) -> None:
+    """Look at gradients that may have been reduced after the block, and let scales back off.
+
+    With several ranks and no DistributedDataParallel around the forward, nothing says when a
+    program reduces: an inf may have come from another rank since. So that the scale is the same on
+    all ranks, it backs off here, once for each scaler, and not in the passes.
+    """
+    late = [one for one in ledger.passes if not one.reduced]
+    if not late:
+        return
+    ledgers = dict.fromkeys(each for one in late for each in one.ledgers)
+    for each in ledgers:
+        each.settle()
+    scale = late[0].scale
+    assert isinstance(scale, torch.Tensor)
+    grads = [p.grad for each in ledgers for p in each.params.stepped if p.grad is not None]
+    stored = [grad.coalesce() if grad.is_sparse else grad for grad in grads]
+    found_inf = unscale_(stored, torch.ones_like(scale))
+    assert found_inf is not None
+    for scaler in dict.fromkeys(one.scaler for one in late):
+        scaler.finish_pass(found_inf)
+    for one in late:
+        one.found_inf, one.reduced = found_inf, True
+
+
+def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -> str:
+    """The text of the error after too many skipped steps: who was not finite."""
+    name = "unknown"
+    params = ledger.params
+    for tensor, target in zip(params.stepped, params.targets, strict=True):
+        grad = tensor.grad
+        if grad is not None and not bool(torch.isfinite(stored_values(grad)).all()):
+            name = ledger.training.name_of(target)
+            break
+    cause = (
+        "The loss itself was finite: gradients overflow even at this scale, or backward "
+        "produces nan."
+        if bool(torch.isfinite(loss).all())
+        else "The loss itself was not finite, so scaling is not the cause: look at the data, "
+        "the learning rate and the forward."
+    )
+    return (
+        f"amp: {report.skipped} steps in a row were skipped because of non-finite gradients; the "
+        f"first non-finite gradient is that of parameter {name}; the loss scale is now "
+        f"{report.scale}. {cause} (initialize(max_skipped_steps=...) sets the limit.)"
+    )

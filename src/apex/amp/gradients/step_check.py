@@ -1,0 +1,67 @@
+"""Whether an optimizer steps the masters that amp put into its groups.
+
+Some step another list: one of their own, or that of an optimizer inside (ZeroRedundancyOptimizer).
+Then the masters stay as they are and nothing trains. This is asked at the first step that is not
+skipped. Versions do not tell alone: many published optimizers write through ``.data``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex.amp.gradients.accumulation import stored_values
+from apex.amp.gradients.parameters import Parameters
+
+
+class StepCheck:
+    """One step of an optimizer, watched.
+
+    Args:
+        optimizer: The optimizer.
+        params: What it is to step.
+    """
+
+    def __init__(self, optimizer: Any, params: Parameters) -> None:
+        self._name = type(optimizer).__name__
+        self._params = params
+        masters = set(map(id, params.pairs.tensors))
+        self._watched = [
+            (param, param._version, _fingerprint(param))
+            for group in getattr(optimizer, "param_groups", ())
+            if group.get("lr") is None or float(group["lr"]) != 0.0  # else no change is expected
+            for param in group["params"]
+            if id(param) in masters and param.grad is not None and not param.is_meta
+        ]
+
+    def finish(self, level: str) -> bool:
+        """Say whether a master has changed; raise if one should have and none has.
+
+        Raises:
+            RuntimeError: No version and no fingerprint has changed, and gradients were not zero.
+        """
+        if any(param._version != version for param, version, _ in self._watched):
+            return True
+        if any(_fingerprint(param) != before for param, _, before in self._watched):
+            return True
+        if not any(_is_nonzero(param.grad) for param, _, _ in self._watched):
+            return False
+        self._params.pairs.write()  # whatever was stepped instead
+        raise RuntimeError(
+            f"amp: {self._name}.step() did not change the float32 masters that amp put into its "
+            f"param_groups at {level}, so the model would not train. It steps a list of its own, "
+            "or an optimizer inside. Pass amp.initialize an optimizer that steps its "
+            "param_groups, or use O1 or O4, which have no masters."
+        )
+
+
+def _fingerprint(param: torch.Tensor) -> tuple[int, float]:
+    """Numbers that change with the bits of a float32 tensor; no copy of it is made."""
+    value = param.detach()
+    norm = torch.linalg.vector_norm(value, dtype=torch.float64)
+    return int(value.view(torch.int32).sum(dtype=torch.int64)), float(norm)
+
+
+def _is_nonzero(grad: torch.Tensor | None) -> bool:
+    return grad is not None and bool(stored_values(grad).any())

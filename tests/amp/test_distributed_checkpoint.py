@@ -1,0 +1,81 @@
+"""torch.distributed.checkpoint's state dicts, of models and optimizers under amp."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from apex.optimizers import FusedAdam
+from tests.amp.hand import same
+
+pytestmark = pytest.mark.dist
+MAKERS = [
+    torch.optim.SGD,
+    lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
+    torch.optim.Adam,
+    FusedAdam,
+]
+
+
+def make(level, maker):
+    amp.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    groups = [{"params": model[:2].parameters()}, {"params": model[2].parameters()}]
+    optimizer = maker(groups, lr=0.01)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        with amp.scale_loss(model(inputs).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("maker", MAKERS, ids=["SGD", "momentum", "Adam", "FusedAdam"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_resumed_run_is_the_run_bit_for_bit(level, maker, flatten):
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_state_dict,
+    )
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optimizer = make(level, maker)
+    train(model, optimizer, range(3))
+    groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    saved = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    assert [list(map(id, group["params"])) for group in optimizer.param_groups] == groups
+    straight_on = train(model, optimizer, range(3, 6))
+    model, optimizer = make(level, maker)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=saved[0],
+        optim_state_dict=saved[1],
+        options=options,
+    )
+    assert same(train(model, optimizer, range(3, 6)), straight_on)
+
+
+def test_torchs_functions_are_put_back():
+    import torch.distributed.checkpoint.state_dict as module
+
+    names = ("_get_optim_state_dict", "_init_optim_state", "_split_optim_state_dict")
+    amp.reset()
+    before = [getattr(module, name) for name in names]
+    make("O1", torch.optim.SGD)
+    assert [getattr(module, name) for name in names] == before
+    make("O2", torch.optim.SGD)
+    assert [getattr(module, name) for name in names] != before
+    amp.reset()
+    assert [getattr(module, name) for name in names] == before

@@ -1,0 +1,302 @@
+"""Masters and what programs do around them: right, or refused, never silently nothing."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from apex.optimizers import FusedSGD
+from tests.tolerance import AVERAGED, assert_close_to_largest
+
+MASTERED = ["O2", "O5"]
+
+
+def start(level, make=torch.optim.SGD, lr=1.0, **options):
+    """One weight row of zeros; its gradient is the input."""
+    amp.reset()
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    options = {"loss_scale": 8.0, **options}
+    optimizer = make(model.parameters(), lr=lr)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def block(model, optimizer, x=1.0, **options):
+    with amp.scale_loss(model(torch.full((1, 2), x)).sum(), optimizer, **options) as scaled:
+        scaled.backward()
+
+
+def value(model):
+    return model.state_dict()["weight"].flatten().tolist()
+
+
+# -- gradients on 16-bit weights -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["replace", "scale", "in place", "through data"])
+@pytest.mark.parametrize("level", MASTERED)
+def test_an_edit_of_the_copy_on_the_weight_has_no_effect_and_warns(level, change):
+    model, optimizer = start(level)
+    block(model, optimizer)
+    weight = model.weight
+    if change == "replace":
+        weight.grad = weight.grad.clone()
+    elif change == "scale":
+        weight.grad = weight.grad * 0.5
+    elif change == "in place":
+        weight.grad.mul_(0.5)
+    else:
+        weight.grad.data.mul_(0.5)  # leaves no trace, so nobody can warn
+    if change == "through data":
+        optimizer.step()
+    else:
+        with pytest.warns(UserWarning, match="That has no effect"):
+            optimizer.step()
+    assert value(model) == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_an_edited_copy_is_not_accumulated_by_a_pass_without_a_forward(level):
+    model, optimizer = start(level)
+    out = model(torch.ones(1, 2)).sum()
+    with amp.scale_loss(out, optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+    model.weight.grad = model.weight.grad * 3.0
+    with (
+        pytest.warns(UserWarning, match="That has no effect"),
+        amp.scale_loss(out, optimizer) as scaled,
+    ):
+        scaled.backward()
+    optimizer.step()
+    assert value(model) == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_replaced_copy_is_gone_with_the_next_forward(level):
+    model, optimizer = start(level)
+    block(model, optimizer)
+    model.weight.grad = model.weight.grad * 0.5
+    model(torch.full((1, 2), 2.0)).sum().backward()  # outside of a block: unscaled
+    optimizer.step()
+    assert value(model) == [-3.0, -3.0]
+
+
+# -- who steps -------------------------------------------------------------------------------------
+
+
+class OwnList(torch.optim.Optimizer):
+    """Steps the tensors it was given, not those in its groups."""
+
+    def __init__(self, params, lr):
+        self.own = list(params)
+        super().__init__(self.own, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.own:
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-self.param_groups[0]["lr"])
+
+
+class ThroughData(torch.optim.Optimizer):
+    """Steps its groups in a way that moves no version, as many published optimizers do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad.data
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_an_optimizer_with_a_list_of_its_own_is_refused_at_its_first_step(level):
+    model, optimizer = start(level, OwnList)
+    optimizer.step()  # without gradients: nothing to be seen
+    block(model, optimizer, 0.0)
+    optimizer.step()  # gradients of zero
+    optimizer.zero_grad()
+    block(model, optimizer)
+    with pytest.raises(RuntimeError, match="did not change the float32 masters"):
+        optimizer.step()
+    assert value(model) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_no_optimizer_that_steps_its_groups_is_refused(level):
+    for make in (ThroughData, torch.optim.Adam, FusedSGD):
+        for lr in (1.0, 0.0):
+            model, optimizer = start(level, make, lr=lr)
+            for _ in range(2):
+                block(model, optimizer)
+                optimizer.step()
+            assert (value(model) == [0.0, 0.0]) == (lr == 0.0)
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_first_step_with_a_learning_rate_of_zero_decides_nothing(level):
+    model, optimizer = start(level, OwnList, lr=0.0)
+    block(model, optimizer)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.zero_grad()
+    block(model, optimizer)
+    with pytest.raises(RuntimeError, match="did not change the float32 masters"):
+        optimizer.step()
+
+
+class Wrapper:
+    """Shows the attributes of an optimizer as its own."""
+
+    def __init__(self, params, lr):
+        self.inner = torch.optim.SGD(params, lr=lr)
+
+    def __getattr__(self, name):
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class SteppingWrapper(Wrapper):
+    def step(self):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_stepping_the_optimizer_inside_of_a_wrapper_is_refused(level):
+    model, outer = start(level, Wrapper)
+    block(model, outer)
+    before = [p.detach().clone() for p in amp.master_params(outer)]
+    with pytest.raises(RuntimeError, match="inside of a Wrapper was called"):
+        outer.inner.step()
+    assert all(map(torch.equal, before, amp.master_params(outer)))
+    outer.step()
+    assert value(model) == [-1.0, -1.0]
+    amp.reset()
+    outer.inner.step()
+
+
+@pytest.mark.parametrize("make", [Wrapper, SteppingWrapper])
+@pytest.mark.parametrize("level", ["O1", *MASTERED])
+def test_wrappers_are_stepped(level, make):
+    model, outer = start(level, make)
+    for _ in range(2):
+        outer.zero_grad()
+        block(model, outer)
+        outer.step()
+    assert value(model) == [-2.0, -2.0]
+
+
+# -- one model, two initialize calls ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "second"), [("O2", "O2"), ("O2", "O1"), ("O1", "O2")])
+def test_an_optimizer_whose_model_was_initialised_without_it_is_refused(first, second):
+    model, one = start(first)
+    two = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, two, opt_level=second, loss_scale=8.0, verbosity=0)
+    out = model(torch.ones(1, 2)).sum()
+    with pytest.raises(RuntimeError, match="Pass both optimizers"), amp.scale_loss(out, one):
+        pass
+    with pytest.raises(RuntimeError, match="Pass both optimizers"):
+        one.step()
+    block(model, two)
+    two.step()
+    assert value(model) == [-1.0, -1.0]
+    amp.initialize(model, [one, two], opt_level=second, loss_scale=8.0, verbosity=0)
+    for optimizer in (one, two):
+        optimizer.zero_grad()
+        block(model, optimizer)
+        optimizer.step()
+    assert value(model) == [-3.0, -3.0]
+
+
+def test_without_masters_two_calls_add_up():
+    model, one = start("O1")
+    two = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, two, opt_level="O1", loss_scale=8.0, verbosity=0)
+    for optimizer in (one, two):
+        optimizer.zero_grad()
+        block(model, optimizer)
+        optimizer.step()
+    assert value(model) == [-2.0, -2.0]
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clamp", ["data", "no_grad"])
+@pytest.mark.parametrize("level", ["O1", *MASTERED])
+def test_reading_changes_nothing(level, clamp):
+    ends = []
+    for reads in (False, True):
+        model, optimizer = start(level, functools.partial(torch.optim.SGD, momentum=0.9), lr=1e-4)
+
+        def read():
+            if reads:  # noqa: B023  # called at once
+                model.state_dict()  # noqa: B023
+                amp.state_dict()
+                list(amp.master_params(optimizer))  # noqa: B023
+                optimizer.state_dict()  # noqa: B023
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            block(model, optimizer, delay_unscale=True)
+            read()
+            block(model, optimizer)
+            read()
+            optimizer.step()
+            read()
+            with torch.no_grad():
+                weight = model.weight.data if clamp == "data" else model.weight
+                weight.clamp_(-1.5e-4, 1.5e-4)
+            read()
+        ends.append([value(model), [p.tolist() for p in amp.master_params(optimizer)]])
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_masters_require_gradients_where_their_weights_do(level):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert [p.requires_grad for p in optimizer.param_groups[0]["params"]] == [False] * 2 + [
+        True
+    ] * 2
+    model[0].requires_grad_(True)
+    assert all(p.requires_grad for p in amp.master_params(optimizer))
+
+
+# -- averages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
+def test_the_recipe_for_a_moving_average(level):
+    """What docs/compatibility.md says: average the float32 entries of the state dict."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    average = {name: entry.clone() for name, entry in model.state_dict().items()}
+    by_hand = {name: entry.double() for name, entry in average.items()}
+    for _ in range(20):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.randn(8, 4)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        if not amp.stepped(optimizer):
+            continue
+        for name, entry in model.state_dict().items():
+            if entry.is_floating_point():
+                average[name].lerp_(entry, 0.01)
+                by_hand[name].lerp_(entry.double(), 0.01)
+            else:
+                average[name].copy_(entry)
+    for name in ("0.weight", "0.bias", "1.weight"):
+        assert average[name].dtype == torch.float32
+        assert_close_to_largest(average[name], by_hand[name], AVERAGED)

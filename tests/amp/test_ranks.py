@@ -1,0 +1,137 @@
+"""Two ranks: every level, every way to accumulate and reduce, and an overflow on one rank.
+
+Each cell is trained with amp and by hand; see :mod:`tests.amp.ranks`. After every step weights,
+masters, scale and skip are equal over ranks, and equal to those by hand, bit for bit.
+"""
+
+import pytest
+import torch
+
+from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, WAYS, Cell, Pair, PairError
+
+pytestmark = pytest.mark.dist
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+REDUCING = [way for way in WAYS if way != "never"]
+CELLS = [
+    Cell(level, way, overflow)
+    for level in LEVELS
+    for way in REDUCING
+    for overflow in ("none", "first", "last")
+    if overflow != "first" or WAYS[way].passes > 1
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    with Pair(tmp_path_factory.mktemp("ranks")) as both:
+        yield both
+
+
+def _ids(cell):
+    words = [cell.level, cell.way, cell.overflow, cell.start, *(name for name, _ in cell.options)]
+    return "-".join(word for word in words if word not in ("none", "same"))
+
+
+def _assert_equal(left, right, what):
+    """Assert that two runs of a training had the same numbers after each step."""
+    for number, (one, other) in enumerate(zip(left, right, strict=True)):
+        where = f"{what}, step {number}"
+        assert one.taken == other.taken, f"{where}: only one took the step"
+        assert (one.scale, one.clean) == (other.scale, other.clean), f"{where}: scale, clean steps"
+        for kind in ("weights", "masters"):
+            mine, theirs = getattr(one, kind), getattr(other, kind)
+            assert mine.keys() == theirs.keys()
+            wrong = [name for name in mine if not _same(mine[name], theirs[name])]
+            sizes = [f"{(mine[n].double() - theirs[n].double()).abs().max():.1e}" for n in wrong]
+            assert not wrong, f"{where}: {kind} differ: {wrong} by {sizes}"
+
+
+def _same(one, other):
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _assert_right(answers, *, ranks_agree=True):
+    """Assert that ranks agree, and that amp and the training by hand do."""
+    for rank, answer in enumerate(answers):
+        assert answer.warnings == []
+        assert all(m.isfinite().all() for step in answer.hand for m in step.masters.values())
+        if ranks_agree:
+            _assert_equal(answer.hand, answers[0].hand, f"by hand, ranks {rank} and 0")
+            _assert_equal(answer.amp, answers[0].amp, f"amp, ranks {rank} and 0")
+    for rank, answer in enumerate(answers):
+        _assert_equal(answer.amp, answer.hand, f"amp and by hand, rank {rank}")
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=_ids)
+def test_accumulation_and_overflow(pair, cell):
+    answers = pair.run(cell)
+    overflows = cell.overflow != "none"
+    for answer in answers:
+        taken = [step.taken for step in answer.amp]
+        assert taken == [not (overflows and step == OVERFLOW_STEP) for step in range(cell.steps)]
+    _assert_right(answers)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(level, way, dynamic=False, steps=2)
+        for level in ("O0", "O3", "O4", "O5")
+        for way in REDUCING
+    ],
+    ids=_ids,
+)
+def test_at_the_levels_whose_scale_is_1(pair, cell):
+    _assert_right(pair.run(cell))
+
+
+STARTS = ("seeds", "rank0_before", "rank0_after", "all_before", "all_after")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(level, "ddp", steps=2, start=start) for level in LEVELS for start in STARTS],
+    ids=_ids,
+)
+def test_all_ranks_go_on_from_rank_0(pair, cell):
+    """Where there are masters: from the unrounded ones, or from the float32 checkpoint.
+
+    Without masters, what only rank 0 loads after wrapping stays on rank 0, as in plain torch.
+    """
+    torchs_own = cell.start == "rank0_after" and cell.level not in HAS_MASTERS
+    answers = pair.run(cell)
+    _assert_right(answers, ranks_agree=not torchs_own)
+    if torchs_own:
+        weights = [answer.hand[-1].weights["first.weight"] for answer in answers]
+        assert not torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("O2", way, start="seeds", options=((option, True),), spare=spare)
+        for option, spare, ways in (
+            ("find_unused_parameters", True, ("ddp", "no_sync", "no_sync_delayed")),
+            ("gradient_as_bucket_view", False, ("ddp", "no_sync", "no_sync_delayed")),
+            ("static_graph", True, ("ddp",)),
+        )
+        for way in ways
+    ],
+    ids=_ids,
+)
+def test_options_of_ddp(pair, cell):
+    _assert_right(pair.run(cell))
+
+
+def test_ranks_without_reduction_are_seen_to_differ(pair):
+    answers = pair.run(Cell("O2", "never", steps=1))
+    _assert_equal(answers[1].amp, answers[1].hand, "amp and by hand, rank 1")
+    with pytest.raises(AssertionError, match="weights differ: \\['first.weight'"):
+        _assert_equal(answers[1].amp, answers[0].amp, "ranks 1 and 0")
+
+
+def test_errors_are_told_and_the_next_cell_runs(pair):
+    with pytest.raises(PairError, match=r"(?s)rank 0: .*no such way.*rank 1: .*no such way"):
+        pair.run(Cell("O0", "no such way"))
+    _assert_right(pair.run(Cell("O0", "ddp")))
