@@ -68,6 +68,7 @@ class Cell(NamedTuple):
     start: str = "same"  # or "seeds", or who loads a checkpoint when: "rank0_before", "all_after"
     options: tuple = ()  # of DistributedDataParallel, as pairs
     spare: bool = False  # the model has a layer that no forward uses
+    compiled: str = ""  # with amp torch.compile takes the "model" or the "wrapper" around it
 
 
 class Step(NamedTuple):
@@ -215,6 +216,10 @@ def _all_reduce(params):
         dist.all_reduce(param.grad)
 
 
+def _compile_if(asked, module):
+    return torch.compile(module, backend="eager") if asked else module
+
+
 def _train(cell, rank, side):
     """The program: ``side`` is WithAmp or ByHand."""
     way = WAYS[cell.way]
@@ -224,7 +229,9 @@ def _train(cell, rank, side):
     if load == "before":
         run.model.load_state_dict(checkpoint)
     is_ddp = way.reduce == "by ddp"
-    wrapper = DistributedDataParallel(run.model, **dict(cell.options)) if is_ddp else run.model
+    model = _compile_if(cell.compiled == "model" and side is WithAmp, run.model)
+    wrapper = DistributedDataParallel(model, **dict(cell.options)) if is_ddp else model
+    forward = _compile_if(cell.compiled == "wrapper" and side is WithAmp, wrapper)
     if load == "after":
         run.model.load_state_dict(checkpoint)
     bad_pass = {"none": None, "first": 0, "last": way.passes - 1}[cell.overflow]
@@ -236,7 +243,7 @@ def _train(cell, rank, side):
             reduced = run.model.parameters() if last and way.reduce == "in the body" else ()
             with wrapper.no_sync() if way.no_sync and not last else contextlib.nullcontext():
                 x, y = _batch(rank, step, number)
-                loss = F.cross_entropy(run.forward(wrapper, x), y)
+                loss = F.cross_entropy(run.forward(forward, x), y)
                 if (rank, step, number) == (1, OVERFLOW_STEP, bad_pass):
                     loss = loss * math.inf
                 run.backward(loss, last=last, delay=way.delay and not last, reduced=reduced)
@@ -270,6 +277,7 @@ def _answer(cell, rank):
             with_amp = _train(cell, rank, WithAmp)
     finally:
         amp.reset()
+        torch.compiler.reset()
     return Answer(with_amp, hand, [str(w.message) for w in caught if "amp" in str(w.message)])
 
 

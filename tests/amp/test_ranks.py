@@ -124,6 +124,12 @@ def test_options_of_ddp(pair, cell):
     _assert_right(pair.run(cell))
 
 
+@pytest.mark.parametrize("compiled", ["model", "wrapper"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_what_torch_compile_traces(pair, level, compiled):
+    _assert_right(pair.run(Cell(level, "no_sync", start="seeds", compiled=compiled)))
+
+
 def test_ranks_without_reduction_are_seen_to_differ(pair):
     answers = pair.run(Cell("O2", "never", steps=1))
     _assert_equal(answers[1].amp, answers[1].hand, "amp and by hand, rank 1")

@@ -63,7 +63,7 @@ class _Level:
         self.casts = casts
         self.inputs = None if inputs is None else _Caster(inputs)
         self.outputs = None if outputs is None else _Caster(outputs, keep_double=True)
-        self.forwards = ForwardRecord()
+        self.forwards = ForwardRecord(inputs in HALF_TYPES)
 
 
 class _Enter:
@@ -84,6 +84,8 @@ class _Enter:
             frame = sys._getframe(1)
             if torch.is_grad_enabled():
                 level.forwards.begin(module)
+        elif torch.is_grad_enabled():
+            level.forwards.begin_compiled(module)
         devices = () if level.casts is None else _devices(module)
         casting.enter(level, level.casts, devices, frame)
         return args, kwargs
