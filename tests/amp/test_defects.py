@@ -157,8 +157,10 @@ def test_a_custom_function_is_annotated_in_torchs_way_or_in_ours():
     assert amp.float_function(Strict.apply)(x, weight).dtype == torch.float32
 
 
-def test_o1_wraps_six_functions_of_torch_and_leaves_the_rest_alone():
+def test_o1_wraps_eight_functions_of_torch_and_leaves_the_rest_alone():
+    recompute = torch.utils.checkpoint
     spaces = (torch, F, torch.Tensor, torch.nn.modules.rnn._VF)
+    spaces += (recompute, recompute.CheckpointFunction)
     before = {(space, name): value for space in spaces for name, value in vars(space).items()}
     start("O1", nn.Linear(1, 1))
     after = {(space, name): value for space in spaces for name, value in vars(space).items()}
@@ -170,6 +172,8 @@ def test_o1_wraps_six_functions_of_torch_and_leaves_the_rest_alone():
         (F, "local_response_norm"),
         (F, "multilabel_soft_margin_loss"),
         (torch.Tensor, "cpu"),
+        (recompute, "_checkpoint_without_reentrant_generator"),
+        (recompute.CheckpointFunction, "forward"),
     }
 
 

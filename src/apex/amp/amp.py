@@ -143,11 +143,16 @@ def init(
         allow_banned: Cast ``binary_cross_entropy`` to float32 instead of refusing it.
         enable: The spelling of ``enabled`` in an early tutorial.
 
+    Raises:
+        RuntimeError: Called inside a ``torch.autocast`` block, whose end would undo it.
+
     Returns:
         The handle, whose ``_deactivate()`` switches the casts off again.
     """
     global _DECORATOR_HANDLE  # noqa: PLW0603  # a name of old
-    if not (enabled if enable is None else enable):
+    enabled = enabled if enable is None else enable
+    casting.refuse_users_block("amp.init", switches_on=enabled)
+    if not enabled:
         casting.release()
         _DECORATOR_HANDLE = NoOpHandle()
         return _DECORATOR_HANDLE

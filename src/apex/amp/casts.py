@@ -54,7 +54,7 @@ class Casts:
         self.rules = rules
         self.log = log
         self.number = next(_numbers)
-        _alive.add(self)
+        _alive[self.number] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Casts:
         return self
@@ -63,7 +63,8 @@ class Casts:
         return _restore, (self.dtype, self.rules)
 
 
-_alive: weakref.WeakSet[Casts] = weakref.WeakSet()
+# By number. Unlike a WeakSet, its list of references can be read while other threads add to it.
+_alive: weakref.WeakValueDictionary[int, Casts] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -80,6 +81,8 @@ def _restore(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
 class _Saved(NamedTuple):
     key: object
     casts: Casts | None
+    backward: int
+    nesting: int
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
     nested: bool
@@ -89,6 +92,8 @@ class _Saved(NamedTuple):
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.casts: Casts | None = None
+        self.backward = -1  # the backward pass inside which ``casts`` was set; -1 outside of one
+        self.nesting = 0  # of autocast blocks when ``casts`` was switched on
         self.held: _Saved | None = None
         self.stack: list[_Saved] = []
         self.off: list[dict[str, bool]] = []  # what the blocks of _Off under way will put back
@@ -120,24 +125,82 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
 def current() -> Casts | None:
     """The casts whose rules apply in this thread, or ``None`` when autocast is not ours.
 
-    In a trace, in an autograd worker thread and in a recomputation during backward, autocast is
-    on because the state of the forward was restored, which knows nothing of this thread's record.
+    In a trace and in a backward pass, autocast may be on because the state of a forward was
+    restored, which says nothing of whose it was. What ``torch.utils.checkpoint`` recomputes runs
+    under :func:`recompute`; for the rest the newest casts to the restored type are taken.
     """
-    casts = _thread.casts
-    if casts is None and _alive and (torch.compiler.is_compiling() or _is_backward()):
-        return _restored()
-    return casts
+    if torch.compiler.is_compiling():
+        return _thread.casts or (_newest_restored() if _alive else None)
+    backward = torch._C._current_graph_task_id()
+    if backward != _thread.backward:
+        return _newest_restored()
+    if _thread.casts is None and backward == -1 and _alive and _is_worker():
+        return _newest_restored()
+    return _thread.casts
 
 
-def _restored() -> Casts | None:
+def _newest_restored() -> Casts | None:
     """The newest casts to the type that autocast casts to now."""
     dtypes = [torch.get_autocast_dtype(d) for d in device_types() if torch.is_autocast_enabled(d)]
-    fitting = [casts for casts in _alive if casts.dtype in dtypes]
+    references = _alive.valuerefs()
+    alive = [casts for reference in references if (casts := reference()) is not None]
+    fitting = [casts for casts in alive if casts.dtype in dtypes]
     return max(fitting, key=lambda casts: casts.number, default=None)
 
 
-def _is_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1 or _is_worker()
+def recompute(
+    casts: Casts | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call ``function`` again in a backward pass, with the casts that its forward had.
+
+    Args:
+        casts: What :func:`current` was in the forward.
+        function: What to call, under the autocast state of its forward.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    before = _thread.casts, _thread.backward
+    _thread.casts, _thread.backward = casts, torch._C._current_graph_task_id()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        heal()
+        _thread.casts, _thread.backward = before
+
+
+def in_users_block() -> bool:
+    """Whether the innermost autocast block was begun by the program with ``torch.autocast``."""
+    return _nesting() > _thread.nesting
+
+
+def _nesting() -> int:
+    """How many autocast blocks of torch's or of :func:`enter` this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def refuse_users_block(call: str, *, switches_on: bool) -> None:
+    """Raise if ``call`` would change autocast's state inside a ``torch.autocast`` block.
+
+    The end of such a block puts back the state from before it, and so undoes the change.
+
+    Args:
+        call: The name of the function that the program called.
+        switches_on: Whether it switches this thread's casts on.
+
+    Raises:
+        RuntimeError: This thread's casts are to be switched on inside of an enabled block, or off
+            inside of any.
+    """
+    heal()
+    if _thread.stack or not in_users_block():
+        return
+    enabled = any(torch.is_autocast_enabled(device) for device in device_types())
+    if _thread.held is not None or (switches_on and enabled):
+        raise RuntimeError(
+            f"{call} was called inside a torch.autocast block. It changes this thread's autocast "
+            f"state, which the end of the block would put back. Call {call} before the block."
+        )
 
 
 def _is_worker() -> bool:
@@ -150,11 +213,22 @@ def _save(key: object, nested: bool, frame: FrameType | None = None) -> _Saved:
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in device_types()
     )
-    return _Saved(key, _thread.casts, state, torch.is_autocast_cache_enabled(), nested, frame)
+    return _Saved(
+        key,
+        _thread.casts,
+        _thread.backward,
+        _thread.nesting,
+        state,
+        torch.is_autocast_cache_enabled(),
+        nested,
+        frame,
+    )
 
 
 def _set(casts: Casts | None, devices: tuple[str, ...]) -> None:
     _thread.casts = casts
+    if not torch.compiler.is_compiling():
+        _thread.backward = torch._C._current_graph_task_id()
     if casts is None:
         for device in device_types():
             torch.set_autocast_enabled(device, False)
@@ -165,7 +239,7 @@ def _set(casts: Casts | None, devices: tuple[str, ...]) -> None:
 
 
 def _put_back(saved: _Saved) -> None:
-    _thread.casts = saved.casts
+    _thread.casts, _thread.backward, _thread.nesting = saved.casts, saved.backward, saved.nesting
     for device, enabled, dtype in saved.autocast:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
@@ -176,6 +250,7 @@ def hold(casts: Casts, devices: tuple[str, ...]) -> None:
     release()
     _thread.held = _save(None, nested=False)
     _set(casts, devices)
+    _thread.nesting = 0  # an enabled block around it was refused
     _after_blocks()
     torch.set_autocast_cache_enabled(False)
     if casts.log is not None:
@@ -230,7 +305,7 @@ def enter(
     _thread.stack.append(_save(key, nested, frame))
     _set(casts, devices)
     if nested:
-        torch.autocast_increment_nesting()
+        _thread.nesting = torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(True)
 
 

@@ -132,6 +132,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             f"amp.initialize: cast_model_outputs was {cast_model_outputs!r}; it must be a dtype "
             "such as torch.float32, or None."
         )
+    casting.refuse_users_block("amp.initialize", switches_on=properties.casts_functions)
     optimizer_list = _optimizer_list(optimizers)
     model_list = [_unwrapped(model, properties) for model in _model_list(models)]
     _check_dtypes(model_list, properties)
@@ -232,6 +233,7 @@ def _retyped(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
+    casting.refuse_users_block("amp.initialize", switches_on=False)
     casting.release()
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = Properties()  # type: ignore[attr-defined]

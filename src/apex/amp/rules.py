@@ -17,11 +17,13 @@ import contextlib
 import functools
 import inspect
 import pkgutil
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 
 from apex.amp import casts as casting
 from apex.amp.casts import Casts, Rule
@@ -45,6 +47,9 @@ _BY_NAME = (
 )
 
 
+_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
 class _Patch(NamedTuple):
     owner: Any
     name: str
@@ -53,6 +58,7 @@ class _Patch(NamedTuple):
 
 
 _patches: dict[str, _Patch] = {}
+_lock = threading.RLock()
 
 
 def _listed(module: Any) -> dict[str, str]:
@@ -78,6 +84,7 @@ def casts_for(
         allow_banned: Cast the banned functions' arguments to float32 instead of refusing them.
     """
     rules: dict[str, Rule] = {}
+    _patch_checkpoint()
     for module, name in _BY_NAME:
         if _listed(module).get(name) == "float":
             rules[_patch(module.MODULE, name)] = Rule("float")
@@ -103,20 +110,46 @@ def _edits(module: Any) -> Iterator[tuple[str, str]]:
 
 def patch_again(rules: Iterable[str]) -> None:
     """Wrap what ``rules`` name, as far as it can be found; for casts of an unpickled model."""
+    _patch_checkpoint()
     for key in rules:
         owner, _, name = key.lstrip(".").rpartition(".")
         with contextlib.suppress(ImportError, AttributeError, ValueError):
             _patch(pkgutil.resolve_name(owner), name)
 
 
-def restore() -> None:
-    """Put every wrapped function back."""
-    while _patches:
-        owner, name, original, own = _patches.popitem()[1]
-        if own:
-            setattr(owner, name, original)
-        else:
+def restore(keep: Iterable[str] = ()) -> None:
+    """Put every wrapped function back, except those of the keys in ``keep``."""
+    with _lock:
+        for key in [key for key in _patches if key not in keep]:
+            owner, name, original, own = _patches.pop(key)
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+
+def patched() -> set[str]:
+    """The keys of the functions that are wrapped now."""
+    return set(_patches)
+
+
+def check_replaceable(owner: Any, name: str) -> None:
+    """Raise ``TypeError`` if ``owner.name`` is no function or cannot be replaced."""
+    with _lock:
+        raw, own = _attribute(owner, name), name in getattr(owner, "__dict__", ())
+        if not callable(getattr(owner, name)):
+            raise TypeError(f"it is a {type(raw).__name__}, not a function")
+        setattr(owner, name, raw)
+        if not own:
             delattr(owner, name)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """The attribute as it is stored; a module may make it on demand."""
+    try:
+        return inspect.getattr_static(owner, name)
+    except AttributeError:
+        return getattr(owner, name)
 
 
 def _key(owner: Any, name: str) -> str:
@@ -125,21 +158,55 @@ def _key(owner: Any, name: str) -> str:
     return f"{module}.{label}.{name}" if label else f"{id(owner):x}.{name}"
 
 
-def _patch(owner: Any, name: str) -> str:
+def _patch(owner: Any, name: str, wrap: _Wrap | None = None) -> str:
     """Wrap ``owner.name``, once, and return the key its rules are stored under."""
-    key = _key(owner, name)
-    if key in _patches and _patches[key].owner is not owner:  # two owners of one qualified name
-        key = f"{key}@{id(owner):x}"
-    if key in _patches:
+    with _lock:
+        key = _key(owner, name)
+        if key in _patches and _patches[key].owner is not owner:  # two owners of one name
+            key = f"{key}@{id(owner):x}"
+        if key in _patches:
+            return key
+        raw = _attribute(owner, name)
+        is_method = isinstance(raw, (staticmethod, classmethod))
+        function = raw.__func__ if is_method else getattr(owner, name)
+        wrapper: Any = wrap(function) if wrap else _wrap(key, function, native=_is_torchs(owner))
+        if is_method:
+            wrapper = type(raw)(wrapper)
+        own = name in vars(owner)
+        setattr(owner, name, wrapper)
+        _patches[key] = _Patch(owner, name, raw, own)
         return key
-    raw = inspect.getattr_static(owner, name)
-    wrapped = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else getattr(owner, name)
-    wrapper: Any = _wrap(key, wrapped, native=_is_torchs(owner))
-    if isinstance(raw, (staticmethod, classmethod)):
-        wrapper = type(raw)(wrapper)
-    _patches[key] = _Patch(owner, name, raw, name in vars(owner))
-    setattr(owner, name, wrapper)
-    return key
+
+
+def _patch_checkpoint() -> None:
+    """Have ``torch.utils.checkpoint`` recompute with the casts that its forward had.
+
+    It restores the state of autocast, which does not say whose casts those were. Where torch has
+    renamed these functions, the newest casts to the restored type are used.
+    """
+    module = torch.utils.checkpoint
+    reentrant = getattr(module, "CheckpointFunction", None)
+    for owner, name, position in (
+        (module, "_checkpoint_without_reentrant_generator", 0),
+        (reentrant, "forward", 1),  # after ``ctx``
+    ):
+        if hasattr(owner, name):
+            _patch(owner, name, functools.partial(_with_casts_of_forward, position))
+
+
+def _with_casts_of_forward(position: int, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of torch's that is given, at ``position``, what is to be recomputed."""
+
+    @functools.wraps(checkpoint)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        function, casts = args[position], casting.current()
+
+        def recomputed(*inner: Any, **named: Any) -> Any:
+            return casting.recompute(casts, function, inner, named)
+
+        return checkpoint(*args[:position], recomputed, *args[position + 1 :], **kwargs)
+
+    return wrapper
 
 
 def _is_torchs(owner: Any) -> bool:
