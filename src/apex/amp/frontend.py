@@ -7,6 +7,7 @@ models belong to the thread, because a loss computed there is to be cast too.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -100,8 +101,9 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
 
     Raises:
         RuntimeError: The level is unknown, an option does not fit it, a parameter's dtype does
-            not, or a model is wrapped in torch's ``DistributedDataParallel`` at a level that
-            casts it. Nothing was changed.
+            not, a model is wrapped in torch's ``DistributedDataParallel`` or sharded by FSDP2 at
+            a level that casts it, or this is called inside a ``torch.autocast`` block whose end
+            would undo it. Nothing was changed.
         TypeError: ``models`` or ``optimizers`` is of another type.
         ValueError: A number is out of range.
     """
@@ -136,6 +138,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     optimizer_list = _optimizer_list(optimizers)
     model_list = [_unwrapped(model, properties) for model in _model_list(models)]
     _check_dtypes(model_list, properties)
+    _refuse_sharded(model_list, properties)
     scalers = [
         LossScaler(
             properties.loss_scale,
@@ -364,6 +367,32 @@ def _check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> 
                 "amp.initialize: the model is in 16 bits already, so its float32 masters start "
                 "from rounded weights. Drop the .half() or .bfloat16() call.",
                 stacklevel=4,
+            )
+
+
+def _refuse_sharded(models: Sequence[torch.nn.Module], properties: Properties) -> None:
+    """Refuse to cast FSDP2's modules and sharded parameters, which keep records of their dtype."""
+    if properties.cast_model_type not in HALF_TYPES:
+        return
+    # Whoever has such modules or parameters has imported what they are made of.
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for model in models:
+        found = [
+            (f"module '{name}'" if name else "the model") + " is an FSDPModule"
+            for name, module in model.named_modules()
+            if isinstance(module, fsdp)
+        ]
+        found += [
+            f"parameter '{name}' is a DTensor"
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, sharded)
+        ]
+        if found:
+            raise RuntimeError(
+                f"amp.initialize: {found[0]}, and {properties.opt_level} casts parameters, which "
+                "sharding does not allow. Use O1 or O4, or give fully_shard torch's own "
+                "MixedPrecisionPolicy and leave amp.initialize out."
             )
 
 

@@ -18,7 +18,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -128,6 +128,23 @@ class _Caster:
         return value
 
 
+class _NarrowDouble:
+    """Casts float64 inputs to float32 for a model whose weights are narrower than float64."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+            is_double = value.data.dtype == torch.float64
+        else:
+            is_double = isinstance(value, torch.Tensor) and value.dtype == torch.float64
+        if not is_double:
+            return value
+        dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        return value.to(torch.float32) if dtypes and torch.float64 not in dtypes else value
+
+
 class _Level:
     """What a model's hooks need to know of its level."""
 
@@ -149,9 +166,12 @@ class _Enter:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         level = self.level
-        if level.inputs is not None:
-            args = tuple([applier(value, level.inputs) for value in args])
-            kwargs = {name: applier(value, level.inputs) for name, value in kwargs.items()}
+        cast: Callable[[Any], Any] | None = level.inputs
+        if cast is None and level.casts is not None:
+            cast = _NarrowDouble(module)
+        if cast is not None:
+            args = tuple([applier(value, cast) for value in args])
+            kwargs = {name: applier(value, cast) for name, value in kwargs.items()}
         frame = None
         if not torch.compiler.is_compiling():
             frame = sys._getframe(1)
@@ -316,8 +336,8 @@ def _show_float32(module: torch.nn.Module) -> None:
 def convert(model: torch.nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
     """Cast floating parameters and buffers to ``dtype`` in place; float64 buffers stay.
 
-    Parameters keep their identity. With ``keep_batchnorm`` every batchnorm layer, affine or not,
-    is left alone.
+    Parameters and buffers keep their identity. With ``keep_batchnorm`` every batchnorm layer,
+    affine or not, is left alone.
     """
     for module in model.modules():
         if keep_batchnorm and isinstance(module, _BatchNorm):
@@ -325,9 +345,9 @@ def convert(model: torch.nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool)
         for parameter in module._parameters.values():
             if parameter is not None and _is_castable(parameter):
                 _retype(parameter, dtype)
-        for name, buffer in module._buffers.items():
+        for buffer in module._buffers.values():
             if buffer is not None and _is_castable(buffer):
-                module._buffers[name] = buffer.to(dtype)
+                buffer.data = buffer.data.to(dtype)
         if isinstance(module, torch.nn.RNNBase):
             module.flatten_parameters()
 
@@ -380,9 +400,9 @@ def undo(model: torch.nn.Module) -> None:
                     parameter.data = master.tensor.detach().clone()
                 else:
                     _retype(parameter, torch.float32)
-        for name, buffer in module._buffers.items():
+        for buffer in module._buffers.values():
             if buffer is not None and buffer.dtype in HALF_TYPES:
-                module._buffers[name] = buffer.float()
+                buffer.data = buffer.data.float()
     _models.discard(model)
 
 
