@@ -25,6 +25,7 @@ from apex.amp.frontend import (
 )
 from apex.amp.handle import AmpHandle, NoOpHandle, disable_casts, scale_loss
 from apex.amp.registry import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+from apex.amp.rollback import rollback
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -91,9 +92,17 @@ def promote_function(fn: _F) -> _F:
 
 
 def _register(module: Any, name: str, kind: str) -> None:
+    label = getattr(module, "__name__", repr(module))
     if not hasattr(module, name):
-        label = getattr(module, "__name__", repr(module))
         raise ValueError(f"No function named {name} in module {label}.")
+    try:
+        rules.check_replaceable(module, name)
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"amp.register_{kind}_function: {label}.{name} cannot be replaced: {error}. Write a "
+            f"function that calls it, decorate that one with amp.{kind}_function, and call it "
+            "instead."
+        ) from None
     for registry in (_USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY):
         for entry in [e for e in registry if e[0] is module and e[1] == name]:
             registry.discard(entry)
@@ -110,6 +119,7 @@ def register_half_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: There is no such function.
+        TypeError: It is no function, or Python does not allow it to be replaced.
     """
     _register(module, name, "half")
 
@@ -157,6 +167,8 @@ def init(
         _DECORATOR_HANDLE = NoOpHandle()
         return _DECORATOR_HANDLE
     handle = AmpHandle(loss_scale, enable_caching, verbose)
-    handle.activate(torch.float16, casting.device_types()[-1:], allow_banned=allow_banned)
+    with rollback((), ()):
+        handle.make_casts(torch.float16, allow_banned=allow_banned)
+    handle.activate(casting.device_types()[-1:])
     _DECORATOR_HANDLE = handle
     return handle

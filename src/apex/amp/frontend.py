@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from apex.amp._amp_state import _amp_state, warn_or_err
 from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.registry import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+from apex.amp.rollback import lock, rollback
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
 
@@ -160,13 +162,19 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         max_skipped_steps=max_skipped_steps,
         fused_step=fused_step,
     )
+    newest = _build(training, model_list, optimizer_list, cast_model_outputs)
+    # From here on nothing can fail.
+    if newest is None:
+        casting.release()
+    else:
+        devices = casting.devices_of(p for model in model_list for p in model.parameters())
+        newest.activate(devices or casting.device_types())
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = properties  # type: ignore[attr-defined]
     _amp_state.min_loss_scale = min_loss_scale  # type: ignore[attr-defined]
     _amp_state.max_loss_scale = max_loss_scale  # type: ignore[attr-defined]
     _amp_state.loss_scalers = scalers  # type: ignore[attr-defined]
     _amp_state.training = training  # type: ignore[attr-defined]
-    _build(training, model_list, optimizer_list, cast_model_outputs)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -175,25 +183,30 @@ def _build(
     models: list[torch.nn.Module],
     optimizers: list[Any],
     cast_model_outputs: torch.dtype | None,
-) -> None:
+) -> handle.AmpHandle | None:
+    """Change models and optimizers, or nothing if an error is raised on the way.
+
+    Returns:
+        The handle of the level's function casts, to be switched on; ``None`` if it has none.
+    """
     properties = training.properties
-    _release(models, optimizers)
-    full = {}
-    if properties.master_weights:
+    newest = casts = None
+    with rollback(models, optimizers):
+        if properties.casts_functions:
+            newest = handle.AmpHandle(properties.loss_scale, verbose=training.verbosity == 2)
+            casts = newest.make_casts(properties.half_dtype)
+        _release(models, optimizers)
+        full = {}
+        if properties.master_weights:
+            for model in models:
+                full.update(modules.full_precision(model))
         for model in models:
-            full.update(modules.full_precision(model))
-    casting.release()
-    casts = None
-    if properties.casts_functions:
-        newest = handle.AmpHandle(properties.loss_scale, verbose=training.verbosity == 2)
-        devices = casting.devices_of(p for model in models for p in model.parameters())
-        casts = newest.activate(properties.half_dtype, devices or casting.device_types())
-    for model in models:
-        modules.prepare(model, properties, casts, cast_model_outputs)
-    training.add_models(models)
-    training.add_optimizers(optimizers, full)
-    for optimizer in optimizers:
-        _retype_state(optimizer, trainings.halves_of(optimizer))
+            modules.prepare(model, properties, casts, cast_model_outputs)
+        training.add_models(models)
+        training.add_optimizers(optimizers, full)
+        for optimizer in optimizers:
+            _retype_state(optimizer, trainings.halves_of(optimizer))
+    return newest
 
 
 def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
@@ -241,7 +254,8 @@ def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = Properties()  # type: ignore[attr-defined]
     listed = [x if isinstance(x, (list, tuple)) else [x] for x in (models, optimizers)]
-    _release(map(_inner, listed[0]), listed[1])
+    with lock:
+        _release(map(_inner, listed[0]), listed[1])
     for optimizer in listed[1]:
         trainings.note_disabled(optimizer)
     newest = getattr(_amp_state, "training", None)
@@ -292,9 +306,26 @@ def _optimizer_list(optimizers: Any) -> list[Any]:
                 f"amp.initialize: optimizers was or held a {type(optimizer).__name__}; it must be "
                 "a single optimizer or a list or tuple of optimizers."
             )
+        _check_settable(optimizer)
     if len({id(optimizer) for optimizer in listed}) != len(listed):
         raise ValueError("amp.initialize: the same optimizer was passed twice in optimizers.")
     return listed
+
+
+def _check_settable(optimizer: Any) -> None:
+    """Refuse an optimizer whose methods cannot be replaced on the instance."""
+    for name in ("step", "zero_grad", "add_param_group"):
+        try:
+            if name not in vars(optimizer):
+                setattr(optimizer, name, getattr(optimizer, name))
+                delattr(optimizer, name)
+            weakref.ref(optimizer)
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"amp.initialize: '{name}' of {type(optimizer).__name__} cannot be set, which amp "
+                f"needs to skip steps: {error}. Pass an optimizer whose class has no __slots__ and "
+                f"no read-only property '{name}'."
+            ) from None
 
 
 def _model_list(models: Any) -> list[torch.nn.Module]:
@@ -404,10 +435,11 @@ def reset() -> None:
     wait are dropped. What was computed stays: weights and optimizer state keep their values.
     """
     casting.release()
-    _release(modules.alive(), trainings.managed())
+    with lock:
+        _release(list(modules.alive()), trainings.managed())
+        rules.restore()
+        overlay.uninstall()
     trainings.forget_disabled()
-    rules.restore()
-    overlay.uninstall()
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
     _amp_state.forget()

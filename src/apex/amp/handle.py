@@ -233,23 +233,24 @@ class AmpHandle:
         self._all_wrappers: list[tuple[Any, str, Any]] = []
         self._casts: Casts | None = None
 
-    def activate(
-        self, dtype: torch.dtype, devices: tuple[str, ...], *, allow_banned: bool = False
-    ) -> Casts:
-        """Switch on function casts in this thread, with the registrations that wait.
+    def make_casts(self, dtype: torch.dtype, *, allow_banned: bool = False) -> Casts:
+        """Build function casts, with the registrations that wait; they are not switched on yet.
 
         Args:
             dtype: The 16-bit type.
-            devices: Device types to cast on.
             allow_banned: Cast banned functions to float32 instead of refusing them.
         """
         overlay.install()
         self._casts = rules.casts_for(dtype, take(), allow_banned=allow_banned)
         if self._verbose:
             self._casts.log = CastLog()
+        return self._casts
+
+    def activate(self, devices: tuple[str, ...]) -> None:
+        """Switch the casts of :meth:`make_casts` on in this thread, on ``devices``."""
+        assert self._casts is not None
         casting.hold(self._casts, devices)
         _amp_state.handle = self  # type: ignore[attr-defined]
-        return self._casts
 
     def is_active(self) -> bool:
         """Whether the handle's casts are in force."""

@@ -18,7 +18,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -278,12 +278,14 @@ class _LoadFloat32:
 
 
 _OUR_HOOKS = (_Enter, _Leave, _ShowFloat32, _LoadFloat32)
-_HOOK_TABLES = (
+_HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+HOOK_TABLES = (  # of a module: what hooks are put into
     "_forward_pre_hooks",
     "_forward_hooks",
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
+    *_HOOK_FLAGS,
 )
 
 
@@ -407,8 +409,8 @@ def undo(model: torch.nn.Module) -> None:
 
 
 def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
-    for table in _HOOK_TABLES:
-        hooks = getattr(module, table)
+    for table in HOOK_TABLES:
+        hooks = getattr(module, table, {})
         for key, hook in list(hooks.items()):
             target = getattr(hook, "hook", hook)  # torch wraps load pre-hooks
             target = getattr(target, "__self__", target)
@@ -416,13 +418,16 @@ def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
                 keep_level and isinstance(target, (_Enter, _Leave))
             ):
                 del hooks[key]
-                for extra in (
-                    "_forward_pre_hooks_with_kwargs",
-                    "_forward_hooks_always_called",
-                ):
-                    getattr(module, extra, {}).pop(key, None)
+                for flags in _HOOK_FLAGS:
+                    getattr(module, flags, {}).pop(key, None)
 
 
 def alive() -> Iterator[torch.nn.Module]:
     """Every model with hooks of ours that still exists."""
     yield from list(_models)
+
+
+def set_alive(models: Iterable[torch.nn.Module]) -> None:
+    """Have :func:`alive` yield exactly ``models``."""
+    _models.clear()
+    _models.update(models)

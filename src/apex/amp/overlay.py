@@ -71,6 +71,11 @@ def install() -> None:
         _library = library
 
 
+def is_installed() -> bool:
+    """Whether the kernels are registered now."""
+    return _library is not None
+
+
 def uninstall() -> None:
     """Take the kernels back."""
     global _library  # noqa: PLW0603

@@ -7,7 +7,7 @@ its training alive (through ``_amp_stash``), never the reverse.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,12 @@ def managed() -> list[Any]:
     return list(_optimizers)
 
 
+def set_managed(optimizers: Iterable[Any]) -> None:
+    """Have :func:`managed` return exactly ``optimizers``."""
+    _optimizers.clear()
+    _optimizers.update(optimizers)
+
+
 def note_disabled(optimizer: Any) -> None:
     """Remember that ``optimizer`` was passed to an ``initialize`` with ``enabled=False``."""
     try:
@@ -162,5 +168,6 @@ __all__ = [
     "managed",
     "note_disabled",
     "release_optimizer",
+    "set_managed",
     "state_of",
 ]
