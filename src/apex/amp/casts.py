@@ -34,7 +34,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Rule(NamedTuple):
-    """What happens to one function: ``kind`` is half, float, promote, native or banned."""
+    """What happens to one function: ``kind`` is half, float, promote, native or banned.
+
+    Or it is "in place", for a function that may not write into a 16-bit tensor.
+    """
 
     kind: str
     message: str = ""

@@ -5,6 +5,8 @@ does not cast on a device and Apex did (softmax and its family on the CPU, ``gel
 everywhere, recurrent layers on the CPU) is registered here under the same dispatch key that
 autocast itself uses. So the casts need no Python on functions that are not listed, and follow
 autocast's own state into ``torch.compile``, checkpoint recomputation and other threads.
+In-place functions of Apex's float list cannot give float32: on 16-bit tensors they are refused
+under O1's casts, as they were there.
 
 A registration serves the whole process, so each kernel passes through when the casts are not
 ours (:func:`apex.amp.casts.current`). An operator that torch itself casts is left alone.
@@ -14,9 +16,9 @@ Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
-from functools import reduce
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from apex.amp import casts
 from apex.amp.modules import skip_frames
 
 _Cast = Callable[[Any], Any]
+_Make = Callable[[Any, Any], Callable[..., Any]]  # from an operator and a dispatch key, a kernel
 
 _FLOAT_EVERYWHERE = (
     "gelu std std.dim std.correction var var.dim var.correction ctc_loss.IntList ctc_loss.Tensor"
@@ -49,6 +52,10 @@ _HALF_ON_CPU = (
 _PROMOTE_ON_CPU = (
     "addcdiv addcmul atan2 bilinear dot vdot linalg_cross tensordot index_put scatter_add"
 )
+_REFUSED_IN_PLACE = (
+    "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ erfinv_ "
+    "pow_.Scalar pow_.Tensor cumprod_ cumsum_ renorm_"
+)
 
 _library: torch.library.Library | None = None
 _lock = threading.Lock()
@@ -63,11 +70,12 @@ def install() -> None:
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for device in casts.device_types():
             key = f"Autocast{device.upper()}"
-            _register(library, _FLOAT_EVERYWHERE, key, _to_float)
+            _register(library, _REFUSED_IN_PLACE, key, _refusing_kernel)
+            _register(library, _FLOAT_EVERYWHERE, key, _casting(_to_float))
             if device == "cpu":
-                _register(library, _FLOAT_ON_CPU, key, _to_float)
-                _register(library, _HALF_ON_CPU, key, _to_half)
-                _register(library, _PROMOTE_ON_CPU, key, _to_widest)
+                _register(library, _FLOAT_ON_CPU, key, _casting(_to_float))
+                _register(library, _HALF_ON_CPU, key, _casting(_to_half))
+                _register(library, _PROMOTE_ON_CPU, key, _casting(_to_widest))
         _library = library
 
 
@@ -85,9 +93,7 @@ def uninstall() -> None:
             _library = None
 
 
-def _register(
-    library: torch.library.Library, names: str, key: str, cast: Callable[[Any], _Cast]
-) -> None:
+def _register(library: torch.library.Library, names: str, key: str, kernel: _Make) -> None:
     dispatch_key = getattr(torch._C.DispatchKey, key, None)
     if dispatch_key is None:  # a backend whose autocast has no key of its own
         return
@@ -97,10 +103,15 @@ def _register(
         op = getattr(packet, overload or "default", None)
         if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
             continue
-        library.impl(name, _kernel(op, dispatch_key, cast), key)  # type: ignore[no-untyped-call]
+        library.impl(name, kernel(op, dispatch_key), key)  # type: ignore[no-untyped-call]
 
 
-def _kernel(op: Any, key: Any, cast: Callable[[Any], _Cast]) -> Callable[..., Any]:
+def _casting(cast: Callable[[Any], _Cast]) -> _Make:
+    """Kernels that cast their arguments; ``cast`` maps all of them to what converts one."""
+    return functools.partial(_casting_kernel, cast)
+
+
+def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable[..., Any]:
     keys = torch._C.DispatchKeySet(key)
     below = torch._C._ExcludeDispatchKeyGuard
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -121,6 +132,39 @@ def _kernel(op: Any, key: Any, cast: Callable[[Any], _Cast]) -> Callable[..., An
 
     skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
     return kernel
+
+
+def _refusing_kernel(op: Any, key: Any) -> Callable[..., Any]:
+    """A kernel that refuses to write a result that belongs in float32 into a 16-bit tensor."""
+    keys = torch._C.DispatchKeySet(key)
+    below = torch._C._ExcludeDispatchKeyGuard
+    name = op.overloadpacket.__name__
+
+    def kernel(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype in _HALF and _is_refused(name):
+            function = name.removesuffix("_")
+            raise NotImplementedError(
+                f"amp: {name} on a {tensor.dtype} tensor, in place: {function} computes in float32 "
+                f"here, and its result does not fit. Write x = x.{function}(...), which gives "
+                f"float32; or call x.{name}(...) inside `with amp.disable_casts():` to compute in "
+                "16 bits."
+            )
+        with below(keys):
+            return op(tensor, *args, **kwargs)
+
+    skip_frames(kernel)
+    return kernel
+
+
+def _is_refused(name: str) -> bool:
+    """Whether the in-place function was called by the program under O1's own casts.
+
+    torch's derivatives call such functions too, in a backward pass.
+    """
+    current = casts.current()
+    if current is None or current.dtype != torch.float16 or name not in current.rules:
+        return False
+    return not casts.in_users_block() and torch._C._current_graph_task_id() == -1
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
@@ -159,5 +203,5 @@ def _to_half(arguments: Any) -> _Cast:
 
 def _to_widest(arguments: Any) -> _Cast:
     dtypes = {tensor.dtype for tensor in _tensors(arguments)}
-    widest = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    widest = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
     return _caster(widest, (torch.float32, *_HALF))

@@ -95,6 +95,8 @@ def casts_for(
             rules[_patch(module.MODULE, name)] = (
                 Rule("float") if allow_banned else Rule("banned", message)
             )
+    for name in (*torch_overrides.FP32_FUNCS, *tensor_overrides.FP32_FUNCS):
+        rules[f"{name}_"] = Rule("in place")
     for owner, name, kind in registered:
         rules[_patch(owner, name)] = Rule(kind)
     return Casts(dtype, rules)
