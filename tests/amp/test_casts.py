@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from apex.amp import casts
+from apex.amp.casting import state as casts
 
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}
 MODEL = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
@@ -77,7 +77,7 @@ def state():
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         casts.current(),
-        len(casts._thread.stack),
+        len(casts.thread.stack),
     )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from apex import amp
-from apex.amp.applier import applier
+from apex.amp.casting.containers import applier
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 MODEL = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}

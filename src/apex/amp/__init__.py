@@ -6,9 +6,8 @@
     optimizer.step()
 
 The one idea: a training's state belongs to the objects passed to ``initialize``. Casting rests
-on ``torch.autocast`` (:mod:`~apex.amp.casts`), with a thin layer for what torch's lists lack
-(:mod:`~apex.amp.overlay`, :mod:`~apex.amp.rules`). A model carries two hooks
-(:mod:`~apex.amp.modules`). An optimizer carries its masters and its skip
+on ``torch.autocast`` (:mod:`~apex.amp.casting`), with a thin layer for what torch's lists lack. A
+model carries two hooks. An optimizer carries its masters and its skip
 (:mod:`~apex.amp.optimizer`). A loss scaler is a few numbers on the device
 (:mod:`~apex.amp.scaler`). ``_amp_state`` is a view for old readers.
 
@@ -42,6 +41,7 @@ from torch.amp import GradScaler
 
 from apex.amp import lists
 from apex.amp.amp import (
+    autocast,
     float_function,
     half_function,
     init,
@@ -50,7 +50,6 @@ from apex.amp.amp import (
     register_half_function,
     register_promote_function,
 )
-from apex.amp.casts import autocast
 from apex.amp.frontend import initialize, load_state_dict, reset, state_dict
 from apex.amp.gradients import clip_grad_norm_, clip_grad_value_, stepped
 from apex.amp.handle import disable_casts, scale_loss

@@ -6,15 +6,17 @@ decorated function asks at each call whether casts are on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
-from apex.amp import casts as casting
-from apex.amp import rules
-from apex.amp.casts import Rule
+from apex.amp._amp_state import _amp_state
+from apex.amp.casting import dispatcher, rules, state
+from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+from apex.amp.casting.state import Casts, Rule
 from apex.amp.frontend import (
     Properties,
     initialize,
@@ -24,7 +26,6 @@ from apex.amp.frontend import (
     state_dict,
 )
 from apex.amp.handle import AmpHandle, NoOpHandle, disable_casts, scale_loss
-from apex.amp.registry import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.rollback import rollback
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -37,6 +38,7 @@ __all__ = [
     "Properties",
     "_USER_CAST_REGISTRY",
     "_USER_PROMOTE_REGISTRY",
+    "autocast",
     "disable_casts",
     "float_function",
     "half_function",
@@ -57,7 +59,7 @@ __all__ = [
 def _decorate(function: _F, kind: str) -> _F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = casting.current()
+        casts = state.current()
         if casts is None:
             return function(*args, **kwargs)
         return rules.apply(Rule(kind), function, casts, args, kwargs, native=False)
@@ -161,14 +163,66 @@ def init(
     """
     global _DECORATOR_HANDLE  # noqa: PLW0603  # a name of old
     enabled = enabled if enable is None else enable
-    casting.refuse_users_block("amp.init", switches_on=enabled)
+    state.refuse_users_block("amp.init", switches_on=enabled)
     if not enabled:
-        casting.release()
+        state.release()
         _DECORATOR_HANDLE = NoOpHandle()
         return _DECORATOR_HANDLE
     handle = AmpHandle(loss_scale, enable_caching, verbose)
     with rollback((), ()):
         handle.make_casts(torch.float16, allow_banned=allow_banned)
-    handle.activate(casting.device_types()[-1:])
+    handle.activate(state.device_types()[-1:])
     _DECORATOR_HANDLE = handle
     return handle
+
+
+@contextlib.contextmanager
+def autocast(
+    enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = None
+) -> Iterator[None]:
+    """Cast functions inside the block (or decorated function) as the thread's level does.
+
+    After ``initialize`` at O1 or O4 these are that level's casts, which are on already: the
+    block then adds the caching of weight casts. Before any ``initialize`` they are O1's, in
+    float16. After an ``initialize`` at O2, O3 or O5 they are O1's in that level's type, outside
+    of models only; at O0, or disabled, nothing is cast.
+
+    Args:
+        enabled: ``False`` switches casts off inside the block.
+        dtype: 16-bit type to use instead of the level's.
+        cache_enabled: Whether to cast a weight once per block; ``None`` means yes.
+
+    Raises:
+        ValueError: ``dtype`` is not a 16-bit floating type.
+    """
+    if dtype not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"amp.autocast: dtype was {dtype}; allowed are torch.float16, torch.bfloat16 and "
+            "None (the level's own)."
+        )
+    casts = _wanted(dtype) if enabled else None
+    if casts is None:
+        with state.off():
+            yield
+        return
+    key = object()
+    state.enter(key, casts, state.device_types())
+    torch.set_autocast_cache_enabled(cache_enabled is not False)
+    try:
+        yield
+    finally:
+        state.leave(key)
+
+
+def _wanted(dtype: torch.dtype | None) -> Casts | None:
+    """The casts that :func:`autocast` is to switch on; ``None`` for none."""
+    casts = state.thread.casts
+    if casts is None:
+        options = getattr(_amp_state, "opt_properties", None)
+        if state.thread.stack or (options is not None and not options.casts_anything):
+            return None  # inside a model of another level; or at O0, or disabled
+        dispatcher.install()
+        casts = rules.casts_for(torch.float16 if options is None else options.half_dtype)
+    if dtype is None or dtype == casts.dtype:
+        return casts
+    return Casts(dtype, casts.rules, casts.log)

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from apex.amp import _speech, handle, modules, overlay, rules
-from apex.amp import casts as casting
+from apex.amp import _speech, handle
 from apex.amp import training as trainings
 from apex.amp._amp_state import _amp_state, warn_or_err
+from apex.amp.casting import dispatcher, rules, state
+from apex.amp.casting import models as modules
+from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
-from apex.amp.registry import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.rollback import lock, rollback
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
@@ -136,7 +137,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             f"amp.initialize: cast_model_outputs was {cast_model_outputs!r}; it must be a dtype "
             "such as torch.float32, or None."
         )
-    casting.refuse_users_block("amp.initialize", switches_on=properties.casts_functions)
+    state.refuse_users_block("amp.initialize", switches_on=properties.casts_functions)
     optimizer_list = _optimizer_list(optimizers)
     model_list = [_unwrapped(model, properties) for model in _model_list(models)]
     _check_dtypes(model_list, properties)
@@ -165,10 +166,10 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     newest = _build(training, model_list, optimizer_list, cast_model_outputs)
     # From here on nothing can fail.
     if newest is None:
-        casting.release()
+        state.release()
     else:
-        devices = casting.devices_of(p for model in model_list for p in model.parameters())
-        newest.activate(devices or casting.device_types())
+        devices = state.devices_of(p for model in model_list for p in model.parameters())
+        newest.activate(devices or state.device_types())
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = properties  # type: ignore[attr-defined]
     _amp_state.min_loss_scale = min_loss_scale  # type: ignore[attr-defined]
@@ -249,8 +250,8 @@ def _retyped(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
-    casting.refuse_users_block("amp.initialize", switches_on=False)
-    casting.release()
+    state.refuse_users_block("amp.initialize", switches_on=False)
+    state.release()
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = Properties()  # type: ignore[attr-defined]
     listed = [x if isinstance(x, (list, tuple)) else [x] for x in (models, optimizers)]
@@ -434,11 +435,11 @@ def reset() -> None:
     and parameters back, this thread's casts and the function wrappers go, registrations that
     wait are dropped. What was computed stays: weights and optimizer state keep their values.
     """
-    casting.release()
+    state.release()
     with lock:
         _release(list(modules.alive()), trainings.managed())
         rules.restore()
-        overlay.uninstall()
+        dispatcher.uninstall()
     trainings.forget_disabled()
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()

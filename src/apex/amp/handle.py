@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from apex.amp import casts as casting
-from apex.amp import overlay, rules
 from apex.amp._amp_state import _amp_state, master_params, maybe_print
-from apex.amp.cast_log import CastLog
-from apex.amp.casts import Casts
+from apex.amp.casting import dispatcher, rules
+from apex.amp.casting import state as casting
+from apex.amp.casting.log import CastLog
+from apex.amp.casting.rules import take
+from apex.amp.casting.state import Casts
 from apex.amp.opt import OptimWrapper, attach
 from apex.amp.optimizer import OptimizerState
 from apex.amp.passes import Debt
-from apex.amp.registry import take
 from apex.amp.scaler import LossScaler
 from apex.amp.training import is_disabled, state_of
 
@@ -240,7 +240,7 @@ class AmpHandle:
             dtype: The 16-bit type.
             allow_banned: Cast banned functions to float32 instead of refusing them.
         """
-        overlay.install()
+        dispatcher.install()
         self._casts = rules.casts_for(dtype, take(), allow_banned=allow_banned)
         if self._verbose:
             self._casts.log = CastLog()

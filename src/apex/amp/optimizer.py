@@ -28,7 +28,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from apex.amp import _speech, casts
+from apex.amp import _speech
+from apex.amp.casting import state as casts
+from apex.amp.casting.models import Master, leftovers, masters
 from apex.amp.fused_step import (
     Marks,
     Measured,
@@ -40,7 +42,6 @@ from apex.amp.fused_step import (
     unscale_and_measure,
 )
 from apex.amp.lag import Reports, runs_behind
-from apex.amp.modules import Master, leftovers, masters
 from apex.amp.passes import Aside, Debt, Pass, accumulate, add_back, stored_values, unshared
 from apex.amp.policy import HALF_TYPES
 from apex.amp.scaler import LossScaler, unscale_

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from apex.amp import modules, overlay, rules
 from apex.amp import training as trainings
-from apex.amp.registry import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+from apex.amp.casting import dispatcher, rules
+from apex.amp.casting import models as modules
+from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 
 # One initialize or reset at a time: they change tables of the process.
 lock = threading.RLock()
@@ -53,8 +54,8 @@ class _Notes:
         self.seen: set[int] = set()
 
     def of_process(self) -> None:
-        if not overlay.is_installed():
-            self.undo.callback(overlay.uninstall)
+        if not dispatcher.is_installed():
+            self.undo.callback(dispatcher.uninstall)
         self.undo.callback(rules.restore, keep=rules.patched())
         self.of_container(_USER_CAST_REGISTRY)
         self.of_container(_USER_PROMOTE_REGISTRY)

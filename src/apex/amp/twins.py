@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from apex.amp.modules import Master
+from apex.amp.casting.models import Master
 from apex.amp.passes import accumulate
 
 Twin = tuple[torch.Tensor, torch.Tensor, Master]  # weight, master's tensor, master

@@ -14,7 +14,6 @@ lose nothing.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import weakref
@@ -25,9 +24,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex.amp import casts as casting
-from apex.amp.applier import applier
-from apex.amp.casts import Casts
+from apex.amp.casting import state as casting
+from apex.amp.casting.containers import applier
+from apex.amp.casting.state import Casts
 from apex.amp.policy import HALF_TYPES, Properties
 
 masters: Any = WeakTensorKeyDictionary()  # model weight -> Master
@@ -201,21 +200,7 @@ def _devices(module: torch.nn.Module) -> tuple[str, ...]:
     return (first.device.type,) if first is not None and first.device.type in known else known
 
 
-def skip_frames(*functions: Any) -> None:
-    """Tell Dynamo not to compile these frames on their own.
-
-    At the top of a compiled model hooks run before the traced frame. Left to itself Dynamo
-    compiles them as graphs of their own, whose back ends drop the change of autocast state. When
-    the model is inside a compiled parent they are inlined, which this does not change.
-    """
-    frames = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):  # private names; without them only compile differs
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        for function in functions:
-            frames.set_code_exec_strategy(function.__code__, strategy)
-
-
-skip_frames(_Enter.__call__, _Leave.__call__)
+casting.skip_frames(_Enter.__call__, _Leave.__call__)
 
 
 class _ShowFloat32:

@@ -9,7 +9,7 @@ In-place functions of Apex's float list cannot give float32: on 16-bit tensors t
 under O1's casts, as they were there.
 
 A registration serves the whole process, so each kernel passes through when the casts are not
-ours (:func:`apex.amp.casts.current`). An operator that torch itself casts is left alone.
+ours (:func:`apex.amp.casting.state.current`). An operator that torch itself casts is left alone.
 
 Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp.lists``.
 """
@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from apex.amp import casts
-from apex.amp.modules import skip_frames
+from apex.amp.casting import state
 
 _Cast = Callable[[Any], Any]
 _Make = Callable[[Any, Any], Callable[..., Any]]  # from an operator and a dispatch key, a kernel
@@ -68,7 +67,7 @@ def install() -> None:
         if _library is not None:
             return
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        for device in casts.device_types():
+        for device in state.device_types():
             key = f"Autocast{device.upper()}"
             _register(library, _REFUSED_IN_PLACE, key, _refusing_kernel)
             _register(library, _FLOAT_EVERYWHERE, key, _casting(_to_float))
@@ -118,7 +117,7 @@ def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if casts.current() is None:
+        if state.current() is None:
             if is_composite:  # its parts are still torch's to cast
                 return op._op_dk(composite, *args, **kwargs)
             with below(keys):
@@ -130,7 +129,7 @@ def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable
                 **{name: convert(value) for name, value in kwargs.items()},
             )
 
-    skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
+    state.skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
     return kernel
 
 
@@ -152,7 +151,7 @@ def _refusing_kernel(op: Any, key: Any) -> Callable[..., Any]:
         with below(keys):
             return op(tensor, *args, **kwargs)
 
-    skip_frames(kernel)
+    state.skip_frames(kernel)
     return kernel
 
 
@@ -161,10 +160,10 @@ def _is_refused(name: str) -> bool:
 
     torch's derivatives call such functions too, in a backward pass.
     """
-    current = casts.current()
+    current = state.current()
     if current is None or current.dtype != torch.float16 or name not in current.rules:
         return False
-    return not casts.in_users_block() and torch._C._current_graph_task_id() == -1
+    return not state.in_users_block() and torch._C._current_graph_task_id() == -1
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

@@ -14,6 +14,7 @@ half and promote leave casts on inside, so that layers it uses still meet their 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import inspect
 import pkgutil
@@ -25,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
-from apex.amp import casts as casting
-from apex.amp.casts import Casts, Rule
+from apex.amp.casting import dispatcher, state
+from apex.amp.casting.state import Casts, Rule
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 _LISTS = (functional_overrides, torch_overrides, tensor_overrides)
@@ -57,6 +58,8 @@ class _Patch(NamedTuple):
     own: bool  # whether the attribute was the owner's own, not inherited
 
 
+_USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()  # registrations that wait
+_USER_PROMOTE_REGISTRY: set[tuple[Any, str, str]] = set()
 _patches: dict[str, _Patch] = {}
 _lock = threading.RLock()
 
@@ -68,6 +71,14 @@ def _listed(module: Any) -> dict[str, str]:
 
 
 _SHIPPED = {module.__name__: _listed(module) for module in _LISTS}
+
+
+def take() -> list[tuple[Any, str, str]]:
+    """Return the waiting ``(module, name, kind)`` and clear the registries."""
+    taken = [*_USER_CAST_REGISTRY, *_USER_PROMOTE_REGISTRY]
+    _USER_CAST_REGISTRY.clear()
+    _USER_PROMOTE_REGISTRY.clear()
+    return taken
 
 
 def casts_for(
@@ -110,13 +121,22 @@ def _edits(module: Any) -> Iterator[tuple[str, str]]:
             yield name, now.get(name, "native")
 
 
-def patch_again(rules: Iterable[str]) -> None:
-    """Wrap what ``rules`` name, as far as it can be found; for casts of an unpickled model."""
+def _unpickle(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
+    """Make the casts of an unpickled model work in this process, as far as names can be found."""
+    dispatcher.install()
     _patch_checkpoint()
     for key in rules:
         owner, _, name = key.lstrip(".").rpartition(".")
         with contextlib.suppress(ImportError, AttributeError, ValueError):
             _patch(pkgutil.resolve_name(owner), name)
+    return Casts(dtype, rules)
+
+
+def _pickle(casts: Casts) -> tuple[Any, ...]:
+    return _unpickle, (casts.dtype, casts.rules)
+
+
+copyreg.pickle(Casts, _pickle)
 
 
 def restore(keep: Iterable[str] = ()) -> None:
@@ -201,10 +221,10 @@ def _with_casts_of_forward(position: int, checkpoint: Callable[..., Any]) -> Cal
 
     @functools.wraps(checkpoint)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        function, casts = args[position], casting.current()
+        function, casts = args[position], state.current()
 
         def recomputed(*inner: Any, **named: Any) -> Any:
-            return casting.recompute(casts, function, inner, named)
+            return state.recompute(casts, function, inner, named)
 
         return checkpoint(*args[:position], recomputed, *args[position + 1 :], **kwargs)
 
@@ -219,7 +239,7 @@ def _is_torchs(owner: Any) -> bool:
 def _wrap(key: str, function: Callable[..., Any], *, native: bool) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = casting.current()
+        casts = state.current()
         rule = None if casts is None else casts.rules.get(key)
         if casts is None or rule is None:
             return function(*args, **kwargs)
@@ -287,7 +307,7 @@ def _takes_part(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and value.dtype != torch.float64
-        and value.device.type in casting.device_types()
+        and value.device.type in state.device_types()
         and torch.is_autocast_enabled(value.device.type)
     )
 

@@ -23,14 +23,25 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from apex.amp.cast_log import CastLog
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+class Log(Protocol):
+    """What is told of casts; :class:`apex.amp.casting.log.CastLog`."""
+
+    def start(self) -> None:
+        """Begin to watch this thread."""
+
+    def stop(self) -> None:
+        """Stop watching."""
+
+    def forget(self) -> None:
+        """Note that cached weight casts are gone."""
+
+    def note_rule(self, name: str, tensors: Iterable[torch.Tensor], target: torch.dtype) -> None:
+        """Log the casts of a call that a rule decides."""
 
 
 class Rule(NamedTuple):
@@ -50,9 +61,7 @@ class Casts:
     pickled.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, rules: dict[str, Rule], log: CastLog | None = None
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, rules: dict[str, Rule], log: Log | None = None) -> None:
         self.dtype = dtype
         self.rules = rules
         self.log = log
@@ -62,23 +71,10 @@ class Casts:
     def __deepcopy__(self, memo: dict[int, Any]) -> Casts:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self.dtype, self.rules)
-
 
 # By number. Unlike a WeakSet, its list of references can be read while other threads add to it.
 _alive: weakref.WeakValueDictionary[int, Casts] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-
-
-def _restore(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
-    """Make the casts of an unpickled model work in this process."""
-    from apex.amp import overlay
-    from apex.amp import rules as rule_room
-
-    overlay.install()
-    rule_room.patch_again(rules)
-    return Casts(dtype, rules)
 
 
 class _Saved(NamedTuple):
@@ -102,7 +98,7 @@ class _Thread(threading.local):
         self.off: list[dict[str, bool]] = []  # what the blocks of _Off under way will put back
 
 
-_thread = _Thread()
+thread = _Thread()
 
 
 _device_types: tuple[str, ...] | None = None
@@ -133,13 +129,13 @@ def current() -> Casts | None:
     under :func:`recompute`; for the rest the newest casts to the restored type are taken.
     """
     if torch.compiler.is_compiling():
-        return _thread.casts or (_newest_restored() if _alive else None)
+        return thread.casts or (_newest_restored() if _alive else None)
     backward = torch._C._current_graph_task_id()
-    if backward != _thread.backward:
+    if backward != thread.backward:
         return _newest_restored()
-    if _thread.casts is None and backward == -1 and _alive and _is_worker():
+    if thread.casts is None and backward == -1 and _alive and _is_worker():
         return _newest_restored()
-    return _thread.casts
+    return thread.casts
 
 
 def _newest_restored() -> Casts | None:
@@ -162,18 +158,18 @@ def recompute(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
-    before = _thread.casts, _thread.backward
-    _thread.casts, _thread.backward = casts, torch._C._current_graph_task_id()
+    before = thread.casts, thread.backward
+    thread.casts, thread.backward = casts, torch._C._current_graph_task_id()
     try:
         return function(*args, **kwargs)
     finally:
         heal()
-        _thread.casts, _thread.backward = before
+        thread.casts, thread.backward = before
 
 
 def in_users_block() -> bool:
     """Whether the innermost autocast block was begun by the program with ``torch.autocast``."""
-    return _nesting() > _thread.nesting
+    return _nesting() > thread.nesting
 
 
 def _nesting() -> int:
@@ -196,10 +192,10 @@ def refuse_users_block(call: str, *, switches_on: bool) -> None:
             inside of any.
     """
     heal()
-    if _thread.stack or not in_users_block():
+    if thread.stack or not in_users_block():
         return
     enabled = any(torch.is_autocast_enabled(device) for device in device_types())
-    if _thread.held is not None or (switches_on and enabled):
+    if thread.held is not None or (switches_on and enabled):
         raise RuntimeError(
             f"{call} was called inside a torch.autocast block. It changes this thread's autocast "
             f"state, which the end of the block would put back. Call {call} before the block."
@@ -218,9 +214,9 @@ def _save(key: object, nested: bool, frame: FrameType | None = None) -> _Saved:
     )
     return _Saved(
         key,
-        _thread.casts,
-        _thread.backward,
-        _thread.nesting,
+        thread.casts,
+        thread.backward,
+        thread.nesting,
         state,
         torch.is_autocast_cache_enabled(),
         nested,
@@ -229,9 +225,9 @@ def _save(key: object, nested: bool, frame: FrameType | None = None) -> _Saved:
 
 
 def _set(casts: Casts | None, devices: tuple[str, ...]) -> None:
-    _thread.casts = casts
+    thread.casts = casts
     if not torch.compiler.is_compiling():
-        _thread.backward = torch._C._current_graph_task_id()
+        thread.backward = torch._C._current_graph_task_id()
     if casts is None:
         for device in device_types():
             torch.set_autocast_enabled(device, False)
@@ -242,7 +238,7 @@ def _set(casts: Casts | None, devices: tuple[str, ...]) -> None:
 
 
 def _put_back(saved: _Saved) -> None:
-    _thread.casts, _thread.backward, _thread.nesting = saved.casts, saved.backward, saved.nesting
+    thread.casts, thread.backward, thread.nesting = saved.casts, saved.backward, saved.nesting
     for device, enabled, dtype in saved.autocast:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
@@ -251,9 +247,9 @@ def _put_back(saved: _Saved) -> None:
 def hold(casts: Casts, devices: tuple[str, ...]) -> None:
     """Switch ``casts`` on for all that this thread runs, until :func:`release`."""
     release()
-    _thread.held = _save(None, nested=False)
+    thread.held = _save(None, nested=False)
     _set(casts, devices)
-    _thread.nesting = 0  # an enabled block around it was refused
+    thread.nesting = 0  # an enabled block around it was refused
     _after_blocks()
     torch.set_autocast_cache_enabled(False)
     if casts.log is not None:
@@ -262,18 +258,18 @@ def hold(casts: Casts, devices: tuple[str, ...]) -> None:
 
 def held_by(casts: Casts) -> bool:
     """Whether :func:`hold` was last called in this thread with ``casts``."""
-    return _thread.held is not None and _thread.casts is casts
+    return thread.held is not None and thread.casts is casts
 
 
 def release() -> None:
     """Put this thread's autocast state back to what it was before :func:`hold`."""
     heal()
-    saved = _thread.held
+    saved = thread.held
     if saved is None:
         return
-    if _thread.casts is not None and _thread.casts.log is not None:
-        _thread.casts.log.stop()
-    _thread.held = None
+    if thread.casts is not None and thread.casts.log is not None:
+        thread.casts.log.stop()
+    thread.held = None
     _put_back(saved)
     _after_blocks()
     torch.set_autocast_cache_enabled(saved.cache)
@@ -282,9 +278,9 @@ def release() -> None:
 
 def _after_blocks() -> None:
     """Inside of :func:`off`, let the state that was just set wait for the end of the block."""
-    for saved in _thread.off:
+    for saved in thread.off:
         saved.update((device, torch.is_autocast_enabled(device)) for device in saved)
-    for device in device_types() if _thread.off else ():
+    for device in device_types() if thread.off else ():
         torch.set_autocast_enabled(device, False)
 
 
@@ -305,16 +301,16 @@ def enter(
     if frame is not None:
         heal()
     nested = casts is not None and not torch.compiler.is_compiling()
-    _thread.stack.append(_save(key, nested, frame))
+    thread.stack.append(_save(key, nested, frame))
     _set(casts, devices)
     if nested:
-        _thread.nesting = torch.autocast_increment_nesting()
+        thread.nesting = torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(True)
 
 
 def leave(key: object) -> None:
     """End what :func:`enter` began under ``key``; does nothing if it did not get that far."""
-    stack = _thread.stack
+    stack = thread.stack
     if stack and stack[-1].key is not key:
         heal()
     if not stack or stack[-1].key is not key:
@@ -333,7 +329,7 @@ def heal() -> None:
     ``nn.Module`` calls hooks after an ``Exception``, but not after a ``KeyboardInterrupt``: such
     a forward's frame is on no stack any more. Called wherever amp begins something.
     """
-    stack = _thread.stack
+    stack = thread.stack
     while stack and stack[-1].frame is not None and not _is_running(stack[-1].frame):
         leave(stack[-1].key)
 
@@ -350,8 +346,8 @@ def _is_running(frame: FrameType) -> bool:
 def forget_weights() -> None:
     """Drop cached weight casts."""
     torch.clear_autocast_cache()
-    if _thread.casts is not None and _thread.casts.log is not None:
-        _thread.casts.log.forget()
+    if thread.casts is not None and thread.casts.log is not None:
+        thread.casts.log.forget()
 
 
 class _Off:
@@ -367,7 +363,7 @@ class _Off:
         heal()
         saved = {device: torch.is_autocast_enabled(device) for device in device_types()}
         self.saved.append(saved)
-        _thread.off.append(saved)
+        thread.off.append(saved)
         for device in device_types():
             torch.set_autocast_enabled(device, False)
 
@@ -378,7 +374,7 @@ class _Off:
         trace: TracebackType | None,
     ) -> None:
         saved = self.saved.pop()
-        _thread.off[:] = [other for other in _thread.off if other is not saved]
+        thread.off[:] = [other for other in thread.off if other is not saved]
         for device, enabled in saved.items():
             torch.set_autocast_enabled(device, enabled)
 
@@ -399,56 +395,15 @@ def off() -> _Off:
     return _Off()
 
 
-@contextlib.contextmanager
-def autocast(
-    enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = None
-) -> Iterator[None]:
-    """Cast functions inside the block (or decorated function) as the thread's level does.
+def skip_frames(*functions: Any) -> None:
+    """Tell Dynamo not to compile these frames on their own.
 
-    After ``initialize`` at O1 or O4 these are that level's casts, which are on already: the
-    block then adds the caching of weight casts. Before any ``initialize`` they are O1's, in
-    float16. After an ``initialize`` at O2, O3 or O5 they are O1's in that level's type, outside
-    of models only; at O0, or disabled, nothing is cast.
-
-    Args:
-        enabled: ``False`` switches casts off inside the block.
-        dtype: 16-bit type to use instead of the level's.
-        cache_enabled: Whether to cast a weight once per block; ``None`` means yes.
-
-    Raises:
-        ValueError: ``dtype`` is not a 16-bit floating type.
+    At the top of a compiled model hooks run before the traced frame. Left to itself Dynamo
+    compiles them as graphs of their own, whose back ends drop the change of autocast state. When
+    the model is inside a compiled parent they are inlined, which this does not change.
     """
-    if dtype not in (None, torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"amp.autocast: dtype was {dtype}; allowed are torch.float16, torch.bfloat16 and "
-            "None (the level's own)."
-        )
-    casts = _wanted(dtype) if enabled else None
-    if casts is None:
-        with off():
-            yield
-        return
-    key = object()
-    enter(key, casts, device_types())
-    torch.set_autocast_cache_enabled(cache_enabled is not False)
-    try:
-        yield
-    finally:
-        leave(key)
-
-
-def _wanted(dtype: torch.dtype | None) -> Casts | None:
-    """The casts that :func:`autocast` is to switch on; ``None`` for none."""
-    from apex.amp import overlay, rules
-    from apex.amp._amp_state import _amp_state
-
-    casts = _thread.casts
-    if casts is None:
-        options = getattr(_amp_state, "opt_properties", None)
-        if _thread.stack or (options is not None and not options.casts_anything):
-            return None  # inside a model of another level; or at O0, or disabled
-        overlay.install()
-        casts = rules.casts_for(torch.float16 if options is None else options.half_dtype)
-    if dtype is None or dtype == casts.dtype:
-        return casts
-    return Casts(dtype, casts.rules, casts.log)
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):  # private names; without them only compile differs
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, strategy)
