@@ -77,7 +77,7 @@ def state():
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         casts.current(),
-        len(casts.thread.stack),
+        len(casts.thread.forwards),
     )
 
 

@@ -161,11 +161,11 @@ def init(
     Returns:
         The handle, whose ``_deactivate()`` switches the casts off again.
     """
-    global _DECORATOR_HANDLE  # noqa: PLW0603  # a name of old
+    global _DECORATOR_HANDLE  # noqa: PLW0603  # programs read this name
     enabled = enabled if enable is None else enable
     state.refuse_users_block("amp.init", switches_on=enabled)
     if not enabled:
-        state.release()
+        state.disable_for_thread()
         _DECORATOR_HANDLE = NoOpHandle()
         return _DECORATOR_HANDLE
     handle = AmpHandle(loss_scale, enable_caching, verbose)
@@ -206,12 +206,12 @@ def autocast(
             yield
         return
     key = object()
-    state.enter(key, casts, state.device_types())
+    state.begin_forward(key, casts, state.device_types())
     torch.set_autocast_cache_enabled(cache_enabled is not False)
     try:
         yield
     finally:
-        state.leave(key)
+        state.end_forward(key)
 
 
 def _wanted(dtype: torch.dtype | None) -> Casts | None:
@@ -219,7 +219,7 @@ def _wanted(dtype: torch.dtype | None) -> Casts | None:
     casts = state.thread.casts
     if casts is None:
         options = getattr(_amp_state, "opt_properties", None)
-        if state.thread.stack or (options is not None and not options.casts_anything):
+        if state.thread.forwards or (options is not None and not options.casts_anything):
             return None  # inside a model of another level; or at O0, or disabled
         dispatcher.install()
         casts = rules.casts_for(torch.float16 if options is None else options.half_dtype)

@@ -7,22 +7,19 @@ models belong to the thread, because a loss computed there is to be cast too.
 
 from __future__ import annotations
 
-import sys
-import warnings
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from apex.amp import _speech, handle
+from apex.amp import checks, handle
 from apex.amp import training as trainings
-from apex.amp._amp_state import _amp_state, warn_or_err
+from apex.amp._amp_state import _amp_state
 from apex.amp.casting import dispatcher, rules, state
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
-from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
+from apex.amp.policy import O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.rollback import lock, rollback
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
@@ -114,8 +111,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         raise TypeError(f"amp.initialize: verbosity was {verbosity!r}; it must be 0, 1 or 2.")
     if not enabled:
         return _disable(models, optimizers, verbosity)
-    speak = verbosity > 0
-    properties = _options(
+    properties = checks.options(
         opt_level,
         {
             "cast_model_type": cast_model_type,
@@ -124,7 +120,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             "master_weights": master_weights,
             "loss_scale": loss_scale,
         },
-        speak,
+        verbosity > 0,
     )
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"amp.initialize: num_losses was {num_losses!r}; it must be at least 1.")
@@ -138,10 +134,10 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             "such as torch.float32, or None."
         )
     state.refuse_users_block("amp.initialize", switches_on=properties.casts_functions)
-    optimizer_list = _optimizer_list(optimizers)
-    model_list = [_unwrapped(model, properties) for model in _model_list(models)]
-    _check_dtypes(model_list, properties)
-    _refuse_sharded(model_list, properties)
+    optimizer_list = checks.optimizer_list(optimizers)
+    model_list = [checks.unwrapped(model, properties) for model in checks.model_list(models)]
+    checks.check_dtypes(model_list, properties)
+    checks.refuse_sharded(model_list, properties)
     scalers = [
         LossScaler(
             properties.loss_scale,
@@ -166,7 +162,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     newest = _build(training, model_list, optimizer_list, cast_model_outputs)
     # From here on nothing can fail.
     if newest is None:
-        state.release()
+        state.disable_for_thread()
     else:
         devices = state.devices_of(p for model in model_list for p in model.parameters())
         newest.activate(devices or state.device_types())
@@ -251,181 +247,18 @@ def _retyped(value: Any, dtype: torch.dtype) -> Any:
 
 def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
     state.refuse_users_block("amp.initialize", switches_on=False)
-    state.release()
+    state.disable_for_thread()
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = Properties()  # type: ignore[attr-defined]
     listed = [x if isinstance(x, (list, tuple)) else [x] for x in (models, optimizers)]
     with lock:
-        _release(map(_inner, listed[0]), listed[1])
+        _release(map(checks.inner, listed[0]), listed[1])
     for optimizer in listed[1]:
         trainings.note_disabled(optimizer)
     newest = getattr(_amp_state, "training", None)
     if newest is not None and newest.is_over():
         _amp_state.forget_scalers()
     return models if optimizers is None else (models, optimizers)
-
-
-def _options(opt_level: str, overrides: dict[str, Any], speak: bool) -> Properties:
-    """The level's options with the overrides that are not ``None``, each checked."""
-    level = opt_levels.get(opt_level) if isinstance(opt_level, str) else None
-    if level is None:
-        names = ", ".join(f"'{name}'" for name in sorted(opt_levels))
-        raise RuntimeError(
-            f"Unexpected optimization level {opt_level!r}. Options are {names}. Note that in "
-            "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero."
-        )
-    properties = level(Properties())
-    lines = [f"Selected optimization level {level.brief}"]
-    lines += ["Defaults for this optimization level are:", *_option_lines(properties)]
-    for name, value in overrides.items():
-        if value is not None:
-            setattr(properties, name, value)
-    lines += ["Processing user overrides (additional kwargs that are not None)..."]
-    lines += ["After processing overrides, optimization options are:", *_option_lines(properties)]
-    if speak:
-        _speech.say("\n".join(lines))
-    return properties
-
-
-def _option_lines(properties: Properties) -> list[str]:
-    return [f"{name:22} : {value}" for name, value in properties.options.items()]
-
-
-def _optimizer_list(optimizers: Any) -> list[Any]:
-    listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    if optimizers is None:
-        return []
-    for optimizer in listed:
-        if type(optimizer).__name__ == "FP16_Optimizer":
-            raise RuntimeError(
-                "amp.initialize: an FP16_Optimizer does its own mixed precision. Pass the bare "
-                "torch.optim or apex.optimizers optimizer instead."
-            )
-        needed = ("param_groups", "state", "step", "zero_grad", "add_param_group")
-        if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in needed):
-            raise TypeError(
-                f"amp.initialize: optimizers was or held a {type(optimizer).__name__}; it must be "
-                "a single optimizer or a list or tuple of optimizers."
-            )
-        _check_settable(optimizer)
-    if len({id(optimizer) for optimizer in listed}) != len(listed):
-        raise ValueError("amp.initialize: the same optimizer was passed twice in optimizers.")
-    return listed
-
-
-def _check_settable(optimizer: Any) -> None:
-    """Refuse an optimizer whose methods cannot be replaced on the instance."""
-    for name in ("step", "zero_grad", "add_param_group"):
-        try:
-            if name not in vars(optimizer):
-                setattr(optimizer, name, getattr(optimizer, name))
-                delattr(optimizer, name)
-            weakref.ref(optimizer)
-        except (AttributeError, TypeError) as error:
-            raise TypeError(
-                f"amp.initialize: '{name}' of {type(optimizer).__name__} cannot be set, which amp "
-                f"needs to skip steps: {error}. Pass an optimizer whose class has no __slots__ and "
-                f"no read-only property '{name}'."
-            ) from None
-
-
-def _model_list(models: Any) -> list[torch.nn.Module]:
-    listed = models if isinstance(models, list) else [models]
-    for model in listed:
-        if isinstance(model, torch.jit.ScriptModule):
-            raise TypeError(
-                "amp.initialize: models was or held a TorchScript module, which takes no hooks. "
-                "Pass the module it was made from, and torch.jit.trace it afterwards."
-            )
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(
-                f"amp.initialize: models was or held a {type(model).__name__}; it must be a "
-                "torch.nn.Module or a list of them."
-            )
-    return listed
-
-
-def _unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module:
-    """The module whose forward is to compute at the level, without a parallel wrapper."""
-    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
-    if isinstance(model, ddp) and properties.cast_model_type in HALF_TYPES:
-        raise RuntimeError(
-            f"amp.initialize: a model is wrapped in DistributedDataParallel already, and "
-            f"{properties.opt_level} casts its parameters, which the wrapper would miss. "
-            "Wrap it after amp.initialize."
-        )
-    inner: torch.nn.Module = _inner(model)
-    return inner
-
-
-def _inner(model: Any) -> Any:
-    """What a parallel wrapper of torch's holds; anything else itself."""
-    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", torch.nn.DataParallel)
-    return model.module if isinstance(model, (torch.nn.DataParallel, ddp)) else model
-
-
-def _check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> None:
-    """Refuse weights that the level cannot use, by name."""
-    if _amp_state.allow_incoming_model_not_fp32:
-        return
-    casts_model = properties.cast_model_type in HALF_TYPES
-    for model in models:
-        if modules.is_prepared(model):  # by an earlier initialize, which is undone first
-            continue
-        named: list[tuple[str, str, torch.Tensor]] = [
-            ("parameter", *item) for item in model.named_parameters()
-        ]
-        named += [("buffer", *item) for item in model.named_buffers()]
-        for kind, name, tensor in named:
-            if casts_model and torch.nn.parameter.is_lazy(tensor):
-                raise RuntimeError(
-                    f"amp.initialize: {kind} '{name}' has no shape yet (a lazy module). Run one "
-                    "forward before initialize."
-                )
-            if tensor.dtype in HALF_TYPES and not casts_model:
-                warn_or_err(
-                    f"amp.initialize: found {kind} '{name}' of {tensor.dtype}; at "
-                    f"{properties.opt_level} weights are float32. Drop the .half() or "
-                    ".bfloat16() call: amp casts where the level asks for it."
-                )
-            if tensor.dtype == torch.float64 and casts_model and kind == "parameter":
-                warn_or_err(
-                    f"amp.initialize: found parameter '{name}' of torch.float64; "
-                    f"{properties.opt_level} would round it to {properties.cast_model_type}. "
-                    "Call .float() on the model first, or use O0, O1 or O4."
-                )
-        if casts_model and any(p.dtype in HALF_TYPES for p in model.parameters()):
-            warnings.warn(
-                "amp.initialize: the model is in 16 bits already, so its float32 masters start "
-                "from rounded weights. Drop the .half() or .bfloat16() call.",
-                stacklevel=4,
-            )
-
-
-def _refuse_sharded(models: Sequence[torch.nn.Module], properties: Properties) -> None:
-    """Refuse to cast FSDP2's modules and sharded parameters, which keep records of their dtype."""
-    if properties.cast_model_type not in HALF_TYPES:
-        return
-    # Whoever has such modules or parameters has imported what they are made of.
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    for model in models:
-        found = [
-            (f"module '{name}'" if name else "the model") + " is an FSDPModule"
-            for name, module in model.named_modules()
-            if isinstance(module, fsdp)
-        ]
-        found += [
-            f"parameter '{name}' is a DTensor"
-            for name, parameter in model.named_parameters()
-            if isinstance(parameter, sharded)
-        ]
-        if found:
-            raise RuntimeError(
-                f"amp.initialize: {found[0]}, and {properties.opt_level} casts parameters, which "
-                "sharding does not allow. Use O1 or O4, or give fully_shard torch's own "
-                "MixedPrecisionPolicy and leave amp.initialize out."
-            )
 
 
 def reset() -> None:
@@ -435,9 +268,9 @@ def reset() -> None:
     and parameters back, this thread's casts and the function wrappers go, registrations that
     wait are dropped. What was computed stays: weights and optimizer state keep their values.
     """
-    state.release()
+    state.disable_for_thread()
     with lock:
-        _release(list(modules.alive()), trainings.managed())
+        _release(list(modules.prepared()), trainings.managed())
         rules.restore()
         dispatcher.uninstall()
     trainings.forget_disabled()

@@ -249,7 +249,7 @@ class AmpHandle:
     def activate(self, devices: tuple[str, ...]) -> None:
         """Switch the casts of :meth:`make_casts` on in this thread, on ``devices``."""
         assert self._casts is not None
-        casting.hold(self._casts, devices)
+        casting.enable_for_thread(self._casts, devices)
         _amp_state.handle = self  # type: ignore[attr-defined]
 
     def is_active(self) -> bool:
@@ -302,8 +302,8 @@ class AmpHandle:
             setattr(module, name, function)
         self._all_wrappers = []
         self._is_active = False
-        if self._casts is not None and casting.held_by(self._casts):
-            casting.release()
+        if self._casts is not None and casting.is_enabled_for_thread(self._casts):
+            casting.disable_for_thread()
 
     @property
     def has_cache(self) -> bool:

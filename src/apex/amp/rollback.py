@@ -1,6 +1,6 @@
-"""What makes ``initialize`` all or nothing: if it raises, everything is as it was.
+"""Undo of an ``initialize`` that raises.
 
-Before the first change, :func:`rollback` notes what may be changed: hooks, weights, buffers and
+Before the first change, :func:`rollback` saves what may be changed: hooks, weights, buffers and
 gradients of the models; attributes, groups and state of the optimizers, and amp's records of them;
 registrations, wrapped functions and dispatcher kernels of the process. The thread's autocast state
 and ``_amp_state`` are not among them: ``initialize`` changes those last, when nothing can fail.
@@ -33,57 +33,57 @@ def rollback(models: Iterable[torch.nn.Module], optimizers: Sequence[Any]) -> It
         optimizers: Likewise.
     """
     with lock, contextlib.ExitStack() as undo:
-        notes = _Notes(undo)
-        notes.of_process()
+        log = _UndoLog(undo)
+        log.save_process()
         for optimizer in optimizers:
-            notes.of_optimizer(optimizer)
+            log.save_optimizer(optimizer)
         for optimizer in trainings.managed():  # whose 16-bit weights may be in the models
             for param in trainings.halves_of(optimizer):
-                notes.of_container(optimizer.state.get(param))
+                log.save_container(optimizer.state.get(param))
         for module in {module for model in models for module in model.modules()}:
-            notes.of_module(module)
+            log.save_module(module)
         yield
         undo.pop_all()
 
 
-class _Notes:
-    """Fills ``undo`` with what puts things back."""
+class _UndoLog:
+    """Saves what may be changed, and fills ``undo`` with the calls that restore it."""
 
     def __init__(self, undo: contextlib.ExitStack) -> None:
         self.undo = undo
         self.seen: set[int] = set()
 
-    def of_process(self) -> None:
+    def save_process(self) -> None:
         if not dispatcher.is_installed():
             self.undo.callback(dispatcher.uninstall)
         self.undo.callback(rules.restore, keep=rules.patched())
-        self.of_container(_USER_CAST_REGISTRY)
-        self.of_container(_USER_PROMOTE_REGISTRY)
-        self.undo.callback(modules.set_alive, list(modules.alive()))
+        self.save_container(_USER_CAST_REGISTRY)
+        self.save_container(_USER_PROMOTE_REGISTRY)
+        self.undo.callback(modules.set_prepared, list(modules.prepared()))
         self.undo.callback(trainings.set_managed, trainings.managed())
 
-    def of_optimizer(self, optimizer: Any) -> None:
-        self.of_container(vars(optimizer))
-        self.of_container(optimizer.param_groups)  # LARC's are those of the optimizer inside
-        self.of_container(optimizer.state)
+    def save_optimizer(self, optimizer: Any) -> None:
+        self.save_container(vars(optimizer))
+        self.save_container(optimizer.param_groups)  # LARC's are those of the optimizer inside
+        self.save_container(optimizer.state)
         record = trainings.state_of(optimizer)
         if record is None:
             return
-        self.of_container(vars(record))
-        self.of_container(vars(record.training))
+        self.save_container(vars(record))
+        self.save_container(vars(record.training))
         for group in optimizer.param_groups:
             for param in group["params"]:
-                self.of_tensor(param, unscaled_in_place=True)
+                self.save_tensor(param, unscaled_in_place=True)
 
-    def of_module(self, module: torch.nn.Module) -> None:
+    def save_module(self, module: torch.nn.Module) -> None:
         for table in modules.HOOK_TABLES:
-            self.of_container(getattr(module, table, None))
+            self.save_container(getattr(module, table, None))
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
-                self.of_tensor(tensor, unscaled_in_place=tensor in modules.masters)
+                self.save_tensor(tensor, unscaled_in_place=tensor in modules.masters)
 
-    def of_container(self, container: Any) -> None:
-        """Note what a dict, list or set holds, and what those inside of it hold."""
+    def save_container(self, container: Any) -> None:
+        """Save what a dict, list or set holds, and what those inside of it hold."""
         if not isinstance(container, (dict, list, set)) or id(container) in self.seen:
             return
         self.seen.add(id(container))
@@ -92,10 +92,10 @@ class _Notes:
         self.undo.callback(fill, before)
         self.undo.callback(container.clear)  # runs before the line above
         for value in before.values() if isinstance(before, dict) else before:
-            self.of_container(value)
+            self.save_container(value)
 
-    def of_tensor(self, tensor: torch.Tensor, *, unscaled_in_place: bool) -> None:
-        """Note the data and gradient of a weight, master or buffer, and the master's record."""
+    def save_tensor(self, tensor: torch.Tensor, *, unscaled_in_place: bool) -> None:
+        """Save the data and gradient of a weight, master or buffer, and the master's record."""
         if id(tensor) in self.seen:
             return
         self.seen.add(id(tensor))
@@ -107,7 +107,7 @@ class _Notes:
             fields = {name: getattr(master, name) for name in type(master).__slots__}
             self.undo.callback(_restore_master, tensor, master, fields)
             for value in fields.values():
-                self.of_container(value)
+                self.save_container(value)
         else:
             self.undo.callback(modules.masters.pop, tensor, None)
 

@@ -1,4 +1,4 @@
-"""Casts that torch's autocast lacks on a device, put below it as autocast kernels.
+"""Autocast kernels for functions that torch's autocast does not cast on a device.
 
 ``torch.autocast`` has a list of functions per device. NVIDIA's Apex had one list. What torch
 does not cast on a device and Apex did (softmax and its family on the CPU, ``gelu`` and ``std``
@@ -6,16 +6,17 @@ everywhere, recurrent layers on the CPU) is registered here under the same dispa
 autocast itself uses. So the casts need no Python on functions that are not listed, and follow
 autocast's own state into ``torch.compile``, checkpoint recomputation and other threads.
 In-place functions of Apex's float list cannot give float32: on 16-bit tensors they are refused
-under O1's casts, as they were there.
+under O1's casts, as in Apex.
 
-A registration serves the whole process, so each kernel passes through when the casts are not
-ours (:func:`apex.amp.casting.state.current`). An operator that torch itself casts is left alone.
+A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
+not amp's (:func:`apex.amp.casting.state.current`). An operator that torch casts is left alone.
 
 Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp.lists``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable
@@ -129,7 +130,7 @@ def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable
                 **{name: convert(value) for name, value in kwargs.items()},
             )
 
-    state.skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
+    skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
     return kernel
 
 
@@ -151,7 +152,7 @@ def _refusing_kernel(op: Any, key: Any) -> Callable[..., Any]:
         with below(keys):
             return op(tensor, *args, **kwargs)
 
-    state.skip_frames(kernel)
+    skip_frames(kernel)
     return kernel
 
 
@@ -166,13 +167,13 @@ def _is_refused(name: str) -> bool:
     return not state.in_users_block() and torch._C._current_graph_task_id() == -1
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
+def _floating_tensors(value: Any) -> Iterable[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield value
     elif isinstance(value, Iterable) and not isinstance(value, str):
         for item in value:
-            yield from _tensors(item)
+            yield from _floating_tensors(item)
 
 
 def _caster(dtype: torch.dtype, among: tuple[torch.dtype, ...]) -> _Cast:
@@ -196,11 +197,25 @@ def _to_float(arguments: Any) -> _Cast:
 
 
 def _to_half(arguments: Any) -> _Cast:
-    device = next((t.device.type for t in _tensors(arguments)), "cpu")
+    device = next((t.device.type for t in _floating_tensors(arguments)), "cpu")
     return _caster(torch.get_autocast_dtype(device), (torch.float32, *_HALF))
 
 
 def _to_widest(arguments: Any) -> _Cast:
-    dtypes = {tensor.dtype for tensor in _tensors(arguments)}
+    dtypes = {tensor.dtype for tensor in _floating_tensors(arguments)}
     widest = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
     return _caster(widest, (torch.float32, *_HALF))
+
+
+def skip_frames(*functions: Any) -> None:
+    """Tell Dynamo not to compile these frames on their own.
+
+    At the top of a compiled model hooks run before the traced frame. Left to itself Dynamo
+    compiles them as graphs of their own, whose back ends drop the change of autocast state. When
+    the model is inside a compiled parent they are inlined, which this does not change.
+    """
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):  # private names; without them only compile differs
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, strategy)

@@ -1,9 +1,9 @@
-"""What amp does to a model: cast its weights, and bracket its forward with two hooks.
+"""A model's weights are cast, and two hooks bracket its forward.
 
 The hooks hold plain values only, so a model with them can be deep-copied, pickled, saved,
 replicated by ``nn.DataParallel``, traced and compiled. ``forward`` itself is never replaced.
-The first casts the inputs and sets the model's own level for the call, the second undoes the
-level and casts the outputs; it also runs when the forward raises.
+The first hook casts the inputs and switches the level's casts on for the call. The second, which
+also runs when the forward raises, switches them off and casts the outputs.
 
 A model cast to 16 bits shows float32 in its ``state_dict``: the float32 master where a weight
 has one, and loading takes float32 values unrounded into the masters. So the ordinary state dicts
@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex.amp.casting import state as casting
 from apex.amp.casting.containers import applier
+from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.casting.state import Casts
 from apex.amp.policy import HALF_TYPES, Properties
 
@@ -145,7 +146,7 @@ class _NarrowDouble:
 
 
 class _Level:
-    """What a model's hooks need to know of its level."""
+    """The casts of a level: of functions, of a model's inputs and of its outputs."""
 
     def __init__(
         self, casts: Casts | None, inputs: torch.dtype | None, outputs: torch.dtype | None
@@ -156,7 +157,7 @@ class _Level:
 
 
 class _Enter:
-    """Forward pre-hook: cast the inputs, then set the model's own level."""
+    """Forward pre-hook: cast the inputs, then switch the level's function casts on."""
 
     def __init__(self, level: _Level) -> None:
         self.level = level
@@ -177,18 +178,18 @@ class _Enter:
             while leftovers.holders and torch.is_grad_enabled():
                 leftovers.holders.pop().drop_left()
         devices = () if level.casts is None else _devices(module)
-        casting.enter(level, level.casts, devices, frame)
+        casting.begin_forward(level, level.casts, devices, frame)
         return args, kwargs
 
 
 class _Leave:
-    """Forward hook, called in any case: undo the level, then cast the outputs."""
+    """Forward hook, called in any case: switch function casts off, then cast the outputs."""
 
     def __init__(self, level: _Level) -> None:
         self.level = level
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        casting.leave(self.level)
+        casting.end_forward(self.level)
         if self.level.outputs is None:
             return output
         return applier(output, self.level.outputs)
@@ -200,7 +201,7 @@ def _devices(module: torch.nn.Module) -> tuple[str, ...]:
     return (first.device.type,) if first is not None and first.device.type in known else known
 
 
-casting.skip_frames(_Enter.__call__, _Leave.__call__)
+skip_frames(_Enter.__call__, _Leave.__call__)
 
 
 class _ShowFloat32:
@@ -362,13 +363,13 @@ def full_precision(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.Ten
 
 
 def is_prepared(model: torch.nn.Module) -> bool:
-    """Whether ``model`` carries hooks of ours."""
+    """Whether ``model`` has hooks of amp."""
     return any(isinstance(hook, _Enter) for hook in model._forward_pre_hooks.values())
 
 
 @torch.no_grad()
 def undo(model: torch.nn.Module) -> None:
-    """Take our hooks off ``model`` and give its weights their float32 values back."""
+    """Remove amp's hooks from ``model`` and give its weights their float32 values back."""
     levels = [h.level for h in model._forward_pre_hooks.values() if isinstance(h, _Enter)]
     was_cast = any(
         level.inputs is not None and level.inputs.dtype in HALF_TYPES for level in levels
@@ -407,12 +408,12 @@ def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
                     getattr(module, flags, {}).pop(key, None)
 
 
-def alive() -> Iterator[torch.nn.Module]:
-    """Every model with hooks of ours that still exists."""
+def prepared() -> Iterator[torch.nn.Module]:
+    """Every model with hooks of amp that still exists."""
     yield from list(_models)
 
 
-def set_alive(models: Iterable[torch.nn.Module]) -> None:
-    """Have :func:`alive` yield exactly ``models``."""
+def set_prepared(models: Iterable[torch.nn.Module]) -> None:
+    """Have :func:`prepared` yield exactly ``models``."""
     _models.clear()
     _models.update(models)

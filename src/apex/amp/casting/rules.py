@@ -1,11 +1,10 @@
-"""Casts that a user asked for by name, and the few that autocast cannot be taught.
+"""Casts of functions by name: those that a user asked for, and a few that autocast cannot do.
 
 A rule names a function by where it is found (``torch.sigmoid``) and says what to do with its
 arguments. User registrations, edits of ``apex.amp.lists`` and the banned function are rules.
-This is the one room that replaces attributes of modules: each named function is wrapped once,
-the wrapper asks at call time whether the thread's casts have a rule for it, and
-:func:`restore` puts every original back. A rule wins over the built-in lists, because autocast
-is off inside the call.
+No other module of amp replaces attributes of other modules. Each named function is wrapped once;
+the wrapper asks at call time whether the thread's casts have a rule for it; :func:`restore` puts
+every original back. A rule wins over the built-in lists, because autocast is off inside the call.
 
 For a function of torch the call runs without further casts. For a function of the user's own,
 half and promote leave casts on inside, so that layers it uses still meet their float32 weights.
@@ -37,9 +36,9 @@ _KINDS = {
     "CASTS": "promote",
     "SEQUENCE_CASTS": "promote",
 }
-# On the float list, and out of the reach of an autocast kernel: composites written in Python that
+# On the float list, where no autocast kernel can cast them: composites written in Python that
 # multiply or pool first, a function that CUDA's autocast registers as promote, a copy to the CPU.
-_BY_NAME = (
+_FLOAT_BY_WRAPPER = (
     (functional_overrides, "multilabel_soft_margin_loss"),
     (functional_overrides, "local_response_norm"),
     (functional_overrides, "interpolate"),
@@ -96,7 +95,7 @@ def casts_for(
     """
     rules: dict[str, Rule] = {}
     _patch_checkpoint()
-    for module, name in _BY_NAME:
+    for module, name in _FLOAT_BY_WRAPPER:
         if _listed(module).get(name) == "float":
             rules[_patch(module.MODULE, name)] = Rule("float")
     for module in _LISTS:

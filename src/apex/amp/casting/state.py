@@ -1,17 +1,19 @@
-"""Whose casts are on in this thread.
+"""The thread's autocast state, and the function casts that it stands for.
 
 Casting rests on ``torch.autocast``: its state is per thread, follows ``torch.compile``,
 checkpoint recomputation and ``nn.DataParallel``, and costs nothing from Python. This module
-moves that state, in two ways:
+changes that state in three ways:
 
-* ``hold`` switches casts on for everything the thread runs from now on (what
-  ``initialize(opt_level="O1")`` does, so that a loss outside the model is cast too) until
-  ``release``. No weight casts are cached there, because nothing says when they get stale.
-* ``enter`` and ``leave`` bracket one forward of an initialised model, at that model's own level.
-  Weight casts are cached inside and dropped at the outermost exit, as ``torch.autocast`` does.
+* :func:`enable_for_thread` switches casts on for everything that the thread runs from now on, so
+  that a loss outside the model is cast too; :func:`disable_for_thread` ends it. No weight casts
+  are cached there, because nothing says when they get stale.
+* :func:`begin_forward` and :func:`end_forward` bracket one forward of an initialised model, at that
+  model's level. Weight casts are cached inside and dropped at the outermost end, as
+  ``torch.autocast`` does.
+* :func:`off` switches casts off for a block.
 
-``current`` tells the overlay and the rules whether the casts are ours, so that a program's own
-``torch.autocast`` elsewhere keeps torch's meaning.
+:func:`current` tells whether the casts in force are amp's, so that a program's own
+``torch.autocast`` keeps torch's meaning.
 """
 
 from __future__ import annotations
@@ -22,26 +24,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Protocol
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
-
-
-class Log(Protocol):
-    """What is told of casts; :class:`apex.amp.casting.log.CastLog`."""
-
-    def start(self) -> None:
-        """Begin to watch this thread."""
-
-    def stop(self) -> None:
-        """Stop watching."""
-
-    def forget(self) -> None:
-        """Note that cached weight casts are gone."""
-
-    def note_rule(self, name: str, tensors: Iterable[torch.Tensor], target: torch.dtype) -> None:
-        """Log the casts of a call that a rule decides."""
 
 
 class Rule(NamedTuple):
@@ -55,13 +41,19 @@ class Rule(NamedTuple):
 
 
 class Casts:
-    """The function casts of one training: its 16-bit type, its rules, its log.
+    """The function casts of one training.
 
     Holds names and plain values only, so that models whose hooks carry it can be copied and
-    pickled.
+    pickled; :mod:`apex.amp.casting.rules` says how.
+
+    Attributes:
+        dtype: The 16-bit type.
+        rules: What is to be done by name, where torch's lists and ours do not say it.
+        log: A :class:`apex.amp.casting.log.CastLog`, or ``None``.
+        number: Newer casts have a greater one.
     """
 
-    def __init__(self, dtype: torch.dtype, rules: dict[str, Rule], log: Log | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, rules: dict[str, Rule], log: Any = None) -> None:
         self.dtype = dtype
         self.rules = rules
         self.log = log
@@ -78,6 +70,17 @@ _numbers = itertools.count()
 
 
 class _Saved(NamedTuple):
+    """A thread's state before a change.
+
+    Attributes:
+        key: What :func:`end_forward` is called with; ``None`` for :func:`enable_for_thread`.
+        casts: The thread's, and so on up to ``nesting``.
+        autocast: For each device type, whether autocast is on, and its dtype.
+        cache: Whether autocast caches weight casts.
+        nested: Whether the change increments torch's count of autocast blocks.
+        frame: The frame that runs the forward.
+    """
+
     key: object
     casts: Casts | None
     backward: int
@@ -85,27 +88,36 @@ class _Saved(NamedTuple):
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
     nested: bool
-    frame: FrameType | None = None  # whose end is the end of the forward
+    frame: FrameType | None = None
 
 
 class _Thread(threading.local):
+    """What this thread casts.
+
+    Attributes:
+        casts: The casts that were switched on last and not off again.
+        backward: The backward pass inside of which that was done; -1 outside of one.
+        nesting: The number of autocast blocks then.
+        before: The state before :func:`enable_for_thread`.
+        forwards: The states before the forwards under way.
+        blocks: What the blocks of :func:`off` under way will put back, by device type.
+    """
+
     def __init__(self) -> None:
         self.casts: Casts | None = None
-        self.backward = -1  # the backward pass inside which ``casts`` was set; -1 outside of one
-        self.nesting = 0  # of autocast blocks when ``casts`` was switched on
-        self.held: _Saved | None = None
-        self.stack: list[_Saved] = []
-        self.off: list[dict[str, bool]] = []  # what the blocks of _Off under way will put back
+        self.backward = -1
+        self.nesting = 0
+        self.before: _Saved | None = None
+        self.forwards: list[_Saved] = []
+        self.blocks: list[dict[str, bool]] = []
 
 
 thread = _Thread()
-
-
 _device_types: tuple[str, ...] | None = None
 
 
 def device_types() -> tuple[str, ...]:
-    """Device types whose autocast state amp moves: the CPU's and the accelerator's."""
+    """Device types whose autocast state amp changes: the CPU's and the accelerator's."""
     global _device_types  # noqa: PLW0603  # a cache; Dynamo warns about functools.cache
     if _device_types is None:
         accelerator = None
@@ -121,11 +133,14 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
     return tuple(device for device in device_types() if device in found)
 
 
+# -- which casts are in force ----------------------------------------------------------------------
+
+
 def current() -> Casts | None:
-    """The casts whose rules apply in this thread, or ``None`` when autocast is not ours.
+    """The casts whose rules apply in this thread, or ``None`` when autocast is not amp's.
 
     In a trace and in a backward pass, autocast may be on because the state of a forward was
-    restored, which says nothing of whose it was. What ``torch.utils.checkpoint`` recomputes runs
+    restored, which does not tell whose it was. What ``torch.utils.checkpoint`` recomputes runs
     under :func:`recompute`; for the rest the newest casts to the restored type are taken.
     """
     if torch.compiler.is_compiling():
@@ -133,7 +148,7 @@ def current() -> Casts | None:
     backward = torch._C._current_graph_task_id()
     if backward != thread.backward:
         return _newest_restored()
-    if thread.casts is None and backward == -1 and _alive and _is_worker():
+    if thread.casts is None and backward == -1 and _alive and _is_autograds_thread():
         return _newest_restored()
     return thread.casts
 
@@ -145,6 +160,11 @@ def _newest_restored() -> Casts | None:
     alive = [casts for reference in references if (casts := reference()) is not None]
     fitting = [casts for casts in alive if casts.dtype in dtypes]
     return max(fitting, key=lambda casts: casts.number, default=None)
+
+
+def _is_autograds_thread() -> bool:
+    """Whether this thread was started outside of Python, as autograd's device threads are."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def recompute(
@@ -163,19 +183,17 @@ def recompute(
     try:
         return function(*args, **kwargs)
     finally:
-        heal()
+        end_interrupted_forwards()
         thread.casts, thread.backward = before
+
+
+# -- the program's own autocast blocks -------------------------------------------------------------
 
 
 def in_users_block() -> bool:
     """Whether the innermost autocast block was begun by the program with ``torch.autocast``."""
-    return _nesting() > thread.nesting
-
-
-def _nesting() -> int:
-    """How many autocast blocks of torch's or of :func:`enter` this thread is in."""
     torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+    return torch.autocast_decrement_nesting() > thread.nesting
 
 
 def refuse_users_block(call: str, *, switches_on: bool) -> None:
@@ -191,46 +209,36 @@ def refuse_users_block(call: str, *, switches_on: bool) -> None:
         RuntimeError: This thread's casts are to be switched on inside of an enabled block, or off
             inside of any.
     """
-    heal()
-    if thread.stack or not in_users_block():
+    end_interrupted_forwards()
+    if thread.forwards or not in_users_block():
         return
     enabled = any(torch.is_autocast_enabled(device) for device in device_types())
-    if thread.held is not None or (switches_on and enabled):
+    if thread.before is not None or (switches_on and enabled):
         raise RuntimeError(
             f"{call} was called inside a torch.autocast block. It changes this thread's autocast "
             f"state, which the end of the block would put back. Call {call} before the block."
         )
 
 
-def _is_worker() -> bool:
-    """Whether this thread was started outside of Python, as autograd's device threads are."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
+# -- switching casts on and off --------------------------------------------------------------------
 
 
 def _save(key: object, nested: bool, frame: FrameType | None = None) -> _Saved:
-    state = tuple(
+    autocast = tuple(
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in device_types()
     )
-    return _Saved(
-        key,
-        thread.casts,
-        thread.backward,
-        thread.nesting,
-        state,
-        torch.is_autocast_cache_enabled(),
-        nested,
-        frame,
-    )
+    cache = torch.is_autocast_cache_enabled()
+    own = thread.casts, thread.backward, thread.nesting
+    return _Saved(key, *own, autocast, cache, nested, frame)
 
 
-def _set(casts: Casts | None, devices: tuple[str, ...]) -> None:
+def _switch(casts: Casts | None, devices: tuple[str, ...]) -> None:
     thread.casts = casts
     if not torch.compiler.is_compiling():
         thread.backward = torch._C._current_graph_task_id()
     if casts is None:
-        for device in device_types():
-            torch.set_autocast_enabled(device, False)
+        _set_enabled(dict.fromkeys(device_types(), False))
         return
     for device in devices:
         torch.set_autocast_enabled(device, True)
@@ -244,47 +252,47 @@ def _put_back(saved: _Saved) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-def hold(casts: Casts, devices: tuple[str, ...]) -> None:
-    """Switch ``casts`` on for all that this thread runs, until :func:`release`."""
-    release()
-    thread.held = _save(None, nested=False)
-    _set(casts, devices)
+def enable_for_thread(casts: Casts, devices: tuple[str, ...]) -> None:
+    """Switch ``casts`` on for all that this thread runs, until :func:`disable_for_thread`."""
+    disable_for_thread()
+    thread.before = _save(None, nested=False)
+    _switch(casts, devices)
     thread.nesting = 0  # an enabled block around it was refused
-    _after_blocks()
+    _defer_to_end_of_off()
     torch.set_autocast_cache_enabled(False)
     if casts.log is not None:
         casts.log.start()
 
 
-def held_by(casts: Casts) -> bool:
-    """Whether :func:`hold` was last called in this thread with ``casts``."""
-    return thread.held is not None and thread.casts is casts
+def is_enabled_for_thread(casts: Casts) -> bool:
+    """Whether :func:`enable_for_thread` was last called in this thread with ``casts``."""
+    return thread.before is not None and thread.casts is casts
 
 
-def release() -> None:
-    """Put this thread's autocast state back to what it was before :func:`hold`."""
-    heal()
-    saved = thread.held
+def disable_for_thread() -> None:
+    """Put this thread's autocast state back to what it was before :func:`enable_for_thread`."""
+    end_interrupted_forwards()
+    saved = thread.before
     if saved is None:
         return
     if thread.casts is not None and thread.casts.log is not None:
         thread.casts.log.stop()
-    thread.held = None
+    thread.before = None
     _put_back(saved)
-    _after_blocks()
+    _defer_to_end_of_off()
     torch.set_autocast_cache_enabled(saved.cache)
     torch.clear_autocast_cache()
 
 
-def _after_blocks() -> None:
-    """Inside of :func:`off`, let the state that was just set wait for the end of the block."""
-    for saved in thread.off:
-        saved.update((device, torch.is_autocast_enabled(device)) for device in saved)
-    for device in device_types() if thread.off else ():
+def _defer_to_end_of_off() -> None:
+    """Inside of :func:`off`, have the state that was just set come into force after the block."""
+    for block in thread.blocks:
+        block.update((device, torch.is_autocast_enabled(device)) for device in block)
+    for device in device_types() if thread.blocks else ():
         torch.set_autocast_enabled(device, False)
 
 
-def enter(
+def begin_forward(
     key: object,
     casts: Casts | None,
     devices: tuple[str, ...],
@@ -293,29 +301,29 @@ def enter(
     """Begin a forward at its own level: ``casts`` on, or with ``None`` all casts off.
 
     Args:
-        key: What :func:`leave` will be called with.
+        key: What :func:`end_forward` will be called with.
         casts: The level's casts.
         devices: Device types to cast on.
-        frame: The frame that runs the forward, for :func:`heal`.
+        frame: The frame that runs the forward, for :func:`end_interrupted_forwards`.
     """
     if frame is not None:
-        heal()
+        end_interrupted_forwards()
     nested = casts is not None and not torch.compiler.is_compiling()
-    thread.stack.append(_save(key, nested, frame))
-    _set(casts, devices)
+    thread.forwards.append(_save(key, nested, frame))
+    _switch(casts, devices)
     if nested:
         thread.nesting = torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(True)
 
 
-def leave(key: object) -> None:
-    """End what :func:`enter` began under ``key``; does nothing if it did not get that far."""
-    stack = thread.stack
-    if stack and stack[-1].key is not key:
-        heal()
-    if not stack or stack[-1].key is not key:
+def end_forward(key: object) -> None:
+    """End what was begun under ``key``; does nothing if it did not get that far."""
+    forwards = thread.forwards
+    if forwards and forwards[-1].key is not key:
+        end_interrupted_forwards()
+    if not forwards or forwards[-1].key is not key:
         return
-    saved = stack.pop()
+    saved = forwards.pop()
     _put_back(saved)
     if saved.nested:
         torch.set_autocast_cache_enabled(saved.cache)
@@ -323,15 +331,15 @@ def leave(key: object) -> None:
             forget_weights()
 
 
-def heal() -> None:
+def end_interrupted_forwards() -> None:
     """End forwards that were cut short without their hooks being called.
 
     ``nn.Module`` calls hooks after an ``Exception``, but not after a ``KeyboardInterrupt``: such
     a forward's frame is on no stack any more. Called wherever amp begins something.
     """
-    stack = thread.stack
-    while stack and stack[-1].frame is not None and not _is_running(stack[-1].frame):
-        leave(stack[-1].key)
+    forwards = thread.forwards
+    while forwards and forwards[-1].frame is not None and not _is_running(forwards[-1].frame):
+        end_forward(forwards[-1].key)
 
 
 def _is_running(frame: FrameType) -> bool:
@@ -350,7 +358,7 @@ def forget_weights() -> None:
         thread.casts.log.forget()
 
 
-class _Off:
+class _CastsOff:
     """Context in which no function is cast; models called inside still compute at their level.
 
     What an ``initialize`` or ``reset`` inside switches on or off comes into force after it.
@@ -360,50 +368,32 @@ class _Off:
         self.saved: list[dict[str, bool]] = []
 
     def __enter__(self) -> None:
-        heal()
+        end_interrupted_forwards()
         saved = {device: torch.is_autocast_enabled(device) for device in device_types()}
         self.saved.append(saved)
-        thread.off.append(saved)
-        for device in device_types():
-            torch.set_autocast_enabled(device, False)
+        thread.blocks.append(saved)
+        _set_enabled(dict.fromkeys(saved, False))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         saved = self.saved.pop()
-        thread.off[:] = [other for other in thread.off if other is not saved]
-        for device, enabled in saved.items():
-            torch.set_autocast_enabled(device, enabled)
+        thread.blocks[:] = [other for other in thread.blocks if other is not saved]
+        _set_enabled(saved)
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside this context, casts as they were outside of it."""
-        for device, enabled in self.saved[-1].items():
-            torch.set_autocast_enabled(device, enabled)
+        """Inside this context, casts as they were outside of the block."""
+        _set_enabled(self.saved[-1])
         try:
             yield
         finally:
-            for device in device_types():
-                torch.set_autocast_enabled(device, False)
+            _set_enabled(dict.fromkeys(device_types(), False))
 
 
-def off() -> _Off:
+def _set_enabled(by_device: dict[str, bool]) -> None:
+    for device, enabled in by_device.items():
+        torch.set_autocast_enabled(device, enabled)
+
+
+def off() -> _CastsOff:
     """Switch casts off for a block."""
-    return _Off()
-
-
-def skip_frames(*functions: Any) -> None:
-    """Tell Dynamo not to compile these frames on their own.
-
-    At the top of a compiled model hooks run before the traced frame. Left to itself Dynamo
-    compiles them as graphs of their own, whose back ends drop the change of autocast state. When
-    the model is inside a compiled parent they are inlined, which this does not change.
-    """
-    frames = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):  # private names; without them only compile differs
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        for function in functions:
-            frames.set_code_exec_strategy(function.__code__, strategy)
+    return _CastsOff()
