@@ -228,16 +228,16 @@ def _retype_state(optimizer: Any, params: Iterable[Any]) -> None:
     inner = getattr(optimizer, "optim", optimizer)  # LARC's
     slots, slot_dtype = getattr(inner, "slots", ()), getattr(inner, "_slot_dtype", None)
     for param in params:
-        state = optimizer.state.get(param)
-        if slot_dtype is not None and isinstance(state, dict):
-            for slot in set(slots) & state.keys():
-                state[slot] = _retyped(state[slot], slot_dtype(slot, param))
+        entries = optimizer.state.get(param)
+        if slot_dtype is not None and isinstance(entries, dict):
+            for slot in set(slots) & entries.keys():
+                entries[slot] = _retyped(entries[slot], slot_dtype(slot, param))
             continue
-        for name, value in state.items() if isinstance(state, dict) else ():
+        for name, value in entries.items() if isinstance(entries, dict) else ():
             if isinstance(value, list):  # L-BFGS keeps its history so
-                state[name] = [_retyped(item, param.dtype) for item in value]
+                entries[name] = [_retyped(item, param.dtype) for item in value]
             elif isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[name] = _retyped(value, param.dtype)
+                entries[name] = _retyped(value, param.dtype)
 
 
 def _retyped(value: Any, dtype: torch.dtype) -> Any:
@@ -253,11 +253,11 @@ def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
     listed = [x if isinstance(x, (list, tuple)) else [x] for x in (models, optimizers)]
     with lock:
         _release(map(checks.inner, listed[0]), listed[1])
-    for optimizer in listed[1]:
-        trainings.note_disabled(optimizer)
-    newest = getattr(_amp_state, "training", None)
-    if newest is not None and newest.is_over():
-        _amp_state.forget_scalers()
+        for optimizer in listed[1]:
+            trainings.note_disabled(optimizer)
+        newest = getattr(_amp_state, "training", None)
+        if newest is not None and newest.is_over():
+            _amp_state.forget_scalers()
     return models if optimizers is None else (models, optimizers)
 
 
