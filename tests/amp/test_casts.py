@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from apex.amp import casts
+from apex.amp.casting import state as casts
 
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}
 MODEL = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
@@ -77,7 +77,7 @@ def state():
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         casts.current(),
-        len(casts._thread.stack),
+        len(casts.thread.forwards),
     )
 
 
@@ -424,6 +424,102 @@ def test_checkpoint_recomputes_at_the_models_level(level, recompute, ambient):
         return [y, s, x.grad, *[p.grad for p in model.parameters()]]
 
     assert_same(train(recompute), train(None))
+
+
+class Registered(nn.Module):
+    """Recomputes a function that the first training has registered; ``depth`` nests."""
+
+    def __init__(self, reentrant, depth=1):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reentrant, self.depth = reentrant, depth
+
+    def forward(self, x, depth=0):
+        if depth < self.depth:
+            return checkpoint(self.forward, x, depth + 1, use_reentrant=self.reentrant)
+        return self.second(torch.sigmoid(self.first(x)))
+
+
+@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("later", ["O0", "O1", "O2", "O4"])
+def test_a_later_training_leaves_recomputation_alone(later, reentrant, depth, thread):
+    def gradients(with_another):
+        amp.reset()
+        torch.manual_seed(0)
+        amp.register_float_function(torch, "sigmoid")
+        model, optimizer = start("O1", Registered(reentrant, depth), loss_scale=128.0)
+        x = torch.randn(8, 4, requires_grad=True)
+        other = None
+        if with_another:
+            other, _ = start(later, Registered(reentrant, depth))
+        loss = model(x).float().square().mean()
+        if other is not None:  # its graph is run through in the same backward
+            loss = loss + 0 * other(x.detach().requires_grad_()).float().square().mean()
+
+        def backward():
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+
+        in_thread(backward) if thread else backward()
+        return [x.grad, *[p.grad for p in model.parameters()]]
+
+    assert_same(gradients(True), gradients(False))
+
+
+def test_recomputation_under_torchs_own_autocast_keeps_its_meaning():
+    start("O1", nn.Linear(1, 1))
+    amp.initialize(Net(), opt_level="O0", verbosity=0)
+    x = torch.rand(3, 4, requires_grad=True)
+    seen = []
+
+    def function(y):
+        seen.append(y.half().softmax(-1).dtype)
+        return y * 2
+
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = checkpoint(function, x, use_reentrant=True)
+    y.sum().backward()
+    assert seen == [torch.float16] * 2
+
+
+# -- initialize inside of torch's blocks ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_initialize_in_torchs_autocast_block_is_refused_where_the_thread_casts(level):
+    before = state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = state()
+        with pytest.raises(RuntimeError, match=r"Call amp\.initialize before the block"):
+            start(level)
+        with pytest.raises(RuntimeError, match=r"Call amp\.init before the block"):
+            amp.init()
+        assert state() == inside
+    assert state() == before
+    model, _ = start(level)
+    with torch.autocast("cpu", enabled=False), pytest.raises(RuntimeError, match="before the bl"):
+        start("O0")  # the end of the block would switch the casts on again
+    assert_at(level, model)
+    assert product() == HALF[level]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_initialize_in_torchs_autocast_block_leaves_it_alone(level, enabled):
+    if enabled and level in HALF:
+        return
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        model, _ = start(level)
+        if enabled:
+            assert product() == torch.bfloat16
+    assert before == (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    assert product() == torch.float32
+    assert_at(level, model)
+    start("O0")
+    assert product() == torch.float32
 
 
 # -- cached weight casts --------------------------------------------------------------------------

@@ -99,18 +99,77 @@ def test_prelu_and_bilinear_layers_meet_their_float32_weights(level):
     assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in model.parameters())
 
 
-def test_in_place_functions_of_the_float_list_run_in_half():
-    half = torch.rand(4).half() * 0.8 + 0.1
-    names = ("exp_", "log_", "rsqrt_", "acos_", "reciprocal_")
-    expected = [getattr(half.clone(), name)() for name in names]
-    start("O1", nn.Linear(1, 1))
-    for name, want in zip(names, expected, strict=True):
-        for call in (getattr(torch.Tensor, name), getattr(torch, name)):
-            target = half.clone()
-            assert call(target) is target
-            assert torch.equal(target, want)
+IN_PLACE = {  # with arguments that each takes
+    **dict.fromkeys(("acos_", "asin_", "cosh_", "exp_", "expm1_", "log_", "log10_", "log2_"), ()),
+    **dict.fromkeys(("reciprocal_", "rsqrt_", "sinh_", "tan_", "erfinv_"), ()),
+    "pow_": (2,),
+    "__ipow__": (2,),
+    "cumprod_": (0,),
+    "cumsum_": (0,),
+    "renorm_": (2, 0, 1.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("begin", [lambda: start("O1", nn.Linear(1, 1)), amp.init])
+def test_in_place_functions_of_the_float_list_are_refused_on_16_bit_tensors(begin, dtype):
+    x = torch.rand(3, 3).to(dtype) * 0.8 + 0.1
+    plain = {name: getattr(x.clone(), name)(*args) for name, args in IN_PLACE.items()}
+    begin()
+    for name, args in IN_PLACE.items():
+        method = "pow" if name == "__ipow__" else name.removesuffix("_")
+        for space in (torch.Tensor, torch):
+            function, target = getattr(space, name, None), x.clone()
+            if function is None:
+                continue
+            with pytest.raises(NotImplementedError, match=rf"Write x = x\.{method}\(\.\.\.\)"):
+                function(target, *args)
+            assert torch.equal(target, x)
+            wide = x.float()
+            assert function(wide, *args) is wide
             with amp.disable_casts():
-                assert torch.equal(call(half.clone()), want)
+                assert torch.equal(function(target, *args), plain[name])
+            with torch.autocast("cpu", dtype=dtype):  # the program's own
+                assert torch.equal(function(x.clone(), *args), plain[name])
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O4", "O5"])
+def test_in_place_functions_of_the_float_list_are_taken_elsewhere(level):
+    start(level, nn.Linear(1, 1))
+    for x in (torch.rand(3).half(), torch.rand(3).bfloat16()):
+        assert x.exp_() is x
+
+
+def test_in_place_functions_of_an_edited_float_list():
+    x = torch.rand(3).half()
+    for names in (amp.lists.torch_overrides.FP32_FUNCS, amp.lists.tensor_overrides.FP32_FUNCS):
+        names.remove("exp")
+    try:
+        start("O1", nn.Linear(1, 1))
+    finally:
+        amp.lists.torch_overrides.FP32_FUNCS.append("exp")
+        amp.lists.tensor_overrides.FP32_FUNCS.append("exp")
+    assert x.exp_() is x
+    with pytest.raises(NotImplementedError):
+        x.log_()
+
+
+def test_in_place_functions_are_refused_in_a_model_and_not_in_derivatives():
+    class InPlace(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).exp_()
+
+    model, _ = start("O1", InPlace(2, 2))
+    for casts in (lambda: start("O2", nn.Linear(1, 1)), lambda: start("O4", nn.Linear(1, 1))):
+        casts()
+        with pytest.raises(NotImplementedError, match="exp_ on a torch.float16 tensor"):
+            model(torch.ones(1, 2))
+    start("O1", nn.Linear(1, 1))
+    with amp.disable_casts():
+        x = torch.rand(4, requires_grad=True)
+        norm = x.half().norm(p=3)  # its derivative calls pow_ on a float16 tensor
+    norm.backward()
+    assert torch.isfinite(x.grad).all()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -157,8 +216,10 @@ def test_a_custom_function_is_annotated_in_torchs_way_or_in_ours():
     assert amp.float_function(Strict.apply)(x, weight).dtype == torch.float32
 
 
-def test_o1_wraps_six_functions_of_torch_and_leaves_the_rest_alone():
+def test_o1_wraps_eight_functions_of_torch_and_leaves_the_rest_alone():
+    recompute = torch.utils.checkpoint
     spaces = (torch, F, torch.Tensor, torch.nn.modules.rnn._VF)
+    spaces += (recompute, recompute.CheckpointFunction)
     before = {(space, name): value for space in spaces for name, value in vars(space).items()}
     start("O1", nn.Linear(1, 1))
     after = {(space, name): value for space in spaces for name, value in vars(space).items()}
@@ -170,6 +231,8 @@ def test_o1_wraps_six_functions_of_torch_and_leaves_the_rest_alone():
         (F, "local_response_norm"),
         (F, "multilabel_soft_margin_loss"),
         (torch.Tensor, "cpu"),
+        (recompute, "_checkpoint_without_reentrant_generator"),
+        (recompute.CheckpointFunction, "forward"),
     }
 
 

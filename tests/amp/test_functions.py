@@ -10,7 +10,7 @@ from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrid
 from .functions import calls, convert
 
 LISTS = (functional_overrides, torch_overrides, tensor_overrides)
-IN_PLACE = ("__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__", "__ipow__")
+IN_PLACE = ("__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__")
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}
 CALLS = calls()
 
@@ -72,7 +72,7 @@ def test_the_calls_cover_the_lists():
         for module in LISTS
         for kind in kinds
         for name in getattr(module, kind, ())
-        if name not in IN_PLACE
+        if name not in (*IN_PLACE, "__ipow__")  # that one is refused, see test_defects.py
     }
     assert called == listed
 

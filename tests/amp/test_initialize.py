@@ -173,6 +173,35 @@ def test_double_weights_are_refused_where_they_would_be_rounded(level):
         amp.initialize(nn.Linear(2, 2).double(), opt_level=level, verbosity=0)
 
 
+@pytest.mark.dist
+def test_fsdp2_and_sharded_parameters_are_refused_where_they_would_be_cast(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = nn.Sequential(nn.Linear(2, 2))
+        fully_shard(sharded, mesh=mesh)
+        spread = nn.Sequential(nn.Linear(2, 2))
+        weight = distribute_tensor(spread[0].weight.detach(), mesh, [Replicate()])
+        spread[0].weight = nn.Parameter(weight)
+        for model, match in (
+            (sharded, "the model is an FSDPModule"),
+            (spread, "'0.weight' is a D"),
+        ):
+            for level in ("O2", "O3", "O5"):
+                with pytest.raises(RuntimeError, match=rf"{match}.*Use O1 or O4"):
+                    amp.initialize(model, opt_level=level, verbosity=0)
+            for level in ("O0", "O1", "O4"):
+                amp.initialize(model, opt_level=level, verbosity=0)
+            amp.reset()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_double_model_at_o0_stays_double():
     model, optimizer = nn.Linear(2, 2).double(), None
     amp.initialize(model, optimizer, opt_level="O0", verbosity=0)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp import overlay
+from apex.amp.casting import dispatcher
 from tests.amp import hand
 from tests.amp.hand import batches, same
 
@@ -231,7 +231,7 @@ def test_in_two_threads_at_once(first, second, where, restless):
 
 def test_a_thread_waits_while_another_registers_kernels(monkeypatch):
     """The other begins in the middle of it, and would compute without the rest."""
-    register = overlay._register
+    register = dispatcher._register
     begun, ahead, who = threading.Event(), threading.Event(), set()
 
     def slow(*args):
@@ -242,10 +242,10 @@ def test_a_thread_waits_while_another_registers_kernels(monkeypatch):
 
     def second():
         assert begun.wait(PATIENCE)
-        overlay.install()
+        dispatcher.install()
         ahead.set()
 
-    monkeypatch.setattr(overlay, "_register", slow)
+    monkeypatch.setattr(dispatcher, "_register", slow)
     in_threads(Run("O1", 0).initialize, second)
     assert len(who) == 1
 

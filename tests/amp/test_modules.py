@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from apex import amp
-from apex.amp.applier import applier
+from apex.amp.casting.containers import applier
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 MODEL = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
@@ -276,6 +276,34 @@ def test_float64_inputs_are_narrowed_and_float64_outputs_kept():
         assert model.seen == dtype
 
 
+class Weighted(Echo):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.linear, self.rnn = nn.Linear(3, 3, dtype=dtype), nn.GRU(3, 2, dtype=dtype)
+
+    def forward(self, x, packed=None):
+        super().forward(x)
+        self.packed = packed
+        self.rnn(packed if packed is not None else x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_float64_inputs_of_a_narrower_model_compute_where_functions_are_cast(level):
+    x = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    packed = pack_padded_sequence(x, torch.tensor([2, 2, 1, 1]))
+    model = start(level, Weighted())
+    half = model(x.float())
+    out = model(x, packed=packed)
+    assert torch.equal(out, half)
+    assert model.seen[0][0].dtype == model.packed.data.dtype == torch.float32
+    out.float().sum().backward()
+    assert x.grad.dtype == torch.float64
+    # float64 is left alone where the weights are float64, or where there are none
+    assert start(level, Weighted(torch.float64))(x, packed=packed).dtype == torch.float64
+    assert start(level, nn.Identity())(x) is x
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_cast_model_outputs(level):
     model = start(level, nn.Linear(2, 2), cast_model_outputs=torch.bfloat16)
@@ -364,6 +392,32 @@ def test_parameters_keep_their_identity(level):
     start(level, model)
     assert dict(model.named_parameters()).keys() == parameters.keys()
     assert all(p is parameters[name] for name, p in model.named_parameters())
+
+
+class Counting(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("count", count)
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_shared_buffers_keep_their_identity(level):
+    count = torch.zeros(2)
+    model = nn.Sequential(Counting(count), Counting(count))
+    start(level, model)
+    model(torch.ones(1, 2))
+    assert model[0].count is model[1].count is count
+    assert count.dtype == MODEL.get(level, torch.float32)
+    amp.reset()
+    model(torch.ones(1, 2))
+    assert model[0].count is model[1].count is count
+    assert count.dtype == torch.float32
+    assert count.tolist() == [4.0, 4.0]
 
 
 def test_a_model_that_is_a_batchnorm_stays_float32():

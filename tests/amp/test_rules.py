@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp import rules
+from apex.amp.casting import rules
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 REGISTER = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from apex.amp.applier import applier
+from apex.amp.casting.containers import applier
 from apex.amp.frontend import initialize
 from apex.amp.policy import HALF_TYPES, Properties
 

@@ -1,4 +1,4 @@
-"""How amp speaks: the ``apex.amp`` logger, rank 0 only.
+"""Output of amp: the ``apex.amp`` logger, on rank 0 only.
 
 Where the application has configured no handler for that logger, lines go bare to the
 ``sys.stdout`` of the moment, because scripts scrape them there.

@@ -6,15 +6,17 @@ decorated function asks at each call whether casts are on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
-from apex.amp import casts as casting
-from apex.amp import rules
-from apex.amp.casts import Rule
+from apex.amp._amp_state import _amp_state
+from apex.amp.casting import dispatcher, rules, state
+from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+from apex.amp.casting.state import Casts, Rule
 from apex.amp.frontend import (
     Properties,
     initialize,
@@ -24,7 +26,7 @@ from apex.amp.frontend import (
     state_dict,
 )
 from apex.amp.handle import AmpHandle, NoOpHandle, disable_casts, scale_loss
-from apex.amp.registry import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+from apex.amp.rollback import rollback
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -36,6 +38,7 @@ __all__ = [
     "Properties",
     "_USER_CAST_REGISTRY",
     "_USER_PROMOTE_REGISTRY",
+    "autocast",
     "disable_casts",
     "float_function",
     "half_function",
@@ -56,7 +59,7 @@ __all__ = [
 def _decorate(function: _F, kind: str) -> _F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = casting.current()
+        casts = state.current()
         if casts is None:
             return function(*args, **kwargs)
         return rules.apply(Rule(kind), function, casts, args, kwargs, native=False)
@@ -91,9 +94,17 @@ def promote_function(fn: _F) -> _F:
 
 
 def _register(module: Any, name: str, kind: str) -> None:
+    label = getattr(module, "__name__", repr(module))
     if not hasattr(module, name):
-        label = getattr(module, "__name__", repr(module))
         raise ValueError(f"No function named {name} in module {label}.")
+    try:
+        rules.check_replaceable(module, name)
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"amp.register_{kind}_function: {label}.{name} cannot be replaced: {error}. Write a "
+            f"function that calls it, decorate that one with amp.{kind}_function, and call it "
+            "instead."
+        ) from None
     for registry in (_USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY):
         for entry in [e for e in registry if e[0] is module and e[1] == name]:
             registry.discard(entry)
@@ -110,6 +121,7 @@ def register_half_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: There is no such function.
+        TypeError: It is no function, or Python does not allow it to be replaced.
     """
     _register(module, name, "half")
 
@@ -143,15 +155,74 @@ def init(
         allow_banned: Cast ``binary_cross_entropy`` to float32 instead of refusing it.
         enable: The spelling of ``enabled`` in an early tutorial.
 
+    Raises:
+        RuntimeError: Called inside a ``torch.autocast`` block, whose end would undo it.
+
     Returns:
         The handle, whose ``_deactivate()`` switches the casts off again.
     """
-    global _DECORATOR_HANDLE  # noqa: PLW0603  # a name of old
-    if not (enabled if enable is None else enable):
-        casting.release()
+    global _DECORATOR_HANDLE  # noqa: PLW0603  # programs read this name
+    enabled = enabled if enable is None else enable
+    state.refuse_users_block("amp.init", switches_on=enabled)
+    if not enabled:
+        state.disable_for_thread()
         _DECORATOR_HANDLE = NoOpHandle()
         return _DECORATOR_HANDLE
     handle = AmpHandle(loss_scale, enable_caching, verbose)
-    handle.activate(torch.float16, casting.device_types()[-1:], allow_banned=allow_banned)
+    with rollback((), ()):
+        handle.make_casts(torch.float16, allow_banned=allow_banned)
+    handle.activate(state.device_types()[-1:])
     _DECORATOR_HANDLE = handle
     return handle
+
+
+@contextlib.contextmanager
+def autocast(
+    enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = None
+) -> Iterator[None]:
+    """Cast functions inside the block (or decorated function) as the thread's level does.
+
+    After ``initialize`` at O1 or O4 these are that level's casts, which are on already: the
+    block then adds the caching of weight casts. Before any ``initialize`` they are O1's, in
+    float16. After an ``initialize`` at O2, O3 or O5 they are O1's in that level's type, outside
+    of models only; at O0, or disabled, nothing is cast.
+
+    Args:
+        enabled: ``False`` switches casts off inside the block.
+        dtype: 16-bit type to use instead of the level's.
+        cache_enabled: Whether to cast a weight once per block; ``None`` means yes.
+
+    Raises:
+        ValueError: ``dtype`` is not a 16-bit floating type.
+    """
+    if dtype not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"amp.autocast: dtype was {dtype}; allowed are torch.float16, torch.bfloat16 and "
+            "None (the level's own)."
+        )
+    casts = _wanted(dtype) if enabled else None
+    if casts is None:
+        with state.off():
+            yield
+        return
+    key = object()
+    state.begin_forward(key, casts, state.device_types())
+    torch.set_autocast_cache_enabled(cache_enabled is not False)
+    try:
+        yield
+    finally:
+        state.end_forward(key)
+
+
+def _wanted(dtype: torch.dtype | None) -> Casts | None:
+    """The casts that :func:`autocast` is to switch on; ``None`` for none."""
+    casts = state.thread.casts
+    if casts is None:
+        options = getattr(_amp_state, "opt_properties", None)
+        if state.thread.forwards or (options is not None and not options.casts_anything):
+            return None  # inside a model of another level; or at O0, or disabled
+        dispatcher.install()
+        casts = rules.casts_for(torch.float16 if options is None else options.half_dtype)
+    if dtype is None or dtype == casts.dtype:
+        return casts
+    return Casts(dtype, casts.rules, casts.log)

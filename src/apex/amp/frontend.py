@@ -7,19 +7,20 @@ models belong to the thread, because a loss computed there is to be cast too.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from apex.amp import _speech, distributed_checkpoint, handle, modules, overlay, rules
-from apex.amp import casts as casting
+from apex.amp import checks, distributed_checkpoint, handle
 from apex.amp import optimizer as managing
-from apex.amp._amp_state import _amp_state, warn_or_err
+from apex.amp._amp_state import _amp_state
+from apex.amp.casting import dispatcher, rules, state
+from apex.amp.casting import models as modules
+from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
-from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
-from apex.amp.registry import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+from apex.amp.policy import O0, O1, O2, O3, O4, O5, Properties, opt_levels
+from apex.amp.rollback import lock, rollback
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
 
@@ -101,8 +102,9 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
 
     Raises:
         RuntimeError: The level is unknown, an option does not fit it, a parameter's dtype does
-            not, or a model is wrapped in torch's ``DistributedDataParallel`` at a level that
-            casts it. Nothing was changed.
+            not, a model is wrapped in torch's ``DistributedDataParallel`` or sharded by FSDP2 at
+            a level that casts it, or this is called inside a ``torch.autocast`` block whose end
+            would undo it. Nothing was changed.
         TypeError: ``models`` or ``optimizers`` is of another type.
         ValueError: A number is out of range.
     """
@@ -110,8 +112,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         raise TypeError(f"amp.initialize: verbosity was {verbosity!r}; it must be 0, 1 or 2.")
     if not enabled:
         return _disable(models, optimizers, verbosity)
-    speak = verbosity > 0
-    properties = _options(
+    properties = checks.options(
         opt_level,
         {
             "cast_model_type": cast_model_type,
@@ -120,7 +121,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             "master_weights": master_weights,
             "loss_scale": loss_scale,
         },
-        speak,
+        verbosity > 0,
     )
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"amp.initialize: num_losses was {num_losses!r}; it must be at least 1.")
@@ -133,11 +134,13 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             f"amp.initialize: cast_model_outputs was {cast_model_outputs!r}; it must be a dtype "
             "such as torch.float32, or None."
         )
-    optimizer_list = _optimizer_list(optimizers)
+    state.refuse_users_block("amp.initialize", switches_on=properties.casts_functions)
+    optimizer_list = checks.optimizer_list(optimizers)
     if fused_step:
-        _check_fused(optimizer_list)
-    model_list = [_unwrapped(model, properties) for model in _model_list(models)]
-    _check_dtypes(model_list, properties)
+        checks.refuse_unfused(optimizer_list)
+    model_list = [checks.unwrapped(model, properties) for model in checks.model_list(models)]
+    checks.check_dtypes(model_list, properties)
+    checks.refuse_sharded(model_list, properties)
     scalers = [
         LossScaler(
             properties.loss_scale,
@@ -159,13 +162,19 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         max_skipped_steps=max_skipped_steps,
         fused_step=fused_step,
     )
+    newest = _build(training, model_list, optimizer_list, cast_model_outputs)
+    # From here on nothing can fail.
+    if newest is None:
+        state.disable_for_thread()
+    else:
+        devices = state.devices_of(p for model in model_list for p in model.parameters())
+        newest.activate(devices or state.device_types())
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = properties  # type: ignore[attr-defined]
     _amp_state.min_loss_scale = min_loss_scale  # type: ignore[attr-defined]
     _amp_state.max_loss_scale = max_loss_scale  # type: ignore[attr-defined]
     _amp_state.loss_scalers = scalers  # type: ignore[attr-defined]
     _amp_state.training = training  # type: ignore[attr-defined]
-    _build(training, model_list, optimizer_list, cast_model_outputs)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -174,29 +183,33 @@ def _build(
     models: list[torch.nn.Module],
     optimizers: list[Any],
     cast_model_outputs: torch.dtype | None,
-) -> None:
+) -> handle.AmpHandle | None:
+    """Change models and optimizers, or nothing if an error is raised on the way.
+
+    Returns:
+        The handle of the level's function casts, to be switched on; ``None`` if it has none.
+    """
     properties = training.properties
-    _supersede(models, optimizers, properties)
-    _release(models, optimizers)
-    full: dict[torch.Tensor, torch.Tensor] = {}
-    if properties.master_weights:
+    newest = casts = None
+    with rollback(models, optimizers):
+        if properties.casts_functions:
+            newest = handle.AmpHandle(properties.loss_scale, verbose=training.verbosity == 2)
+            casts = newest.make_casts(properties.half_dtype)
+        _supersede(models, optimizers, properties)
+        _release(models, optimizers)
+        full: dict[torch.Tensor, torch.Tensor] = {}
+        if properties.master_weights:
+            distributed_checkpoint.install()
+            for model in models:
+                full.update(modules.full_precision(model))
         for model in models:
-            full.update(modules.full_precision(model))
-    casting.release()
-    casts = None
-    if properties.casts_functions:
-        newest = handle.AmpHandle(properties.loss_scale, verbose=training.verbosity == 2)
-        devices = casting.devices_of(p for model in models for p in model.parameters())
-        casts = newest.activate(properties.half_dtype, devices or casting.device_types())
-    for model in models:
-        modules.prepare(model, properties, casts, cast_model_outputs)
-    training.add_models(models, [modules.forward_record(model) for model in models])
-    if properties.master_weights:
-        distributed_checkpoint.install()
-    for optimizer in optimizers:
-        managing.OptimizerState(optimizer, training, bool(properties.master_weights), full)
-    for optimizer in optimizers:
-        _retype_state(optimizer, managing.halves_of(optimizer))
+            modules.prepare(model, properties, casts, cast_model_outputs)
+        training.add_models(models, [modules.forward_record(model) for model in models])
+        for optimizer in optimizers:
+            managing.OptimizerState(optimizer, training, bool(properties.master_weights), full)
+        for optimizer in optimizers:
+            _retype_state(optimizer, managing.halves_of(optimizer))
+    return newest
 
 
 def _supersede(
@@ -205,20 +218,20 @@ def _supersede(
     """Mark optimizers that are not passed again with their models, where masters are involved."""
     ids = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in managing.managed():
-        state = managing.state_of(optimizer)
-        if state is None or any(optimizer is other for other in optimizers):
+        record = managing.state_of(optimizer)
+        if record is None or any(optimizer is other for other in optimizers):
             continue
-        if state.use_masters or properties.master_weights:
-            state.superseded |= any(id(t) in ids for t in state.ledger.params.targets)
+        if record.use_masters or properties.master_weights:
+            record.superseded |= any(id(t) in ids for t in record.ledger.params.targets)
 
 
 def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
     """Make plain torch again of what amp has changed; leave anything else alone."""
     stepped = [(o, managing.halves_of(o)) for o in (*optimizers, *managing.managed())]
     for optimizer in optimizers:
-        state = managing.state_of(optimizer)
-        if state is not None:
-            state.detach()
+        record = managing.state_of(optimizer)
+        if record is not None:
+            record.detach()
     for model in models:
         if isinstance(model, torch.nn.Module) and modules.is_prepared(model):
             modules.undo(model)
@@ -236,16 +249,16 @@ def _retype_state(optimizer: Any, params: Iterable[Any]) -> None:
     inner = getattr(optimizer, "optim", optimizer)  # LARC's
     slots, slot_dtype = getattr(inner, "slots", ()), getattr(inner, "_slot_dtype", None)
     for param in params:
-        state = optimizer.state.get(param)
-        if slot_dtype is not None and isinstance(state, dict):
-            for slot in set(slots) & state.keys():
-                state[slot] = _retyped(state[slot], slot_dtype(slot, param))
+        entries = optimizer.state.get(param)
+        if slot_dtype is not None and isinstance(entries, dict):
+            for slot in set(slots) & entries.keys():
+                entries[slot] = _retyped(entries[slot], slot_dtype(slot, param))
             continue
-        for name, value in state.items() if isinstance(state, dict) else ():
+        for name, value in entries.items() if isinstance(entries, dict) else ():
             if isinstance(value, list):  # L-BFGS keeps its history so
-                state[name] = [_retyped(item, param.dtype) for item in value]
+                entries[name] = [_retyped(item, param.dtype) for item in value]
             elif isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[name] = _retyped(value, param.dtype)
+                entries[name] = _retyped(value, param.dtype)
 
 
 def _retyped(value: Any, dtype: torch.dtype) -> Any:
@@ -254,147 +267,19 @@ def _retyped(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
-    casting.release()
+    state.refuse_users_block("amp.initialize", switches_on=False)
+    state.disable_for_thread()
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = Properties()  # type: ignore[attr-defined]
     listed = [x if isinstance(x, (list, tuple)) else [x] for x in (models, optimizers)]
-    _release(map(_inner, listed[0]), listed[1])
-    for optimizer in listed[1]:
-        managing.note_disabled(optimizer)
-    newest = getattr(_amp_state, "training", None)
-    if newest is not None and managing.is_over(newest):
-        _amp_state.forget_scalers()
+    with lock:
+        _release(map(checks.inner, listed[0]), listed[1])
+        for optimizer in listed[1]:
+            managing.note_disabled(optimizer)
+        newest = getattr(_amp_state, "training", None)
+        if newest is not None and managing.is_over(newest):
+            _amp_state.forget_scalers()
     return models if optimizers is None else (models, optimizers)
-
-
-def _options(opt_level: str, overrides: dict[str, Any], speak: bool) -> Properties:
-    """The level's options with the overrides that are not ``None``, each checked."""
-    level = opt_levels.get(opt_level) if isinstance(opt_level, str) else None
-    if level is None:
-        names = ", ".join(f"'{name}'" for name in sorted(opt_levels))
-        raise RuntimeError(
-            f"Unexpected optimization level {opt_level!r}. Options are {names}. Note that in "
-            "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero."
-        )
-    properties = level(Properties())
-    lines = [f"Selected optimization level {level.brief}"]
-    lines += ["Defaults for this optimization level are:", *_option_lines(properties)]
-    for name, value in overrides.items():
-        if value is not None:
-            setattr(properties, name, value)
-    lines += ["Processing user overrides (additional kwargs that are not None)..."]
-    lines += ["After processing overrides, optimization options are:", *_option_lines(properties)]
-    if speak:
-        _speech.say("\n".join(lines))
-    return properties
-
-
-def _option_lines(properties: Properties) -> list[str]:
-    return [f"{name:22} : {value}" for name, value in properties.options.items()]
-
-
-def _optimizer_list(optimizers: Any) -> list[Any]:
-    listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    if optimizers is None:
-        return []
-    for optimizer in listed:
-        if type(optimizer).__name__ == "FP16_Optimizer":
-            raise RuntimeError(
-                "amp.initialize: an FP16_Optimizer does its own mixed precision. Pass the bare "
-                "torch.optim or apex.optimizers optimizer instead."
-            )
-        needed = ("param_groups", "state", "step", "zero_grad", "add_param_group")
-        if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in needed):
-            raise TypeError(
-                f"amp.initialize: optimizers was or held a {type(optimizer).__name__}; it must be "
-                "a single optimizer or a list or tuple of optimizers."
-            )
-    if len({id(optimizer) for optimizer in listed}) != len(listed):
-        raise ValueError("amp.initialize: the same optimizer was passed twice in optimizers.")
-    return listed
-
-
-def _check_fused(optimizers: Sequence[Any]) -> None:
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "step_scaled"):
-            raise RuntimeError(
-                f"amp.initialize: fused_step=True was given with {type(optimizer).__name__}, which "
-                "cannot step on scaled gradients. Use an optimizer of apex.optimizers, or leave "
-                "fused_step out."
-            )
-
-
-def _model_list(models: Any) -> list[torch.nn.Module]:
-    listed = models if isinstance(models, list) else [models]
-    for model in listed:
-        if isinstance(model, torch.jit.ScriptModule):
-            raise TypeError(
-                "amp.initialize: models was or held a TorchScript module, which takes no hooks. "
-                "Pass the module it was made from, and torch.jit.trace it afterwards."
-            )
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(
-                f"amp.initialize: models was or held a {type(model).__name__}; it must be a "
-                "torch.nn.Module or a list of them."
-            )
-    return listed
-
-
-def _unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module:
-    """The module whose forward is to compute at the level, without a parallel wrapper."""
-    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
-    if isinstance(model, ddp) and properties.cast_model_type in HALF_TYPES:
-        raise RuntimeError(
-            f"amp.initialize: a model is wrapped in DistributedDataParallel already, and "
-            f"{properties.opt_level} casts its parameters, which the wrapper would miss. "
-            "Wrap it after amp.initialize."
-        )
-    inner: torch.nn.Module = _inner(model)
-    return inner
-
-
-def _inner(model: Any) -> Any:
-    """What a parallel wrapper of torch's holds; anything else itself."""
-    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", torch.nn.DataParallel)
-    return model.module if isinstance(model, (torch.nn.DataParallel, ddp)) else model
-
-
-def _check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> None:
-    """Refuse weights that the level cannot use, by name."""
-    if _amp_state.allow_incoming_model_not_fp32:
-        return
-    casts_model = properties.cast_model_type in HALF_TYPES
-    for model in models:
-        if modules.is_prepared(model):  # by an earlier initialize, which is undone first
-            continue
-        named: list[tuple[str, str, torch.Tensor]] = [
-            ("parameter", *item) for item in model.named_parameters()
-        ]
-        named += [("buffer", *item) for item in model.named_buffers()]
-        for kind, name, tensor in named:
-            if casts_model and torch.nn.parameter.is_lazy(tensor):
-                raise RuntimeError(
-                    f"amp.initialize: {kind} '{name}' has no shape yet (a lazy module). Run one "
-                    "forward before initialize."
-                )
-            if tensor.dtype in HALF_TYPES and not casts_model:
-                warn_or_err(
-                    f"amp.initialize: found {kind} '{name}' of {tensor.dtype}; at "
-                    f"{properties.opt_level} weights are float32. Drop the .half() or "
-                    ".bfloat16() call: amp casts where the level asks for it."
-                )
-            if tensor.dtype == torch.float64 and casts_model and kind == "parameter":
-                warn_or_err(
-                    f"amp.initialize: found parameter '{name}' of torch.float64; "
-                    f"{properties.opt_level} would round it to {properties.cast_model_type}. "
-                    "Call .float() on the model first, or use O0, O1 or O4."
-                )
-        if casts_model and any(p.dtype in HALF_TYPES for p in model.parameters()):
-            warnings.warn(
-                "amp.initialize: the model is in 16 bits already, so its float32 masters start "
-                "from rounded weights. Drop the .half() or .bfloat16() call.",
-                stacklevel=4,
-            )
 
 
 def reset() -> None:
@@ -404,12 +289,13 @@ def reset() -> None:
     and parameters back, this thread's casts and the function wrappers go, registrations that
     wait are dropped. What was computed stays: weights and optimizer state keep their values.
     """
-    casting.release()
-    _release(modules.alive(), managing.managed())
+    state.disable_for_thread()
+    with lock:
+        _release(list(modules.prepared()), managing.managed())
+        rules.restore()
+        dispatcher.uninstall()
+        distributed_checkpoint.uninstall()
     managing.forget_disabled()
-    rules.restore()
-    overlay.uninstall()
-    distributed_checkpoint.uninstall()
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
     _amp_state.forget()

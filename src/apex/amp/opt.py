@@ -16,6 +16,7 @@ from apex.amp._amp_state import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.policy import Properties
 from apex.amp.scaler import LossScaler
+from apex.amp.scaling import scale_loss
 from apex.amp.training import Training
 
 
@@ -54,8 +55,6 @@ class OptimWrapper:
         Raises:
             AssertionError: More blocks than ``num_loss`` since the last step.
         """
-        from apex.amp.handle import scale_loss
-
         if not self._amp_handle.is_active():
             yield loss
             return

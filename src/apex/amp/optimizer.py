@@ -17,14 +17,14 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from apex.amp import casts
+from apex.amp.casting import state as casts
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, State
@@ -163,6 +163,11 @@ class OptimizerState:
                 continue
             if inner.param_groups is optimizer.param_groups:
                 self._inner_hooks.append(inner.register_step_pre_hook(refuse))
+
+    def parts(self) -> list[Any]:
+        """The objects that make up this record."""
+        parts = [self, self.training, self.ledger, self.ledger.params, self.ledger.fused]
+        return [part for part in (*parts, self.overflow, self._replaced) if part is not None]
 
     def detach(self) -> None:
         """Give the optimizer its own methods back, and the model's weights in its groups."""
@@ -415,6 +420,12 @@ def states() -> list[OptimizerState]:
 def managed() -> list[Any]:
     """Every optimizer that carries a record of ours."""
     return list(_managed)
+
+
+def set_managed(optimizers: Iterable[Any]) -> None:
+    """Have :func:`managed` return exactly ``optimizers``."""
+    _managed.clear()
+    _managed.update(optimizers)
 
 
 def halves_of(optimizer: Any) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 A level is a named set of seven options. After ``initialize`` has parsed the string nobody asks
 which level it was: the options say what to do. ``Properties`` checks each option as it is set,
-so a level's defaults and a user's overrides pass the same door.
+so a level's defaults and a user's overrides are checked alike.
 
 O0 to O3 are NVIDIA's; O4 and O5 are O1 and O2 in bfloat16, whose range is float32's, so they
 need no loss scaling.
@@ -159,35 +159,22 @@ _CHECKS = {
 
 
 class _Level:
-    """A named set of options; calling it writes them into a ``Properties``."""
+    """A named set of options; calling it writes them into a ``Properties``.
+
+    ``defaults`` has the values of the options that :data:`_CHECKS` names, in that order.
+    """
 
     name: str
     brief: str
     more: str
-    defaults: dict[str, Any]
+    defaults: tuple[Any, ...]
 
     def __call__(self, properties: Properties) -> Properties:
         properties.enabled = True
         properties.opt_level = self.name
-        for option, value in self.defaults.items():
+        for option, value in zip(_CHECKS, self.defaults, strict=True):
             setattr(properties, option, value)
         return properties
-
-
-def _defaults(
-    cast_model_type: torch.dtype | None,
-    patch_torch_functions: bool,
-    keep_batchnorm_fp32: bool | None,
-    master_weights: bool | None,
-    loss_scale: str | float,
-) -> dict[str, Any]:
-    return {
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-    }
 
 
 class O0(_Level):
@@ -196,7 +183,7 @@ class O0(_Level):
     name = "O0"
     brief = "O0:  Pure FP32 training.\n"
     more = "The model computes in float32: the baseline for accuracy."
-    defaults = _defaults(torch.float32, False, None, False, 1.0)
+    defaults = (torch.float32, False, None, False, 1.0)
 
 
 class O1(_Level):
@@ -208,7 +195,7 @@ class O1(_Level):
         "Weights stay float32. Matrix products and convolutions run in float16, "
         "functions that need range or precision in float32."
     )
-    defaults = _defaults(None, True, None, None, "dynamic")
+    defaults = (None, True, None, None, "dynamic")
 
 
 class O2(_Level):
@@ -217,7 +204,7 @@ class O2(_Level):
     name = "O2"
     brief = "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n"
     more = "The model computes in float16 except batchnorm; the optimizer steps float32 masters."
-    defaults = _defaults(torch.float16, False, True, True, "dynamic")
+    defaults = (torch.float16, False, True, True, "dynamic")
 
 
 class O3(_Level):
@@ -226,7 +213,7 @@ class O3(_Level):
     name = "O3"
     brief = "O3:  Pure FP16 training."
     more = "The model and the optimizer work in float16: the baseline for speed, often unstable."
-    defaults = _defaults(torch.float16, False, False, False, 1.0)
+    defaults = (torch.float16, False, False, False, 1.0)
 
 
 class O4(_Level):
@@ -235,7 +222,7 @@ class O4(_Level):
     name = "O4"
     brief = "O4:  Insert automatic casts to BFLOAT16 around PyTorch functions and Tensor methods.\n"
     more = "O1 with bfloat16, whose range is float32's: no loss scaling is needed."
-    defaults = _defaults(None, True, None, None, 1.0)
+    defaults = (None, True, None, None, 1.0)
 
 
 class O5(_Level):
@@ -244,14 +231,7 @@ class O5(_Level):
     name = "O5"
     brief = "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.\n"
     more = "O2 with bfloat16, whose range is float32's: no loss scaling is needed."
-    defaults = _defaults(torch.bfloat16, False, True, True, 1.0)
+    defaults = (torch.bfloat16, False, True, True, 1.0)
 
 
-opt_levels: dict[str, _Level] = {
-    "O3": O3(),
-    "O2": O2(),
-    "O1": O1(),
-    "O0": O0(),
-    "O4": O4(),
-    "O5": O5(),
-}
+opt_levels: dict[str, _Level] = {level.name: level() for level in (O3, O2, O1, O0, O4, O5)}

@@ -95,9 +95,15 @@ class MasterTable:
             master: Master | None = self._masters.get(weight)
             if master is None:
                 tensor = value.detach().requires_grad_(weight.requires_grad)
-                master = self._masters[weight] = Master(tensor, weight._version)
-                self._weights[tensor] = TensorWeakRef(weight)
+                master = Master(tensor, weight._version)
+                self.put(weight, master)
             return master
+
+    def put(self, weight: torch.Tensor, master: Master) -> None:
+        """Make ``master`` the master of ``weight``."""
+        with self._lock:
+            self._masters[weight] = master
+            self._weights[master.tensor] = TensorWeakRef(weight)
 
     def pop(self, weight: torch.Tensor) -> Master | None:
         """Take the master of ``weight`` out of the table."""

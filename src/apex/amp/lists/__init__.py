@@ -3,7 +3,7 @@
 They are read by ``initialize`` and ``init`` when function casts are switched on. What differs
 from the lists as shipped becomes a rule of that training: a name added is cast accordingly, a
 name removed is left alone. The unedited lists need no rule, because ``torch.autocast`` and the
-overlay of :mod:`apex.amp.overlay` implement them.
+kernels of :mod:`apex.amp.casting.dispatcher` implement them.
 """
 
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides

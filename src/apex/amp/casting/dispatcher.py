@@ -1,30 +1,33 @@
-"""Casts that torch's autocast lacks on a device, put below it as autocast kernels.
+"""Autocast kernels for functions that torch's autocast does not cast on a device.
 
 ``torch.autocast`` has a list of functions per device. NVIDIA's Apex had one list. What torch
 does not cast on a device and Apex did (softmax and its family on the CPU, ``gelu`` and ``std``
 everywhere, recurrent layers on the CPU) is registered here under the same dispatch key that
 autocast itself uses. So the casts need no Python on functions that are not listed, and follow
 autocast's own state into ``torch.compile``, checkpoint recomputation and other threads.
+In-place functions of Apex's float list cannot give float32: on 16-bit tensors they are refused
+under O1's casts, as in Apex.
 
-A registration serves the whole process, so each kernel passes through when the casts are not
-ours (:func:`apex.amp.casts.current`). An operator that torch itself casts is left alone.
+A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
+not amp's (:func:`apex.amp.casting.state.current`). An operator that torch casts is left alone.
 
 Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp.lists``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable
-from functools import reduce
 from typing import Any
 
 import torch
 
-from apex.amp import casts
-from apex.amp.modules import skip_frames
+from apex.amp.casting import state
 
 _Cast = Callable[[Any], Any]
+_Make = Callable[[Any, Any], Callable[..., Any]]  # from an operator and a dispatch key, a kernel
 
 _FLOAT_EVERYWHERE = (
     "gelu std std.dim std.correction var var.dim var.correction ctc_loss.IntList ctc_loss.Tensor"
@@ -49,6 +52,10 @@ _HALF_ON_CPU = (
 _PROMOTE_ON_CPU = (
     "addcdiv addcmul atan2 bilinear dot vdot linalg_cross tensordot index_put scatter_add"
 )
+_REFUSED_IN_PLACE = (
+    "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ erfinv_ "
+    "pow_.Scalar pow_.Tensor cumprod_ cumsum_ renorm_"
+)
 
 _library: torch.library.Library | None = None
 _lock = threading.Lock()
@@ -61,14 +68,20 @@ def install() -> None:
         if _library is not None:
             return
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        for device in casts.device_types():
+        for device in state.device_types():
             key = f"Autocast{device.upper()}"
-            _register(library, _FLOAT_EVERYWHERE, key, _to_float)
+            _register(library, _REFUSED_IN_PLACE, key, _refusing_kernel)
+            _register(library, _FLOAT_EVERYWHERE, key, _casting(_to_float))
             if device == "cpu":
-                _register(library, _FLOAT_ON_CPU, key, _to_float)
-                _register(library, _HALF_ON_CPU, key, _to_half)
-                _register(library, _PROMOTE_ON_CPU, key, _to_widest)
+                _register(library, _FLOAT_ON_CPU, key, _casting(_to_float))
+                _register(library, _HALF_ON_CPU, key, _casting(_to_half))
+                _register(library, _PROMOTE_ON_CPU, key, _casting(_to_widest))
         _library = library
+
+
+def is_installed() -> bool:
+    """Whether the kernels are registered now."""
+    return _library is not None
 
 
 def uninstall() -> None:
@@ -80,9 +93,7 @@ def uninstall() -> None:
             _library = None
 
 
-def _register(
-    library: torch.library.Library, names: str, key: str, cast: Callable[[Any], _Cast]
-) -> None:
+def _register(library: torch.library.Library, names: str, key: str, kernel: _Make) -> None:
     dispatch_key = getattr(torch._C.DispatchKey, key, None)
     if dispatch_key is None:  # a backend whose autocast has no key of its own
         return
@@ -92,17 +103,22 @@ def _register(
         op = getattr(packet, overload or "default", None)
         if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
             continue
-        library.impl(name, _kernel(op, dispatch_key, cast), key)  # type: ignore[no-untyped-call]
+        library.impl(name, kernel(op, dispatch_key), key)  # type: ignore[no-untyped-call]
 
 
-def _kernel(op: Any, key: Any, cast: Callable[[Any], _Cast]) -> Callable[..., Any]:
+def _casting(cast: Callable[[Any], _Cast]) -> _Make:
+    """Kernels that cast their arguments; ``cast`` maps all of them to what converts one."""
+    return functools.partial(_casting_kernel, cast)
+
+
+def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable[..., Any]:
     keys = torch._C.DispatchKeySet(key)
     below = torch._C._ExcludeDispatchKeyGuard
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if casts.current() is None:
+        if state.current() is None:
             if is_composite:  # its parts are still torch's to cast
                 return op._op_dk(composite, *args, **kwargs)
             with below(keys):
@@ -118,13 +134,46 @@ def _kernel(op: Any, key: Any, cast: Callable[[Any], _Cast]) -> Callable[..., An
     return kernel
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
+def _refusing_kernel(op: Any, key: Any) -> Callable[..., Any]:
+    """A kernel that refuses to write a result that belongs in float32 into a 16-bit tensor."""
+    keys = torch._C.DispatchKeySet(key)
+    below = torch._C._ExcludeDispatchKeyGuard
+    name = op.overloadpacket.__name__
+
+    def kernel(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype in _HALF and _is_refused(name):
+            function = name.removesuffix("_")
+            raise NotImplementedError(
+                f"amp: {name} on a {tensor.dtype} tensor, in place: {function} computes in float32 "
+                f"here, and its result does not fit. Write x = x.{function}(...), which gives "
+                f"float32; or call x.{name}(...) inside `with amp.disable_casts():` to compute in "
+                "16 bits."
+            )
+        with below(keys):
+            return op(tensor, *args, **kwargs)
+
+    skip_frames(kernel)
+    return kernel
+
+
+def _is_refused(name: str) -> bool:
+    """Whether the in-place function was called by the program under O1's own casts.
+
+    torch's derivatives call such functions too, in a backward pass.
+    """
+    current = state.current()
+    if current is None or current.dtype != torch.float16 or name not in current.rules:
+        return False
+    return not state.in_users_block() and torch._C._current_graph_task_id() == -1
+
+
+def _floating_tensors(value: Any) -> Iterable[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield value
     elif isinstance(value, Iterable) and not isinstance(value, str):
         for item in value:
-            yield from _tensors(item)
+            yield from _floating_tensors(item)
 
 
 def _caster(dtype: torch.dtype, among: tuple[torch.dtype, ...]) -> _Cast:
@@ -148,11 +197,25 @@ def _to_float(arguments: Any) -> _Cast:
 
 
 def _to_half(arguments: Any) -> _Cast:
-    device = next((t.device.type for t in _tensors(arguments)), "cpu")
+    device = next((t.device.type for t in _floating_tensors(arguments)), "cpu")
     return _caster(torch.get_autocast_dtype(device), (torch.float32, *_HALF))
 
 
 def _to_widest(arguments: Any) -> _Cast:
-    dtypes = {tensor.dtype for tensor in _tensors(arguments)}
-    widest = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    dtypes = {tensor.dtype for tensor in _floating_tensors(arguments)}
+    widest = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
     return _caster(widest, (torch.float32, *_HALF))
+
+
+def skip_frames(*functions: Any) -> None:
+    """Tell Dynamo not to compile these frames on their own.
+
+    At the top of a compiled model hooks run before the traced frame. Left to itself Dynamo
+    compiles them as graphs of their own, whose back ends drop the change of autocast state. When
+    the model is inside a compiled parent they are inlined, which this does not change.
+    """
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):  # private names; without them only compile differs
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, strategy)

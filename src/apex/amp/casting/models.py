@@ -1,9 +1,9 @@
-"""What amp does to a model: cast its weights, and bracket its forward with two hooks.
+"""A model's weights are cast, and two hooks bracket its forward.
 
 The hooks hold plain values only, so a model with them can be deep-copied, pickled, saved,
 replicated by ``nn.DataParallel``, traced and compiled. ``forward`` itself is never replaced.
-The first casts the inputs and sets the model's own level for the call, the second undoes the
-level and casts the outputs; it also runs when the forward raises.
+The first hook casts the inputs and switches the level's casts on for the call. The second, which
+also runs when the forward raises, switches them off and casts the outputs.
 
 A model cast to 16 bits shows float32 in its ``state_dict``: the float32 master where a weight
 has one, and loading takes float32 values unrounded into the masters. So the ordinary state dicts
@@ -12,18 +12,18 @@ lose nothing.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex.amp import casts as casting
-from apex.amp.applier import applier
-from apex.amp.casts import Casts
+from apex.amp.casting import state as casting
+from apex.amp.casting.containers import applier
+from apex.amp.casting.dispatcher import skip_frames
+from apex.amp.casting.state import Casts
 from apex.amp.gradients.forwards import ForwardRecord
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.state_dicts import LoadFloat32, ShowFloat32
@@ -54,8 +54,25 @@ class _Caster:
         return value
 
 
+class _NarrowDouble:
+    """Casts float64 inputs to float32 for a model whose weights are narrower than float64."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+            is_double = value.data.dtype == torch.float64
+        else:
+            is_double = isinstance(value, torch.Tensor) and value.dtype == torch.float64
+        if not is_double:
+            return value
+        dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        return value.to(torch.float32) if dtypes and torch.float64 not in dtypes else value
+
+
 class _Level:
-    """What a model's hooks need to know of its level."""
+    """The casts of a level: of functions, of a model's inputs and of its outputs."""
 
     def __init__(
         self, casts: Casts | None, inputs: torch.dtype | None, outputs: torch.dtype | None
@@ -67,7 +84,7 @@ class _Level:
 
 
 class _Enter:
-    """Forward pre-hook: cast the inputs, then set the model's own level."""
+    """Forward pre-hook: cast the inputs, then switch the level's function casts on."""
 
     def __init__(self, level: _Level) -> None:
         self.level = level
@@ -76,9 +93,12 @@ class _Enter:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         level = self.level
-        if level.inputs is not None:
-            args = tuple([applier(value, level.inputs) for value in args])
-            kwargs = {name: applier(value, level.inputs) for name, value in kwargs.items()}
+        cast: Callable[[Any], Any] | None = level.inputs
+        if cast is None and level.casts is not None:
+            cast = _NarrowDouble(module)
+        if cast is not None:
+            args = tuple([applier(value, cast) for value in args])
+            kwargs = {name: applier(value, cast) for name, value in kwargs.items()}
         frame = None
         if not torch.compiler.is_compiling():
             frame = sys._getframe(1)
@@ -87,18 +107,18 @@ class _Enter:
         elif torch.is_grad_enabled():
             level.forwards.begin_compiled(module)
         devices = () if level.casts is None else _devices(module)
-        casting.enter(level, level.casts, devices, frame)
+        casting.begin_forward(level, level.casts, devices, frame)
         return args, kwargs
 
 
 class _Leave:
-    """Forward hook, called in any case: undo the level, then cast the outputs."""
+    """Forward hook, called in any case: switch function casts off, then cast the outputs."""
 
     def __init__(self, level: _Level) -> None:
         self.level = level
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        casting.leave(self.level)
+        casting.end_forward(self.level)
         if self.level.outputs is None:
             return output
         return applier(output, self.level.outputs)
@@ -110,30 +130,18 @@ def _devices(module: torch.nn.Module) -> tuple[str, ...]:
     return (first.device.type,) if first is not None and first.device.type in known else known
 
 
-def skip_frames(*functions: Any) -> None:
-    """Tell Dynamo not to compile these frames on their own.
-
-    At the top of a compiled model hooks run before the traced frame. Left to itself Dynamo
-    compiles them as graphs of their own, whose back ends drop the change of autocast state. When
-    the model is inside a compiled parent they are inlined, which this does not change.
-    """
-    frames = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):  # private names; without them only compile differs
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        for function in functions:
-            frames.set_code_exec_strategy(function.__code__, strategy)
-
-
 skip_frames(_Enter.__call__, _Leave.__call__)
 
 
 _OUR_HOOKS = (_Enter, _Leave, ShowFloat32, LoadFloat32)
-_HOOK_TABLES = (
+_HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+HOOK_TABLES = (  # of a module: what hooks are put into
     "_forward_pre_hooks",
     "_forward_hooks",
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
+    *_HOOK_FLAGS,
 )
 
 
@@ -186,8 +194,8 @@ def _show_float32(module: torch.nn.Module) -> None:
 def convert(model: torch.nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
     """Cast floating parameters and buffers to ``dtype`` in place; float64 buffers stay.
 
-    Parameters keep their identity. With ``keep_batchnorm`` every batchnorm layer, affine or not,
-    is left alone.
+    Parameters and buffers keep their identity. With ``keep_batchnorm`` every batchnorm layer,
+    affine or not, is left alone.
     """
     for module in model.modules():
         if keep_batchnorm and isinstance(module, _BatchNorm):
@@ -195,9 +203,9 @@ def convert(model: torch.nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool)
         for parameter in module._parameters.values():
             if parameter is not None and _is_castable(parameter):
                 _retype(parameter, dtype)
-        for name, buffer in module._buffers.items():
+        for buffer in module._buffers.values():
             if buffer is not None and _is_castable(buffer):
-                module._buffers[name] = buffer.to(dtype)
+                buffer.data = buffer.data.to(dtype)
         if isinstance(module, torch.nn.RNNBase):
             module.flatten_parameters()
 
@@ -232,13 +240,13 @@ def forward_record(model: torch.nn.Module) -> ForwardRecord:
 
 
 def is_prepared(model: torch.nn.Module) -> bool:
-    """Whether ``model`` carries hooks of ours."""
+    """Whether ``model`` has hooks of amp."""
     return any(isinstance(hook, _Enter) for hook in model._forward_pre_hooks.values())
 
 
 @torch.no_grad()
 def undo(model: torch.nn.Module) -> None:
-    """Take our hooks off ``model`` and give its weights their float32 values back."""
+    """Remove amp's hooks from ``model`` and give its weights their float32 values back."""
     levels = [h.level for h in model._forward_pre_hooks.values() if isinstance(h, _Enter)]
     was_cast = any(
         level.inputs is not None and level.inputs.dtype in HALF_TYPES for level in levels
@@ -257,15 +265,15 @@ def undo(model: torch.nn.Module) -> None:
                     parameter.data = master.tensor.detach().clone()
                 else:
                     _retype(parameter, torch.float32)
-        for name, buffer in module._buffers.items():
+        for buffer in module._buffers.values():
             if buffer is not None and buffer.dtype in HALF_TYPES:
-                module._buffers[name] = buffer.float()
+                buffer.data = buffer.data.float()
     _models.discard(model)
 
 
 def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
-    for name in _HOOK_TABLES:
-        hooks = getattr(module, name)
+    for name in HOOK_TABLES:
+        hooks = getattr(module, name, {})
         for key, hook in list(hooks.items()):
             target = getattr(hook, "hook", hook)  # torch wraps load pre-hooks
             target = getattr(target, "__self__", target)
@@ -273,13 +281,16 @@ def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
                 keep_level and isinstance(target, (_Enter, _Leave))
             ):
                 del hooks[key]
-                for extra in (
-                    "_forward_pre_hooks_with_kwargs",
-                    "_forward_hooks_always_called",
-                ):
-                    getattr(module, extra, {}).pop(key, None)
+                for flags in _HOOK_FLAGS:
+                    getattr(module, flags, {}).pop(key, None)
 
 
-def alive() -> Iterator[torch.nn.Module]:
-    """Every model with hooks of ours that still exists."""
+def prepared() -> Iterator[torch.nn.Module]:
+    """Every model with hooks of amp that still exists."""
     yield from list(_models)
+
+
+def set_prepared(models: Iterable[torch.nn.Module]) -> None:
+    """Have :func:`prepared` yield exactly ``models``."""
+    _models.clear()
+    _models.update(models)

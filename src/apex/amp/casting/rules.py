@@ -1,11 +1,10 @@
-"""Casts that a user asked for by name, and the few that autocast cannot be taught.
+"""Casts of functions by name: those that a user asked for, and a few that autocast cannot do.
 
 A rule names a function by where it is found (``torch.sigmoid``) and says what to do with its
 arguments. User registrations, edits of ``apex.amp.lists`` and the banned function are rules.
-This is the one room that replaces attributes of modules: each named function is wrapped once,
-the wrapper asks at call time whether the thread's casts have a rule for it, and
-:func:`restore` puts every original back. A rule wins over the built-in lists, because autocast
-is off inside the call.
+No other module of amp replaces attributes of other modules. Each named function is wrapped once;
+the wrapper asks at call time whether the thread's casts have a rule for it; :func:`restore` puts
+every original back. A rule wins over the built-in lists, because autocast is off inside the call.
 
 For a function of torch the call runs without further casts. For a function of the user's own,
 half and promote leave casts on inside, so that layers it uses still meet their float32 weights.
@@ -14,17 +13,20 @@ half and promote leave casts on inside, so that layers it uses still meet their 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import inspect
 import pkgutil
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 
-from apex.amp import casts as casting
-from apex.amp.casts import Casts, Rule
+from apex.amp.casting import dispatcher, state
+from apex.amp.casting.state import Casts, Rule
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 _LISTS = (functional_overrides, torch_overrides, tensor_overrides)
@@ -34,15 +36,18 @@ _KINDS = {
     "CASTS": "promote",
     "SEQUENCE_CASTS": "promote",
 }
-# On the float list, and out of the reach of an autocast kernel: composites written in Python that
+# On the float list, where no autocast kernel can cast them: composites written in Python that
 # multiply or pool first, a function that CUDA's autocast registers as promote, a copy to the CPU.
-_BY_NAME = (
+_FLOAT_BY_WRAPPER = (
     (functional_overrides, "multilabel_soft_margin_loss"),
     (functional_overrides, "local_response_norm"),
     (functional_overrides, "interpolate"),
     (functional_overrides, "grid_sample"),
     (tensor_overrides, "cpu"),
 )
+
+
+_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _Patch(NamedTuple):
@@ -52,7 +57,10 @@ class _Patch(NamedTuple):
     own: bool  # whether the attribute was the owner's own, not inherited
 
 
+_USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()  # registrations that wait
+_USER_PROMOTE_REGISTRY: set[tuple[Any, str, str]] = set()
 _patches: dict[str, _Patch] = {}
+_lock = threading.RLock()
 
 
 def _listed(module: Any) -> dict[str, str]:
@@ -62,6 +70,14 @@ def _listed(module: Any) -> dict[str, str]:
 
 
 _SHIPPED = {module.__name__: _listed(module) for module in _LISTS}
+
+
+def take() -> list[tuple[Any, str, str]]:
+    """Return the waiting ``(module, name, kind)`` and clear the registries."""
+    taken = [*_USER_CAST_REGISTRY, *_USER_PROMOTE_REGISTRY]
+    _USER_CAST_REGISTRY.clear()
+    _USER_PROMOTE_REGISTRY.clear()
+    return taken
 
 
 def casts_for(
@@ -78,7 +94,8 @@ def casts_for(
         allow_banned: Cast the banned functions' arguments to float32 instead of refusing them.
     """
     rules: dict[str, Rule] = {}
-    for module, name in _BY_NAME:
+    _patch_checkpoint()
+    for module, name in _FLOAT_BY_WRAPPER:
         if _listed(module).get(name) == "float":
             rules[_patch(module.MODULE, name)] = Rule("float")
     for module in _LISTS:
@@ -88,6 +105,8 @@ def casts_for(
             rules[_patch(module.MODULE, name)] = (
                 Rule("float") if allow_banned else Rule("banned", message)
             )
+    for name in (*torch_overrides.FP32_FUNCS, *tensor_overrides.FP32_FUNCS):
+        rules[f"{name}_"] = Rule("in place")
     for owner, name, kind in registered:
         rules[_patch(owner, name)] = Rule(kind)
     return Casts(dtype, rules)
@@ -101,22 +120,57 @@ def _edits(module: Any) -> Iterator[tuple[str, str]]:
             yield name, now.get(name, "native")
 
 
-def patch_again(rules: Iterable[str]) -> None:
-    """Wrap what ``rules`` name, as far as it can be found; for casts of an unpickled model."""
+def _unpickle(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
+    """Make the casts of an unpickled model work in this process, as far as names can be found."""
+    dispatcher.install()
+    _patch_checkpoint()
     for key in rules:
         owner, _, name = key.lstrip(".").rpartition(".")
         with contextlib.suppress(ImportError, AttributeError, ValueError):
             _patch(pkgutil.resolve_name(owner), name)
+    return Casts(dtype, rules)
 
 
-def restore() -> None:
-    """Put every wrapped function back."""
-    while _patches:
-        owner, name, original, own = _patches.popitem()[1]
-        if own:
-            setattr(owner, name, original)
-        else:
+def _pickle(casts: Casts) -> tuple[Any, ...]:
+    return _unpickle, (casts.dtype, casts.rules)
+
+
+copyreg.pickle(Casts, _pickle)
+
+
+def restore(keep: Iterable[str] = ()) -> None:
+    """Put every wrapped function back, except those of the keys in ``keep``."""
+    with _lock:
+        for key in [key for key in _patches if key not in keep]:
+            owner, name, original, own = _patches.pop(key)
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+
+def patched() -> set[str]:
+    """The keys of the functions that are wrapped now."""
+    return set(_patches)
+
+
+def check_replaceable(owner: Any, name: str) -> None:
+    """Raise ``TypeError`` if ``owner.name`` is no function or cannot be replaced."""
+    with _lock:
+        raw, own = _attribute(owner, name), name in getattr(owner, "__dict__", ())
+        if not callable(getattr(owner, name)):
+            raise TypeError(f"it is a {type(raw).__name__}, not a function")
+        setattr(owner, name, raw)
+        if not own:
             delattr(owner, name)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """The attribute as it is stored; a module may make it on demand."""
+    try:
+        return inspect.getattr_static(owner, name)
+    except AttributeError:
+        return getattr(owner, name)
 
 
 def _key(owner: Any, name: str) -> str:
@@ -125,21 +179,55 @@ def _key(owner: Any, name: str) -> str:
     return f"{module}.{label}.{name}" if label else f"{id(owner):x}.{name}"
 
 
-def _patch(owner: Any, name: str) -> str:
+def _patch(owner: Any, name: str, wrap: _Wrap | None = None) -> str:
     """Wrap ``owner.name``, once, and return the key its rules are stored under."""
-    key = _key(owner, name)
-    if key in _patches and _patches[key].owner is not owner:  # two owners of one qualified name
-        key = f"{key}@{id(owner):x}"
-    if key in _patches:
+    with _lock:
+        key = _key(owner, name)
+        if key in _patches and _patches[key].owner is not owner:  # two owners of one name
+            key = f"{key}@{id(owner):x}"
+        if key in _patches:
+            return key
+        raw = _attribute(owner, name)
+        is_method = isinstance(raw, (staticmethod, classmethod))
+        function = raw.__func__ if is_method else getattr(owner, name)
+        wrapper: Any = wrap(function) if wrap else _wrap(key, function, native=_is_torchs(owner))
+        if is_method:
+            wrapper = type(raw)(wrapper)
+        own = name in vars(owner)
+        setattr(owner, name, wrapper)
+        _patches[key] = _Patch(owner, name, raw, own)
         return key
-    raw = inspect.getattr_static(owner, name)
-    wrapped = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else getattr(owner, name)
-    wrapper: Any = _wrap(key, wrapped, native=_is_torchs(owner))
-    if isinstance(raw, (staticmethod, classmethod)):
-        wrapper = type(raw)(wrapper)
-    _patches[key] = _Patch(owner, name, raw, name in vars(owner))
-    setattr(owner, name, wrapper)
-    return key
+
+
+def _patch_checkpoint() -> None:
+    """Have ``torch.utils.checkpoint`` recompute with the casts that its forward had.
+
+    It restores the state of autocast, which does not say whose casts those were. Where torch has
+    renamed these functions, the newest casts to the restored type are used.
+    """
+    module = torch.utils.checkpoint
+    reentrant = getattr(module, "CheckpointFunction", None)
+    for owner, name, position in (
+        (module, "_checkpoint_without_reentrant_generator", 0),
+        (reentrant, "forward", 1),  # after ``ctx``
+    ):
+        if hasattr(owner, name):
+            _patch(owner, name, functools.partial(_with_casts_of_forward, position))
+
+
+def _with_casts_of_forward(position: int, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of torch's that is given, at ``position``, what is to be recomputed."""
+
+    @functools.wraps(checkpoint)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        function, casts = args[position], state.current()
+
+        def recomputed(*inner: Any, **named: Any) -> Any:
+            return state.recompute(casts, function, inner, named)
+
+        return checkpoint(*args[:position], recomputed, *args[position + 1 :], **kwargs)
+
+    return wrapper
 
 
 def _is_torchs(owner: Any) -> bool:
@@ -150,7 +238,7 @@ def _is_torchs(owner: Any) -> bool:
 def _wrap(key: str, function: Callable[..., Any], *, native: bool) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = casting.current()
+        casts = state.current()
         rule = None if casts is None else casts.rules.get(key)
         if casts is None or rule is None:
             return function(*args, **kwargs)
@@ -218,7 +306,7 @@ def _takes_part(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and value.dtype != torch.float64
-        and value.device.type in casting.device_types()
+        and value.device.type in state.device_types()
         and torch.is_autocast_enabled(value.device.type)
     )
 

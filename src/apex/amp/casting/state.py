@@ -1,0 +1,399 @@
+"""The thread's autocast state, and the function casts that it stands for.
+
+Casting rests on ``torch.autocast``: its state is per thread, follows ``torch.compile``,
+checkpoint recomputation and ``nn.DataParallel``, and costs nothing from Python. This module
+changes that state in three ways:
+
+* :func:`enable_for_thread` switches casts on for everything that the thread runs from now on, so
+  that a loss outside the model is cast too; :func:`disable_for_thread` ends it. No weight casts
+  are cached there, because nothing says when they get stale.
+* :func:`begin_forward` and :func:`end_forward` bracket one forward of an initialised model, at that
+  model's level. Weight casts are cached inside and dropped at the outermost end, as
+  ``torch.autocast`` does.
+* :func:`off` switches casts off for a block.
+
+:func:`current` tells whether the casts in force are amp's, so that a program's own
+``torch.autocast`` keeps torch's meaning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Rule(NamedTuple):
+    """What happens to one function: ``kind`` is half, float, promote, native or banned.
+
+    Or it is "in place", for a function that may not write into a 16-bit tensor.
+    """
+
+    kind: str
+    message: str = ""
+
+
+class Casts:
+    """The function casts of one training.
+
+    Holds names and plain values only, so that models whose hooks carry it can be copied and
+    pickled; :mod:`apex.amp.casting.rules` says how.
+
+    Attributes:
+        dtype: The 16-bit type.
+        rules: What is to be done by name, where torch's lists and ours do not say it.
+        log: A :class:`apex.amp.casting.log.CastLog`, or ``None``.
+        number: Newer casts have a greater one.
+    """
+
+    def __init__(self, dtype: torch.dtype, rules: dict[str, Rule], log: Any = None) -> None:
+        self.dtype = dtype
+        self.rules = rules
+        self.log = log
+        self.number = next(_numbers)
+        _alive[self.number] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Casts:
+        return self
+
+
+# By number. Unlike a WeakSet, its list of references can be read while other threads add to it.
+_alive: weakref.WeakValueDictionary[int, Casts] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class _Saved(NamedTuple):
+    """A thread's state before a change.
+
+    Attributes:
+        key: What :func:`end_forward` is called with; ``None`` for :func:`enable_for_thread`.
+        casts: The thread's, and so on up to ``nesting``.
+        autocast: For each device type, whether autocast is on, and its dtype.
+        cache: Whether autocast caches weight casts.
+        nested: Whether the change increments torch's count of autocast blocks.
+        frame: The frame that runs the forward.
+    """
+
+    key: object
+    casts: Casts | None
+    backward: int
+    nesting: int
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+    nested: bool
+    frame: FrameType | None = None
+
+
+class _Thread(threading.local):
+    """What this thread casts.
+
+    Attributes:
+        casts: The casts that were switched on last and not off again.
+        backward: The backward pass inside of which that was done; -1 outside of one.
+        nesting: The number of autocast blocks then.
+        before: The state before :func:`enable_for_thread`.
+        forwards: The states before the forwards under way.
+        blocks: What the blocks of :func:`off` under way will put back, by device type.
+    """
+
+    def __init__(self) -> None:
+        self.casts: Casts | None = None
+        self.backward = -1
+        self.nesting = 0
+        self.before: _Saved | None = None
+        self.forwards: list[_Saved] = []
+        self.blocks: list[dict[str, bool]] = []
+
+
+thread = _Thread()
+_device_types: tuple[str, ...] | None = None
+
+
+def device_types() -> tuple[str, ...]:
+    """Device types whose autocast state amp changes: the CPU's and the accelerator's."""
+    global _device_types  # noqa: PLW0603  # a cache; Dynamo warns about functools.cache
+    if _device_types is None:
+        accelerator = None
+        if torch.accelerator.is_available():
+            accelerator = torch.accelerator.current_accelerator()
+        _device_types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return _device_types
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """The device types among ``tensors`` that amp can cast on, sorted."""
+    found = {tensor.device.type for tensor in tensors}
+    return tuple(device for device in device_types() if device in found)
+
+
+# -- which casts are in force ----------------------------------------------------------------------
+
+
+def current() -> Casts | None:
+    """The casts whose rules apply in this thread, or ``None`` when autocast is not amp's.
+
+    In a trace and in a backward pass, autocast may be on because the state of a forward was
+    restored, which does not tell whose it was. What ``torch.utils.checkpoint`` recomputes runs
+    under :func:`recompute`; for the rest the newest casts to the restored type are taken.
+    """
+    if torch.compiler.is_compiling():
+        return thread.casts or (_newest_restored() if _alive else None)
+    backward = torch._C._current_graph_task_id()
+    if backward != thread.backward:
+        return _newest_restored()
+    if thread.casts is None and backward == -1 and _alive and _is_autograds_thread():
+        return _newest_restored()
+    return thread.casts
+
+
+def _newest_restored() -> Casts | None:
+    """The newest casts to the type that autocast casts to now."""
+    dtypes = [torch.get_autocast_dtype(d) for d in device_types() if torch.is_autocast_enabled(d)]
+    references = _alive.valuerefs()
+    alive = [casts for reference in references if (casts := reference()) is not None]
+    fitting = [casts for casts in alive if casts.dtype in dtypes]
+    return max(fitting, key=lambda casts: casts.number, default=None)
+
+
+def _is_autograds_thread() -> bool:
+    """Whether this thread was started outside of Python, as autograd's device threads are."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def recompute(
+    casts: Casts | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call ``function`` again in a backward pass, with the casts that its forward had.
+
+    Args:
+        casts: What :func:`current` was in the forward.
+        function: What to call, under the autocast state of its forward.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    before = thread.casts, thread.backward
+    thread.casts, thread.backward = casts, torch._C._current_graph_task_id()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        end_interrupted_forwards()
+        thread.casts, thread.backward = before
+
+
+# -- the program's own autocast blocks -------------------------------------------------------------
+
+
+def in_users_block() -> bool:
+    """Whether the innermost autocast block was begun by the program with ``torch.autocast``."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > thread.nesting
+
+
+def refuse_users_block(call: str, *, switches_on: bool) -> None:
+    """Raise if ``call`` would change autocast's state inside a ``torch.autocast`` block.
+
+    The end of such a block puts back the state from before it, and so undoes the change.
+
+    Args:
+        call: The name of the function that the program called.
+        switches_on: Whether it switches this thread's casts on.
+
+    Raises:
+        RuntimeError: This thread's casts are to be switched on inside of an enabled block, or off
+            inside of any.
+    """
+    end_interrupted_forwards()
+    if thread.forwards or not in_users_block():
+        return
+    enabled = any(torch.is_autocast_enabled(device) for device in device_types())
+    if thread.before is not None or (switches_on and enabled):
+        raise RuntimeError(
+            f"{call} was called inside a torch.autocast block. It changes this thread's autocast "
+            f"state, which the end of the block would put back. Call {call} before the block."
+        )
+
+
+# -- switching casts on and off --------------------------------------------------------------------
+
+
+def _save(key: object, nested: bool, frame: FrameType | None = None) -> _Saved:
+    autocast = tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in device_types()
+    )
+    cache = torch.is_autocast_cache_enabled()
+    own = thread.casts, thread.backward, thread.nesting
+    return _Saved(key, *own, autocast, cache, nested, frame)
+
+
+def _switch(casts: Casts | None, devices: tuple[str, ...]) -> None:
+    thread.casts = casts
+    if not torch.compiler.is_compiling():
+        thread.backward = torch._C._current_graph_task_id()
+    if casts is None:
+        _set_enabled(dict.fromkeys(device_types(), False))
+        return
+    for device in devices:
+        torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, casts.dtype)
+
+
+def _put_back(saved: _Saved) -> None:
+    thread.casts, thread.backward, thread.nesting = saved.casts, saved.backward, saved.nesting
+    for device, enabled, dtype in saved.autocast:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def enable_for_thread(casts: Casts, devices: tuple[str, ...]) -> None:
+    """Switch ``casts`` on for all that this thread runs, until :func:`disable_for_thread`."""
+    disable_for_thread()
+    thread.before = _save(None, nested=False)
+    _switch(casts, devices)
+    thread.nesting = 0  # an enabled block around it was refused
+    _defer_to_end_of_off()
+    torch.set_autocast_cache_enabled(False)
+    if casts.log is not None:
+        casts.log.start()
+
+
+def is_enabled_for_thread(casts: Casts) -> bool:
+    """Whether :func:`enable_for_thread` was last called in this thread with ``casts``."""
+    return thread.before is not None and thread.casts is casts
+
+
+def disable_for_thread() -> None:
+    """Put this thread's autocast state back to what it was before :func:`enable_for_thread`."""
+    end_interrupted_forwards()
+    saved = thread.before
+    if saved is None:
+        return
+    if thread.casts is not None and thread.casts.log is not None:
+        thread.casts.log.stop()
+    thread.before = None
+    _put_back(saved)
+    _defer_to_end_of_off()
+    torch.set_autocast_cache_enabled(saved.cache)
+    torch.clear_autocast_cache()
+
+
+def _defer_to_end_of_off() -> None:
+    """Inside of :func:`off`, have the state that was just set come into force after the block."""
+    for block in thread.blocks:
+        block.update((device, torch.is_autocast_enabled(device)) for device in block)
+    for device in device_types() if thread.blocks else ():
+        torch.set_autocast_enabled(device, False)
+
+
+def begin_forward(
+    key: object,
+    casts: Casts | None,
+    devices: tuple[str, ...],
+    frame: FrameType | None = None,
+) -> None:
+    """Begin a forward at its own level: ``casts`` on, or with ``None`` all casts off.
+
+    Args:
+        key: What :func:`end_forward` will be called with.
+        casts: The level's casts.
+        devices: Device types to cast on.
+        frame: The frame that runs the forward, for :func:`end_interrupted_forwards`.
+    """
+    if frame is not None:
+        end_interrupted_forwards()
+    nested = casts is not None and not torch.compiler.is_compiling()
+    thread.forwards.append(_save(key, nested, frame))
+    _switch(casts, devices)
+    if nested:
+        thread.nesting = torch.autocast_increment_nesting()
+        torch.set_autocast_cache_enabled(True)
+
+
+def end_forward(key: object) -> None:
+    """End what was begun under ``key``; does nothing if it did not get that far."""
+    forwards = thread.forwards
+    if forwards and forwards[-1].key is not key:
+        end_interrupted_forwards()
+    if not forwards or forwards[-1].key is not key:
+        return
+    saved = forwards.pop()
+    _put_back(saved)
+    if saved.nested:
+        torch.set_autocast_cache_enabled(saved.cache)
+        if torch.autocast_decrement_nesting() == 0:
+            forget_weights()
+
+
+def end_interrupted_forwards() -> None:
+    """End forwards that were cut short without their hooks being called.
+
+    ``nn.Module`` calls hooks after an ``Exception``, but not after a ``KeyboardInterrupt``: such
+    a forward's frame is on no stack any more. Called wherever amp begins something.
+    """
+    forwards = thread.forwards
+    while forwards and forwards[-1].frame is not None and not _is_running(forwards[-1].frame):
+        end_forward(forwards[-1].key)
+
+
+def _is_running(frame: FrameType) -> bool:
+    here: FrameType | None = sys._getframe()
+    while here is not None:
+        if here is frame:
+            return True
+        here = here.f_back
+    return False
+
+
+def forget_weights() -> None:
+    """Drop cached weight casts."""
+    torch.clear_autocast_cache()
+    if thread.casts is not None and thread.casts.log is not None:
+        thread.casts.log.forget()
+
+
+class _CastsOff:
+    """Context in which no function is cast; models called inside still compute at their level.
+
+    What an ``initialize`` or ``reset`` inside switches on or off comes into force after it.
+    """
+
+    def __init__(self) -> None:
+        self.saved: list[dict[str, bool]] = []
+
+    def __enter__(self) -> None:
+        end_interrupted_forwards()
+        saved = {device: torch.is_autocast_enabled(device) for device in device_types()}
+        self.saved.append(saved)
+        thread.blocks.append(saved)
+        _set_enabled(dict.fromkeys(saved, False))
+
+    def __exit__(self, *error: object) -> None:
+        saved = self.saved.pop()
+        thread.blocks[:] = [other for other in thread.blocks if other is not saved]
+        _set_enabled(saved)
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside this context, casts as they were outside of the block."""
+        _set_enabled(self.saved[-1])
+        try:
+            yield
+        finally:
+            _set_enabled(dict.fromkeys(device_types(), False))
+
+
+def _set_enabled(by_device: dict[str, bool]) -> None:
+    for device, enabled in by_device.items():
+        torch.set_autocast_enabled(device, enabled)
+
+
+def off() -> _CastsOff:
+    """Switch casts off for a block."""
+    return _CastsOff()

@@ -1,0 +1,192 @@
+"""What ``initialize`` asks of its arguments, before it changes anything."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from apex.amp import _speech
+from apex.amp._amp_state import _amp_state, warn_or_err
+from apex.amp.casting import models as modules
+from apex.amp.policy import HALF_TYPES, Properties, opt_levels
+
+
+def options(opt_level: str, overrides: dict[str, Any], verbose: bool) -> Properties:
+    """The level's options with the overrides that are not ``None``, each checked."""
+    level = opt_levels.get(opt_level) if isinstance(opt_level, str) else None
+    if level is None:
+        names = ", ".join(f"'{name}'" for name in sorted(opt_levels))
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level!r}. Options are {names}. Note that in "
+            "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero."
+        )
+    properties = level(Properties())
+    lines = [f"Selected optimization level {level.brief}"]
+    lines += ["Defaults for this optimization level are:", *_option_lines(properties)]
+    for name, value in overrides.items():
+        if value is not None:
+            setattr(properties, name, value)
+    lines += ["Processing user overrides (additional kwargs that are not None)..."]
+    lines += ["After processing overrides, optimization options are:", *_option_lines(properties)]
+    if verbose:
+        _speech.say("\n".join(lines))
+    return properties
+
+
+def _option_lines(properties: Properties) -> list[str]:
+    return [f"{name:22} : {value}" for name, value in properties.options.items()]
+
+
+def optimizer_list(optimizers: Any) -> list[Any]:
+    """The optimizers as a list, each checked."""
+    listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if optimizers is None:
+        return []
+    for optimizer in listed:
+        if type(optimizer).__name__ == "FP16_Optimizer":
+            raise RuntimeError(
+                "amp.initialize: an FP16_Optimizer does its own mixed precision. Pass the bare "
+                "torch.optim or apex.optimizers optimizer instead."
+            )
+        needed = ("param_groups", "state", "step", "zero_grad", "add_param_group")
+        if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in needed):
+            raise TypeError(
+                f"amp.initialize: optimizers was or held a {type(optimizer).__name__}; it must be "
+                "a single optimizer or a list or tuple of optimizers."
+            )
+        _check_settable(optimizer)
+    if len({id(optimizer) for optimizer in listed}) != len(listed):
+        raise ValueError("amp.initialize: the same optimizer was passed twice in optimizers.")
+    return listed
+
+
+def _check_settable(optimizer: Any) -> None:
+    """Refuse an optimizer whose methods cannot be replaced on the instance."""
+    for name in ("step", "zero_grad", "add_param_group"):
+        try:
+            if name not in vars(optimizer):
+                setattr(optimizer, name, getattr(optimizer, name))
+                delattr(optimizer, name)
+            weakref.ref(optimizer)
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"amp.initialize: '{name}' of {type(optimizer).__name__} cannot be set, which amp "
+                f"needs to skip steps: {error}. Pass an optimizer whose class has no __slots__ and "
+                f"no read-only property '{name}'."
+            ) from None
+
+
+def refuse_unfused(optimizers: Sequence[Any]) -> None:
+    """Raise if an optimizer cannot step on scaled gradients, for ``fused_step=True``."""
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "step_scaled"):
+            raise RuntimeError(
+                f"amp.initialize: fused_step=True was given with {type(optimizer).__name__}, which "
+                "cannot step on scaled gradients. Use an optimizer of apex.optimizers, or leave "
+                "fused_step out."
+            )
+
+
+def model_list(models: Any) -> list[torch.nn.Module]:
+    """The models as a list, each checked."""
+    listed = models if isinstance(models, list) else [models]
+    for model in listed:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError(
+                "amp.initialize: models was or held a TorchScript module, which takes no hooks. "
+                "Pass the module it was made from, and torch.jit.trace it afterwards."
+            )
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"amp.initialize: models was or held a {type(model).__name__}; it must be a "
+                "torch.nn.Module or a list of them."
+            )
+    return listed
+
+
+def unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module:
+    """The module whose forward is to compute at the level, without a parallel wrapper."""
+    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
+    if isinstance(model, ddp) and properties.cast_model_type in HALF_TYPES:
+        raise RuntimeError(
+            f"amp.initialize: a model is wrapped in DistributedDataParallel already, and "
+            f"{properties.opt_level} casts its parameters, which the wrapper would miss. "
+            "Wrap it after amp.initialize."
+        )
+    module: torch.nn.Module = inner(model)
+    return module
+
+
+def inner(model: Any) -> Any:
+    """What a parallel wrapper of torch's holds; anything else itself."""
+    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", torch.nn.DataParallel)
+    return model.module if isinstance(model, (torch.nn.DataParallel, ddp)) else model
+
+
+def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> None:
+    """Refuse weights that the level cannot use, by name."""
+    if _amp_state.allow_incoming_model_not_fp32:
+        return
+    casts_model = properties.cast_model_type in HALF_TYPES
+    for model in models:
+        if modules.is_prepared(model):  # by an earlier initialize, which is undone first
+            continue
+        named: list[tuple[str, str, torch.Tensor]] = [
+            ("parameter", *item) for item in model.named_parameters()
+        ]
+        named += [("buffer", *item) for item in model.named_buffers()]
+        for kind, name, tensor in named:
+            if casts_model and torch.nn.parameter.is_lazy(tensor):
+                raise RuntimeError(
+                    f"amp.initialize: {kind} '{name}' has no shape yet (a lazy module). Run one "
+                    "forward before initialize."
+                )
+            if tensor.dtype in HALF_TYPES and not casts_model:
+                warn_or_err(
+                    f"amp.initialize: found {kind} '{name}' of {tensor.dtype}; at "
+                    f"{properties.opt_level} weights are float32. Drop the .half() or "
+                    ".bfloat16() call: amp casts where the level asks for it."
+                )
+            if tensor.dtype == torch.float64 and casts_model and kind == "parameter":
+                warn_or_err(
+                    f"amp.initialize: found parameter '{name}' of torch.float64; "
+                    f"{properties.opt_level} would round it to {properties.cast_model_type}. "
+                    "Call .float() on the model first, or use O0, O1 or O4."
+                )
+        if casts_model and any(p.dtype in HALF_TYPES for p in model.parameters()):
+            warnings.warn(
+                "amp.initialize: the model is in 16 bits already, so its float32 masters start "
+                "from rounded weights. Drop the .half() or .bfloat16() call.",
+                stacklevel=4,
+            )
+
+
+def refuse_sharded(models: Sequence[torch.nn.Module], properties: Properties) -> None:
+    """Refuse to cast FSDP2's modules and sharded parameters, which keep records of their dtype."""
+    if properties.cast_model_type not in HALF_TYPES:
+        return
+    # Whoever has such modules or parameters has imported what they are made of.
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for model in models:
+        found = [
+            (f"module '{name}'" if name else "the model") + " is an FSDPModule"
+            for name, module in model.named_modules()
+            if isinstance(module, fsdp)
+        ]
+        found += [
+            f"parameter '{name}' is a DTensor"
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, sharded)
+        ]
+        if found:
+            raise RuntimeError(
+                f"amp.initialize: {found[0]}, and {properties.opt_level} casts parameters, which "
+                "sharding does not allow. Use O1 or O4, or give fully_shard torch's own "
+                "MixedPrecisionPolicy and leave amp.initialize out."
+            )

@@ -1,0 +1,95 @@
+"""The table in ``apex.amp``'s docstring: what amp puts on models, optimizers, thread, process."""
+
+import inspect
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+
+LEVELS = ("O0", "O1", "O2")
+HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+SPACES = (
+    torch,
+    torch.Tensor,
+    F,
+    torch.utils.checkpoint,
+    torch.utils.checkpoint.CheckpointFunction,
+)
+
+
+def table():
+    """The table's rows: for each name its count at each level."""
+    row = re.compile(r"^ *(\w+: .+?) {2,}(\d+) +(\d+) +(\d+) +\w+$")
+    found = filter(None, map(row.match, inspect.getdoc(amp).splitlines()))
+    return {match[1]: [int(match[column]) for column in (2, 3, 4)] for match in found}
+
+
+def snapshot(model, optimizer):
+    kernels = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    return {
+        "hooks": {
+            (id(module), name, key)
+            for module in model.modules()
+            for name in HOOKS
+            for key in getattr(module, name)
+        },
+        "half": {id(p) for p in model.parameters() if p.dtype == torch.float16},
+        "attributes": set(vars(optimizer)),
+        "params": {id(p) for group in optimizer.param_groups for p in group["params"]},
+        "autocast": {"cpu"} if torch.is_autocast_enabled("cpu") else set(),
+        "kernels": set(kernels),
+        "functions": {(s, name, id(value)) for s in SPACES for name, value in vars(s).items()},
+        "state": set(vars(amp._amp_state)),
+        "modes": {torch.overrides._len_torch_function_stack()},
+    }
+
+
+def counted(model, optimizer, before):
+    after = snapshot(model, optimizer)
+    new = {name: after[name] - before[name] for name in after}
+    forward = {hook for hook in new["hooks"] if "forward" in hook[1]}
+    assert {module for module, *_ in forward} <= {id(model)}
+    methods = {name for name in new["attributes"] if hasattr(type(optimizer), name)}
+    assert not new["modes"]
+    return {
+        "model: forward hooks, on the model itself": len(forward),
+        "model: state-dict and loading hooks, on each layer": len(new["hooks"] - forward),
+        "model: weights cast to 16 bits": len(new["half"]),
+        "optimizer: methods replaced on the instance": len(methods),
+        "optimizer: attributes added": len(new["attributes"] - methods),
+        "optimizer: group entries replaced by masters": len(new["params"]),
+        "thread: device types with autocast switched on": len(new["autocast"]),
+        "process: kernels under torch's AutocastCPU key": len(new["kernels"]),
+        "process: functions wrapped": len(new["functions"]),
+        "process: attributes set on _amp_state": len(new["state"]),
+    }
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_table_is_what_is_found_and_reset_takes_all_of_it_off(level):
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(10)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = snapshot(model, optimizer)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    column = LEVELS.index(level)
+    assert counted(model, optimizer, before) == {n: row[column] for n, row in table().items()}
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    amp.reset()
+    assert snapshot(model, optimizer) == before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_ends_with_a_later_initialize(level):
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(10)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = snapshot(model, optimizer)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.initialize(model, optimizer, enabled=False)
+    left = {name for name, count in counted(model, optimizer, before).items() if count}
+    assert left <= {name for name in table() if name.startswith("process:")}
