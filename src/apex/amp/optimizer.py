@@ -14,8 +14,6 @@ read and clip are those of ``amp.master_params(optimizer)``.
 
 from __future__ import annotations
 
-import functools
-import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from apex.amp.gradients.overflow import Overflow
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.gradients.step_check import StepCheck
 from apex.amp.policy import HALF_TYPES
+from apex.amp.replaced import Replaced
 from apex.amp.training import Training
 
 _PATCHED = ("step", "zero_grad", "add_param_group")
@@ -40,56 +39,6 @@ _MARK = "_step_supports_amp_scaling"
 
 _managed: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that carry a state of ours
 _disabled: weakref.WeakSet[Any] = weakref.WeakSet()  # those passed to a disabled initialize
-
-
-class _Replaced:
-    """The methods and attributes that amp puts on one optimizer.
-
-    Args:
-        optimizer: The optimizer.
-        methods: What stands for its own methods of these names.
-        attributes: What is set beside them.
-    """
-
-    def __init__(
-        self, optimizer: Any, methods: Mapping[str, Any], attributes: Mapping[str, Any]
-    ) -> None:
-        self.inner = {name: getattr(optimizer, name) for name in methods}
-        self._before = {n: v for n, v in vars(optimizer).items() if n in {*methods, *attributes}}
-        self._attributes = list(attributes)
-        self.is_on = True
-        for name, method in methods.items():
-            setattr(optimizer, name, types.MethodType(self._standing_in(name, method), optimizer))
-        for name, value in attributes.items():
-            setattr(optimizer, name, value)
-
-    def _standing_in(self, name: str, method: Any) -> Any:
-        """A function in the place of the optimizer's ``name``, marked like the original.
-
-        The marks are those by which torch's schedulers know a step that they have wrapped.
-        """
-        inner = self.inner[name]
-
-        @functools.wraps(getattr(inner, "__func__", inner))
-        def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
-            # a scheduler may still hold this after the optimizer was released
-            return (method if self.is_on else inner)(*args, **kwargs)
-
-        return replacement
-
-    def take_off(self, optimizer: Any) -> None:
-        """Give the optimizer its own methods and attributes back."""
-        self.is_on = False
-        wrapped = [
-            n for n in self.inner if not isinstance(vars(optimizer).get(n), types.MethodType)
-        ]
-        for name in (*self.inner, *self._attributes):
-            if name in wrapped:
-                continue  # wrapped by somebody since: what they hold passes through now
-            if name in self._before:
-                setattr(optimizer, name, self._before[name])
-            else:
-                vars(optimizer).pop(name, None)
 
 
 class OptimizerState:
@@ -134,35 +83,18 @@ class OptimizerState:
         attributes.update(dict.fromkeys(_OLD_HOOKS, params.sync))
         if use_masters:
             attributes[_MARK] = True
-            self._watch_inner(optimizer)
         methods = {name: getattr(self, name) for name in _PATCHED}
-        self._replaced = _Replaced(optimizer, methods, attributes)
+        self._replaced = Replaced(optimizer, methods, attributes)
+        if use_masters:
+            record = weakref.ref(self)
+            self._replaced.refuse_inner_steps(
+                optimizer, lambda: (state := record()) is None or state._is_stepping
+            )
         _managed.add(optimizer)
 
     def _find_owners(self) -> None:
         self.training.find_shared()
         self.ledger.records = self.training.records_of(self.ledger.params.targets)
-
-    def _watch_inner(self, optimizer: Any) -> None:
-        """Refuse a step of an optimizer inside a wrapper: amp would not learn of it."""
-        self._inner_hooks = []
-        reference = weakref.ref(self)
-
-        def refuse(inner: Any, args: Any, kwargs: Any) -> None:
-            state = reference()
-            if state is not None and not state._is_stepping:
-                raise RuntimeError(
-                    f"amp: step() of the {type(inner).__name__} inside of a "
-                    f"{type(state._optimizer()).__name__} was called. It steps float32 masters, "
-                    "which the model would not get. Call step() of the object that was passed to "
-                    "amp.initialize, or pass the inner optimizer."
-                )
-
-        for inner in list(vars(optimizer).values()):
-            if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
-                continue
-            if inner.param_groups is optimizer.param_groups:
-                self._inner_hooks.append(inner.register_step_pre_hook(refuse))
 
     def parts(self) -> list[Any]:
         """The objects that make up this record."""
@@ -178,8 +110,6 @@ class OptimizerState:
         self.ledger.settle(check=False)
         self.ledger.params.sync()
         self._replaced.take_off(optimizer)
-        for hook in getattr(self, "_inner_hooks", ()):
-            hook.remove()
         self.ledger.params.restore()
 
     # -- what scale_loss, clipping and readers need --------------------------------------------

@@ -6,7 +6,7 @@ pass that began keeps the scale it began with, whatever happens inside it, and n
 for the device. The host learns them when a step reads whether to skip, in the same transfer.
 
 * A pass with a non-finite gradient multiplies the scale by ``backoff_factor``, at once.
-* A step that lands counts one; ``growth_interval`` such steps multiply it by ``growth_factor``.
+* A step that is taken counts one; ``growth_interval`` such steps multiply it by ``growth_factor``.
 
 Checks are per element. Source: Micikevicius et al., "Mixed Precision Training",
 arXiv:1710.03740, section 3.2; names of the factors as in ``torch.amp.GradScaler``.
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from apex.amp._amp_state import _amp_state, master_params, maybe_print
+from apex.amp.gradients.unscaling import unscale_
 
 __all__ = [
     "LossScaler",
@@ -37,58 +38,6 @@ __all__ = [
 # Smallest normal float32: the reciprocal of the scale stays finite.
 TINY = torch.finfo(torch.float32).tiny
 HUGE = 2.0**127  # largest power of two in float32
-
-
-_Kind = tuple[torch.device, torch.dtype, torch.layout]
-
-
-def _groups(grads: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Real dense tensors that share memory with ``grads``, in lists of one device and dtype.
-
-    That is what the foreach kernels want. Sparse gradients must be coalesced.
-    """
-    kinds: list[_Kind] = [(grad.device, grad.dtype, grad.layout) for grad in grads]
-    groups: dict[_Kind, list[torch.Tensor]] = {kind: [] for kind in set(kinds)}
-    if len(groups) == 1:
-        groups = {kinds[0]: list(grads)}
-    else:
-        for kind, grad in zip(kinds, grads, strict=True):
-            groups[kind].append(grad)
-    for (_, dtype, layout), group in groups.items():
-        values = group if layout == torch.strided else [grad._values() for grad in group]
-        yield [torch.view_as_real(value) for value in values] if dtype.is_complex else values
-
-
-@torch.no_grad()
-def unscale_(grads: Sequence[torch.Tensor], scale: torch.Tensor | float) -> torch.Tensor | None:
-    """Divide ``grads`` by ``scale`` in place and say whether any element is not finite.
-
-    Args:
-        grads: Floating tensors on any devices, of any dtypes; sparse ones coalesced.
-        scale: A 0-dim float32 tensor, or a float, for which nothing is checked.
-
-    Returns:
-        0-dim float32 tensor on ``scale``'s device, 1 if an element was inf or nan, else 0;
-        ``None`` when ``scale`` is a float.
-    """
-    if not isinstance(scale, torch.Tensor):
-        if scale != 1.0:
-            for group in _groups(grads):
-                torch._foreach_mul_(group, 1.0 / scale)
-        return None
-    inverse = scale.reciprocal()
-    found: dict[torch.device, torch.Tensor] = {}
-    for group in _groups(grads):
-        device = group[0].device
-        if device not in found:
-            found[device] = torch.zeros((), dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            group, found[device], inverse.to(device, non_blocking=True)
-        )
-    flags = [flag.to(scale.device, non_blocking=True) for flag in found.values()]
-    if len(flags) == 1:
-        return flags[0]
-    return torch.stack(flags).amax() if flags else torch.zeros_like(scale)
 
 
 def _apply_overflow(
@@ -140,23 +89,17 @@ class LossScaler:
     ) -> None:
         growth_factor = scale_factor if growth_factor is None else growth_factor
         backoff_factor = 1.0 / scale_factor if backoff_factor is None else backoff_factor
+        most = inf if max_loss_scale is None else max_loss_scale
         _check("growth_factor", growth_factor, lambda x: x >= 1.0, "at least 1")
         _check("backoff_factor", backoff_factor, lambda x: 0.0 < x <= 1.0, "in the range (0, 1]")
         _check("growth_interval", scale_window, lambda x: x >= 1, "at least 1")
         _check("growth_interval", scale_window, lambda x: type(x) is int, "an integer")
         _check("hysteresis", hysteresis, lambda x: x >= 1, "at least 1")
         _check("init_scale", init_scale, lambda x: 0.0 < x <= HUGE, "above 0, at most 2**127")
-        if max_loss_scale is not None:
-            _check("max_loss_scale", max_loss_scale, lambda x: x > 0.0, "above 0")
+        _check("max_loss_scale", most, lambda x: x > 0.0, "above 0")
         if min_loss_scale is not None:
-            most = float("inf") if max_loss_scale is None else max_loss_scale
-            _check("min_loss_scale", min_loss_scale, lambda x: x >= 0.0, "at least 0")
-            _check(
-                "min_loss_scale",
-                min_loss_scale,
-                lambda x: x <= most,
-                f"at most max_loss_scale ({max_loss_scale})",
-            )
+            allowed = f"at least 0, at most max_loss_scale ({max_loss_scale})"
+            _check("min_loss_scale", min_loss_scale, lambda x: 0.0 <= x <= most, allowed)
         if loss_scale != "dynamic":
             _check("loss_scale", float(loss_scale), lambda x: 0.0 < x < inf, "finite, above 0")
         dynamic = loss_scale == "dynamic"
@@ -264,10 +207,6 @@ class LossScaler:
         """Forget the evidence of the last pass."""
         self._found = None
 
-    def _see(self, found: torch.Tensor | None) -> None:
-        if found is not None:
-            self._found = found if self._found is None else torch.maximum(self._found, found)
-
     def finish_pass(self, found: torch.Tensor | None, *, check: bool = True) -> None:
         """Take the flag of a finished pass and back off if it is set; nothing waits.
 
@@ -294,7 +233,7 @@ class LossScaler:
         """Count a step that was taken; grow when there were enough.
 
         Args:
-            taken: Whether it did, where only the device knows: 0-dim, bool.
+            taken: Whether it was, where only the device knows: 0-dim, bool.
         """
         self._epoch += 1
         if self._static is not None:
@@ -328,6 +267,8 @@ class LossScaler:
             self.count_step()
         return overflow
 
+    # -- what old programs call ----------------------------------------------------------------
+
     def unscale(
         self,
         model_grads: Sequence[torch.Tensor],
@@ -336,21 +277,11 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write ``model_grads / scale`` into ``master_grads``, which may be the same tensors.
-
-        Args:
-            model_grads: Scaled gradients, any floating dtype.
-            master_grads: Where to write, same shapes, any floating dtype.
-            unused_scale: Ignored, as in the original.
-            models_are_masters: Whether both lists are the same tensors.
-            scale_override: Scale to use in place of the current one.
-        """
+        """Write ``model_grads / scale`` into ``master_grads``, which may be the same tensors."""
         if models_are_masters and scale_override is None and self._static == 1.0:
             return
-        self.unscale_with_stashed(model_grads, None, master_grads, self._triple(scale_override))
-
-    def _triple(self, scale: float | None) -> tuple[float, float, float]:
-        return (self._loss_scale if scale is None else scale, 1.0, 1.0)
+        scale = self._loss_scale if scale_override is None else scale_override
+        self.unscale_with_stashed(model_grads, None, master_grads, (scale, 1.0, 1.0))
 
     @torch.no_grad()
     def unscale_with_stashed(
@@ -369,18 +300,17 @@ class LossScaler:
             scale_override: ``(scale, stash_scale, out_scale)``; the default is the current scale
                 and 1, 1.
         """
-        grad_scale, stash_scale, out_scale = scale_override or self._triple(None)
+        scale, stash_scale, out_scale = scale_override or (self._loss_scale, 1.0, 1.0)
         for index, (grad, out) in enumerate(zip(model_grads, master_grads, strict=True)):
             wide = grad.to(torch.promote_types(out.dtype, torch.float32))
             if self.dynamic:
                 flag = (~torch.isfinite(wide)).any().float().to(self._state.device)
-                self._see(flag)
-            result = wide * (out_scale / grad_scale)
+                self._found = flag if self._found is None else torch.maximum(self._found, flag)
+            result = wide * (out_scale / scale)
             if stashed_master_grads is not None:
                 result = result + stashed_master_grads[index] * (out_scale / stash_scale)
             out.copy_(result)
 
-    # The names under which the original kept its slow path; here there is one path.
     def unscale_python(
         self,
         model_grads: Sequence[torch.Tensor],
@@ -399,9 +329,8 @@ class LossScaler:
         b: float,
     ) -> None:
         """Write ``a * model_grads + b * stashed_master_grads`` into ``master_grads``."""
-        self.unscale_with_stashed(
-            model_grads, stashed_master_grads, master_grads, (1.0 / a, 1.0 / b, 1.0)
-        )
+        scales = (1.0 / a, 1.0 / b, 1.0)
+        self.unscale_with_stashed(model_grads, stashed_master_grads, master_grads, scales)
 
     def unscale_and_update(self, param_groups: Iterable[dict[str, Any]], scale: float) -> bool:
         """Unscale the gradients of ``param_groups`` in place, update, say whether to skip."""
@@ -431,10 +360,8 @@ def scale_check_overflow_python(
     model_grad: torch.Tensor, master_grad: torch.Tensor, scale: float, check_overflow: bool = False
 ) -> bool:
     """Write ``model_grad * scale``; with ``check_overflow`` return True on inf or nan."""
-    if check_overflow and not bool(torch.isfinite(model_grad).all()):
-        return True
-    master_grad.copy_(model_grad.to(torch.promote_types(master_grad.dtype, torch.float32)) * scale)
-    return False
+    zeros = torch.zeros((), device=master_grad.device)
+    return axpby_check_overflow_python(model_grad, zeros, master_grad, scale, 0.0, check_overflow)
 
 
 @torch.no_grad()

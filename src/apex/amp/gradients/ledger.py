@@ -278,7 +278,7 @@ class Ledger:
                 ``None`` when there is no other.
 
         Returns:
-            The non-finite flag, see :func:`apex.amp.scaler.unscale_`.
+            The non-finite flag, see :func:`apex.amp.gradients.unscaling.unscale_`.
         """
         plain, pairs, sharing = self.params.plain, self.params.pairs, self.training.sharing
         if done is not None:

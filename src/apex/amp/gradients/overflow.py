@@ -18,7 +18,7 @@ import torch
 from apex.amp import _speech
 from apex.amp.gradients.accumulation import stored_values
 from apex.amp.gradients.ledger import Ledger, Pass
-from apex.amp.scaler import unscale_
+from apex.amp.gradients.unscaling import unscale_
 
 
 def runs_behind(device: torch.device) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from apex.amp.gradients.masters import Pairs, Sharers
-from apex.amp.scaler import unscale_
 from apex.ops import _runtime
 
 # apex.ops.unscale is imported where it is used: `import apex` costs a fifth less so.
@@ -16,6 +15,58 @@ from apex.ops import _runtime
 def inverse(scale: torch.Tensor | float) -> torch.Tensor | float:
     """``1 / scale``, a float32 tensor where the scale is one."""
     return scale.reciprocal() if isinstance(scale, torch.Tensor) else 1.0 / scale
+
+
+_Kind = tuple[torch.device, torch.dtype, torch.layout]
+
+
+def _groups(grads: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Real dense tensors that share memory with ``grads``, in lists of one device and dtype.
+
+    That is what the foreach kernels want. Sparse gradients must be coalesced.
+    """
+    kinds: list[_Kind] = [(grad.device, grad.dtype, grad.layout) for grad in grads]
+    groups: dict[_Kind, list[torch.Tensor]] = {kind: [] for kind in set(kinds)}
+    if len(groups) == 1:
+        groups = {kinds[0]: list(grads)}
+    else:
+        for kind, grad in zip(kinds, grads, strict=True):
+            groups[kind].append(grad)
+    for (_, dtype, layout), group in groups.items():
+        values = group if layout == torch.strided else [grad._values() for grad in group]
+        yield [torch.view_as_real(value) for value in values] if dtype.is_complex else values
+
+
+@torch.no_grad()
+def unscale_(grads: Sequence[torch.Tensor], scale: torch.Tensor | float) -> torch.Tensor | None:
+    """Divide ``grads`` by ``scale`` in place and say whether any element is not finite.
+
+    Args:
+        grads: Floating tensors on any devices, of any dtypes; sparse ones coalesced.
+        scale: A 0-dim float32 tensor, or a float, for which nothing is checked.
+
+    Returns:
+        0-dim float32 tensor on ``scale``'s device, 1 if an element was inf or nan, else 0;
+        ``None`` when ``scale`` is a float.
+    """
+    if not isinstance(scale, torch.Tensor):
+        if scale != 1.0:
+            for group in _groups(grads):
+                torch._foreach_mul_(group, 1.0 / scale)
+        return None
+    inverse = scale.reciprocal()
+    found: dict[torch.device, torch.Tensor] = {}
+    for group in _groups(grads):
+        device = group[0].device
+        if device not in found:
+            found[device] = torch.zeros((), dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            group, found[device], inverse.to(device, non_blocking=True)
+        )
+    flags = [flag.to(scale.device, non_blocking=True) for flag in found.values()]
+    if len(flags) == 1:
+        return flags[0]
+    return torch.stack(flags).amax() if flags else torch.zeros_like(scale)
 
 
 def unscale_into(
@@ -33,8 +84,8 @@ def unscale_into(
         scale: What the loss was multiplied by.
 
     Returns:
-        The non-finite flag, see :func:`apex.amp.scaler.unscale_`, and the copies that are still to
-        be added to a master's gradient, with its tensor.
+        The flag that :func:`unscale_` returns, and the copies that are still to be added to a
+        master's gradient, with its tensor.
     """
     if pairs and _runtime.can_fuse(pairs.weights[0].device):
         from apex.ops import unscale
