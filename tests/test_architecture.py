@@ -1,6 +1,7 @@
 """Rules about the tree itself."""
 
 import ast
+import graphlib
 import importlib
 import pathlib
 import pkgutil
@@ -12,7 +13,7 @@ import pytest
 import apex
 
 SRC = pathlib.Path(apex.__file__).parent
-ABOVE_OPS = {  # rooms for users: each may use the operations, and its own files
+ABOVE_OPS = {  # packages for users: each may use the operations, and its own files
     "RNN",
     "contrib",
     "fused_dense",
@@ -24,23 +25,23 @@ ABOVE_OPS = {  # rooms for users: each may use the operations, and its own files
     "reparameterization",
     "transformer",
 }
-ALLOWED = {  # room -> other rooms it may import
+ALLOWED = {  # package -> other packages it may import
     "kernels": set(),
     "ops": {"kernels"},
     "amp": {"ops"},
     "fp16_utils": {"amp"},
     "bench": {"amp", "kernels", "ops", "fp16_utils", *ABOVE_OPS},
-    **{room: {"ops"} for room in ABOVE_OPS},
+    **{name: {"ops"} for name in ABOVE_OPS},
     "contrib": {"ops", "optimizers"},  # its optimizers are those with older signatures
 }
-TRITON_ROOM = "kernels"
+TRITON_PACKAGE = "kernels"
 
 
 def _files():
     return [file for file in SRC.rglob("*.py") if "__pycache__" not in file.parts]
 
 
-def _room(file):
+def _top(file):
     parts = file.relative_to(SRC).parts
     return parts[0] if len(parts) > 1 else None
 
@@ -61,30 +62,45 @@ def _imported_names(file, tree):
             yield from (f"{stem}.{alias.name}" for alias in node.names)
 
 
-def _rooms_imported_by(file):
-    """Yield the rooms of apex that a file imports; a plain `import apex` is none of them."""
+def _packages_imported_by(file):
+    """Yield the packages of apex that a file imports; a plain `import apex` is none of them."""
     for name in _imported_names(file, ast.parse(file.read_text())):
         parts = name.split(".")
         if parts[0] == "apex" and len(parts) > 1 and (SRC / parts[1]).is_dir():
             yield parts[1]
 
 
-def test_every_room_has_its_arrows():
-    rooms = {_room(file) for file in _files()} - {None}
-    assert rooms <= set(ALLOWED)
+def test_every_package_has_its_arrows():
+    packages = {_top(file) for file in _files()} - {None}
+    assert packages <= set(ALLOWED)
 
 
-@pytest.mark.parametrize("room", sorted(ALLOWED))
-def test_arrows_point_one_way(room):
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_arrows_point_one_way(package):
     for file in _files():
-        if _room(file) == room:
-            assert set(_rooms_imported_by(file)) <= {room, *ALLOWED[room]}, file
+        if _top(file) == package:
+            assert set(_packages_imported_by(file)) <= {package, *ALLOWED[package]}, file
+
+
+def test_no_import_circles():
+    """Imports in functions and under TYPE_CHECKING count too; a package's __init__ ties nothing."""
+    files = {
+        ".".join(("apex", *file.relative_to(SRC).with_suffix("").parts)): file
+        for file in _files()
+        if file.name != "__init__.py"
+    }
+    graph = {}
+    for name, file in files.items():
+        found = set(_imported_names(file, ast.parse(file.read_text())))
+        found |= {dotted.rpartition(".")[0] for dotted in found}  # from module import name
+        graph[name] = (found & files.keys()) - {name}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_nothing_imports_the_command_line_but_its_own_entry():
     for file in _files():
-        if _room(file) != "bench" and file.name != "__main__.py":
-            assert "bench" not in set(_rooms_imported_by(file)), file
+        if _top(file) != "bench" and file.name != "__main__.py":
+            assert "bench" not in set(_packages_imported_by(file)), file
 
 
 def test_nothing_imports_the_extension_modules():
@@ -100,7 +116,7 @@ def test_only_kernels_import_triton_at_the_top():
         tree = ast.parse(file.read_text())
         tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         roots = {name.split(".")[0] for name in _imported_names(file, tree)}
-        assert "triton" not in roots or _room(file) == TRITON_ROOM, file
+        assert "triton" not in roots or _top(file) == TRITON_PACKAGE, file
 
 
 def test_no_two_names_differ_only_in_case():
@@ -111,8 +127,8 @@ def test_no_two_names_differ_only_in_case():
 
 def _modules():
     walk = pkgutil.walk_packages([str(SRC)], "apex.", onerror=lambda name: None)
-    rooms_that_need_triton = ("apex.kernels",)
-    return ["apex", *(m.name for m in walk if not m.name.startswith(rooms_that_need_triton))]
+    need_triton = ("apex.kernels",)
+    return ["apex", *(m.name for m in walk if not m.name.startswith(need_triton))]
 
 
 @pytest.mark.parametrize("name", _modules())

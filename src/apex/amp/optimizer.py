@@ -107,7 +107,7 @@ class OptimizerState:
         _managed.discard(optimizer)
         if optimizer is None or not self._replaced.is_on:
             return
-        self.ledger.settle(check=False)
+        self.ledger.unscale_delayed(check=False)
         self.ledger.params.sync()
         self._replaced.take_off(optimizer)
         self.ledger.params.restore()
@@ -142,7 +142,7 @@ class OptimizerState:
         """Let a reader find gradients as they will be stepped; inside a block they are scaled."""
         self.ledger.params.pairs.match_requires_grad()
         if self.ledger.fused is not None and self.ledger.fused.active:
-            self.ledger.settle()
+            self.ledger.unscale_delayed()
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -159,13 +159,13 @@ class OptimizerState:
             )
         self.refuse_superseded()
         self._refuse_scaler()
-        self.overflow.hear_reports()
+        self.overflow.log_reports()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             return self._step_with(closure, args, kwargs)
         ledger = self.ledger
         if self._has_pre_hooks():  # they see gradients unscaled
-            ledger.settle()
+            ledger.unscale_delayed()
         options = ledger.step_options()
         is_fused = bool(options)
         if not is_fused:
@@ -210,7 +210,7 @@ class OptimizerState:
             self._steps_masters = check.finish(self.training.properties.opt_level)
 
     def _inner_step(self, options: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """The optimizer's own step, told to multiply gradients or to heed a flag."""
+        """The optimizer's own step, given what gradients are multiplied by, or a flag to skip."""
         optimizer = self._optimizer()
         step = self._replaced.inner["step"]
         with self._stepping():
@@ -302,7 +302,7 @@ class OptimizerState:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, and the same for the model weights behind masters."""
         # Unscale first: if a delayed pass overflowed, its other optimizers must skip too.
-        self.ledger.settle(check=False)
+        self.ledger.unscale_delayed(check=False)
         self._replaced.inner["zero_grad"](*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         self.ledger.clear(set_to_none=bool(set_to_none))

@@ -81,7 +81,7 @@ def scale_loss(
     is_one = not isinstance(this.scale, torch.Tensor) and this.scale == 1.0
     if is_one and not any(state.use_masters for state in states):  # a plain backward
         for ledger in this.ledgers:
-            ledger.settle()
+            ledger.unscale_delayed()
         with _body():
             yield this.loss
         return

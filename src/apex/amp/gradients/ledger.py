@@ -86,7 +86,7 @@ class Pass:
         )
         if not in_place:
             for ledger in (*self.ledgers, *sharers(self.ledgers)):
-                ledger.settle()
+                ledger.unscale_delayed()
         try:
             for ledger in self.ledgers:
                 ledger.open(stash=not in_place)
@@ -314,7 +314,7 @@ class Ledger:
             return False
         return self.fused is None or not self.fused.active or self.fused.can_continue()
 
-    def settle(self, *, check: bool = True) -> None:
+    def unscale_delayed(self, *, check: bool = True) -> None:
         """Unscale what delayed passes have left.
 
         Args:
@@ -338,7 +338,7 @@ class Ledger:
 
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
-        self.settle()
+        self.unscale_delayed()
         self.params.sync()
         pairs = self.params.pairs
         if not pairs:

@@ -1,4 +1,4 @@
-"""Overflow: who decides that a step is skipped, and how the host hears of it.
+"""Overflow: who decides that a step is skipped, and how the host learns of it.
 
 On a CPU the host reads the flags of the passes before the step. A step on a device that the host
 runs ahead of need not wait, if the optimizer's kernels can skip by themselves: they read the flag,
@@ -149,12 +149,12 @@ class Overflow:
                 return
             self._sent.popleft()
             flags, scales = values[1 : 1 + len(indices)], values[1 + len(indices) :]
-            told = zip(indices, flags, scales, strict=True)
-            bad = [(index, scale) for index, flag, scale in told if flag]
+            rows = zip(indices, flags, scales, strict=True)
+            bad = [(index, scale) for index, flag, scale in rows if flag]
             self.skipped = int(values[0])
             yield Report(self.skipped, *(bad[0] if bad else (indices[0], scales[0])))
 
-    def hear_reports(self) -> None:
+    def log_reports(self) -> None:
         """Log deferred steps that were skipped, as far as their reports have arrived.
 
         Raises:
@@ -201,7 +201,7 @@ def check_again(ledger: Ledger) -> None:
         return
     ledgers = dict.fromkeys(each for one in late for each in one.ledgers)
     for each in ledgers:
-        each.settle()
+        each.unscale_delayed()
     scale = late[0].scale
     assert isinstance(scale, torch.Tensor)
     grads = [p.grad for each in ledgers for p in each.params.stepped if p.grad is not None]
