@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict
 import torch.nn.functional as F
 from torch import nn
 
@@ -18,6 +19,7 @@ SPACES = (
     F,
     torch.utils.checkpoint,
     torch.utils.checkpoint.CheckpointFunction,
+    torch.distributed.checkpoint.state_dict,
 )
 
 

@@ -6,10 +6,10 @@
     optimizer.step()
 
 The one idea: a training's state belongs to the objects passed to ``initialize``. Casting rests
-on ``torch.autocast`` (:mod:`~apex.amp.casting`), with a thin layer for what torch's lists lack. A
-model carries two hooks. An optimizer carries its masters and its skip
-(:mod:`~apex.amp.optimizer`). A loss scaler is a few numbers on the device
-(:mod:`~apex.amp.scaler`). ``_amp_state`` is a view for old readers.
+on ``torch.autocast``, with a thin layer for what torch's lists lack (:mod:`~apex.amp.casting`). A
+model carries two hooks. An optimizer carries its gradients' state and its masters
+(:mod:`~apex.amp.gradients`, :mod:`~apex.amp.optimizer`). A loss scaler is a few numbers on the
+device (:mod:`~apex.amp.scaler`). ``_amp_state`` is a view for old programs.
 
 What ``initialize`` puts where, counted for a model of ten linear layers with its optimizer on a CPU
 (``tests/amp/test_footprint.py`` compares). ``amp.reset()`` takes all of it off; what takes it off
@@ -27,14 +27,17 @@ any objects in the same thread (next), also with ``enabled=False``.
     optimizer: group entries replaced by masters          0    0   20  again
     thread: device types with autocast switched on        0    1    0  next
     process: kernels under torch's AutocastCPU key        0  107    0  reset
-    process: functions wrapped                            0    8    0  reset
+    process: functions wrapped                            0    8    4  reset
     process: attributes set on _amp_state                 5    6    5  reset
     ==================================================  ===  ===  ===  =====
 
-An accelerator's autocast key gets kernels too. ``amp.init`` puts on thread and process what O1
-does; its handle's ``_deactivate`` switches the thread's autocast off again. ``verbosity=2`` adds a
-``TorchFunctionMode`` to the thread. A registration waits for the next O1, O4 or ``init``. A skipped
-step sets ``_opt_called`` on the optimizer, torch's own mark for its schedulers, which stays.
+The functions are six of torch's that autocast cannot cast and two of ``torch.utils.checkpoint``
+(O1), or four of ``torch.distributed.checkpoint`` (O2). An optimizer inside of a wrapper gets a step
+pre-hook where there are masters. An accelerator's autocast key gets kernels too. ``amp.init`` puts
+on thread and process what O1 does; its handle's ``_deactivate`` switches the thread's autocast off
+again. ``verbosity=2`` adds a ``TorchFunctionMode`` to the thread. A registration waits for the next
+O1, O4 or ``init``. A skipped step sets ``_opt_called`` on the optimizer, torch's own mark for its
+schedulers, which stays.
 """
 
 from torch.amp import GradScaler
