@@ -74,7 +74,8 @@ class OptimizerState:
         fused = FusedGradients(params) if asked and hasattr(optimizer, "step_scaled") else None
         self.ledger = Ledger(params, training, fused)
         self.overflow = Overflow(training.verbosity, training.max_skipped_steps)
-        # What was seen to step the masters that it was given; those of apex.optimizers do.
+        self._takes_flag = bool(getattr(optimizer, _MARK, False))
+        # Whether it was seen to step the masters that it was given; those of apex.optimizers do.
         self._steps_masters = not use_masters or hasattr(optimizer, "step_scaled")
         self._is_stepping = False
         params.sync(full)
@@ -193,7 +194,7 @@ class OptimizerState:
 
     def _can_defer(self, passes: list[Any]) -> bool:
         """Whether the kernels of the step can skip by themselves, so that nobody has to wait."""
-        if not passes or not getattr(type(self._optimizer()), _MARK, False):
+        if not passes or not self._takes_flag:
             return False
         return all(overflows.runs_behind(one.found_inf.device) for one in passes)
 

@@ -61,7 +61,6 @@ class FusedGradients:
 
     def keep(self, scale: Factor) -> None:
         """Leave the gradients scaled by ``scale``."""
-        self.active = True
         self._scale = scale
         self._clip = self._norm = self._found_inf = None
         self._seen = [_identity(target.grad) for target in self._params.targets]

@@ -112,7 +112,12 @@ class Pass:
             check: ``False`` leaves the loss scale alone.
         """
         self._look_at_forwards()
-        if delayed or not self.synchronised or (check and self._keeps_scaled()):
+        delayed = delayed or not self.synchronised
+        for_step = not delayed and check and self._keeps_scaled()
+        for ledger in self.ledgers:
+            if ledger.fused is not None:
+                ledger.fused.active = for_step
+        if delayed or for_step:
             for ledger in self.ledgers:
                 ledger.close_scaled(self)
         else:
@@ -231,7 +236,8 @@ class Ledger:
                 weight.grad = None
         if self.params.pairs.stash(stash):
             self._warn_of_edits()
-        if stash and self._unreduced and any(record.synchronises for record in self.records):
+        has_unreduced = self._unreduced and (stash or self.params.pairs.has_grads())
+        if has_unreduced and any(record.synchronises for record in self.records):
             for target, grad in stash.items():
                 target.grad = grad
             raise RuntimeError(
