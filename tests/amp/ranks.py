@@ -53,6 +53,7 @@ WAYS = {
     "in_the_body": Way(delay=True, reduce="in the body"),
     "after_the_block": Way(passes=1, reduce="after the block"),
     "after_the_block_delayed": Way(delay=True, reduce="after the block"),
+    "after_two_blocks": Way(reduce="after the block"),
     "never": Way(passes=1, reduce="never"),
 }
 
@@ -66,6 +67,7 @@ class Cell(NamedTuple):
     dynamic: bool = True  # False: the level's own loss scale, for the levels where that is 1
     steps: int = 3
     start: str = "same"  # or "seeds", or who loads a checkpoint when: "rank0_before", "all_after"
+    again: bool = False  # after a step rank 0 loads a checkpoint, and the model is wrapped again
     options: tuple = ()  # of DistributedDataParallel, as pairs
     spare: bool = False  # the model has a layer that no forward uses
     compiled: str = ""  # with amp torch.compile takes the "model" or the "wrapper" around it
@@ -174,6 +176,13 @@ class ByHand:
                     master.grad = param.grad.float()
                 master.grad.mul_(1.0 / factor)
 
+    def load(self, checkpoint):
+        """Take the float32 values of a checkpoint, unrounded where there are masters."""
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                param.copy_(checkpoint[name])
+                self.masters.get(param, param).copy_(checkpoint[name])
+
     def stepped_params(self):
         return [self.masters.get(param, param) for param in self.model.parameters()]
 
@@ -250,6 +259,12 @@ def _train(cell, rank, side):
         if way.reduce == "after the block":
             _all_reduce(run.stepped_params())
         steps.append(_record(run, run.step()))
+        if cell.again and step == 0:
+            if side is ByHand:
+                run.load(checkpoint)
+            elif rank == 0:
+                run.model.load_state_dict(checkpoint)
+            forward = wrapper = DistributedDataParallel(model, **dict(cell.options))
     return steps
 
 
@@ -294,7 +309,10 @@ def _work(rank, jobs):
     while True:
         job = jobs.recv()
         try:
-            answer = _answer(job, rank) if isinstance(job, Cell) else _connect(job, rank)
+            if callable(job):
+                answer = job(rank)
+            else:
+                answer = _answer(job, rank) if isinstance(job, Cell) else _connect(job, rank)
         except Exception as error:  # noqa: BLE001  # the test is to see every error
             answer = "".join(traceback.format_exception(error)[-8:])
         jobs.send_bytes(pickle.dumps(answer))  # send() would put tensors into shared memory
@@ -333,7 +351,7 @@ class Pair:
             process.join()
 
     def run(self, cell):
-        """The ``Answer`` of each rank.
+        """The ``Answer`` of each rank, or what ``cell(rank)`` returns if it is a function.
 
         Raises:
             PairError: A rank raised, which the text quotes, or there is no answer.

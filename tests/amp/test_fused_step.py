@@ -611,6 +611,22 @@ def test_gradients_changed_while_scaled_are_noticed(level):
             optimizer.step()
 
 
+AFTER_A_CHANGE = {
+    "clip": lambda model, optimizer: amp.clip_grad_norm_(optimizer, 0.1),
+    "read": lambda model, optimizer: list(amp.master_params(optimizer)),
+    "another pass": lambda model, optimizer: block(model, optimizer),
+}
+
+
+@pytest.mark.parametrize("then", AFTER_A_CHANGE)
+def test_gradients_changed_while_scaled_are_noticed_before_the_step(then):
+    model, optimizer = small("O1", fused_step=True)
+    block(model, optimizer)
+    model.weight.grad.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed while they were scaled"):
+        AFTER_A_CHANGE[then](model, optimizer)
+
+
 def test_gradients_cleared_by_the_model_leave_nothing_to_step():
     amp.reset()
     model, optimizer = small("O1", fused_step=True)

@@ -461,3 +461,44 @@ def test_torchs_ddp_before_and_after(level, first):
         hand.backward(hand.loss(x, y))
         hand.step()
     assert same(amp.master_params(optimizer), hand.params)
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_passes_under_no_sync_that_were_clipped_are_refused(level):
+    """The synchronising pass would not reduce what clipping has unscaled."""
+    optimizer = sgd((model := net()).parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model = nn.parallel.DistributedDataParallel(model)
+    (x, y) = next(iter(batches(1)))
+
+    def block():
+        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    with model.no_sync():
+        for _ in range(2):
+            block()
+            amp.clip_grad_norm_(optimizer, 1.0)
+    grads = [p.grad.clone() for p in amp.master_params(optimizer)]
+    with pytest.raises(RuntimeError, match=r"no_sync\(\) were unscaled .* Clip and step after"):
+        block()
+    assert same([p.grad for p in amp.master_params(optimizer)], grads)
+    optimizer.zero_grad()
+    block()
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_weights_written_before_the_first_forward_in_ddp_stay(level):
+    model = net()
+    optimizer = sgd(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.25)
+    wrapper(next(iter(batches(1)))[0])
+    for tensor in (*model.parameters(), *amp.master_params(optimizer)):
+        assert torch.equal(tensor, torch.full_like(tensor, 0.25))

@@ -229,6 +229,50 @@ def test_in_two_threads_at_once(first, second, where, restless):
     assert same(runs[1].results(), alone(second, 1))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_many_trainings_that_begin_in_threads(level, restless):
+    """While one makes masters the others find, make and drop theirs: the table is the process's."""
+
+    def body():
+        for _ in range(10):
+            model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)])
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            assert len(model.state_dict()) == 80
+
+    in_threads(*[body] * 4)
+
+
+def test_an_initialize_that_fails_undoes_nothing_of_another_thread():
+    """What is put back was saved before; the other has to wait until then."""
+    begun, ahead = threading.Event(), threading.Event()
+
+    class Failing(nn.LSTM):
+        def flatten_parameters(self):  # called in the constructor and when weights are cast
+            if self.weight_ih_l0.dtype == torch.float16:
+                begun.set()
+                ahead.wait(0.2)
+                raise ArithmeticError("planted")
+
+    models = [Failing(2, 2), nn.Linear(2, 2)]
+    pair = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+
+    def fail():
+        with pytest.raises(ArithmeticError, match="planted"):
+            amp.initialize(models[0], pair[0], opt_level="O2", verbosity=0)
+
+    def succeed():
+        assert begun.wait(PATIENCE)
+        amp.initialize(models[1], pair[1], opt_level="O2", verbosity=0)
+        ahead.set()
+
+    in_threads(fail, succeed)
+    assert models[1].weight.dtype == torch.float16
+    amp.reset()  # finds what belongs to amp
+    assert models[1].weight.dtype == torch.float32
+    assert not hasattr(pair[1], "_amp_stash")
+
+
 def test_a_thread_waits_while_another_registers_kernels(monkeypatch):
     """The other begins in the middle of it, and would compute without the rest."""
     register = dispatcher._register

@@ -128,6 +128,24 @@ def test_zero_grad_drops_an_overflow_with_its_gradients():
     assert value(model) == [-1.0, -1.0]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_zero_grad_of_one_optimizer_keeps_an_overflow_for_the_other(level):
+    """The inf of a delayed pass goes with the gradients of the one, and the other has to skip."""
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    pair = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    models, pair = amp.initialize(models, pair, opt_level=level, init_scale=8.0, verbosity=0)
+    before = value(models[1])
+    loss = sum(model(torch.ones(1, 2)).float().sum() for model in models)
+    with amp.scale_loss(loss, pair, delay_unscale=True) as scaled:
+        scaled.backward()
+        models[0].weight.grad.fill_(math.inf)
+    pair[0].zero_grad()
+    pair[1].step()
+    assert not amp.stepped(pair[1])
+    assert value(models[1]) == before
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 4.0
+
+
 def test_an_unbounded_scale_stays_finite():
     model, optimizer, x = start(
         "O0", loss_scale="dynamic", max_loss_scale=None, growth_interval=1, init_scale=2.0**120

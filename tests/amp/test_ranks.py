@@ -4,15 +4,18 @@ Each cell is trained with amp and by hand; see :mod:`tests.amp.ranks`. After eve
 masters, scale and skip are equal over ranks, and equal to those by hand, bit for bit.
 """
 
+import functools
+
 import pytest
 import torch
 
+from tests.amp import rank_programs as programs
 from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, WAYS, Cell, Pair, PairError
 
 pytestmark = pytest.mark.dist
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-REDUCING = [way for way in WAYS if way != "never"]
+REDUCING = [way for way in WAYS if way not in ("never", "after_two_blocks")]
 CELLS = [
     Cell(level, way, overflow)
     for level in LEVELS
@@ -73,6 +76,14 @@ def test_accumulation_and_overflow(pair, cell):
     _assert_right(answers)
 
 
+@pytest.mark.parametrize("overflow", ["none", "first", "last"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])  # masters add passes up in float32
+def test_passes_that_are_reduced_after_the_last_block_back_off_once(pair, level, overflow):
+    answers = pair.run(Cell(level, "after_two_blocks", overflow))
+    assert [step.taken for step in answers[0].amp] == [True, overflow == "none", True]
+    _assert_right(answers)
+
+
 @pytest.mark.parametrize(
     "cell",
     [
@@ -107,6 +118,11 @@ def test_all_ranks_go_on_from_rank_0(pair, cell):
         assert not torch.equal(*weights)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_is_wrapped_again_goes_on_from_rank_0_again(pair, level):
+    _assert_right(pair.run(Cell(level, "ddp", again=True)))
+
+
 @pytest.mark.parametrize(
     "cell",
     [
@@ -128,6 +144,48 @@ def test_options_of_ddp(pair, cell):
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
 def test_what_torch_compile_traces(pair, level, compiled):
     _assert_right(pair.run(Cell(level, "no_sync", start="seeds", compiled=compiled)))
+
+
+def _assert_same_end(answers):
+    params, scale, taken = answers[0]
+    for others, other_scale, other_taken in answers[1:]:
+        assert all(map(_same, params, others))
+        assert (scale, taken) == (other_scale, other_taken)
+    assert all(param.isfinite().all() for param in params)
+
+
+PROGRAMS = [
+    functools.partial(programs.recomputed_under_no_sync, use_reentrant=False),
+    functools.partial(programs.recomputed_under_no_sync, use_reentrant=True),
+    programs.another_forward_under_no_sync,
+    programs.a_part_is_wrapped,
+    functools.partial(programs.reduced_by_hand, delay_overflow_check=False),
+    functools.partial(programs.reduced_by_hand, delay_overflow_check=True),
+    programs.reduced_before_each_step,
+    programs.dropped_by_the_program,
+    programs.in_a_group_of_one,
+    programs.beside_the_wrapper,
+]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_programs_that_keep_ranks_equal(pair, number, level):
+    _assert_same_end(pair.run(functools.partial(PROGRAMS[number], level=level)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_before_the_synchronising_pass_is_refused(pair, level):
+    job = functools.partial(programs.clipped_before_the_synchronising_pass, level=level)
+    with pytest.raises(PairError, match="(?s)before the synchronising pass.*before the synchron"):
+        pair.run(job)
+
+
+def test_uneven_inputs(pair):
+    answers = pair.run(functools.partial(programs.joined, level="O1"))
+    assert all(map(_same, answers[0][0], answers[1][0]))
+    with pytest.raises(PairError, match="(?s)Use O1 or O4, or give.*Use O1 or O4, or give"):
+        pair.run(functools.partial(programs.joined, level="O2"))
 
 
 def test_ranks_without_reduction_are_seen_to_differ(pair):

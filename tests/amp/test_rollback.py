@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict  # or the first initialize at O2 imports it
 import torch.nn.functional as F
 from torch import nn
 

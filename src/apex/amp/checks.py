@@ -112,11 +112,13 @@ def model_list(models: Any) -> list[torch.nn.Module]:
 def unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module:
     """The module whose forward is to compute at the level, without a parallel wrapper."""
     ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
-    if isinstance(model, ddp) and properties.cast_model_type in HALF_TYPES:
+    if properties.cast_model_type in HALF_TYPES and any(
+        isinstance(m, ddp) for m in model.modules()
+    ):
         raise RuntimeError(
-            f"amp.initialize: a model is wrapped in DistributedDataParallel already, and "
-            f"{properties.opt_level} casts its parameters, which the wrapper would miss. "
-            "Wrap it after amp.initialize."
+            f"amp.initialize: a model, or a part of it, is wrapped in DistributedDataParallel "
+            f"already, and {properties.opt_level} casts its parameters, which the wrapper would "
+            "miss. Wrap it after amp.initialize."
         )
     module: torch.nn.Module = inner(model)
     return module
@@ -167,11 +169,23 @@ def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> N
 
 
 def refuse_sharded(models: Sequence[torch.nn.Module], properties: Properties) -> None:
-    """Refuse to cast FSDP2's modules and sharded parameters, which keep records of their dtype."""
+    """Refuse to cast FSDP2's modules and sharded parameters, which keep records of their dtype.
+
+    FSDP1 is refused with a dynamic scale too: each rank would see the overflows of its own shard.
+    """
+    # Whoever has such modules or parameters has imported what they are made of.
+    module_ = sys.modules.get("torch.distributed.fsdp")
+    first = getattr(module_, "FullyShardedDataParallel", ())
+    is_dynamic = properties.loss_scale == "dynamic"
+    if is_dynamic and any(isinstance(m, first) for model in models for m in model.modules()):
+        raise RuntimeError(
+            f"amp.initialize: a model is a FullyShardedDataParallel, and at {properties.opt_level} "
+            "the loss scale is dynamic: each rank would see the overflows of its own shard alone. "
+            "Use O4, or fully_shard (FSDP2) with O1."
+        )
     if properties.cast_model_type not in HALF_TYPES:
         return
-    # Whoever has such modules or parameters has imported what they are made of.
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    fsdp = getattr(module_, "FSDPModule", ())
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for model in models:
         found = [

@@ -44,6 +44,11 @@ def install() -> None:
         module._init_optim_state = _unless_swapped(initialise)  # type: ignore[attr-defined]
 
 
+def is_installed() -> bool:
+    """Whether torch's functions are wrapped now."""
+    return bool(_originals)
+
+
 def uninstall() -> None:
     """Put torch's functions back."""
     if _originals:
@@ -62,7 +67,7 @@ def _with_model_parameters(function: Any, position: int) -> Any:
             for optimizer in optimizers:
                 state = state_of(optimizer)
                 if state is not None and state.use_masters:
-                    _originals["_init_optim_state"](optimizer)  # steps, so with masters
+                    state.without_a_trace(_originals.get("_init_optim_state"))
                     stack.enter_context(state.ledger.params.swapped())
             return function(*args, **kwargs)
 

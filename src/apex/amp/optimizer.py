@@ -25,7 +25,7 @@ from torch.optim import optimizer as torch_optimizer
 from apex.amp.casting import state as casts
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
-from apex.amp.gradients.ledger import Ledger, State
+from apex.amp.gradients.ledger import Ledger, State, sharers
 from apex.amp.gradients.overflow import Overflow
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.gradients.step_check import StepCheck
@@ -75,8 +75,9 @@ class OptimizerState:
         self.ledger = Ledger(params, training, fused)
         self.overflow = Overflow(training.verbosity, training.max_skipped_steps)
         self._takes_flag = bool(getattr(optimizer, _MARK, False))
-        # Whether it was seen to step the masters that it was given; those of apex.optimizers do.
-        self._steps_masters = not use_masters or hasattr(optimizer, "step_scaled")
+        # Until it was seen to step the masters that it was given; those of apex.optimizers do.
+        needs_check = use_masters and not hasattr(optimizer, "step_scaled")
+        self._step_check = StepCheck(optimizer, params) if needs_check else None
         self._is_stepping = False
         params.sync(full)
         training.add_ledger(self.ledger)
@@ -86,16 +87,42 @@ class OptimizerState:
             attributes[_MARK] = True
         methods = {name: getattr(self, name) for name in _PATCHED}
         self._replaced = Replaced(optimizer, methods, attributes)
-        if use_masters:
-            record = weakref.ref(self)
-            self._replaced.refuse_inner_steps(
-                optimizer, lambda: (state := record()) is None or state._is_stepping
-            )
+        record = weakref.ref(self)
+        self._replaced.watch_inner_steps(
+            optimizer, lambda inner: None if (state := record()) is None else state._before(inner)
+        )
         _managed.add(optimizer)
 
     def _find_owners(self) -> None:
         self.training.find_shared()
-        self.ledger.records = self.training.records_of(self.ledger.params.targets)
+        records, is_all = self.training.records_of(self.ledger.params.targets)
+        self.ledger.records, self.ledger.belongs_to_models = records, is_all
+
+    def _before(self, inner: Any) -> None:
+        """Have a step of the optimizer inside of a wrapper skipped after an overflow.
+
+        Raises:
+            RuntimeError: There are masters, which the model would not get.
+        """
+        if self._is_stepping:
+            return
+        if self.use_masters:
+            raise RuntimeError(
+                f"amp: step() of the {type(inner).__name__} inside of a "
+                f"{type(self._optimizer()).__name__} was called. It steps float32 masters, which "
+                "the model would not get. Call step() of the object that was passed to "
+                "amp.initialize, or pass the inner optimizer."
+            )
+        self.ledger.collect()
+        overflows.check_again(self.ledger)
+        passes, self.ledger.passes = self.ledger.passes, []
+        report = self.overflow.read(passes)
+        if report is None:
+            self.overflow.note_taken()
+            return
+        self._skip(report, passes, is_fused=False)
+        for param in self.ledger.params.stepped:
+            param.grad = None  # so that the step changes nothing
 
     def parts(self) -> list[Any]:
         """The objects that make up this record."""
@@ -124,9 +151,13 @@ class OptimizerState:
                 "amp.initialize(model, [first, second], ...)."
             )
 
+    def _is_open(self) -> bool:
+        """Whether a block of this optimizer, or of one that shares a parameter, is open."""
+        return any(one.state is State.OPEN for one in (self.ledger, *sharers([self.ledger])))
+
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
-        if self.ledger.state is State.OPEN:
+        if self._is_open():
             raise RuntimeError(
                 "amp: gradients are still scaled inside the scale_loss block. Clip after it."
             )
@@ -145,6 +176,20 @@ class OptimizerState:
         if self.ledger.fused is not None and self.ledger.fused.active:
             self.ledger.unscale_delayed()
 
+    def without_a_trace(self, initialise: Any) -> None:
+        """Let torch make the optimizer's state, by a step with gradients of zero, if it has none.
+
+        Nothing is done while there are gradients, as in torch itself.
+        """
+        optimizer, ledger = self._optimizer(), self.ledger
+        has_grads = any(target.grad is not None for target in ledger.params.targets)
+        if initialise is None or optimizer is None or optimizer.state or has_grads:
+            return
+        before = [(part, dict(vars(part))) for part in (self, ledger, self.overflow)]
+        initialise(optimizer)
+        for part, attributes in before:
+            vars(part).update(attributes)
+
     # -- the step ------------------------------------------------------------------------------
 
     def can_skip(self) -> bool:
@@ -153,7 +198,7 @@ class OptimizerState:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, unless a pass since the last one was not finite."""
-        if self.ledger.state is State.OPEN:
+        if self._is_open():
             raise RuntimeError(
                 "amp: step() was called inside the scale_loss block, where gradients are still "
                 "scaled. Call it after the block."
@@ -181,12 +226,13 @@ class OptimizerState:
                 self._skip(report, passes, is_fused=is_fused)
                 return None
             self.overflow.note_taken()
-        with casts.off():
-            result = self._inner_step(options, args, kwargs)
-        if is_fused and ledger.fused is not None:
-            ledger.fused.free()
-        self._after_step(copied=is_fused)
-        return result
+        try:
+            with casts.off():
+                return self._inner_step(options, args, kwargs)
+        finally:  # an error out of the step, a hook's say, ends it too
+            if is_fused and ledger.fused is not None:
+                ledger.fused.free()
+            self._after_step(copied=is_fused)
 
     def _has_pre_hooks(self) -> bool:
         hooks = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
@@ -199,22 +245,28 @@ class OptimizerState:
         return all(overflows.runs_behind(one.found_inf.device) for one in passes)
 
     @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """The optimizer's own step, watched until it has once stepped what it was given."""
+    def _stepping(self, *, deferred: bool) -> Iterator[None]:
+        """The optimizer's own step, watched until it has once stepped what it was given.
+
+        Args:
+            deferred: Whether the device decides about the step.
+        """
         self._is_stepping = True
-        check = None if self._steps_masters else StepCheck(self._optimizer(), self.ledger.params)
+        check = self._step_check if not deferred else None
+        if check is not None:
+            check.begin()
         try:
             yield
         finally:
             self._is_stepping = False
-        if check is not None:
-            self._steps_masters = check.finish(self.training.properties.opt_level)
+        if check is not None and check.end(self.training.properties.opt_level):
+            self._step_check = None
 
     def _inner_step(self, options: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """The optimizer's own step, given what gradients are multiplied by, or a flag to skip."""
         optimizer = self._optimizer()
         step = self._replaced.inner["step"]
-        with self._stepping():
+        with self._stepping(deferred="noop" in options):
             if not options or optimizer is None:
                 return step(*args, **kwargs)
             if hasattr(optimizer, "step_scaled"):
@@ -261,10 +313,12 @@ class OptimizerState:
 
         self.ledger.collect()
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        with off, self._stepping():
-            result = self._replaced.inner["step"](evaluate, *args[1:], **rest)
-        self.overflow.note_taken()
-        self._after_step(copied=False)
+        try:
+            with off, self._stepping(deferred=False):
+                result = self._replaced.inner["step"](evaluate, *args[1:], **rest)
+            self.overflow.note_taken()
+        finally:
+            self._after_step(copied=False)
         return result
 
     def _skip(self, report: overflows.Report, passes: list[Any], *, is_fused: bool) -> None:
@@ -303,7 +357,10 @@ class OptimizerState:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, and the same for the model weights behind masters."""
         # Unscale first: if a delayed pass overflowed, its other optimizers must skip too.
-        self.ledger.unscale_delayed(check=False)
+        for ledger in (self.ledger, *sharers([self.ledger])):
+            ledger.unscale_delayed(check=False)
+        if self.ledger.state is not State.OPEN:
+            overflows.check_again(self.ledger)
         self._replaced.inner["zero_grad"](*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         self.ledger.clear(set_to_none=bool(set_to_none))

@@ -62,26 +62,20 @@ class Replaced:
             else:
                 vars(optimizer).pop(name, None)
 
-    def refuse_inner_steps(self, optimizer: Any, is_stepping: Callable[[], bool]) -> None:
-        """Refuse a step of an optimizer inside of a wrapper: amp would not learn of it.
+    def watch_inner_steps(self, optimizer: Any, before: Callable[[Any], None]) -> None:
+        """Have ``before`` called before each step of an optimizer inside of a wrapper.
 
         Args:
             optimizer: The wrapper, whose groups are those of the optimizer inside; else nothing
                 is done.
-            is_stepping: Whether amp has called the wrapper's step.
+            before: Takes the optimizer inside.
         """
-        wrapper = type(optimizer).__name__
 
-        def refuse(inner: Any, args: Any, kwargs: Any) -> None:
-            if not is_stepping():
-                raise RuntimeError(
-                    f"amp: step() of the {type(inner).__name__} inside of a {wrapper} was called. "
-                    "It steps float32 masters, which the model would not get. Call step() of the "
-                    "object that was passed to amp.initialize, or pass the inner optimizer."
-                )
+        def hook(inner: Any, args: Any, kwargs: Any) -> None:
+            before(inner)
 
         for inner in list(vars(optimizer).values()):
             if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
                 continue
             if inner.param_groups is optimizer.param_groups:
-                self._hooks.append(inner.register_step_pre_hook(refuse))
+                self._hooks.append(inner.register_step_pre_hook(hook))

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from apex.amp import distributed_checkpoint
 from apex.amp import optimizer as managing
 from apex.amp.casting import dispatcher, rules
 from apex.amp.casting import models as modules
@@ -26,7 +27,7 @@ lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def rollback(models: Iterable[torch.nn.Module], optimizers: Sequence[Any]) -> Iterator[None]:
+def rollback(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> Iterator[None]:
     """Put back everything that the block has changed if it raises.
 
     Args:
@@ -38,9 +39,11 @@ def rollback(models: Iterable[torch.nn.Module], optimizers: Sequence[Any]) -> It
         log.save_process()
         for optimizer in optimizers:
             log.save_optimizer(optimizer)
+        weights = {id(weight) for model in models for weight in model.parameters()}
         for optimizer in managing.managed():  # whose 16-bit weights may be in the models
             for param in managing.halves_of(optimizer):
-                log.save_container(optimizer.state.get(param))
+                if id(param) in weights:
+                    log.save_container(optimizer.state.get(param))
         for module in {module for model in models for module in model.modules()}:
             log.save_module(module)
         yield
@@ -57,6 +60,8 @@ class _UndoLog:
     def save_process(self) -> None:
         if not dispatcher.is_installed():
             self.undo.callback(dispatcher.uninstall)
+        if not distributed_checkpoint.is_installed():
+            self.undo.callback(distributed_checkpoint.uninstall)
         self.undo.callback(rules.restore, keep=rules.patched())
         self.save_container(_USER_CAST_REGISTRY)
         self.save_container(_USER_PROMOTE_REGISTRY)

@@ -1,9 +1,9 @@
 """Loss scaling: the scale, its growth counter and its rules.
 
-The numbers that change (scale, clean steps since it last changed, non-finite passes in a row)
-are one small float32 tensor on the gradients' device, replaced and never written in place: a
-pass that began keeps the scale it began with, whatever happens inside it, and nothing here waits
-for the device. The host learns them when a step reads whether to skip, in the same transfer.
+The numbers that change (scale, clean steps since it last changed, non-finite passes in a row, steps
+ever counted) are one small float32 tensor on the gradients' device, replaced and never written in
+place: a pass that began keeps the scale it began with, whatever happens inside it, and nothing here
+waits for the device. The host learns them when a step reads whether to skip, in the same transfer.
 
 * A pass with a non-finite gradient multiplies the scale by ``backoff_factor``, at once.
 * A step that is taken counts one; ``growth_interval`` such steps multiply it by ``growth_factor``.
@@ -43,12 +43,12 @@ HUGE = 2.0**127  # largest power of two in float32
 def _apply_overflow(
     state: torch.Tensor, found: torch.Tensor, backoff: float, floor: float, hysteresis: int
 ) -> torch.Tensor:
-    """The state after a pass: ``[scale, clean steps, non-finite passes in a row]``."""
+    """The state after a pass."""
     bad = found != 0
     hits = torch.where(bad, state[2] + 1, 0.0)
     scale = torch.where(hits >= hysteresis, (state[0] * backoff).clamp_min(floor), state[0])
     clean = torch.where(bad, 0.0, state[1])
-    return torch.stack((torch.where(bad, scale, state[0]), clean, hits))
+    return torch.stack((torch.where(bad, scale, state[0]), clean, hits, state[3]))
 
 
 class LossScaler:
@@ -111,9 +111,8 @@ class LossScaler:
         self._hysteresis = hysteresis
         self._found: torch.Tensor | None = None  # of the pass under way
         self._unchecked: torch.Tensor | None = None  # seen by delay_overflow_check passes
-        self._epoch = 0  # grows with each counted step; see Pass in apex.amp.gradients.ledger
         start = self._bounded(init_scale) if dynamic else float(loss_scale)
-        self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32)
+        self._state = torch.tensor([start, 0.0, 0.0, 0.0], dtype=torch.float32)
         self._static = None if dynamic else start
 
     @property
@@ -229,31 +228,39 @@ class LossScaler:
             self._state, found, self._backoff_factor, self._floor, self._hysteresis
         )
 
-    def count_step(self, taken: torch.Tensor | None = None) -> None:
+    @property
+    def steps(self) -> torch.Tensor:
+        """How many steps were counted: 0-dim; it stays what it is."""
+        return self._state[3]
+
+    def count_step(
+        self, taken: torch.Tensor | None = None, *, since: torch.Tensor | None = None
+    ) -> None:
         """Count a step that was taken; grow when there were enough.
 
         Args:
             taken: Whether it was, where only the device knows: 0-dim, bool.
+            since: :attr:`steps` at the pass that the step is for. Nothing is counted if a step of
+                another optimizer was counted since.
         """
-        self._epoch += 1
         if self._static is not None:
             return
         if self._waits_for_nothing and taken is None:
             values = self._read()
-            values[1] += 1
-            if values[1] < self._scale_seq_len:
-                self._state = torch.tensor(values)
+            if since is not None and float(since) != values[3]:
                 return
-        scale, clean, hits = self._state.unbind()
-        counts = 1 if taken is None else taken.to(self._state.device, torch.float32)
+            if values[1] + 1 < self._scale_seq_len:
+                self._state = torch.tensor([values[0], values[1] + 1, values[2], values[3] + 1])
+                return
+        scale, clean, hits, steps = self._state.unbind()
+        counts = torch.ones_like(steps) if taken is None else taken.to(steps)
+        if since is not None:
+            counts = counts * (since.to(steps.device, non_blocking=True) == steps)
         clean = clean + counts
-        full = clean >= self._scale_seq_len
-        if taken is not None:
-            full = full & taken.to(self._state.device)
+        full = (clean >= self._scale_seq_len) & (counts > 0)
         grown = (scale * self._growth_factor).clamp(self._floor, self._ceiling)
-        self._state = torch.stack(
-            (torch.where(full, grown, scale), torch.where(full, 0.0, clean), hits)
-        )
+        state = torch.where(full, grown, scale), torch.where(full, 0.0, clean), hits, steps + counts
+        self._state = torch.stack(state)
 
     def update_scale(self) -> bool:
         """End a pass by hand: back off or count one, and say whether the step is to be skipped.

@@ -86,6 +86,7 @@ def scale_loss(
             yield this.loss
         return
     wide = this.loss
+    this.loss = wide.detach()
     this = this.begin()
     try:
         with _body():
@@ -95,7 +96,11 @@ def scale_loss(
     except BaseException:
         this.abandon()
         raise
-    this.end(delayed=delay_unscale, check=not delay_overflow_check)
+    try:
+        this.end(delayed=delay_unscale, check=not delay_overflow_check)
+    except BaseException:  # no memory, say
+        this.abandon(drop=True)
+        raise
 
 
 def _pass_of(loss: Any, states: Sequence[OptimizerState], loss_id: int) -> Pass:
@@ -107,6 +112,15 @@ def _pass_of(loss: Any, states: Sequence[OptimizerState], loss_id: int) -> Pass:
         )
     scalers = states[0].training.loss_scalers
     scaler = _scaler(scalers, loss_id)
+    for state in states[1:]:
+        other = _scaler(state.training.loss_scalers, loss_id)
+        if other is not scaler and (
+            scaler.dynamic or other.dynamic or scaler.loss_scale() != other.loss_scale()
+        ):
+            raise RuntimeError(
+                "amp.scale_loss: the optimizers went through several amp.initialize calls, whose "
+                "loss scales differ. Pass them to one call: amp.initialize(models, optimizers)."
+            )
     ledgers = [state.ledger for state in states]
     for state in states:
         state.refuse_superseded()

@@ -67,14 +67,16 @@ class Training:
                 owners.setdefault(id(param), set()).add(id(ledger))
         self.sharing = {param: ids for param, ids in owners.items() if len(ids) > 1}
 
-    def records_of(self, weights: Sequence[torch.Tensor]) -> list[Any]:
-        """The records of the models that ``weights`` belong to."""
-        ids = set(map(id, weights))
-        return [
-            record
-            for reference, record in self._models
-            if (model := reference()) is not None and any(id(p) in ids for p in model.parameters())
-        ]
+    def records_of(self, weights: Sequence[torch.Tensor]) -> tuple[list[Any], bool]:
+        """The records of the models that ``weights`` belong to, and whether all belong to one."""
+        ids, found, records = set(map(id, weights)), set(), []
+        for reference, record in self._models:
+            model = reference()
+            mine = ids & set(map(id, () if model is None else model.parameters()))
+            if mine:
+                records.append(record)
+                found |= mine
+        return records, found == ids
 
     def has_models(self) -> bool:
         """Whether one of its models is alive."""

@@ -102,8 +102,7 @@ class _Enter:
         frame = None
         if not torch.compiler.is_compiling():
             frame = sys._getframe(1)
-            if torch.is_grad_enabled():
-                level.forwards.begin(module)
+            level.forwards.begin(module)
         elif torch.is_grad_enabled():
             level.forwards.begin_compiled(module)
         devices = () if level.casts is None else _devices(module)

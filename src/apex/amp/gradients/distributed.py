@@ -23,15 +23,42 @@ def _distributed() -> Any:
     return module
 
 
+def is_initialized() -> bool:
+    """Whether a process group was made."""
+    return _distributed() is not None
+
+
 def several_ranks() -> bool:
     """Whether this process is one of several ranks."""
     module = _distributed()
     return module is not None and module.get_world_size() > 1
 
 
+def has_all_ranks(wrapper: Any) -> bool:
+    """Whether a DistributedDataParallel reduces over all ranks, not over a group of them."""
+    module = _distributed()
+    return bool(module.get_world_size(wrapper.process_group) == module.get_world_size())
+
+
+def wrappers_inside(model: torch.nn.Module) -> list[Any]:
+    """Every DistributedDataParallel that is a part of ``model``."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    return [module for module in model.modules() if isinstance(module, ddp)]
+
+
+def refuse_join(wrapper: Any) -> None:
+    """Raise inside of ``wrapper.join()``, whose end writes the 16-bit weights of one rank."""
+    if getattr(getattr(wrapper, "_join_config", None), "enable", False):
+        raise RuntimeError(
+            "amp: join() of DistributedDataParallel was called with a model that is cast to 16 "
+            "bits. It ends with a broadcast of 16-bit weights, which the masters would not get. "
+            "Use O1 or O4, or give all ranks as many inputs."
+        )
+
+
 def active_wrapper() -> Any:
     """The DistributedDataParallel whose forward runs now, if any."""
-    if _distributed() is None:
+    if not is_initialized():
         return None
     wrapper = torch.nn.parallel.DistributedDataParallel
     return wrapper._get_active_ddp_module()  # type: ignore[no-untyped-call]

@@ -4,7 +4,8 @@ The contract: with ``initialize(fused_step=True)``, or ``FusedSGD(materialize_ma
 ``p.grad`` is scaled between the block and the step. Clip with ``amp.clip_grad_norm_``.
 ``amp.master_params``, step pre-hooks and closures see unscaled, clipped gradients. Collectives
 after the block and writes through ``.data`` are not allowed; they leave no trace. Other changes of
-gradients do, and are refused. The step frees the gradients. It is the same on every device.
+gradients do, and are refused, but for clearing them. The step frees the gradients. It is the same
+on every device.
 
 Gradients are read once for finiteness and norm, and once by the update, which multiplies them by
 ``clip / scale`` in registers and writes the 16-bit weights too. Bytes for each parameter in a step
@@ -36,6 +37,7 @@ class FusedGradients:
 
     Attributes:
         active: Whether gradients stay scaled for the step.
+        found_inf: Whether one was not finite, once they were measured: float32, 0-dim.
     """
 
     def __init__(self, params: Parameters) -> None:
@@ -45,7 +47,7 @@ class FusedGradients:
         self._seen: list[Any] = []
         self._clip: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
-        self._found_inf: torch.Tensor | None = None
+        self.found_inf: torch.Tensor | None = None
 
     def takes(self) -> bool:
         """Whether the gradients in memory are such that a fused step can read them scaled."""
@@ -62,8 +64,8 @@ class FusedGradients:
     def keep(self, scale: Factor) -> None:
         """Leave the gradients scaled by ``scale``."""
         self._scale = scale
-        self._clip = self._norm = self._found_inf = None
-        self._seen = [_identity(target.grad) for target in self._params.targets]
+        self._clip = self._norm = self.found_inf = None
+        self._seen = [_traces(target.grad) for target in self._params.targets]
 
     def can_continue(self) -> bool:
         """Whether another pass may accumulate in the scaled gradients."""
@@ -74,16 +76,17 @@ class FusedGradients:
 
     def check(self) -> None:
         """Raise if somebody has changed the gradients since, in a way that leaves a trace."""
-        now = [_identity(target.grad) for target in self._params.targets]
+        now = [target.grad for target in self._params.targets]
         same = len(now) == len(self._seen) and all(
-            one in (None, seen) for one, seen in zip(now, self._seen, strict=True)
+            grad is None or (seen is not None and grad is seen[0] and _traces(grad)[1:] == seen[1:])
+            for grad, seen in zip(now, self._seen, strict=True)
         )
         if not same:
             raise RuntimeError(
                 "amp: gradients were changed while they were scaled: with fused_step=True they are "
                 "until the step. Call every backward in scale_loss, clip with amp.clip_grad_norm_, "
                 "and call list(amp.master_params(optimizer)), which unscales them, before changing "
-                "them in another way."
+                "them in another way. These gradients are lost: call optimizer.zero_grad()."
             )
 
     def _grads(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -96,9 +99,9 @@ class FusedGradients:
         from apex.ops.norms import square_sums
 
         grads = list(self._grads().values())
-        device = grads[0].device if grads else torch.device("cpu")
-        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        sums = square_sums(grads, factor=inverse(self._scale), flag=self._found_inf)
+        first = grads[0] if grads else torch.as_tensor(self._scale)
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=first.device)
+        sums = square_sums(grads, factor=inverse(self._scale), flag=self.found_inf)
         self._norm = sums.sum().sqrt()
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> torch.Tensor | None:
@@ -148,19 +151,21 @@ class FusedGradients:
         self.check()
         self.active = False
         is_dynamic = isinstance(self._scale, torch.Tensor)
-        if is_dynamic and self._found_inf is None:
+        if is_dynamic and self.found_inf is None:
             self._measure()
         pairs = self._params.pairs
         pairs.refresh(compare=compare)
         factor = inverse(self._scale) if self._clip is None else self._clip * inverse(self._scale)
         options = {"factor": factor, "grads": self._grads(), "copies": pairs.mark_taken()}
-        return options, self._found_inf if is_dynamic else None
+        return options, self.found_inf if is_dynamic else None
 
     def free(self) -> None:
         """Free the gradients of what the optimizer steps itself: they are scaled."""
+        self._seen = []
         for weight in self._params.plain:
             weight.grad = None
 
 
-def _identity(grad: torch.Tensor | None) -> tuple[int, int, int] | None:
-    return None if grad is None else (id(grad), grad.data_ptr(), grad._version)
+def _traces(grad: torch.Tensor | None) -> Any:
+    """The gradient, with what a change in place leaves a trace in."""
+    return None if grad is None else (grad, grad.data_ptr(), grad._version)

@@ -12,7 +12,7 @@
 | its body raises | | put the stash back; the state before | |
 | its end | | unscale, add the stash, UNSCALED | |
 | its end, delayed | | SCALED | |
-| step, clipping | | refused | unscale, add the stash, UNSCALED |
+| step, clipping | | refused | unscale, add the stash, UNSCALED (a fused step: as it is) |
 | ``zero_grad`` | clear | clear the stash | clear, UNSCALED |
 
 A pass is delayed by ``delay_unscale=True``, by ``no_sync()`` of torch's DistributedDataParallel,
@@ -43,6 +43,8 @@ from apex.amp.gradients.unscaling import unscale_into
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
 
+_MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
+
 
 class State(enum.Enum):
     """See the module's docstring."""
@@ -63,9 +65,10 @@ class Pass:
         ledgers: Of the optimizers in the block.
         loss: Of the last pass, to tell whether it was finite.
         synchronised: Whether the last pass was outside of ``no_sync()``.
-        reduced: Whether the flag is the same on all ranks when the block ends.
+        is_final: Whether the gradients cannot change after the block, because nothing is reduced
+            there.
         found_inf: float32, 0-dim, after unscaling; ``None`` for a static scale.
-        counted: How many steps the scaler had counted when the gradients were unscaled.
+        counted: How many steps the scaler had counted when the gradients were unscaled: 0-dim.
     """
 
     scaler: LossScaler
@@ -74,9 +77,9 @@ class Pass:
     ledgers: list[Ledger]
     loss: torch.Tensor
     synchronised: bool = True
-    reduced: bool = True
+    is_final: bool = True
     found_inf: torch.Tensor | None = None
-    counted: int = 0
+    counted: torch.Tensor | None = None
 
     def begin(self) -> Pass:
         """Open the ledgers; return this pass, or the delayed one that it continues."""
@@ -87,6 +90,9 @@ class Pass:
         if not in_place:
             for ledger in (*self.ledgers, *sharers(self.ledgers)):
                 ledger.unscale_delayed()
+            for ledger in self.ledgers:
+                ledger.forget_cleared_passes()
+            self.scale = self.scaler.scale_on(self.loss.device)  # it may have backed off just now
         try:
             for ledger in self.ledgers:
                 ledger.open(stash=not in_place)
@@ -98,10 +104,16 @@ class Pass:
         before.loss = self.loss
         return before
 
-    def abandon(self) -> None:
-        """Leave a block whose body has raised."""
+    def abandon(self, *, drop: bool = False) -> None:
+        """Leave a block after an error.
+
+        Args:
+            drop: Whether what delayed passes have left is lost too: the error came in unscaling.
+        """
         for ledger in reversed(self.ledgers):  # the first to open has stashed what is shared
             if ledger.state is State.OPEN:
+                if drop:
+                    ledger.scaled = None
                 ledger.abandon()
 
     def end(self, *, delayed: bool, check: bool) -> None:
@@ -127,8 +139,12 @@ class Pass:
         """Note whether torch's DistributedDataParallel reduces the gradients of this pass."""
         records = [record for ledger in self.ledgers for record in ledger.records]
         self.synchronised = not any(record.synchronises is False for record in records)
-        by_ddp = bool(records) and all(record.synchronises for record in records)
-        self.reduced = by_ddp or not distributed.several_ranks()
+        by_ddp = all(ledger.belongs_to_models for ledger in self.ledgers) and all(
+            record.synchronises and record.reduces_all for record in records
+        )
+        self.is_final = by_ddp or not distributed.several_ranks()
+        for record in records:
+            record.end_pass()
 
     def _keeps_scaled(self) -> bool:
         """Whether the gradients stay scaled until the step, see :mod:`~.fused`."""
@@ -143,15 +159,16 @@ class Pass:
         fused.keep(self.scale)
         return True
 
-    def unscale(self, *, check: bool = True) -> None:
+    def unscale(self, *, check: bool = True, also: torch.Tensor | None = None) -> None:
         """Unscale the gradients, and tell optimizers and scaler whether all were finite.
 
         Args:
             check: ``False`` leaves the loss scale alone.
+            also: Another flag, of gradients that may have been cleared since.
         """
         done: set[int] | None = set() if len(self.ledgers) > 1 else None
         flags = [ledger.unscale(self.scale, done) for ledger in self.ledgers]
-        found = [flag for flag in flags if flag is not None]
+        found = [flag for flag in (*flags, also) if flag is not None]
         if found:
             self.finish(found[0] if len(found) == 1 else torch.stack(found).amax(), check=check)
 
@@ -161,11 +178,12 @@ class Pass:
         Where gradients can still be reduced after the block, the step does the latter: see
         :func:`apex.amp.gradients.overflow.check_again`.
         """
-        self.found_inf, self.loss, self.counted = found_inf, self.loss.detach(), self.scaler._epoch
-        for ledger in (*self.ledgers, *sharers(self.ledgers)):
+        self.found_inf, self.counted = found_inf, self.scaler.steps
+        for ledger in self.ledgers:
             ledger.passes.append(self)
-        if self.reduced or not check:
-            self.reduced = True
+        for ledger in sharers(self.ledgers):  # one may not step for long
+            ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
+        if self.is_final or not check:
             self.scaler.finish_pass(found_inf, check=check)
 
 
@@ -195,7 +213,8 @@ class Ledger:
             that continues it.
         stash: Unscaled gradients from before this pass.
         passes: Unscaled passes since the last step, for the step to look at.
-        records: The last training forwards of the models that the parameters belong to.
+        records: Of the forwards of the models that the parameters belong to.
+        belongs_to_models: Whether all parameters belong to these models.
     """
 
     def __init__(
@@ -209,6 +228,7 @@ class Ledger:
         self.stash: Stash = {}
         self.passes: list[Pass] = []
         self.records: list[ForwardRecord] = []
+        self.belongs_to_models = False
         self._has_stepped = False
         self._unreduced = False  # whether passes under no_sync() were unscaled
         self._warned = False
@@ -224,9 +244,18 @@ class Ledger:
         self.params.sync()
         if stash:
             self._stash_gradients()
-            if self.passes and not self.stash and not self.params.pairs.has_grads():
-                self.passes.clear()  # the program has cleared the gradients itself
         self.state = State.OPEN
+
+    def forget_cleared_passes(self) -> None:
+        """Forget an overflow whose gradients the program has cleared itself."""
+        if not self.passes:
+            return
+        pairs = self.params.pairs
+        pairs.drop_cleared()
+        if not (pairs.has_grads() or pairs.has_new()) and all(
+            weight.grad is None for weight in self.params.plain
+        ):
+            self.passes.clear()
 
     def _stash_gradients(self) -> None:
         stash: Stash = {}
@@ -251,6 +280,8 @@ class Ledger:
         """Leave a block whose body has raised."""
         if self.scaled is not None:
             self.state = State.SCALED
+            if self.fused is not None and self.fused.active:
+                self.fused.keep(self.scaled.scale)
             return
         stash, self.stash = self.stash, {}
         for target in self.params.targets:
@@ -296,8 +327,11 @@ class Ledger:
         accumulate(widened)
         if pairs:
             self.clear_before_next_forward()
-        stash, self.stash = self.stash, {}
-        accumulate(self.params.for_stepped(stash))
+        if self.stash:
+            accumulate(self.params.for_stepped(self.stash))
+            if sharing:
+                self.params.pairs.wait(sharing, self.stash)
+            self.stash = {}
         self.scaled = None
         self.state = State.UNSCALED
         return found_inf
@@ -336,7 +370,7 @@ class Ledger:
             fused.active = False
         for ledger in scaled.ledgers:
             ledger._unreduced |= not scaled.synchronised
-        scaled.unscale()
+        scaled.unscale(also=None if fused is None else fused.found_inf)
         if fused is not None:
             fused.apply_clip()
 
@@ -344,13 +378,14 @@ class Ledger:
 
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
-        self.unscale_delayed()
+        for ledger in (self, *sharers([self])):
+            ledger.unscale_delayed()
         self.params.sync()
         pairs = self.params.pairs
         if not pairs:
             return
         pairs.refresh(compare=not self._has_stepped)
-        if pairs.take_new():
+        if pairs.take_new(self.training.sharing):
             self._warn_of_edits()
         self.clear_before_next_forward()
 
@@ -390,6 +425,6 @@ class Ledger:
         self.scaled, self.state = None, State.UNSCALED
         self.clear_before_next_forward()
         if found_inf is not None:
-            scaled.reduced = True  # the gradients were read just now
+            scaled.is_final = True  # the gradients were read just now
             scaled.finish(found_inf)
         return options

@@ -11,7 +11,7 @@ they are in the cache and 90 us after a forward or backward.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from apex.amp.gradients.accumulation import Stash, accumulate, unshared
 
-Sharers = dict[int, set[int]]  # ids of the optimizers' states, by the id of a tensor they share
+Sharers = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
 
 
 class Master:
@@ -31,7 +31,7 @@ class Master:
         taken: The gradient on the weight that the master's gradient already contains. It stays on
             the weight, for programs that read it there, until the next training forward.
         taken_version: Its ``_version`` then.
-        waiting: ids of the optimizers' states that share this master and have yet to step.
+        waiting: ids of the ledgers whose optimizers share this master and have yet to step.
     """
 
     __slots__ = ("taken", "taken_version", "tensor", "version", "waiting")
@@ -167,6 +167,11 @@ class Pairs:
                 master.refresh(weight)
 
     @torch.no_grad()
+    def are_equal(self) -> bool:
+        """Whether every weight is its rounded master."""
+        return all(torch.equal(weight, t.to(weight.dtype)) for weight, t, _ in self._rows)
+
+    @torch.no_grad()
     def write(self) -> None:
         """Round every master into its weight."""
         torch._foreach_copy_(self.weights, self.tensors)
@@ -225,47 +230,72 @@ class Pairs:
         Returns:
             Whether somebody has edited gradients that masters have taken already.
         """
-        edited = False
+        edited = self.drop_cleared()
         for weight, _, master in self._rows:
-            grad = weight.grad
-            if grad is not None:
-                if master.taken is None:
-                    stash[weight] = unshared(grad)
-                else:
-                    edited |= grad is not master.taken or grad._version != master.taken_version
-                weight.grad = None
-            master.taken = None
+            if weight.grad is not None and master.taken is None:
+                stash[weight] = unshared(weight.grad)
+            weight.grad = master.taken = None
         return edited
 
-    def take_new(self) -> bool:
-        """Add to the masters what a backward outside of ``scale_loss`` has left on weights.
+    def drop_cleared(self, *, zeros: bool = True) -> bool:
+        """Drop the masters' gradients where the program has cleared those on weights.
 
-        It is what is there after a training forward has cleared the gradients of passes. What is
-        there instead of a taken gradient without a forward is somebody's edit of a copy.
+        ``model.zero_grad()`` reaches the weights alone.
+
+        Args:
+            zeros: Whether gradients that were written to and are zero count as cleared.
 
         Returns:
             Whether somebody has edited gradients that masters have taken already.
         """
         edited = False
         for weight, tensor, master in self._rows:
-            grad = weight.grad
-            if grad is None:
+            grad, taken = weight.grad, master.taken
+            if taken is None or (grad is taken and grad._version == master.taken_version):
                 continue
-            if master.taken is not None:
-                edited |= grad is not master.taken or grad._version != master.taken_version
+            is_zero = zeros and grad is taken and not grad.is_sparse and not grad.any()
+            if grad is None or is_zero:
+                tensor.grad = master.taken = weight.grad = None
+            else:
+                edited = True
+        return edited
+
+    def take_new(self, sharers: Sharers) -> bool:
+        """Add to the masters what a backward outside of ``scale_loss`` has left on weights.
+
+        It is what is there after a training forward has cleared the gradients of passes. What is
+        there instead of a taken gradient without a forward is somebody's edit of a copy.
+
+        Args:
+            sharers: See :class:`apex.amp.training.Training`.
+
+        Returns:
+            Whether somebody has edited gradients that masters have taken already.
+        """
+        edited = self.drop_cleared(zeros=False)
+        for weight, tensor, master in self._rows:
+            grad = weight.grad
+            if grad is None or master.taken is not None:
                 continue
             new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
             accumulate([(tensor, new.float())])
             master.take(grad)
+            master.waiting = set(sharers.get(id(tensor), ()))
         return edited
+
+    def wait(self, sharers: Sharers, weights: Container[torch.Tensor]) -> None:
+        """Keep the gradients of ``weights`` until every optimizer that shares them has stepped."""
+        for weight, tensor, master in self._rows:
+            if weight in weights:
+                master.waiting = set(sharers.get(id(tensor), ()))
 
     def has_grads(self) -> bool:
         """Whether a master has a gradient."""
         return any(tensor.grad is not None for tensor in self.tensors)
 
-    def has_all_grads(self) -> bool:
-        """Whether every master has a gradient."""
-        return all(tensor.grad is not None for tensor in self.tensors)
+    def has_new(self) -> bool:
+        """Whether a weight has a gradient that its master has not taken."""
+        return any(w.grad is not None and m.taken is None for w, _, m in self._rows)
 
     def match_requires_grad(self) -> None:
         """Let masters require gradients where their weights do."""
@@ -280,6 +310,7 @@ class Pairs:
 
     def clear_taken(self) -> None:
         """Clear the weights' gradients that masters have taken, edited ones too."""
+        self.drop_cleared()
         for weight, _, master in self._rows:
             if master.taken is not None:
                 weight.grad = master.taken = None
@@ -299,7 +330,7 @@ class Pairs:
 
         Args:
             sharers: See :class:`apex.amp.training.Training`.
-            stepped: id of the optimizer's state that has stepped.
+            stepped: id of the ledger whose optimizer has stepped.
         """
         if not sharers:
             for tensor in self.tensors:

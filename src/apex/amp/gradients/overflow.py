@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from apex.amp import _speech
-from apex.amp.gradients.accumulation import stored_values
+from apex.amp.gradients.accumulation import coalesced, stored_values
 from apex.amp.gradients.ledger import Ledger, Pass
 from apex.amp.gradients.unscaling import unscale_
 
@@ -184,8 +185,7 @@ class Overflow:
 def _count(passes: Sequence[Pass], taken: torch.Tensor | None) -> None:
     """Count a step on the scalers of its passes; ``taken`` tells where only the device knows."""
     for one in passes:
-        if one.counted == one.scaler._epoch:
-            one.scaler.count_step(taken)
+        one.scaler.count_step(taken, since=one.counted)
 
 
 @torch.no_grad()
@@ -193,25 +193,24 @@ def check_again(ledger: Ledger) -> None:
     """Look at gradients that may have been reduced after the block, and let scales back off.
 
     With several ranks and no DistributedDataParallel around the forward, nothing says when a
-    program reduces: an inf may have come from another rank since. So that the scale is the same on
-    all ranks, it backs off here, once for each scaler, and not in the passes.
+    program reduces: an inf may have come from another rank since, or be in another optimizer's
+    gradients on this rank alone. So that all ranks do the same, each optimizer goes by what is in
+    its own gradients now, and the scale backs off here and not in the passes: once for each scaler.
     """
-    late = [one for one in ledger.passes if not one.reduced]
+    late = [one for one in ledger.passes if not one.is_final]
     if not late:
         return
-    ledgers = dict.fromkeys(each for one in late for each in one.ledgers)
-    for each in ledgers:
-        each.unscale_delayed()
+    ledger.unscale_delayed()
     scale = late[0].scale
     assert isinstance(scale, torch.Tensor)
-    grads = [p.grad for each in ledgers for p in each.params.stepped if p.grad is not None]
-    stored = [grad.coalesce() if grad.is_sparse else grad for grad in grads]
-    found_inf = unscale_(stored, torch.ones_like(scale))
-    assert found_inf is not None
+    grads = [g for p in ledger.params.stepped if (g := coalesced(p)) is not None]
+    found_inf = unscale_(grads, torch.ones_like(scale))
     for scaler in dict.fromkeys(one.scaler for one in late):
         scaler.finish_pass(found_inf)
-    for one in late:
-        one.found_inf, one.reduced = found_inf, True
+    ledger.passes = [
+        one if one.is_final else replace(one, found_inf=found_inf, is_final=True)
+        for one in ledger.passes
+    ]
 
 
 def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -> str:
@@ -219,7 +218,7 @@ def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -
     name = "unknown"
     params = ledger.params
     for tensor, target in zip(params.stepped, params.targets, strict=True):
-        grad = tensor.grad
+        grad = target.grad if tensor.grad is None else tensor.grad
         if grad is not None and not bool(torch.isfinite(stored_values(grad)).all()):
             name = ledger.training.name_of(target)
             break

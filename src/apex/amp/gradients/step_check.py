@@ -1,12 +1,14 @@
 """Whether an optimizer steps the masters that amp put into its groups.
 
 Some step another list: one of their own, or that of an optimizer inside (ZeroRedundancyOptimizer).
-Then the masters stay as they are and nothing trains. This is asked at the first step that is not
-skipped. Versions do not tell alone: many published optimizers write through ``.data``.
+Then the masters stay as they are and nothing trains. This is asked from the first step that is not
+skipped on, until one has changed a master. Versions do not tell alone: many published optimizers
+write through ``.data``. A few wait some steps before they change anything.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -14,9 +16,11 @@ import torch
 from apex.amp.gradients.accumulation import stored_values
 from apex.amp.gradients.parameters import Parameters
 
+_MOST_STEPS = 10  # without a change, where nothing else was stepped instead
+
 
 class StepCheck:
-    """One step of an optimizer, watched.
+    """The first steps of an optimizer, watched.
 
     Args:
         optimizer: The optimizer.
@@ -24,22 +28,28 @@ class StepCheck:
     """
 
     def __init__(self, optimizer: Any, params: Parameters) -> None:
-        self._name = type(optimizer).__name__
+        self._optimizer = weakref.ref(optimizer)
         self._params = params
-        masters = set(map(id, params.pairs.tensors))
+        self._watched: list[tuple[torch.Tensor, int, tuple[int, float]]] = []
+        self._unchanged = 0  # steps
+
+    def begin(self) -> None:
+        """Remember the masters that the step should change."""
+        masters = set(map(id, self._params.pairs.tensors))
         self._watched = [
             (param, param._version, _fingerprint(param))
-            for group in getattr(optimizer, "param_groups", ())
+            for group in getattr(self._optimizer(), "param_groups", ())
             if group.get("lr") is None or float(group["lr"]) != 0.0  # else no change is expected
             for param in group["params"]
             if id(param) in masters and param.grad is not None and not param.is_meta
         ]
 
-    def finish(self, level: str) -> bool:
+    def end(self, level: str) -> bool:
         """Say whether a master has changed; raise if one should have and none has.
 
         Raises:
-            RuntimeError: No version and no fingerprint has changed, and gradients were not zero.
+            RuntimeError: No version and no fingerprint has changed, although gradients were not
+                zero; and model weights were stepped instead, or it is so for many steps.
         """
         if any(param._version != version for param, version, _ in self._watched):
             return True
@@ -47,9 +57,13 @@ class StepCheck:
             return True
         if not any(_is_nonzero(param.grad) for param, _, _ in self._watched):
             return False
+        self._unchanged += 1
+        if self._params.pairs.are_equal() and self._unchanged < _MOST_STEPS:
+            return False
         self._params.pairs.write()  # whatever was stepped instead
+        name = type(self._optimizer()).__name__
         raise RuntimeError(
-            f"amp: {self._name}.step() did not change the float32 masters that amp put into its "
+            f"amp: {name}.step() did not change the float32 masters that amp put into its "
             f"param_groups at {level}, so the model would not train. It steps a list of its own, "
             "or an optimizer inside. Pass amp.initialize an optimizer that steps its "
             "param_groups, or use O1 or O4, which have no masters."

@@ -93,8 +93,8 @@ def unscale_into(
         halves = [weight.grad for weight in pairs.weights if weight.grad is not None]
         if unscale.takes([*grads, *halves]):
             wide, more = pairs.widen(sharers, empty=True)
-            device = scale.device if isinstance(scale, torch.Tensor) else halves[0].device
-            found_inf = torch.zeros((), dtype=torch.float32, device=device)
+            first = scale if isinstance(scale, torch.Tensor) else (*grads, *halves)[0]
+            found_inf = torch.zeros((), dtype=torch.float32, device=first.device)
             unscale.unscale_into([*grads, *halves], [*grads, *wide], inverse(scale), found_inf)
             return (found_inf if isinstance(scale, torch.Tensor) else None), more
     wide, more = pairs.widen(sharers, empty=False)

@@ -1,0 +1,208 @@
+"""Programs that run on two ranks, each in a way of its own; started by test_ranks.py.
+
+Each returns what is to be equal on all ranks.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from apex import amp
+
+
+def _start(level, seed=0, layers=2, **options):
+    amp.reset()
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"loss_scale": "dynamic", "init_scale": 128.0, **options}
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def _inputs(rank, step):
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def _block(loss, optimizer, **options):
+    with amp.scale_loss(loss, optimizer, **options) as scaled:
+        scaled.backward()
+
+
+def _end(optimizer):
+    params = [p.detach().clone() for p in amp.master_params(optimizer)]
+    return params, amp.state_dict()["loss_scaler0"], amp.stepped(optimizer)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes the whole model in backward."""
+
+    def __init__(self, model, use_reentrant):
+        super().__init__()
+        self.model, self.use_reentrant = model, use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.model, x, use_reentrant=self.use_reentrant)
+
+
+def recomputed_under_no_sync(rank, level, use_reentrant):
+    """Ranks begin differently; the second of two passes reduces the sum."""
+    model, optimizer = _start(level, seed=rank)
+    wrapper = DistributedDataParallel(Checkpointed(model, use_reentrant))
+    for step in range(3):
+        optimizer.zero_grad()
+        first, second = (_inputs(rank, 2 * step + n).requires_grad_() for n in range(2))
+        with wrapper.no_sync():
+            _block(wrapper(first).float().square().mean(), optimizer)
+        _block(wrapper(second).float().square().mean(), optimizer)
+        optimizer.step()
+    return _end(optimizer)
+
+
+def another_forward_under_no_sync(rank, level):
+    """The unwrapped model is called too, before the loss of the pass is complete."""
+    model, optimizer = _start(level)
+    wrapper = DistributedDataParallel(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        with wrapper.no_sync():
+            loss = wrapper(_inputs(rank, 2 * step)).float().square().mean()
+            _block(loss + 0.0 * model(torch.ones(1, 4)).float().sum(), optimizer)
+        _block(wrapper(_inputs(rank, 2 * step + 1)).float().square().mean(), optimizer)
+        optimizer.step()
+    return _end(optimizer)
+
+
+def a_part_is_wrapped(rank, level):
+    """DistributedDataParallel around all that is trained, inside of the model."""
+    amp.reset()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
+    model[0] = part = DistributedDataParallel(model[0])
+    for step in range(3):
+        optimizer.zero_grad()
+        with part.no_sync():
+            _block(model(_inputs(rank, 2 * step)).float().square().mean(), optimizer)
+        _block(model(_inputs(rank, 2 * step + 1)).float().square().mean(), optimizer)
+        optimizer.step()
+    return _end(optimizer)
+
+
+def reduced_by_hand(rank, level, delay_overflow_check):
+    """An overflow on one rank arrives on the others after the block."""
+    model, optimizer = _start(level)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = _inputs(rank, step) * (math.inf if rank == step == 1 else 1.0)
+        loss = model(x).float().square().mean()
+        _block(loss, optimizer, delay_overflow_check=delay_overflow_check)
+        for param in amp.master_params(optimizer):
+            dist.all_reduce(param.grad)
+        optimizer.step()
+        if step == 1:
+            assert not amp.stepped(optimizer)
+    return _end(optimizer)
+
+
+def reduced_before_each_step(rank, level):
+    """Two optimizers of one pass; each has its gradients reduced just before its step."""
+    amp.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    amp.initialize(
+        model, pair, opt_level=level, verbosity=0, loss_scale="dynamic", init_scale=128.0
+    )
+    taken = []
+    for step in range(3):
+        model.zero_grad()
+        with amp.scale_loss(model(_inputs(rank, step)).float().square().mean(), pair) as scaled:
+            scaled.backward()
+            if rank == step == 1:
+                model[1].weight.grad.fill_(math.inf)
+        for optimizer in pair:
+            for param in amp.master_params(optimizer):
+                dist.all_reduce(param.grad)
+            optimizer.step()
+            taken.append(amp.stepped(optimizer))
+    assert taken == [True, True, True, False, True, True]
+    return _end(pair[1])
+
+
+def dropped_by_the_program(rank, level):
+    """Ranks look at the norm of what was reduced by hand, and drop the batch."""
+    model, optimizer = _start(level)
+    for step in range(4):
+        optimizer.zero_grad()
+        x = _inputs(rank, step) * (math.inf if rank == 1 and step < 3 else 1.0)
+        _block(model(x).float().square().mean(), optimizer)
+        for param in amp.master_params(optimizer):
+            dist.all_reduce(param.grad)
+        if torch.isfinite(amp.clip_grad_norm_(optimizer, 1.0)):
+            optimizer.step()
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 16.0
+    return _end(optimizer)
+
+
+def in_a_group_of_one(rank, level):
+    """DistributedDataParallel reduces in a group of its own; the program over all ranks."""
+    model, optimizer = _start(level)
+    groups = [dist.new_group([number]) for number in range(dist.get_world_size())]
+    wrapper = DistributedDataParallel(model, process_group=groups[rank])
+    for step in range(3):
+        optimizer.zero_grad()
+        x = _inputs(rank, step) * (math.inf if rank == step == 1 else 1.0)
+        _block(wrapper(x).float().square().mean(), optimizer)
+        for param in amp.master_params(optimizer):
+            dist.all_reduce(param.grad)
+        optimizer.step()
+    return _end(optimizer)
+
+
+def beside_the_wrapper(rank, level):
+    """A weight of the optimizer is not in the model, and is reduced by hand."""
+    amp.reset()
+    torch.manual_seed(0)
+    model, factor = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), factor], lr=0.1)
+    amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic", init_scale=128.0
+    )
+    wrapper = DistributedDataParallel(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = factor * wrapper(_inputs(rank, step)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            if rank == step == 1:
+                factor.grad.fill_(math.inf)
+        dist.all_reduce(factor.grad)
+        optimizer.step()
+    return _end(optimizer)
+
+
+def clipped_before_the_synchronising_pass(rank, level):
+    """Gradients of a pass under no_sync() cannot be reduced any more once they are unscaled."""
+    model, optimizer = _start(level)
+    wrapper = DistributedDataParallel(model)
+    with wrapper.no_sync():
+        _block(wrapper(_inputs(rank, 0)).float().square().mean(), optimizer)
+    amp.clip_grad_norm_(optimizer, 1.0)
+    _block(wrapper(_inputs(rank, 1)).float().square().mean(), optimizer)
+
+
+def joined(rank, level):
+    """Uneven inputs, which end with a broadcast of 16-bit weights."""
+    model, optimizer = _start(level)
+    wrapper = DistributedDataParallel(model)
+    with wrapper.join():
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
+            optimizer.step()
+    return _end(optimizer)
