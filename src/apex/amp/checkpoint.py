@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from apex.amp._amp_state import _amp_state
-from apex.amp.optimizer import is_disabled, state_of, states
+from apex.amp.optimizer import state_of, states
+from apex.amp.registry import is_disabled
 from apex.amp.scaler import LossScaler
 
 _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from apex.amp.optimizer import state_of
+from apex.amp.optimizer import OptimizerState, state_of
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 # Function, and at which position it is given the optimizer or the optimizers.
@@ -67,11 +67,26 @@ def _with_model_parameters(function: Any, position: int) -> Any:
             for optimizer in optimizers:
                 state = state_of(optimizer)
                 if state is not None and state.use_masters:
-                    state.without_a_trace(_originals.get("_init_optim_state"))
+                    _make_state(state, optimizer)
                     stack.enter_context(state.ledger.params.swapped())
             return function(*args, **kwargs)
 
     return wrapper
+
+
+def _make_state(record: OptimizerState, optimizer: Any) -> None:
+    """Let torch make the optimizer's state, by a step with gradients of zero, if it has none.
+
+    Nothing is done while there are gradients, as in torch itself; and amp forgets that step.
+    """
+    ledger, make = record.ledger, _originals.get("_init_optim_state")
+    has_grads = any(target.grad is not None for target in ledger.params.targets)
+    if make is None or optimizer.state or has_grads:
+        return
+    before = [(part, dict(vars(part))) for part in (record, ledger, record.overflow)]
+    make(optimizer)
+    for part, attributes in before:
+        vars(part).update(attributes)
 
 
 def _unless_swapped(initialise: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from apex.amp import checks, distributed_checkpoint, handle
+from apex.amp import checks, distributed_checkpoint, handle, registry
 from apex.amp import optimizer as managing
 from apex.amp._amp_state import _amp_state
 from apex.amp.casting import dispatcher, rules, state
@@ -217,7 +217,7 @@ def _supersede(
 ) -> None:
     """Mark optimizers that are not passed again with their models, where masters are involved."""
     ids = {id(parameter) for model in models for parameter in model.parameters()}
-    for optimizer in managing.managed():
+    for optimizer in registry.managed():
         record = managing.state_of(optimizer)
         if record is None or any(optimizer is other for other in optimizers):
             continue
@@ -227,7 +227,7 @@ def _supersede(
 
 def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
     """Make plain torch again of what amp has changed; leave anything else alone."""
-    stepped = [(o, managing.halves_of(o)) for o in (*optimizers, *managing.managed())]
+    stepped = [(o, managing.halves_of(o)) for o in (*optimizers, *registry.managed())]
     for optimizer in optimizers:
         record = managing.state_of(optimizer)
         if record is not None:
@@ -275,7 +275,7 @@ def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
     with lock:
         _release(map(checks.inner, listed[0]), listed[1])
         for optimizer in listed[1]:
-            managing.note_disabled(optimizer)
+            registry.note_disabled(optimizer)
         newest = getattr(_amp_state, "training", None)
         if newest is not None and managing.is_over(newest):
             _amp_state.forget_scalers()
@@ -291,11 +291,11 @@ def reset() -> None:
     """
     state.disable_for_thread()
     with lock:
-        _release(list(modules.prepared()), managing.managed())
+        _release(list(modules.prepared()), registry.managed())
         rules.restore()
         dispatcher.uninstall()
         distributed_checkpoint.uninstall()
-    managing.forget_disabled()
+    registry.forget_disabled()
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
     _amp_state.forget()

@@ -1,31 +1,28 @@
-"""What amp puts on an optimizer, and takes off again.
+"""What amp puts on an optimizer.
 
 ``OptimizerState`` hangs on the optimizer as ``_amp_stash``; all that amp knows of an optimizer
-is there, so two trainings never meet. Three methods are replaced on the instance, as bound
-methods: ``step`` (skips after an overflow, keeps masters and model equal), ``zero_grad`` (clears
-the 16-bit weights too), ``add_param_group`` (gives new 16-bit weights masters). Two names that old
-programs call, ``_lazy_init_maybe_master_weights`` and ``_amp_lazy_init``, look at the groups again.
-Where there are masters, ``_step_supports_amp_scaling`` lets torch's GradScaler say that it is
-there, so that it can be refused, and a wrapper's inner optimizer gets a step pre-hook.
-
-Gradients on 16-bit *model* weights are still scaled after a block, as in the original: the ones to
-read and clip are those of ``amp.master_params(optimizer)``.
+is there, so two trainings never meet. Three methods are replaced on the instance: ``step`` (skips
+after an overflow, keeps masters and model equal), ``zero_grad`` (clears the 16-bit weights too),
+``add_param_group`` (gives new 16-bit weights masters). Two names that old programs call look at the
+groups again. Where there are masters, ``_step_supports_amp_scaling`` lets torch's GradScaler say
+that it is there, so that it can be refused. A wrapper's inner optimizer gets a step pre-hook.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from apex.amp import registry
 from apex.amp.casting import state as casts
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
-from apex.amp.gradients.ledger import Ledger, State, sharers
+from apex.amp.gradients.ledger import Ledger, State
 from apex.amp.gradients.overflow import Overflow
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.gradients.step_check import StepCheck
@@ -36,9 +33,6 @@ from apex.amp.training import Training
 _PATCHED = ("step", "zero_grad", "add_param_group")
 _OLD_HOOKS = ("_lazy_init_maybe_master_weights", "_amp_lazy_init")  # called by old programs
 _MARK = "_step_supports_amp_scaling"
-
-_managed: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that carry a state of ours
-_disabled: weakref.WeakSet[Any] = weakref.WeakSet()  # those passed to a disabled initialize
 
 
 class OptimizerState:
@@ -91,7 +85,7 @@ class OptimizerState:
         self._replaced.watch_inner_steps(
             optimizer, lambda inner: None if (state := record()) is None else state._before(inner)
         )
-        _managed.add(optimizer)
+        registry.add(optimizer)
 
     def _find_owners(self) -> None:
         self.training.find_shared()
@@ -132,7 +126,7 @@ class OptimizerState:
     def detach(self) -> None:
         """Give the optimizer its own methods back, and the model's weights in its groups."""
         optimizer = self._optimizer()
-        _managed.discard(optimizer)
+        registry.discard(optimizer)
         if optimizer is None or not self._replaced.is_on:
             return
         self.ledger.unscale_delayed(check=False)
@@ -152,8 +146,8 @@ class OptimizerState:
             )
 
     def _is_open(self) -> bool:
-        """Whether a block of this optimizer, or of one that shares a parameter, is open."""
-        return any(one.state is State.OPEN for one in (self.ledger, *sharers([self.ledger])))
+        """Whether a block is open, of this optimizer or of one that shares a parameter."""
+        return any(ledger.state is State.OPEN for ledger in self.ledger.with_sharers())
 
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
@@ -175,20 +169,6 @@ class OptimizerState:
         self.ledger.params.pairs.match_requires_grad()
         if self.ledger.fused is not None and self.ledger.fused.active:
             self.ledger.unscale_delayed()
-
-    def without_a_trace(self, initialise: Any) -> None:
-        """Let torch make the optimizer's state, by a step with gradients of zero, if it has none.
-
-        Nothing is done while there are gradients, as in torch itself.
-        """
-        optimizer, ledger = self._optimizer(), self.ledger
-        has_grads = any(target.grad is not None for target in ledger.params.targets)
-        if initialise is None or optimizer is None or optimizer.state or has_grads:
-            return
-        before = [(part, dict(vars(part))) for part in (self, ledger, self.overflow)]
-        initialise(optimizer)
-        for part, attributes in before:
-            vars(part).update(attributes)
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -357,7 +337,7 @@ class OptimizerState:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, and the same for the model weights behind masters."""
         # Unscale first: if a delayed pass overflowed, its other optimizers must skip too.
-        for ledger in (self.ledger, *sharers([self.ledger])):
+        for ledger in self.ledger.with_sharers():
             ledger.unscale_delayed(check=False)
         if self.ledger.state is not State.OPEN:
             overflows.check_again(self.ledger)
@@ -402,18 +382,7 @@ def state_of(optimizer: Any) -> OptimizerState | None:
 
 def states() -> list[OptimizerState]:
     """The records of all optimizers that are managed."""
-    return [state for optimizer in list(_managed) if (state := state_of(optimizer)) is not None]
-
-
-def managed() -> list[Any]:
-    """Every optimizer that carries a record of ours."""
-    return list(_managed)
-
-
-def set_managed(optimizers: Iterable[Any]) -> None:
-    """Have :func:`managed` return exactly ``optimizers``."""
-    _managed.clear()
-    _managed.update(optimizers)
+    return [state for optimizer in registry.managed() if (state := state_of(optimizer)) is not None]
 
 
 def halves_of(optimizer: Any) -> list[torch.Tensor]:
@@ -429,24 +398,3 @@ def is_over(training: Training) -> bool:
     if not training.ledgers():
         return not training.has_models()
     return not any(state.training is training for state in states())
-
-
-def note_disabled(optimizer: Any) -> None:
-    """Remember that ``optimizer`` was passed to an ``initialize`` with ``enabled=False``."""
-    try:
-        _disabled.add(optimizer)
-    except TypeError:  # anything may be passed to a disabled initialize
-        return
-
-
-def is_disabled(optimizer: Any) -> bool:
-    """Whether ``optimizer`` was passed to an ``initialize`` with ``enabled=False``."""
-    try:
-        return optimizer in _disabled
-    except TypeError:
-        return False
-
-
-def forget_disabled() -> None:
-    """Forget what :func:`note_disabled` remembers."""
-    _disabled.clear()

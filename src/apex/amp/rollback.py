@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from apex.amp import distributed_checkpoint
+from apex.amp import distributed_checkpoint, registry
 from apex.amp import optimizer as managing
 from apex.amp.casting import dispatcher, rules
 from apex.amp.casting import models as modules
@@ -40,7 +40,7 @@ def rollback(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> It
         for optimizer in optimizers:
             log.save_optimizer(optimizer)
         weights = {id(weight) for model in models for weight in model.parameters()}
-        for optimizer in managing.managed():  # whose 16-bit weights may be in the models
+        for optimizer in registry.managed():  # whose 16-bit weights may be in the models
             for param in managing.halves_of(optimizer):
                 if id(param) in weights:
                     log.save_container(optimizer.state.get(param))
@@ -66,7 +66,7 @@ class _UndoLog:
         self.save_container(_USER_CAST_REGISTRY)
         self.save_container(_USER_PROMOTE_REGISTRY)
         self.undo.callback(modules.set_prepared, list(modules.prepared()))
-        self.undo.callback(managing.set_managed, managing.managed())
+        self.undo.callback(registry.set_managed, registry.managed())
 
     def save_optimizer(self, optimizer: Any) -> None:
         self.save_container(vars(optimizer))

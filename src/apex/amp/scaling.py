@@ -10,8 +10,10 @@ import torch
 
 from apex.amp._amp_state import _amp_state
 from apex.amp.casting import state as casting
-from apex.amp.gradients.ledger import Pass, State, sharers
-from apex.amp.optimizer import OptimizerState, is_disabled, state_of
+from apex.amp.gradients.ledger import Pass, State
+from apex.amp.gradients.unscaling import refuse_graph
+from apex.amp.optimizer import OptimizerState, state_of
+from apex.amp.registry import is_disabled
 from apex.amp.scaler import LossScaler
 
 __all__ = ["scale_loss"]
@@ -92,7 +94,7 @@ def scale_loss(
         with _body():
             yield wide * _on(this.scale, wide.device)
         for ledger in this.ledgers:
-            ledger.refuse_graph()
+            refuse_graph(ledger.params.targets)
     except BaseException:
         this.abandon()
         raise
@@ -124,7 +126,7 @@ def _pass_of(loss: Any, states: Sequence[OptimizerState], loss_id: int) -> Pass:
     ledgers = [state.ledger for state in states]
     for state in states:
         state.refuse_superseded()
-    for ledger in (*ledgers, *sharers(ledgers)):
+    for ledger in (*ledgers, *states[0].training.sharers(ledgers)):
         if ledger.state is State.OPEN:
             raise RuntimeError(
                 "amp.scale_loss: this optimizer, or one that shares a parameter with it, is in "

@@ -59,6 +59,17 @@ class Training:
         """The ledgers of the optimizers that are alive."""
         return [ledger for reference in self._ledgers if (ledger := reference()) is not None]
 
+    def sharers(self, listed: Sequence[Any]) -> list[Any]:
+        """The ledgers not listed whose optimizers share a parameter with one that is."""
+        if not self.sharing:
+            return []
+        mine = {id(param) for ledger in listed for param in ledger.params.in_groups()}
+        return [
+            ledger
+            for ledger in self.ledgers()
+            if ledger not in listed and any(id(p) in mine for p in ledger.params.in_groups())
+        ]
+
     def find_shared(self) -> None:
         """Note which tensors are in the groups of several optimizers, and whose models they are."""
         owners: dict[int, set[int]] = {}

@@ -19,8 +19,7 @@ A pass is delayed by ``delay_unscale=True``, by ``no_sync()`` of torch's Distrib
 or by ``fused_step`` (:mod:`apex.amp.gradients.fused`). The next pass continues it if it has the
 same optimizers and the same scaler or static scale: it uses the scale of the first one and
 accumulates in ``.grad`` in place, so that a reducer, hooks and an ``all_reduce`` in the last block
-see the whole sum, as without amp. An error in its body leaves what backward has added so far, also
-as without amp.
+see the whole sum. An error in its body leaves what backward has added so far, as without amp.
 
 A pass belongs to all optimizers of its block: an overflow in one skips the step of all.
 """
@@ -65,8 +64,7 @@ class Pass:
         ledgers: Of the optimizers in the block.
         loss: Of the last pass, to tell whether it was finite.
         synchronised: Whether the last pass was outside of ``no_sync()``.
-        is_final: Whether the gradients cannot change after the block, because nothing is reduced
-            there.
+        is_final: Whether nothing is reduced after the block.
         found_inf: float32, 0-dim, after unscaling; ``None`` for a static scale.
         counted: How many steps the scaler had counted when the gradients were unscaled: 0-dim.
     """
@@ -88,7 +86,7 @@ class Pass:
             ledger.scaled is before and ledger.can_continue(self) for ledger in self.ledgers
         )
         if not in_place:
-            for ledger in (*self.ledgers, *sharers(self.ledgers)):
+            for ledger in (*self.ledgers, *self.ledgers[0].training.sharers(self.ledgers)):
                 ledger.unscale_delayed()
             for ledger in self.ledgers:
                 ledger.forget_cleared_passes()
@@ -99,10 +97,10 @@ class Pass:
         except BaseException:
             self.abandon()
             raise
-        if not in_place or before is None:
-            return self
-        before.loss = self.loss
-        return before
+        if in_place and before is not None:
+            before.loss = self.loss
+            return before
+        return self
 
     def abandon(self, *, drop: bool = False) -> None:
         """Leave a block after an error.
@@ -131,7 +129,7 @@ class Pass:
                 ledger.fused.active = for_step
         if delayed or for_step:
             for ledger in self.ledgers:
-                ledger.close_scaled(self)
+                ledger.scaled, ledger.state = self, State.SCALED
         else:
             self.unscale(check=check)
 
@@ -139,9 +137,8 @@ class Pass:
         """Note whether torch's DistributedDataParallel reduces the gradients of this pass."""
         records = [record for ledger in self.ledgers for record in ledger.records]
         self.synchronised = not any(record.synchronises is False for record in records)
-        by_ddp = all(ledger.belongs_to_models for ledger in self.ledgers) and all(
-            record.synchronises and record.reduces_all for record in records
-        )
+        by_ddp = all(ledger.belongs_to_models for ledger in self.ledgers)
+        by_ddp = by_ddp and all(record.synchronises and record.reduces_all for record in records)
         self.is_final = by_ddp or not distributed.several_ranks()
         for record in records:
             record.end_pass()
@@ -152,9 +149,8 @@ class Pass:
         fused = ledger.fused
         if fused is None or len(self.ledgers) > 1 or ledger.training.sharing or ledger.stash:
             return False
-        if ledger.scaled is not None and not fused.active:  # it was delayed by the program
-            return False
-        if not fused.takes():
+        by_program = ledger.scaled is not None and not fused.active  # delayed before
+        if by_program or not fused.takes():
             return False
         fused.keep(self.scale)
         return True
@@ -175,28 +171,15 @@ class Pass:
     def finish(self, found_inf: torch.Tensor, *, check: bool = True) -> None:
         """Note the flag of the whole pass for the step, and let the scale back off.
 
-        Where gradients can still be reduced after the block, the step does the latter: see
-        :func:`apex.amp.gradients.overflow.check_again`.
+        Where gradients can be reduced after the block, ``overflow.check_again`` does the latter.
         """
         self.found_inf, self.counted = found_inf, self.scaler.steps
         for ledger in self.ledgers:
             ledger.passes.append(self)
-        for ledger in sharers(self.ledgers):  # one may not step for long
+        for ledger in self.ledgers[0].training.sharers(self.ledgers):  # one may not step for long
             ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
         if self.is_final or not check:
             self.scaler.finish_pass(found_inf, check=check)
-
-
-def sharers(ledgers: list[Ledger]) -> list[Ledger]:
-    """The ledgers not listed whose optimizers share a parameter with one that is."""
-    if not ledgers[0].training.sharing:
-        return []
-    mine = {id(param) for ledger in ledgers for param in ledger.params.in_groups()}
-    return [
-        ledger
-        for ledger in ledgers[0].training.ledgers()
-        if ledger not in ledgers and any(id(p) in mine for p in ledger.params.in_groups())
-    ]
 
 
 class Ledger:
@@ -232,6 +215,10 @@ class Ledger:
         self._has_stepped = False
         self._unreduced = False  # whether passes under no_sync() were unscaled
         self._warned = False
+
+    def with_sharers(self) -> list[Ledger]:
+        """This ledger, and those whose optimizers share a parameter."""
+        return [self, *self.training.sharers([self])]
 
     # -- one pass ------------------------------------------------------------------------------
 
@@ -288,21 +275,6 @@ class Ledger:
             target.grad = stash.get(target)
         self.state = State.UNSCALED
 
-    def close_scaled(self, scaled: Pass) -> None:
-        """Leave a block whose gradients stay scaled."""
-        self.scaled = scaled
-        self.state = State.SCALED
-
-    def refuse_graph(self) -> None:
-        """Raise if backward has left a graph on the gradients."""
-        if any(t.grad is not None and t.grad.requires_grad for t in self.params.targets):
-            raise RuntimeError(
-                "amp.scale_loss: backward(create_graph=True) was called in the block. Unscaling "
-                "gradients does not unscale their graph, so a penalty on p.grad would be scaled. "
-                "Use torch.autograd.grad(loss, params, create_graph=True) outside of the block, on "
-                "the unscaled loss, and add the penalty to the loss that is scaled."
-            )
-
     @torch.no_grad()
     def unscale(
         self, scale: torch.Tensor | float, done: set[int] | None = None
@@ -346,11 +318,11 @@ class Ledger:
 
     def can_continue(self, new: Pass) -> bool:
         """Whether the pass may accumulate in place in what delayed passes have left."""
-        scaled = self.scaled
-        if scaled is None or set(scaled.ledgers) != set(new.ledgers):
+        old = self.scaled
+        if old is None or set(old.ledgers) != set(new.ledgers):
             return False
-        same_static = not isinstance(new.scale, torch.Tensor) and new.scale == scaled.scale
-        if scaled.scaler is not new.scaler and not same_static:
+        is_same = isinstance(new.scale, float) and new.scale == old.scale
+        if old.scaler is not new.scaler and not is_same:
             return False
         return self.fused is None or not self.fused.active or self.fused.can_continue()
 
@@ -378,7 +350,7 @@ class Ledger:
 
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
-        for ledger in (self, *sharers([self])):
+        for ledger in self.with_sharers():
             ledger.unscale_delayed()
         self.params.sync()
         pairs = self.params.pairs
@@ -394,10 +366,9 @@ class Ledger:
             self._warned = True
             warnings.warn(
                 "amp: gradients of 16-bit model weights were changed after scale_loss (by "
-                "clipping, or by another backward of the same forward?). That has no effect: "
-                "the optimizer steps the float32 masters. Use amp.clip_grad_norm_(optimizer, "
-                "max_norm), or clip amp.master_params(optimizer); call every backward in "
-                "scale_loss.",
+                "clipping, or by another backward of the same forward?). That has no effect: the "
+                "optimizer steps the float32 masters. Use amp.clip_grad_norm_(optimizer, max_norm) "
+                "or clip amp.master_params(optimizer); call every backward in scale_loss.",
                 stacklevel=5,
             )
 

@@ -12,6 +12,17 @@ from apex.ops import _runtime
 # apex.ops.unscale is imported where it is used: `import apex` costs a fifth less so.
 
 
+def refuse_graph(weights: Iterable[torch.Tensor]) -> None:
+    """Raise if backward has left a graph on the gradients of ``weights``."""
+    if any(weight.grad is not None and weight.grad.requires_grad for weight in weights):
+        raise RuntimeError(
+            "amp.scale_loss: backward(create_graph=True) was called in the block. Unscaling "
+            "gradients does not unscale their graph, so a penalty on p.grad would be scaled. "
+            "Use torch.autograd.grad(loss, params, create_graph=True) outside of the block, on "
+            "the unscaled loss, and add the penalty to the loss that is scaled."
+        )
+
+
 def inverse(scale: torch.Tensor | float) -> torch.Tensor | float:
     """``1 / scale``, a float32 tensor where the scale is one."""
     return scale.reciprocal() if isinstance(scale, torch.Tensor) else 1.0 / scale
