@@ -13,7 +13,7 @@ from apex.amp.gradients.ledger import State
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedSGD
 from tests.amp.hand import Scale, Static
-from tests.amp.sequences import HALF, NOT_FUSED, OWNED, Sequence, check, equal
+from tests.amp.sequences import NOT_FUSED, OWNED, Sequence, check, equal
 
 LR = 2.0**-5
 
@@ -263,7 +263,7 @@ def test_a_device_that_decides_gives_the_same(case, kind, runs_behind):
 
 
 @kinds
-@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize("level", ["O1", "O2"])  # Triton's interpreter truncates to bfloat16
 def test_the_kernels_give_the_same(level, kind):
     def run(operations):
         with _runtime.use("triton"):

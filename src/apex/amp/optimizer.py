@@ -70,7 +70,8 @@ class OptimizerState:
         self.overflow = Overflow(training.verbosity, training.max_skipped_steps)
         self._takes_flag = bool(getattr(optimizer, _MARK, False))
         # Until it was seen to step the masters that it was given; those of apex.optimizers do.
-        needs_check = use_masters and not hasattr(optimizer, "step_scaled")
+        self._takes_options = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
+        needs_check = use_masters and not self._takes_options
         self._step_check = StepCheck(optimizer, params) if needs_check else None
         self._is_stepping = False
         params.sync(full)
@@ -197,6 +198,8 @@ class OptimizerState:
         if not is_fused:
             ledger.collect()
             overflows.check_again(ledger)
+            if self._takes_options and ledger.params.pairs:
+                options["copies"] = ledger.params.pairs.for_kernel()
         passes, ledger.passes = ledger.passes, []
         if self._can_defer(passes):
             options["noop"] = self.overflow.defer(passes)
@@ -206,31 +209,30 @@ class OptimizerState:
                 self._skip(report, passes, is_fused=is_fused)
                 return None
             self.overflow.note_taken()
+        copied = False
         try:
             with casts.off():
-                return self._inner_step(options, args, kwargs)
+                result = self._inner_step(options, args, kwargs)
+            copied = bool(options.get("copies"))
         finally:  # an error out of the step, a hook's say, ends it too
             if is_fused and ledger.fused is not None:
                 ledger.fused.free()
-            self._after_step(copied=is_fused)
+            self._after_step(copied=copied)
+        return result
 
     def _has_pre_hooks(self) -> bool:
         hooks = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
         return bool(hooks or torch_optimizer._global_optimizer_pre_hooks)
 
     def _can_defer(self, passes: list[Any]) -> bool:
-        """Whether the kernels of the step can skip by themselves, so that nobody has to wait."""
+        """Whether the kernels of the step can skip by themselves."""
         if not passes or not self._takes_flag:
             return False
         return all(overflows.runs_behind(one.found_inf.device) for one in passes)
 
     @contextmanager
     def _stepping(self, *, deferred: bool) -> Iterator[None]:
-        """The optimizer's own step, watched until it has once stepped what it was given.
-
-        Args:
-            deferred: Whether the device decides about the step.
-        """
+        """The optimizer's own step, watched until one that the host decided changed a master."""
         self._is_stepping = True
         check = self._step_check if not deferred else None
         if check is not None:
@@ -249,7 +251,7 @@ class OptimizerState:
         with self._stepping(deferred="noop" in options):
             if not options or optimizer is None:
                 return step(*args, **kwargs)
-            if hasattr(optimizer, "step_scaled"):
+            if self._takes_options:
                 optimizer._scaled_step = options
                 try:
                     return step(*args, **kwargs)
@@ -318,12 +320,9 @@ class OptimizerState:
     def _count_as_called(self) -> None:
         """Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too."""
         optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        optimizer._opt_called = True
-        for inner in vars(optimizer).values():
-            if isinstance(inner, torch.optim.Optimizer):
-                inner._opt_called = True  # type: ignore[attr-defined]
+        for one in () if optimizer is None else (optimizer, *vars(optimizer).values()):
+            if one is optimizer or isinstance(one, torch.optim.Optimizer):
+                one._opt_called = True
 
     def _after_step(self, *, copied: bool) -> None:
         pairs = self.ledger.params.pairs

@@ -141,6 +141,7 @@ class Pairs:
         self._masters = list(masters)
         self.tensors = [master.tensor for master in masters]
         self._rows = list(zip(self.weights, self.tensors, self._masters, strict=True))
+        self._are_plain = all(type(weight.data) is torch.Tensor for weight in self.weights)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -176,6 +177,13 @@ class Pairs:
         """Round every master into its weight."""
         torch._foreach_copy_(self.weights, self.tensors)
         self.note_written()
+
+    def for_kernel(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Weights that the kernel of a step can write, by their masters: all, or none."""
+        grads = [tensor.grad for tensor in self.tensors]
+        if any(grad is None for grad in grads) or not self._are_plain:
+            return {}
+        return dict(zip(self.tensors, self.weights, strict=True))
 
     def note_written(self) -> None:
         """Note that every weight is its rounded master now."""
