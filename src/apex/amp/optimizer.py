@@ -319,10 +319,10 @@ class OptimizerState:
 
     def _count_as_called(self) -> None:
         """Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too."""
-        optimizer = self._optimizer()
+        optimizer: Any = self._optimizer()
         for one in () if optimizer is None else (optimizer, *vars(optimizer).values()):
             if one is optimizer or isinstance(one, torch.optim.Optimizer):
-                one._opt_called = True
+                setattr(one, "_opt_called", True)  # noqa: B010  # torch's types have no such name
 
     def _after_step(self, *, copied: bool) -> None:
         pairs = self.ledger.params.pairs
