@@ -149,6 +149,96 @@ def dropped_by_the_program(rank, level):
     return _end(optimizer)
 
 
+def after_forwards_that_nobody_used(rank, level):
+    """Forwards under no_sync() whose loss is dropped, or without gradients, delay nothing."""
+    model, optimizer = _start(level)
+    wrapper = DistributedDataParallel(model)
+    for step in range(4):
+        with wrapper.no_sync():
+            wrapper(_inputs(rank, 10 + step))
+            with torch.no_grad():
+                wrapper(_inputs(rank, 20 + step))
+        with torch.no_grad():
+            wrapper(_inputs(rank, 30 + step))
+        optimizer.zero_grad()
+        _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
+        ledger = optimizer._amp_stash.ledger
+        assert ledger.scaled is None
+        assert all(param.grad is not None for param in amp.master_params(optimizer))
+        optimizer.step()
+    return _end(optimizer)
+
+
+def evaluated_on_one_rank_first(rank, level):
+    """Ranks begin differently, and rank 0 alone evaluates before the training."""
+    model, optimizer = _start(level, seed=rank)
+    wrapper = DistributedDataParallel(model)
+    if rank == 0:
+        wrapper.eval()
+        wrapper(_inputs(rank, 0))
+        wrapper.train()
+        with torch.no_grad():
+            wrapper(_inputs(rank, 0))
+    for step in range(2):
+        optimizer.zero_grad()
+        _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
+        optimizer.step()
+    return _end(optimizer)
+
+
+def trained_in_evaluation_mode(rank, level):
+    """Fine-tuning with frozen statistics: the model is in evaluation mode throughout."""
+    model, optimizer = _start(level, seed=rank)
+    wrapper = DistributedDataParallel(model.eval())
+    for step in range(2):
+        optimizer.zero_grad()
+        _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
+        optimizer.step()
+    return _end(optimizer)
+
+
+def partly_ignored(rank, level):
+    """DistributedDataParallel leaves a layer to the program, which reduces it after the block."""
+    model, optimizer = _start(level)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, ["1.weight", "1.bias"]
+    )
+    wrapper = DistributedDataParallel(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        with amp.scale_loss(wrapper(_inputs(rank, step)).float().square().mean(), optimizer) as s:
+            s.backward()
+            if rank == step == 1:
+                model[1].weight.grad.fill_(math.inf)
+        for param in list(amp.master_params(optimizer))[2:]:
+            dist.all_reduce(param.grad)
+        optimizer.step()
+    return _end(optimizer)
+
+
+def two_overflows_of_one_pass(rank, level, hysteresis):
+    """Both optimizers of a pass find the inf that was reduced: the scale backs off once."""
+    amp.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    options = {"init_scale": 128.0, "hysteresis": hysteresis, "loss_scale": "dynamic"}
+    amp.initialize(model, pair, opt_level=level, verbosity=0, **options)
+    for _ in range(4):
+        model.zero_grad()
+        with amp.scale_loss(model(_inputs(rank, 0)).float().square().mean(), pair) as scaled:
+            scaled.backward()
+            for part in model if hysteresis == 1 else model[:1]:
+                part.weight.grad.fill_(math.inf)
+        for optimizer in pair:
+            for param in amp.master_params(optimizer):
+                dist.all_reduce(param.grad)
+            optimizer.step()
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    assert scale == (8.0 if hysteresis == 1 else 16.0), scale
+    return _end(pair[0])
+
+
 def in_a_group_of_one(rank, level):
     """DistributedDataParallel reduces in a group of its own; the program over all ranks."""
     model, optimizer = _start(level)

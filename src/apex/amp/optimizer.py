@@ -63,7 +63,7 @@ class OptimizerState:
         self.superseded = False
         self.lazy_init_called = True
         self._optimizer = weakref.ref(optimizer)
-        params = Parameters(optimizer, use_masters, self._find_owners)
+        params = Parameters(optimizer, use_masters, self._find_models_and_sharers)
         asked = training.fused_step or not getattr(optimizer, "materialize_master_grads", True)
         fused = FusedGradients(params) if asked and hasattr(optimizer, "step_scaled") else None
         self.ledger = Ledger(params, training, fused)
@@ -84,23 +84,21 @@ class OptimizerState:
         self._replaced = Replaced(optimizer, methods, attributes)
         record = weakref.ref(self)
         self._replaced.watch_inner_steps(
-            optimizer, lambda inner: None if (state := record()) is None else state._before(inner)
+            optimizer,
+            lambda *of: None if (state := record()) is None else state._before_inner_step(*of),
         )
         registry.add(optimizer)
 
-    def _find_owners(self) -> None:
+    def _find_models_and_sharers(self) -> None:
         self.training.find_shared()
         records, is_all = self.training.records_of(self.ledger.params.targets)
         self.ledger.records, self.ledger.belongs_to_models = records, is_all
 
-    def _before(self, inner: Any) -> None:
-        """Have a step of the optimizer inside of a wrapper skipped after an overflow.
-
-        Raises:
-            RuntimeError: There are masters, which the model would not get.
-        """
+    def _before_inner_step(self, inner: Any, has_closure: bool) -> None:
+        """Have a step of the optimizer inside of a wrapper skipped or refused, as the wrapper's."""
         if self._is_stepping:
             return
+        self._refuse_step(has_closure=has_closure)
         if self.use_masters:
             raise RuntimeError(
                 f"amp: step() of the {type(inner).__name__} inside of a "
@@ -114,6 +112,7 @@ class OptimizerState:
         report = self.overflow.read(passes)
         if report is None:
             self.overflow.note_taken()
+            self.ledger.after_step()
             return
         self._skip(report, passes, is_fused=False)
         for param in self.ledger.params.stepped:
@@ -179,15 +178,10 @@ class OptimizerState:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, unless a pass since the last one was not finite."""
-        if self._is_open():
-            raise RuntimeError(
-                "amp: step() was called inside the scale_loss block, where gradients are still "
-                "scaled. Call it after the block."
-            )
-        self.refuse_superseded()
+        closure = args[0] if args else kwargs.get("closure")
+        self._refuse_step(has_closure=closure is not None)
         self._refuse_scaler()
         self.overflow.log_reports()
-        closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             return self._step_with(closure, args, kwargs)
         ledger = self.ledger
@@ -233,10 +227,10 @@ class OptimizerState:
     @contextmanager
     def _stepping(self, *, deferred: bool) -> Iterator[None]:
         """The optimizer's own step, watched until one that the host decided changed a master."""
-        self._is_stepping = True
         check = self._step_check if not deferred else None
         if check is not None:
             check.begin()
+        self._is_stepping = True
         try:
             yield
         finally:
@@ -270,19 +264,26 @@ class OptimizerState:
             return
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
         raise RuntimeError(
-            f"amp: torch's GradScaler cannot drive this optimizer at "
+            "amp: torch's GradScaler cannot drive this optimizer at "
             f"{self.training.properties.opt_level}: the gradients are the 16-bit model's, the "
-            "weights float32 masters. Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
-            "scaled_loss.backward()` and optimizer.step() instead, or O1 or O4 with GradScaler."
+            "weights float32 masters. Use amp.scale_loss(loss, optimizer), or O1 or O4."
         )
 
-    def _step_with(self, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.can_skip():
+    def _refuse_step(self, *, has_closure: bool) -> None:
+        if self._is_open():
+            raise RuntimeError(
+                "amp: step() was called inside the scale_loss block, where gradients are still "
+                "scaled. Call it after the block."
+            )
+        self.refuse_superseded()
+        if has_closure and self.can_skip():
             raise RuntimeError(
                 "amp: step() was given a closure, but with dynamic loss scaling a step can be "
                 "skipped after the closure ran. Use a static loss_scale (or O4, O5), or call "
                 "backward before step()."
             )
+
+    def _step_with(self, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         off = casts.off()
 
         def evaluate() -> Any:

@@ -62,20 +62,33 @@ class Replaced:
             else:
                 vars(optimizer).pop(name, None)
 
-    def watch_inner_steps(self, optimizer: Any, before: Callable[[Any], None]) -> None:
+    def watch_inner_steps(self, optimizer: Any, before: Callable[[Any, bool], None]) -> None:
         """Have ``before`` called before each step of an optimizer inside of a wrapper.
 
         Args:
             optimizer: The wrapper, whose groups are those of the optimizer inside; else nothing
                 is done.
-            before: Takes the optimizer inside.
+            before: Takes the optimizer inside, and whether it was given a closure.
         """
 
         def hook(inner: Any, args: Any, kwargs: Any) -> None:
-            before(inner)
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args has the optimizer
+            before(inner, closure is not None)
 
-        for inner in list(vars(optimizer).values()):
-            if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
+        for inner in optimizers_inside(optimizer):
+            self._hooks.append(inner.register_step_pre_hook(hook))
+
+
+def optimizers_inside(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Torch's optimizers inside of a wrapper, or of a wrapper in it, with the same groups."""
+    found: list[torch.optim.Optimizer] = []
+    wrappers = [optimizer]
+    for wrapper in wrappers:
+        for inner in list(getattr(wrapper, "__dict__", {}).values()):
+            is_known = any(inner is other for other in wrappers)
+            if is_known or getattr(inner, "param_groups", None) is not optimizer.param_groups:
                 continue
-            if inner.param_groups is optimizer.param_groups:
-                self._hooks.append(inner.register_step_pre_hook(hook))
+            wrappers.append(inner)
+            if isinstance(inner, torch.optim.Optimizer):
+                found.append(inner)
+    return found

@@ -21,6 +21,7 @@ from apex.amp.casting import dispatcher, rules
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.gradients.masters import table
+from apex.amp.replaced import optimizers_inside
 
 # One initialize or reset at a time: they change tables of the process.
 lock = threading.RLock()
@@ -70,6 +71,8 @@ class _UndoLog:
 
     def save_optimizer(self, optimizer: Any) -> None:
         self.save_container(vars(optimizer))
+        for inner in optimizers_inside(optimizer):
+            self.save_container(inner._optimizer_step_pre_hooks)
         self.save_container(optimizer.param_groups)  # LARC's are those of the optimizer inside
         self.save_container(optimizer.state)
         record = managing.state_of(optimizer)

@@ -168,7 +168,7 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> torch.Tensor:
-        """The flag as the one-element int tensor that fused kernels of old wrote to."""
+        """The flag as a one-element int tensor."""
         found = torch.zeros((), device=self._state.device) if self._found is None else self._found
         return found.reshape(1).to(torch.int32)
 
@@ -178,7 +178,7 @@ class LossScaler:
 
     @property
     def _waits_for_nothing(self) -> bool:
-        """Whether reading the state is free: then the usual case is settled on the host."""
+        """Whether reading the state is free; then the host handles the usual case."""
         return self._state.device.type == "cpu"
 
     def _read(self) -> list[float]:
@@ -206,15 +206,22 @@ class LossScaler:
         """Forget the evidence of the last pass."""
         self._found = None
 
-    def finish_pass(self, found: torch.Tensor | None, *, check: bool = True) -> None:
-        """Take the flag of a finished pass and back off if it is set; nothing waits.
+    def finish_pass(
+        self,
+        found: torch.Tensor | None,
+        *,
+        check: bool = True,
+        before: torch.Tensor | None = None,
+    ) -> None:
+        """Take the flag of a pass, from :func:`unscale_`, and back off if it is set; nothing waits.
 
-        Args:
-            found: What :func:`unscale_` returned.
-            check: ``False`` leaves the scale alone and keeps the evidence for the next check.
+        With ``check=False`` the scale stays, and the next check counts this flag too. ``before`` is
+        the flag with which the same pass was finished before.
         """
         if found is None:
             return
+        if before is not None:
+            found = found * (1.0 - before.to(found))
         self._found = found
         if not check:
             seen = self._unchecked
@@ -222,26 +229,30 @@ class LossScaler:
             return
         if self._unchecked is not None:
             found, self._unchecked = torch.maximum(found, self._unchecked), None
-        if self._waits_for_nothing and not found.item() and not self._read()[2]:
+        if (
+            self._waits_for_nothing
+            and not found.item()
+            and (before is not None or not self._read()[2])
+        ):
             return
-        self._state = _apply_overflow(
+        state = _apply_overflow(
             self._state, found, self._backoff_factor, self._floor, self._hysteresis
         )
+        self._state = state if before is None else torch.where(found != 0, state, self._state)
 
     @property
     def steps(self) -> torch.Tensor:
-        """How many steps were counted: 0-dim; it stays what it is."""
+        """How many steps were counted: 0-dim; later steps do not change the tensor."""
         return self._state[3]
 
     def count_step(
         self, taken: torch.Tensor | None = None, *, since: torch.Tensor | None = None
     ) -> None:
-        """Count a step that was taken; grow when there were enough.
+        """Count a step, unless another was counted after ``since``; grow when there were enough.
 
         Args:
-            taken: Whether it was, where only the device knows: 0-dim, bool.
-            since: :attr:`steps` at the pass that the step is for. Nothing is counted if a step of
-                another optimizer was counted since.
+            taken: Whether it was taken, where only the device knows: 0-dim, bool.
+            since: :attr:`steps` at the pass that the step is for.
         """
         if self._static is not None:
             return
@@ -263,10 +274,7 @@ class LossScaler:
         self._state = torch.stack(state)
 
     def update_scale(self) -> bool:
-        """End a pass by hand: back off or count one, and say whether the step is to be skipped.
-
-        Waits for the device. The engine itself uses :meth:`finish_pass` and :meth:`count_step`.
-        """
+        """End a pass by hand: back off or count a step, and say whether to skip; this waits."""
         overflow = self.dynamic and self._has_overflow
         if overflow and self._found is not None:
             self.finish_pass(self._found)

@@ -43,6 +43,7 @@ class Training:
         self.max_skipped_steps = max_skipped_steps
         self.fused_step = fused_step
         self.sharing: dict[int, set[int]] = {}
+        self._sets: set[frozenset[int]] = set()  # of ledgers that share a tensor
         self._models: list[tuple[weakref.ref[torch.nn.Module], Any]] = []
         self._ledgers: list[weakref.ref[Any]] = []
 
@@ -63,12 +64,9 @@ class Training:
         """The ledgers not listed whose optimizers share a parameter with one that is."""
         if not self.sharing:
             return []
-        mine = {id(param) for ledger in listed for param in ledger.params.in_groups()}
-        return [
-            ledger
-            for ledger in self.ledgers()
-            if ledger not in listed and any(id(p) in mine for p in ledger.params.in_groups())
-        ]
+        sets = [ids for ids in self._sets if any(id(ledger) in ids for ledger in listed)]
+        ids = set[int]().union(*sets)
+        return [one for one in self.ledgers() if id(one) in ids and one not in listed]
 
     def find_shared(self) -> None:
         """Note which tensors are in the groups of several optimizers, and whose models they are."""
@@ -77,6 +75,7 @@ class Training:
             for param in ledger.params.in_groups():
                 owners.setdefault(id(param), set()).add(id(ledger))
         self.sharing = {param: ids for param, ids in owners.items() if len(ids) > 1}
+        self._sets = set(map(frozenset, self.sharing.values()))
 
     def records_of(self, weights: Sequence[torch.Tensor]) -> tuple[list[Any], bool]:
         """The records of the models that ``weights`` belong to, and whether all belong to one."""

@@ -34,9 +34,11 @@ def several_ranks() -> bool:
     return module is not None and module.get_world_size() > 1
 
 
-def has_all_ranks(wrapper: Any) -> bool:
-    """Whether a DistributedDataParallel reduces over all ranks, not over a group of them."""
+def reduces_all(wrapper: Any) -> bool:
+    """Whether a DistributedDataParallel reduces everything, over all ranks, in the usual way."""
     module = _distributed()
+    if wrapper.parameters_to_ignore or getattr(wrapper, "_comm_hooks", ()):
+        return False
     return bool(module.get_world_size(wrapper.process_group) == module.get_world_size())
 
 
@@ -89,9 +91,8 @@ def broadcast_masters(model: torch.nn.Module, wrapper: Any) -> None:
         if id(weight) in ignored:
             continue
         if master is None:
-            module.broadcast(weight.detach(), first, group=group)
+            module.broadcast(weight.data, first, group=group)
             continue
         master.refresh(weight)
         module.broadcast(master.tensor.detach(), first, group=group)
-        weight.copy_(master.tensor)
-        master.version = weight._version
+        weight.data.copy_(master.tensor)  # a forward may have saved the weight for its backward

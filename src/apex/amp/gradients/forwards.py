@@ -2,7 +2,7 @@
 
 As a training forward begins, the scaled gradients that passes have left on 16-bit weights are
 cleared, masters are made equal on all ranks, and it is noted whether torch's
-DistributedDataParallel will reduce the gradients of this forward.
+DistributedDataParallel will reduce the gradients.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from apex.amp.gradients.masters import Pairs
 
 
 class ForwardRecord:
-    """The training forwards of one model. A copied or unpickled model has a record of its own.
+    """The forwards of one model. A copied or unpickled model has a record of its own.
 
     Args:
         is_cast: Whether the model is cast to 16 bits, so that it may have masters.
 
     Attributes:
-        synchronises: Whether DistributedDataParallel reduces the gradients of the forwards since
-            the last pass: ``False`` if one ran under ``no_sync()``, ``None`` if all ran outside of
-            a DistributedDataParallel.
-        reduces_all: Whether that is done for the whole model, and over all ranks.
+        synchronises: Whether DistributedDataParallel reduces the next backward. It does if one
+            forward with gradients since the last reduction ran outside of ``no_sync()``. ``None``
+            where no forward ran inside of a DistributedDataParallel.
+        reduces_all: Whether it reduces the whole model, over all ranks, in the usual way.
+        is_used: Whether a pass has ended since the last forward.
         to_clear: Whose gradients on 16-bit weights are to be cleared before the next forward.
     """
 
@@ -35,10 +36,14 @@ class ForwardRecord:
         self._is_cast = is_cast
         self.synchronises: bool | None = None
         self.reduces_all = False
+        self.is_used = True
         self.to_clear: weakref.WeakSet[Pairs] = weakref.WeakSet()
-        self._passed = False  # whether a pass has used what is noted
-        self._wrapper: weakref.ref[Any] | None = None  # the last DistributedDataParallel around it
-        self._inside: list[Any] | None = None  # those inside of the model
+        self._had_grad = True  # whether the last noted forward was one with gradients
+        self._traced: bool | None = None  # what a compiled forward has noted
+        self._was_traced = False
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # every DistributedDataParallel
+        self._inside: weakref.WeakSet[Any] | None = None  # those that are parts of the model
+        self._pending: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []  # model and wrapper
 
     def __deepcopy__(self, memo: Any) -> ForwardRecord:
         return ForwardRecord(self._is_cast)
@@ -55,41 +60,75 @@ class ForwardRecord:
                 self.to_clear.pop().clear_taken()
         elif not model.training:  # with gradients off it may be about to be recomputed
             return
-        if not distributed.is_initialized():
-            return
-        wrapper = distributed.active_wrapper()
+        if distributed.is_initialized():
+            self._look_at_wrappers(model)
+
+    def _look_at_wrappers(self, model: torch.nn.Module) -> None:
+        around = distributed.active_wrapper()
         if self._inside is None:
-            self._inside = distributed.wrappers_inside(model)
-            for inner in self._inside:
-                distributed.broadcast_masters(inner.module, inner)
-        if wrapper is not None and (self._wrapper is None or self._wrapper() is not wrapper):
-            distributed.broadcast_masters(model, wrapper)
-            self._wrapper = weakref.ref(wrapper)
-        if self._is_cast and wrapper is not None:
-            distributed.refuse_join(wrapper)
-        wrappers = [*self._inside, *([] if wrapper is None else [wrapper])]
-        self._note([bool(one.require_backward_grad_sync) for one in wrappers])
-        self.reduces_all = wrapper is not None and distributed.has_all_ranks(wrapper)
+            self._inside = weakref.WeakSet(distributed.wrappers_inside(model))
+        for inside in self._inside:
+            self._see(inside.module, inside)
+        if around is not None:
+            self._see(model, around)
+            if self._is_cast:
+                distributed.refuse_join(around)
+        wrappers = [*self._inside, *([] if around is None else [around])]
+        if not wrappers:
+            self.synchronises = None if self.is_used else self.synchronises
+            return
+        self._note(all(one.require_backward_grad_sync for one in wrappers))
+        self.reduces_all = around is not None and distributed.reduces_all(around)
+
+    def _see(self, model: torch.nn.Module, wrapper: Any) -> None:
+        """Have masters broadcast for a new wrapper: now, or when a pass begins.
+
+        A forward in evaluation may be one of this rank alone.
+        """
+        if wrapper not in self._seen:
+            self._seen.add(wrapper)
+            self._pending.append((weakref.ref(model), weakref.ref(wrapper)))
+        if model.training and torch.is_grad_enabled():
+            self.broadcast()
+
+    def broadcast(self) -> None:
+        """Make masters equal on all ranks, where that has not been done."""
+        pending, self._pending = self._pending, []
+        for model, wrapper in ((one(), other()) for one, other in pending):
+            if model is not None and wrapper is not None:
+                distributed.broadcast_masters(model, wrapper)
 
     def begin_compiled(self, model: torch.nn.Module) -> None:
         """The same where Dynamo traces the forward; only what must run as Python breaks the graph.
 
-        Scaled gradients are not cleared here: the next ``scale_loss`` block does it.
+        Nothing is read here that passes change, so that no forward is compiled again for it.
+        Scaled gradients are not cleared: the next ``scale_loss`` block does it.
         """
         wrapper = distributed.active_wrapper()
-        if wrapper is not None and self._is_cast and self._wrapper is None:
-            _begin(self, model)
-        self._note([] if wrapper is None else [bool(wrapper.require_backward_grad_sync)])
+        if wrapper is not None:
+            if self._is_cast and not self._was_traced:
+                _begin(self, model)
+                self._was_traced = True
+            self._traced = bool(wrapper.require_backward_grad_sync)
 
-    def _note(self, flags: list[bool]) -> None:
-        if self._passed:
-            self.synchronises, self._passed = None, False
-        if flags:
-            self.synchronises = all(flags) and self.synchronises is not False
+    def _note(self, synchronises: bool) -> None:
+        has_grad = torch.is_grad_enabled()
+        is_first = self.is_used or self.synchronises is None or (has_grad and not self._had_grad)
+        if not is_first and not has_grad:
+            return  # DistributedDataParallel does not count it
+        self.synchronises = synchronises or (not is_first and bool(self.synchronises))
+        self.is_used, self._had_grad = False, has_grad
+
+    def begin_pass(self) -> None:
+        """Note that a block begins, as it does on all ranks."""
+        self.broadcast()
+        if self._traced is not None:
+            traced, self._traced = self._traced, None
+            self._note(traced)
 
     def end_pass(self) -> None:
         """Note that a pass has used what is noted."""
-        self._passed = True
+        self.is_used = True
 
 
 @_disable_dynamo  # torch.compiler.disable would import Dynamo now

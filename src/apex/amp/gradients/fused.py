@@ -3,9 +3,9 @@
 The contract: with ``initialize(fused_step=True)``, or ``FusedSGD(materialize_master_grads=False)``,
 ``p.grad`` is scaled between the block and the step. Clip with ``amp.clip_grad_norm_``.
 ``amp.master_params``, step pre-hooks and closures see unscaled, clipped gradients. Collectives
-after the block and writes through ``.data`` are not allowed; they leave no trace. Other changes of
-gradients do, and are refused, but for clearing them. The step frees the gradients. It is the same
-on every device.
+after the block and writes through ``.data`` are not allowed; they leave no trace. Changes that
+leave a trace are refused; setting ``.grad`` to ``None`` is not. The step frees the gradients. It is
+the same on every device.
 
 Gradients are read once for finiteness and norm, and once by the update, which multiplies them by
 ``clip / scale`` in registers and writes the 16-bit weights too. Bytes for each parameter in a step

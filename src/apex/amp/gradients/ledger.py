@@ -21,7 +21,8 @@ same optimizers and the same scaler or static scale: it uses the scale of the fi
 accumulates in ``.grad`` in place, so that a reducer, hooks and an ``all_reduce`` in the last block
 see the whole sum. An error in its body leaves what backward has added so far, as without amp.
 
-A pass belongs to all optimizers of its block: an overflow in one skips the step of all.
+A pass belongs to all optimizers of its block: an overflow in one skips the step of all. Where
+gradients are reduced by hand after the block, each optimizer goes by its own.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Pass:
         is_final: Whether nothing is reduced after the block.
         found_inf: float32, 0-dim, after unscaling; ``None`` for a static scale.
         counted: How many steps the scaler had counted when the gradients were unscaled: 0-dim.
+        outcome: Whether one of the optimizers found inf or nan later, see ``overflow.check_again``.
     """
 
     scaler: LossScaler
@@ -78,9 +80,12 @@ class Pass:
     is_final: bool = True
     found_inf: torch.Tensor | None = None
     counted: torch.Tensor | None = None
+    outcome: torch.Tensor | None = None
 
     def begin(self) -> Pass:
         """Open the ledgers; return this pass, or the delayed one that it continues."""
+        for record in dict.fromkeys(r for ledger in self.ledgers for r in ledger.records):
+            record.begin_pass()
         before = self.ledgers[0].scaled
         in_place = before is not None and all(
             ledger.scaled is before and ledger.can_continue(self) for ledger in self.ledgers
@@ -103,11 +108,7 @@ class Pass:
         return self
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Leave a block after an error.
-
-        Args:
-            drop: Whether what delayed passes have left is lost too: the error came in unscaling.
-        """
+        """Leave a block after an error; one in unscaling has to ``drop`` delayed passes too."""
         for ledger in reversed(self.ledgers):  # the first to open has stashed what is shared
             if ledger.state is State.OPEN:
                 if drop:
@@ -123,7 +124,7 @@ class Pass:
         """
         self._look_at_forwards()
         delayed = delayed or not self.synchronised
-        for_step = not delayed and check and self._keeps_scaled()
+        for_step = not delayed and check and self._try_to_keep_scaled()
         for ledger in self.ledgers:
             if ledger.fused is not None:
                 ledger.fused.active = for_step
@@ -136,14 +137,15 @@ class Pass:
     def _look_at_forwards(self) -> None:
         """Note whether torch's DistributedDataParallel reduces the gradients of this pass."""
         records = [record for ledger in self.ledgers for record in ledger.records]
-        self.synchronised = not any(record.synchronises is False for record in records)
+        used = [record for record in records if not record.is_used] or records
+        self.synchronised = not any(record.synchronises is False for record in used)
         by_ddp = all(ledger.belongs_to_models for ledger in self.ledgers)
         by_ddp = by_ddp and all(record.synchronises and record.reduces_all for record in records)
         self.is_final = by_ddp or not distributed.several_ranks()
         for record in records:
             record.end_pass()
 
-    def _keeps_scaled(self) -> bool:
+    def _try_to_keep_scaled(self) -> bool:
         """Whether the gradients stay scaled until the step, see :mod:`~.fused`."""
         ledger = self.ledgers[0]
         fused = ledger.fused
@@ -159,7 +161,7 @@ class Pass:
         """Unscale the gradients, and tell optimizers and scaler whether all were finite.
 
         Args:
-            check: ``False`` leaves the loss scale alone.
+            check: As for :meth:`end`.
             also: Another flag, of gradients that may have been cleared since.
         """
         done: set[int] | None = set() if len(self.ledgers) > 1 else None
@@ -223,11 +225,7 @@ class Ledger:
     # -- one pass ------------------------------------------------------------------------------
 
     def open(self, *, stash: bool) -> None:
-        """Enter a ``scale_loss`` block.
-
-        Args:
-            stash: Whether gradients are to be stashed; ``False`` accumulates in place.
-        """
+        """Enter a ``scale_loss`` block: stash gradients, or let the pass accumulate in place."""
         self.params.sync()
         if stash:
             self._stash_gradients()
@@ -242,6 +240,9 @@ class Ledger:
         if not (pairs.has_grads() or pairs.has_new()) and all(
             weight.grad is None for weight in self.params.plain
         ):
+            for one in self.passes:
+                if not one.is_final:  # no step will let the scale back off
+                    one.scaler.finish_pass(one.found_inf)
             self.passes.clear()
 
     def _stash_gradients(self) -> None:
@@ -327,11 +328,7 @@ class Ledger:
         return self.fused is None or not self.fused.active or self.fused.can_continue()
 
     def unscale_delayed(self, *, check: bool = True) -> None:
-        """Unscale what delayed passes have left.
-
-        Args:
-            check: Whether to refuse changes of gradients that a fused step was to read scaled.
-        """
+        """Unscale what delayed passes have left; ``check`` what a fused step was to read scaled."""
         scaled = self.scaled
         if scaled is None or self.state is State.OPEN:
             return

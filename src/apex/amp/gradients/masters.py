@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from apex.amp.gradients.accumulation import Stash, accumulate, unshared
+from apex.amp.gradients.accumulation import Stash, accumulate, stored_values, unshared
 
 Sharers = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
 
@@ -251,22 +251,28 @@ class Pairs:
         ``model.zero_grad()`` reaches the weights alone.
 
         Args:
-            zeros: Whether gradients that were written to and are zero count as cleared.
+            zeros: Whether it counts as clearing if all of them were written to and are zero now.
 
         Returns:
             Whether somebody has edited gradients that masters have taken already.
         """
-        edited = False
-        for weight, tensor, master in self._rows:
-            grad, taken = weight.grad, master.taken
-            if taken is None or (grad is taken and grad._version == master.taken_version):
-                continue
-            is_zero = zeros and grad is taken and not grad.is_sparse and not grad.any()
-            if grad is None or is_zero:
-                tensor.grad = master.taken = weight.grad = None
-            else:
+        left = [row for row in self._rows if row[2].taken is not None and row[1].grad is not None]
+        written, edited = [], False
+        for weight, tensor, master in left:
+            grad = weight.grad
+            if grad is None:
+                tensor.grad = master.taken = None
+            elif grad is not master.taken:
                 edited = True
-        return edited
+            elif grad._version != master.taken_version:
+                written.append(stored_values(grad))
+        if not written:
+            return edited
+        if edited or not zeros or len(written) < len(left) or _any_nonzero(written):
+            return True
+        for weight, tensor, master in left:
+            weight.grad = tensor.grad = master.taken = None
+        return False
 
     def take_new(self, sharers: Sharers) -> bool:
         """Add to the masters what a backward outside of ``scale_loss`` has left on weights.
@@ -348,3 +354,8 @@ class Pairs:
             master.waiting.discard(stepped)
             if not master.waiting:
                 tensor.grad = None
+
+
+def _any_nonzero(values: list[torch.Tensor]) -> bool:
+    flags = [value.any() for value in values]
+    return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())

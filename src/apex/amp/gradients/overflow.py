@@ -195,18 +195,23 @@ def check_again(ledger: Ledger) -> None:
     With several ranks and no DistributedDataParallel around the forward, nothing says when a
     program reduces: an inf may have come from another rank since, or be in another optimizer's
     gradients on this rank alone. So that all ranks do the same, each optimizer goes by what is in
-    its own gradients now, and the scale backs off here and not in the passes: once for each scaler.
+    its own gradients now, and the scale backs off here and not in the passes: once for each scaler
+    and block.
     """
     late = [one for one in ledger.passes if not one.is_final]
     if not late:
         return
-    ledger.unscale_delayed()
     scale = late[0].scale
     assert isinstance(scale, torch.Tensor)
     grads = [g for p in ledger.params.stepped if (g := coalesced(p)) is not None]
     found_inf = unscale_(grads, torch.ones_like(scale))
-    for scaler in dict.fromkeys(one.scaler for one in late):
-        scaler.finish_pass(found_inf)
+    if not grads:  # cleared by the program
+        found_inf = torch.stack([one.found_inf for one in late if one.found_inf is not None]).amax()
+    assert found_inf is not None
+    for one in {one.scaler: one for one in late}.values():
+        before = one.outcome  # of another optimizer of the block
+        one.scaler.finish_pass(found_inf, before=before)
+        one.outcome = found_inf if before is None else torch.maximum(before, found_inf)
     ledger.passes = [
         one if one.is_final else replace(one, found_inf=found_inf, is_final=True)
         for one in ledger.passes
