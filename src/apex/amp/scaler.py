@@ -282,8 +282,7 @@ class LossScaler:
             self.count_step()
         return overflow
 
-    # -- what old programs call ----------------------------------------------------------------
-
+    # what old programs call
     def unscale(
         self,
         model_grads: Sequence[torch.Tensor],

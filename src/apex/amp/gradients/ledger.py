@@ -299,8 +299,10 @@ class Ledger:
         found_inf, widened = unscale_into(grads, pairs, sharing, scale)
         accumulate(widened)
         if pairs:
+            self.params.pairs.are_freed = False
             self.clear_before_next_forward()
         if self.stash:
+            self.params.pairs.are_freed = False
             accumulate(self.params.for_stepped(self.stash))
             if sharing:
                 self.params.pairs.wait(sharing, self.stash)

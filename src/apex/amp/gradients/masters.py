@@ -134,6 +134,7 @@ class Pairs:
     Attributes:
         weights: The 16-bit weights.
         tensors: The masters' tensors.
+        are_freed: Whether no master has a gradient since the last step.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], masters: Sequence[Master]) -> None:
@@ -141,6 +142,7 @@ class Pairs:
         self._masters = list(masters)
         self.tensors = [master.tensor for master in masters]
         self._rows = list(zip(self.weights, self.tensors, self._masters, strict=True))
+        self.are_freed = False
         self._are_plain = all(type(weight.data) is torch.Tensor for weight in self.weights)
 
     def __len__(self) -> int:
@@ -256,6 +258,8 @@ class Pairs:
         Returns:
             Whether somebody has edited gradients that masters have taken already.
         """
+        if self.are_freed:
+            return False
         left = [row for row in self._rows if row[2].taken is not None and row[1].grad is not None]
         written, edited = [], False
         for weight, tensor, master in left:
@@ -286,16 +290,20 @@ class Pairs:
         Returns:
             Whether somebody has edited gradients that masters have taken already.
         """
-        edited = self.drop_cleared(zeros=False)
+        is_changed = False
         for weight, tensor, master in self._rows:
             grad = weight.grad
-            if grad is None or master.taken is not None:
+            if master.taken is not None:
+                is_changed |= grad is not master.taken or grad._version != master.taken_version
                 continue
+            if grad is None:
+                continue
+            self.are_freed = False
             new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
             accumulate([(tensor, new.float())])
             master.take(grad)
             master.waiting = set(sharers.get(id(tensor), ()))
-        return edited
+        return is_changed and self.drop_cleared(zeros=False)
 
     def wait(self, sharers: Sharers, weights: Container[torch.Tensor]) -> None:
         """Keep the gradients of ``weights`` until every optimizer that shares them has stepped."""
@@ -349,6 +357,7 @@ class Pairs:
         if not sharers:
             for tensor in self.tensors:
                 tensor.grad = None
+            self.are_freed = True
             return
         for _, tensor, master in self._rows:
             master.waiting.discard(stepped)
