@@ -42,6 +42,7 @@ schedulers, which stays.
 
 from torch.amp import GradScaler
 
+from apex._missing import explain_attributes
 from apex.amp import lists
 from apex.amp.amp import (
     autocast,
@@ -87,3 +88,5 @@ __all__ = [
     "state_dict",
     "stepped",
 ]
+
+explain_attributes(__name__)
