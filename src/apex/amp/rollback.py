@@ -68,6 +68,8 @@ class _UndoLog:
         self.save_container(_USER_PROMOTE_REGISTRY)
         self.undo.callback(modules.set_prepared, list(modules.prepared()))
         self.undo.callback(registry.set_managed, registry.managed())
+        for record in managing.states():
+            self.undo.callback(setattr, record, "superseded", record.superseded)
 
     def save_optimizer(self, optimizer: Any) -> None:
         self.save_container(vars(optimizer))
