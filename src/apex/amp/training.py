@@ -69,7 +69,7 @@ class Training:
         return [one for one in self.ledgers() if id(one) in ids and one not in listed]
 
     def find_shared(self) -> None:
-        """Note which tensors are in the groups of several optimizers, and whose models they are."""
+        """Note which tensors are in the groups of several optimizers."""
         owners: dict[int, set[int]] = {}
         for ledger in self.ledgers():
             for param in ledger.params.in_groups():

@@ -79,9 +79,8 @@ class MasterTable:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._masters: Any = WeakTensorKeyDictionary()  # weight -> Master
-        self._weights: Any = (
-            WeakTensorKeyDictionary()
-        )  # master's tensor -> weak reference to weight
+        # A master's tensor -> a weak reference to its weight.
+        self._weights: Any = WeakTensorKeyDictionary()
 
     def get(self, weight: Any) -> Master | None:
         """The master of ``weight``, if it has one."""
