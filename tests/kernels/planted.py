@@ -16,8 +16,8 @@ import triton.language as tl
 from apex.kernels import _inspect, multi_tensor
 from apex.kernels._cases import Case
 
-MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, own,"
-MASKED = "pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, own,"
+MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, seed,"
+MASKED = "pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, seed,"
 UNMASKED = " False,\n            )"
 LOAD = "raw = raw + (tl.load(pointers[i] + offsets),)"
 STORE = "tl.store(pointer, new[STORES[i][1]])"
@@ -25,8 +25,8 @@ STORED = "tl.store(pointer, new[STORES[i][1]], mask=mask)"
 
 
 @triton.jit
-def add(values, scalars, own):
-    return (values[0] + scalars[0] * values[1],)
+def add(values, s):
+    return (values[0] + s.a * values[1],)
 
 
 @triton.jit

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from apex.ops import _runtime
-from apex.ops.multi_tensor import Scalar, grouped, run
-from apex.ops.norms import l2_norm, max_norms
-from apex.ops.scale import SCALE
+from apex.ops.columns import Scalar, grouped, scalar_on
+from apex.ops.multi_tensor import run
+from apex.ops.scale import SCALE, ScaleScalars
+from apex.ops.tensor_norms import l2_norm, max_norms
 
 
 @torch.no_grad()
@@ -50,8 +51,7 @@ def clip_(
             "so it cannot be clipped. To disable this error and scale the gradients by the "
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    if isinstance(max_norm, torch.Tensor):
-        max_norm = max_norm.to(norm.device, non_blocking=True)
+    max_norm = scalar_on(max_norm, norm.device)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).reshape(())
     if not all(map(_is_plain, grads)):
         for grad in grads:
@@ -61,7 +61,7 @@ def clip_(
         here = coefficient.to(some[0].device, non_blocking=True)
         if some[0].dtype != torch.float64:
             here = here.float()
-        run(SCALE, [some], ((0, 0),), (here,))
+        run(SCALE, [some], ((0, 0),), ScaleScalars(here))
     return norm
 
 
@@ -76,11 +76,10 @@ def clipped(grads: Sequence[torch.Tensor], factor: Scalar, max_norm: float) -> S
     if not max_norm or not grads:
         return factor
     norm = l2_norm(grads, factor=factor)
+    factor = scalar_on(factor, norm.device)
     if not _runtime.waits(norm.device) and not isinstance(factor, torch.Tensor):
         size = norm.item()
         return factor * (max_norm / size) if size > max_norm else factor
-    if isinstance(factor, torch.Tensor):
-        factor = factor.to(norm.device, torch.float32, non_blocking=True).reshape(())
     return factor * torch.where(norm > max_norm, max_norm / norm, 1.0)
 
 

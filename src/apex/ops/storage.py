@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
+from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import PLAIN as PLAIN_CODEC
-from apex.ops.multi_tensor import Codec, Column, Scalar, Update, Values, run
+from apex.ops.multi_tensor import Codec, Update, Values, run
 
 PARAM = 1  # the column of the weight, in every optimizer's update
 
@@ -40,8 +41,8 @@ class Storage:
         name: What users call it.
         codec: Columns to values and back.
         extra: dtype of the column beside the weight, or ``None``.
-        seeded: Whether the last scalar is a seed, on the device: a CUDA graph that is replayed
-            draws another one each time.
+        seeded: Whether the kernel draws numbers, from a seed on the device: a CUDA graph that is
+            replayed draws another one each time.
     """
 
     name: str
@@ -53,8 +54,8 @@ class Storage:
         """The codec, which appends to what is stored whether an update was lost."""
         codec, beside = self.codec, self.extra is not None
 
-        def encode(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
-            stored = codec.encode(raw, values, scalars, new)
+        def encode(raw: Values, values: Values, new: Values) -> Values:
+            stored = codec.encode(raw, values, new)
             kept = stored[0].to(raw[PARAM].dtype) == raw[PARAM]
             if beside:
                 kept = kept & (stored[-1].to(raw[-1].dtype) == raw[-1])
@@ -152,20 +153,20 @@ def _int16(bits: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >= 0x8000, bits - 0x10000, bits).to(torch.int16)
 
 
-def _decode_low_bits(raw: Values, scalars: Sequence[Any]) -> Values:
+def _decode_low_bits(raw: Values) -> Values:
     return _others_widened(raw, join(raw[PARAM], raw[-1]))
 
 
-def _encode_low_bits(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
+def _encode_low_bits(raw: Values, values: Values, new: Values) -> Values:
     high, low = split(new[0])
     return high, *new[1:], low
 
 
-def _decode_kahan(raw: Values, scalars: Sequence[Any]) -> Values:
+def _decode_kahan(raw: Values) -> Values:
     return _others_widened(raw, raw[PARAM].float() + raw[-1].float())
 
 
-def _encode_kahan(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
+def _encode_kahan(raw: Values, values: Values, new: Values) -> Values:
     rounded = new[0].to(torch.bfloat16)
     return rounded, *new[1:], new[0] - rounded.float()
 
@@ -185,7 +186,7 @@ def round_stochastically(
     return torch.where(value.isfinite(), rounded, value).to(torch.bfloat16)
 
 
-def _encode_stochastic(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
+def _encode_stochastic(raw: Values, values: Values, new: Values) -> Values:
     return round_stochastically(new[0]), *new[1:]
 
 
@@ -245,10 +246,9 @@ PLAINLY = How()
 def run_stored(
     update: Update,
     columns: Sequence[Column],
-    scalars: Sequence[Scalar],
+    scalars: tuple[Scalar, ...],
     how: How,
     *,
-    own: Sequence[torch.Tensor] = (),
     sums: tuple[int, ...] = (),
 ) -> torch.Tensor | None:
     """Run an optimizer's update on weights stored in some way.
@@ -258,7 +258,6 @@ def run_stored(
         columns: Gradients, weights, states.
         scalars: Of the update.
         how: Skipping and storage.
-        own: Of the update.
         sums: Numbers of new values to sum over each position.
 
     Returns:
@@ -272,10 +271,10 @@ def run_stored(
     if how.extra is not None:
         stores.append((len(columns), 0 if how.storage is PLAIN else 2 + states))
         columns.append(how.extra)
+    seed = None
     if how.storage.seeded:
         device = columns[PARAM][0].device
-        seed = torch.randint(0, 1 << 24, (), dtype=torch.float32, device=device)
-        scalars = (*scalars, seed)
+        seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
     codec = how.storage.codec
     if how.meter is not None:
         codec = how.storage.metered()
@@ -286,10 +285,10 @@ def run_stored(
         columns,
         tuple(stores),
         scalars,
-        own=own,
         noop=how.noop,
         sums=sums,
         codec=codec,
+        seed=seed,
     )
     if how.meter is None or found is None:
         return found

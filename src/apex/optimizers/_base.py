@@ -30,7 +30,7 @@ from torch.optim.optimizer import required
 
 from apex.ops import _runtime
 from apex.ops.clip import clipped
-from apex.ops.multi_tensor import Scalar, alike, local
+from apex.ops.columns import Scalar, local, of_one_kind
 from apex.ops.storage import PLAIN, STORAGES, How, LostUpdates, Storage
 
 _T = TypeVar("_T")
@@ -428,7 +428,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             weights = _locals([state.get("master_param", weight) for state, weight in both])
         columns = [_locals(grads), weights, *map(_locals, slots)]
         self._check_places(params, columns, extra)
-        if extra is None and alike(columns):
+        if extra is None and of_one_kind(columns):
             listed, gradients, updated, *kept = map(list, [params, *columns])
             yield Bucket(listed, gradients, updated, kept)
             return
@@ -734,7 +734,7 @@ _OWN_MEMORY = {torch.Tensor, torch.nn.Parameter}
 
 
 def _locals(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The tensors that hold the memory; see :func:`apex.ops.multi_tensor.local`."""
+    """The tensors that hold the memory; see :func:`apex.ops.columns.local`."""
     if _OWN_MEMORY.issuperset(map(type, tensors)):
         return tensors
     return [*map(local, tensors)]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from apex.ops.columns import local
 from apex.ops.larc import larc_
-from apex.ops.multi_tensor import local
 
 
 class LARC(torch.optim.Optimizer):

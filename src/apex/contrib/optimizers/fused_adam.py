@@ -11,9 +11,9 @@ import torch
 
 from apex.contrib.optimizers._old_step import OldStep
 from apex.ops.adam import Adam, adam_, unbiased
-from apex.ops.multi_tensor import Scalar, local
-from apex.ops.norms import l2_norm
+from apex.ops.columns import Scalar, local
 from apex.ops.storage import How
+from apex.ops.tensor_norms import l2_norm
 from apex.optimizers._base import Bucket, Work, scalar
 
 
