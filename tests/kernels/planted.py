@@ -13,7 +13,7 @@ import tempfile
 import triton
 import triton.language as tl
 
-from apex.kernels import _inspect, multi_tensor
+from apex.kernels import _inspect, _list_cases, multi_tensor
 from apex.kernels._cases import Case
 
 MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, seed,"
@@ -73,7 +73,10 @@ def row_case(**changes):
 
 
 def list_case(module, **changes):
-    return module.case(add, "fp16 fp32 fp32", ((0, 0), (2, 0)), 1, write_only=(2,), **changes)
+    case = _list_cases.case(
+        add, "fp16 fp32 fp32", ((0, 0), (2, 0)), "a", write_only=(2,), **changes
+    )
+    return dataclasses.replace(case, kernel=module.list_kernel)
 
 
 def planted(folder, name, *changes):
