@@ -9,7 +9,9 @@ import torch
 
 from apex.ops.adam import Adam, adam_
 from apex.ops.storage import How
-from apex.optimizers._base import HALF, Bucket, FusedOptimizer, counted, scalar
+from apex.optimizers._base import FusedOptimizer, counted, scalar
+from apex.optimizers._buckets import Bucket
+from apex.optimizers._groups import HALF
 
 
 class FusedAdam(FusedOptimizer):
@@ -204,7 +206,7 @@ class FusedAdam(FusedOptimizer):
                 "apex.contrib.optimizers.FusedAdam still takes them."
             )
 
-    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         for group in state_dict["param_groups"]:
             decoupled = group.get("decoupled_weight_decay", self.adam_w_mode)
             if bool(decoupled) != self.adam_w_mode and group["weight_decay"]:
@@ -214,9 +216,9 @@ class FusedAdam(FusedOptimizer):
                     f"adam_w_mode={self.adam_w_mode}: the weight decay would be another. Make it "
                     f"with adam_w_mode={bool(decoupled)}."
                 )
-        return super()._from_twin(state_dict)
+        return super()._from_torch(state_dict)
 
-    def _twin_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         group.pop("bias_correction")
         return {
             **group,

@@ -10,7 +10,8 @@ import torch
 from apex.ops.multi_tensor import Scalar
 from apex.ops.novograd import UNSET, NovoGrad, novograd_
 from apex.ops.storage import How
-from apex.optimizers._base import Bucket, FusedOptimizer, Work, counted, scalar
+from apex.optimizers._base import FusedOptimizer, GroupGrads, counted, scalar
+from apex.optimizers._buckets import Bucket
 
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
 KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
@@ -108,9 +109,11 @@ class FusedNovoGrad(FusedOptimizer):
             if param.dtype == kind and "exp_avg" in self.state.get(param, {})
         ]
 
-    def _before(self, work: Sequence[Work], factor: Scalar, noop: torch.Tensor | None) -> None:
+    def _prepare_step(
+        self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
+    ) -> None:
         """Make room for the norms of parameters that are stepped for the first time."""
-        for group, params, _ in work:
+        for group, params, _ in active:
             fresh = {param for param in params if "exp_avg" not in self.state.get(param, {})}
             if not fresh:
                 continue
