@@ -200,14 +200,12 @@ def lamb_(columns: Sequence[Column], numbers: Lamb, how: How = PLAINLY) -> None:
             stores.pop(0)
         stores.append((4, 0))
         columns.append(terms)
-    codec = how.storage.codec
+    codec = PLAIN.codec()
     if how.storage is not PLAIN and how.extra is not None:
         columns.append(how.extra)
-        module, names = codec.kernel.split(":")
         # weights are read as they are stored; none is written yet
-        codec = Codec(codec.decode, _unstored, f"{module}:{names.split(',')[0]},rounded")
-    elif how.storage is not PLAIN:
-        codec = PLAIN.codec
+        decode = how.storage.codec().decode
+        codec = Codec(decode, codec.encode, f"storage:{how.storage.decode},rounded")
     sums = run(
         TERM,
         columns,
@@ -223,10 +221,6 @@ def lamb_(columns: Sequence[Column], numbers: Lamb, how: How = PLAINLY) -> None:
         rates = numbers.rates(*sums.sqrt().unbind())
     second = replace(how, factor=1.0, write_grads=False)
     run_stored(APPLY, [terms, params], (), second, own=(rates,))
-
-
-def _unstored(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
-    return new
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -13,6 +13,7 @@ when the step did.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, itemgetter
@@ -341,8 +342,18 @@ def counted(step: int | torch.Tensor, device: torch.device) -> int | torch.Tenso
 def scalar(value: Any, device: torch.device) -> Scalar:
     """A group's number for a kernel: a Python number, or a float32 tensor on ``device``.
 
-    What is on the host is read there.
+    What is on the host is read there: of float32 the shortest number that it can stand for, 0.001
+    and not 0.0010000000475. torch's CPU kernels compute with float64 numbers, and a learning rate
+    in a tensor (``capturable``) has to step as the same one without.
     """
-    if not isinstance(value, torch.Tensor) or not _runtime.waits(value.device):
+    if not isinstance(value, torch.Tensor):
         return float(value)
-    return value.to(device, torch.float32, non_blocking=True).reshape(())
+    if _runtime.waits(value.device):
+        return value.to(device, torch.float32, non_blocking=True).reshape(())
+    exact: float = value.item()
+    if value.dtype == torch.float32:
+        for digits in (6, 7, 8):
+            short = float(f"{exact:.{digits}g}")
+            if struct.unpack("f", struct.pack("f", short))[0] == exact:
+                return short
+    return exact
