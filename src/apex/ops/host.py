@@ -11,7 +11,9 @@ thread).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 
 import torch
 
@@ -120,6 +122,37 @@ def _step_piece(
         for number, new in zip(own, how.storage.narrow(weights), strict=True):
             values[number] = unflattened(new, part[number])
     _put_back(part, values, write_grads=how.write_grads and scaled)
+
+
+@contextlib.contextmanager
+def as_float32(columns: Sequence[Column], how: How, *, write_grads: bool) -> Iterator[Lists]:
+    """Lend the columns as float32, whole; what is made of them is stored when the block ends.
+
+    For what looks at a tensor as a whole, so that 16-bit columns take the code of float32 ones.
+
+    Args:
+        columns: Gradients, weights, states, of the kind that :func:`host_can` allows.
+        how: What surrounds the step.
+        write_grads: Whether 16-bit gradients are written too; float32 ones are lent as they are.
+    """
+    own = [columns[PARAM]] if how.extra is None else [columns[PARAM], how.extra]
+    wide = [[x.float() for x in column] for column in columns]
+    if how.storage is not PLAIN:
+        wide[PARAM] = [*map(how.storage.widen, *own)]
+    yield wide
+    for number, column in enumerate(columns):
+        if number not in (0, PARAM) or (number == 0 and write_grads):
+            _store(column, wide[number])
+    weights: Iterable[Column] = repeat(wide[PARAM])
+    if how.storage is not PLAIN:
+        weights = zip(*map(how.storage.narrow, wide[PARAM]), strict=True)
+    for column, new in zip(own, weights, strict=False):
+        _store(column, new)
+
+
+def _store(column: Column, values: Column) -> None:
+    if values[0] is not column[0]:
+        torch._foreach_copy_(list(column), list(values))
 
 
 def _widened(column: Column, scratch: torch.Tensor, *, joined: bool) -> list[torch.Tensor]:

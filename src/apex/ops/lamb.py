@@ -36,6 +36,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.adam import unbiased
+from apex.ops.host import as_float32, host_can
 from apex.ops.multi_tensor import (
     Codec,
     Column,
@@ -46,7 +47,6 @@ from apex.ops.multi_tensor import (
     by_length,
     flattened,
     run,
-    torch_can,
     unflattened,
 )
 from apex.ops.norms import segment_squares
@@ -182,12 +182,11 @@ def lamb_(columns: Sequence[Column], numbers: Lamb, how: How = PLAINLY) -> None:
         known is not None
         and known.grad_averaging
         and how.noop is None
-        and how.meter is None
-        and how.storage is PLAIN
         and not isinstance(how.factor, torch.Tensor)
-        and torch_can(columns)
+        and host_can(columns, how)
     ):
-        _on_host(columns, known, how)
+        with as_float32(columns, how, write_grads=how.extra is None) as wide:
+            _on_host(wide, known, float(how.factor))
         return
     grads, params = columns[0], columns[1]
     terms, stores = grads, [(0, 0), (2, 1), (3, 2)]
@@ -238,17 +237,14 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 # -- torch's fused Adam on the CPU ---------------------------------------------------------------
 
 
-def _on_host(columns: Sequence[Column], numbers: Lamb, how: How) -> None:
+def _on_host(columns: Sequence[Column], numbers: Lamb, factor: float) -> None:
     for alike in by_length(columns, SHORT):
-        _alike_on_host(alike, numbers, how)
-    if how.extra is not None:
-        torch._foreach_copy_(list(how.extra), list(columns[1]))
+        _alike_on_host(alike, numbers, factor)
 
 
-def _alike_on_host(columns: Sequence[Column], numbers: Lamb, how: How) -> None:
+def _alike_on_host(columns: Sequence[Column], numbers: Lamb, factor: float) -> None:
     grads, params = columns[0], columns[1]
     sizes = [*map(torch.Tensor.numel, params)]
-    factor = float(how.factor)
     adam = _adam(numbers)
     scratch = torch.empty(min(PIECE, sum(sizes)))
     long: dict[int, list[tuple[float, float]]] = {}  # norms of the pieces of a long tensor

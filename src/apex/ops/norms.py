@@ -175,7 +175,7 @@ def _host_squares(tensors: Column, factor: float) -> torch.Tensor:
     for number, x in enumerate(tensors):
         size = x.numel()
         if size > ROW:
-            row = _row_length(size) if as_it_is else ROW
+            row = _row_length(size)
             end = size % row
             if end or not x.is_contiguous():
                 x = x.reshape(-1)
@@ -233,9 +233,9 @@ def _row_norms(x: torch.Tensor, row: int, wide: torch.dtype | None, factor: floa
         return norms
     parts: list[torch.Tensor] = []
     flat = x.view(-1)
-    scratch = torch.empty(min(PIECE, flat.numel()), dtype=wide)
-    for start in range(0, flat.numel(), PIECE):
-        piece = flat[start : start + PIECE]
+    size = PIECE // row * row  # so that rows are those of the widened tensor as a whole
+    scratch = torch.empty(min(size, flat.numel()), dtype=wide)
+    for piece in torch.split(flat, size):
         values = scratch[: piece.numel()].copy_(piece)
         if factor != 1.0:
             values.mul_(factor)

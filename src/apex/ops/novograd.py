@@ -37,14 +37,8 @@ from typing import Any
 import torch
 
 from apex.ops.adam import unbiased
-from apex.ops.multi_tensor import (
-    Column,
-    Scalar,
-    Update,
-    Values,
-    batches,
-    torch_can,
-)
+from apex.ops.host import as_float32, host_can
+from apex.ops.multi_tensor import Column, Scalar, Update, Values, batches
 from apex.ops.norms import l2_norms, max_norms
 from apex.ops.storage import PLAINLY, How, run_stored
 
@@ -95,12 +89,6 @@ class NovoGrad:
     bias_correction: bool
     step: int | torch.Tensor
 
-    @property
-    def is_hosted(self) -> bool:
-        """Whether no number is a tensor."""
-        found = (self.lr, self.weight_decay, self.step)
-        return not any(isinstance(number, torch.Tensor) for number in found)
-
     def scalars(self, factor: Scalar) -> tuple[Scalar, ...]:
         """What :func:`reference` and the kernel take."""
         decay = self.weight_decay
@@ -146,8 +134,11 @@ def novograd_(
         new = torch.where(how.noop.reshape(()) != 0, norms, new)
     norms.copy_(new)
     scales = numbers.scales(norms)
-    if how.is_bare and numbers.is_hosted and torch_can(columns):
-        _on_host(columns, scales, numbers, how)
+    known = (numbers.lr, numbers.weight_decay, numbers.step)
+    can = how.noop is None and host_can(columns, how, *known)
+    if can and not (how.write_grads and how.factor != 1.0):
+        with as_float32(columns, how, write_grads=False) as wide:
+            _on_host(wide, scales, numbers, how)
         return
     ones = torch.ones_like(scales)
     own = (scales, ones) if numbers.reg_inside_moment else (ones, scales)

@@ -141,7 +141,7 @@ def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     inf = float("inf")
     # CPU: 0.2 ms for 2**19 values, 0.6 with torch.where(value.isnan(), ...).
-    bits = value.contiguous().nan_to_num(float("nan"), inf, -inf).view(torch.int32)
+    bits = value.nan_to_num(float("nan"), inf, -inf).view(torch.int32)
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
@@ -151,7 +151,7 @@ def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     A zero beside negative low bits, which :func:`split` never makes, is a zero that was written
     over a weight: the bits are ignored, for joined they are nan.
     """
-    top = high.contiguous().view(torch.int16)
+    top = high.view(torch.int16)
     # CPU: 0.3 ms for 2**19 values, 1.0 with torch.where((high == 0) & (low < 0), ...).
     is_not_zero = top.bitwise_and(0x7FFF).clamp(max=1)
     low = low.clamp(min=0) + low.clamp(max=0) * is_not_zero
@@ -221,17 +221,6 @@ class How:
     storage: Storage = PLAIN
     extra: Column | None = None
     meter: LostUpdates | None = None
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether nothing surrounds the step but a factor that the host knows."""
-        alone = self.noop is None and self.extra is None and self.meter is None
-        known = not isinstance(self.factor, torch.Tensor)
-        return known and alone and self.storage is PLAIN and not self._writes
-
-    @property
-    def _writes(self) -> bool:
-        return self.write_grads and bool(self.factor != 1.0)
 
 
 PLAINLY = How()
