@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from apex.ops.norms import square_sums
 from apex.ops.storage import join
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedSGD
 from tests.optimizers.common import EVERY, PATHS, on, parameters, same
@@ -73,3 +74,11 @@ def test_as_masters_of_lamb(path):
     bits = train(FusedLAMB, torch.bfloat16, path, storage="low_bits", lr=0.02)
     masters = {"lr": 0.02, "reduced_precision_dtype": torch.bfloat16}
     assert same(bits, train(FusedMixedPrecisionLamb, torch.bfloat16, path, **masters))
+
+
+def test_norms_are_those_of_the_widened_gradients():
+    """Clipping, LAMB and NovoGrad multiply weights by them."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = [*range(1500, 9000, 100), 140_000, 271_000]
+    grads = [torch.randn(size, generator=generator).bfloat16() for size in sizes]
+    assert torch.equal(square_sums(grads), square_sums([grad.float() for grad in grads]))
