@@ -155,6 +155,8 @@ class FusedOptimizer(StatefulOptimizer):
             return loss
         grad_scale = getattr(self, "grad_scale", None)
         noop = getattr(self, "found_inf", None)
+        if not isinstance(noop, torch.Tensor):
+            noop = None  # GradScaler's sum over the devices of no gradients: the integer 0
         if scaler is not None and scaler.is_enabled():
             noop = self._found_inf(scaler)
             unscaled = scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED
@@ -180,6 +182,7 @@ class FusedOptimizer(StatefulOptimizer):
             total = total + other.to(total.device, non_blocking=True)
         return total
 
+    @_runtime.not_compiled
     @torch.no_grad()
     def step_scaled(
         self,
@@ -210,7 +213,7 @@ class FusedOptimizer(StatefulOptimizer):
         # All checks before anything changes.
         for _, _, gradients in active:
             self._check_grads(gradients)
-        self._drop_stale()
+        self._follow_written()
         self._prepare_step(active, factor, noop)
         largest = self._largest_norm()
         if largest:
@@ -299,7 +302,7 @@ class FusedOptimizer(StatefulOptimizer):
         except KeyError:  # the first step of some
             states = [*map(self._state_of, params)]
             slots = [[*map(itemgetter(slot), states)] for slot in self.slots]
-        weights = local_parts(params)
+        weights = here = local_parts(params)
         # as many entries as slots: nothing else is there
         mastered = {*map(len, states)} != {len(self.slots)} and any(map(MASTERED, states))
         extra = self._extras(params, weights, states, copies, mastered=mastered)
@@ -307,7 +310,8 @@ class FusedOptimizer(StatefulOptimizer):
             both = zip(states, weights, strict=True)
             weights = local_parts([state.get("master_param", weight) for state, weight in both])
         columns = [local_parts(grads), weights, *map(local_parts, slots)]
-        check_places(type(self).__name__, params, columns, extra, self.slots)
+        shapes = {slot: self.slot_shapes.get(slot) for slot in self.slots}
+        check_places(type(self).__name__, here, columns, extra, shapes)
         return split(params, columns, extra)
 
     def columns(self, bucket: Bucket) -> list[list[torch.Tensor]]:

@@ -7,7 +7,7 @@ are edited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -18,8 +18,8 @@ from apex.ops import _runtime
 from apex.ops.multi_tensor import alike, local
 
 _T = TypeVar("_T")
-_DTYPE, _DEVICE = map(attrgetter, ("dtype", "device"))
-_NUMEL = torch.Tensor.numel
+_DTYPE, _DEVICE, _SHAPE = map(attrgetter, ("dtype", "device", "shape"))
+_NUMEL, _GET_DEVICE = torch.Tensor.numel, torch.Tensor.get_device
 _OWN_MEMORY = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -87,42 +87,69 @@ def check_places(
     params: Sequence[torch.Tensor],
     columns: Sequence[Sequence[torch.Tensor]],
     extra: Sequence[torch.Tensor | None] | None,
-    slots: Sequence[str],
+    slots: Mapping[str, Callable[[torch.Tensor], Sequence[int]] | None],
 ) -> None:
-    """Raise if what is stepped together is not of one size on one device.
+    """Raise if what is stepped together does not fit, or is on different devices.
 
-    Kernels take addresses: they would write beyond, or into what is not theirs.
+    Kernels take addresses: they would write beyond, or into what is not theirs. Slots are compared
+    by shape: after ``param.data = param.data.t().contiguous()`` an element would meet another one's
+    state.
 
     Args:
         optimizer: Name of the class, for messages.
-        params: The parameters.
+        params: The parameters; local parts of distributed ones.
         columns: Gradients, weights and every slot.
         extra: What stands beside each weight.
-        slots: Names of the slots.
+        slots: Names of the slots, and what tells the shape from the parameter; ``None`` where it is
+            the parameter's.
 
     Raises:
         RuntimeError: Something does not fit; the message names it.
     """
-    weights = columns[1]
-    names = ["gradient", "parameter", *slots, "state beside it"]
+    shapes = [*map(_SHAPE, params)]
+    devices = [*map(_GET_DEVICE, params)] if _runtime.has_accelerator() else []
+
+    def check(name: str, column: Sequence[torch.Tensor], wanted: Sequence[torch.Size]) -> None:
+        fits = [*map(_SHAPE, column)] == wanted or (
+            name not in slots and [*map(_NUMEL, column)] == [*map(torch.Size.numel, wanted)]
+        )
+        is_near = not column or column[0].device == params[0].device
+        if not (fits and is_near) or (devices and [*map(_GET_DEVICE, column)] != devices):
+            _refuse(optimizer, name, params, column, wanted, exactly=name in slots)
+
+    grads, weights, *kept = columns
+    check("gradient", grads, shapes)
+    if weights is not params:
+        check("master", weights, shapes)
+    for (name, shape_of), column in zip(slots.items(), kept, strict=True):
+        wanted = [torch.Size(shape_of(param)) for param in params] if shape_of else shapes
+        check(name, column, wanted)
     if extra is not None:
-        pairs = zip(extra, weights, strict=True)
-        columns = [*columns, [weight if x is None else x for x, weight in pairs]]
-    asked = (_NUMEL, torch.Tensor.get_device) if _runtime.has_accelerator() else (_NUMEL,)
-    expected = [[*map(ask, weights)] for ask in asked]
-    for name, column in zip(names, columns, strict=False):
-        fits = all([*map(ask, column)] == e for ask, e in zip(asked, expected, strict=True))
-        if fits and (not column or column[0].is_cpu == weights[0].is_cpu):
+        beside = [param if x is None else x for x, param in zip(extra, params, strict=True)]
+        check("state beside it", beside, shapes)
+
+
+def _refuse(
+    optimizer: str,
+    name: str,
+    params: Sequence[torch.Tensor],
+    column: Sequence[torch.Tensor],
+    shapes: Sequence[torch.Size],
+    *,
+    exactly: bool,
+) -> None:
+    """Raise for the first parameter that something does not fit, of the same shape if `exactly`."""
+    for param, tensor, shape in zip(params, column, shapes, strict=True):
+        if tensor.device == param.device and (
+            tensor.shape == shape or (not exactly and tensor.numel() == shape.numel())
+        ):
             continue
-        for param, weight, other in zip(params, weights, column, strict=True):
-            if (other.numel(), other.device) != (weight.numel(), weight.device):
-                raise RuntimeError(
-                    f"{optimizer}: the {name} of a parameter has {other.numel()} elements on "
-                    f"{other.device}, and the parameter {weight.numel()} on {weight.device} (shape "
-                    f"{tuple(param.shape)}). Move a model before making its optimizer; after "
-                    "giving a parameter other data, clear its gradient and its entry in "
-                    "optimizer.state."
-                )
+        raise RuntimeError(
+            f"{optimizer}: the {name} of a parameter has shape {tuple(tensor.shape)} on "
+            f"{tensor.device}, and for this parameter it would be {tuple(shape)} on "
+            f"{param.device}. Move a model before making its optimizer; after giving a parameter "
+            "other data, clear its gradient and its entry in optimizer.state."
+        )
 
 
 def local_parts(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -11,7 +11,7 @@ groups that ours do not know.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,6 @@ from apex.ops.multi_tensor import local
 # change what is computed are refused when set.
 _FOREIGN = {"foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable"}
 _REFUSED = {"amsgrad", "maximize"}
-# What the optimizers of torch and ours keep for a parameter: none of it is a user's own.
-_SLOTS_OF_OTHERS = {
-    "acc_delta", "ax", "eta", "exp_avg", "exp_avg_diff", "exp_avg_sq", "exp_inf", "grad_avg",
-    "max_exp_avg_sq", "momentum_buffer", "mu", "mu_product", "prev", "square_avg", "step_size",
-    "sum",
-}  # fmt: skip
 
 
 def check_is_state_dict(optimizer: str, state_dict: Mapping[str, Any]) -> None:
@@ -51,36 +45,63 @@ def saved_states(
         yield number, param, loaded["state"].get(number, {})
 
 
+def has_slots_and_numbers(
+    saved: Mapping[str, Any], slots: Collection[str], numbers: Collection[str]
+) -> bool:
+    """Whether a state dict can be an optimizer's: a parameter has its slots, groups its numbers.
+
+    A program may keep tensors of its own beside the slots, such as an average of the weights. In
+    other state dicts what looks like that is a slot of another optimizer.
+
+    Args:
+        saved: A state dict, ours or of ``torch.optim``.
+        slots: Names of the optimizer's slots.
+        numbers: Keys of its groups that the optimizer of its name in ``torch.optim`` has too.
+    """
+    states = [state for state in saved["state"].values() if isinstance(state, Mapping)]
+    return all({*numbers} <= group.keys() for group in saved["param_groups"]) and any(
+        {*slots} <= state.keys() for state in states
+    )
+
+
 def check_states(
     optimizer: str,
-    states: Iterator[tuple[Any, torch.Tensor, dict[str, Any]]],
-    slots: Sequence[str],
-    known: Sequence[str],
+    loaded: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    slots: Mapping[str, Callable[[torch.Tensor], Sequence[int]]],
+    more: Sequence[str],
+    *,
+    may_be_others: bool,
 ) -> None:
     """Raise ``ValueError`` if a saved tensor is another optimizer's or of another shape.
 
     Args:
         optimizer: Name of the class, for messages.
-        states: From :func:`saved_states`.
-        slots: Names of the slots that it keeps.
-        known: Keys of a state that it knows.
+        loaded: The state dict.
+        groups: The optimizer's.
+        slots: The slots that it keeps, and what tells the shape of one from the parameter.
+        more: Other keys of a state that it knows.
+        may_be_others: Whether further tensors of a parameter's shape may be the program's, see
+            :func:`has_slots_and_numbers`; else they are another optimizer's.
     """
-    for number, param, state in states:
+    for number, param, state in saved_states(loaded, groups):
         tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
-        ours = {key: x for key, x in tensors.items() if key in known}
-        foreign = tensors.keys() & _SLOTS_OF_OTHERS - {*known}
-        if foreign or (tensors.keys() & {*slots} and not tensors.keys() >= {*slots}):
+        both = param, local(param)
+        others = [tensors[key].shape for key in tensors.keys() - {*slots, *more}]
+        foreign = not may_be_others and any(x.shape in others for x in both)
+        if foreign or 0 < len(tensors.keys() & slots.keys()) < len(slots):
             raise ValueError(
                 f"{optimizer}: the saved state of parameter {number} has {', '.join(tensors)}, and "
                 f"this optimizer keeps {', '.join(slots)}. Load the state into the kind of "
                 "optimizer that saved it."
             )
-        for key, value in ours.items():
-            if key != "first" and value.shape not in (param.shape, local(param).shape):
+        for key in tensors.keys() & {*slots, *more} - {"first"}:
+            shape = tuple(tensors[key].shape)
+            if shape not in [tuple(slots[key](x) if key in slots else x.shape) for x in both]:
                 raise ValueError(
-                    f"{optimizer}: the saved {key} of parameter {number} has shape "
-                    f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}. Load the "
-                    "state into the model that it was saved with."
+                    f"{optimizer}: the saved {key} of parameter {number} has shape {shape}, and "
+                    f"the parameter {tuple(param.shape)}. Load the state into the model that it "
+                    "was saved with."
                 )
 
 

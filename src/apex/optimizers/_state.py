@@ -6,9 +6,9 @@ and stay so through ``load_state_dict``. The step count is per group, as in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import methodcaller
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, methodcaller
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ from apex.ops.storage import PLAIN, STORAGES, Storage
 from apex.optimizers import _checkpoint
 
 MASTERED = methodcaller("__contains__", "master_param")
+_SHAPE = attrgetter("shape")
 _EXTRA = {"low_bits": "low_bits", "kahan": "error"}
 # Attributes that a copy does not get: what amp hangs on an optimizer, and versions of tensors that
 # are others in the copy.
@@ -40,8 +41,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
     slots: tuple[str, ...] = ()
     #: Slots that are kept in the parameter's dtype, as the original does.
     narrow_slots: tuple[str, ...] = ()
+    #: Shapes of slots that are not shaped like the weight, as functions of the parameter.
+    slot_shapes: ClassVar[Mapping[str, Callable[[torch.Tensor], Sequence[int]]]] = {}
     #: Keys of the per-parameter state that are not slots.
     _more_state: tuple[str, ...] = ("master_param", "low_bits", "error")
+    #: Numbers of a group that the optimizer of this name in torch.optim does not have.
+    _not_in_torch: tuple[str, ...] = ()
+    #: Whether loaded slots keep the dtype they were saved in, instead of getting a new slot's.
+    _keeps_saved_dtypes = False
     #: Whether groups have a "step".
     _counts_steps = True
     #: dtypes of the parameters that get float32 masters.
@@ -60,7 +67,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch's copies hold groups and state alone: what a subclass was told would be lost. Hooks
         # and methods that amp or a scheduler has replaced stay with the original, as in torch.
-        self._drop_stale()
+        self._follow_written()
         told = {
             key: value
             for key, value in vars(self).items()
@@ -73,7 +80,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         vars(self).setdefault("_written", {})
 
-    # -- the state of a parameter ---
+    # -- the state of a parameter ------------------------------------------------------------------
 
     @property
     def _storage(self) -> Storage:
@@ -83,10 +90,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[param]
         for slot in self.slots:
             if slot not in state:
-                dtype = self._slot_dtype(slot, param)
-                state[slot] = torch.zeros_like(
-                    param, dtype=dtype, memory_format=torch.preserve_format
-                )
+                state[slot] = self._new_slot(slot, param)
         storage = self._storage
         if storage.extra is not None and _EXTRA[storage.name] not in state:
             state[_EXTRA[storage.name]] = torch.zeros_like(local(param), dtype=storage.extra)
@@ -97,17 +101,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
         state = self.state.get(param, {})
         if "master_param" not in state and param.dtype in self._mastered:
             state = self.state[param]
-            state["master_param"] = param.detach().clone().float()
-        master: torch.Tensor = state.get("master_param", param)
-        return master
+            master = state["master_param"] = param.detach().clone().float()
+            self._written[param] = param._version, master
+            return master
+        found: torch.Tensor = state.get("master_param", param)
+        return found
 
-    def _drop_stale(self) -> None:
-        """Zero what stands beside weights that somebody else has written since our last step.
+    def _follow_written(self) -> None:
+        """Let what belongs to a weight follow if somebody else has written it since our last step.
 
-        It belongs to the weight that was overwritten. Right after loading nothing is dropped: model
-        and optimizer are loaded in any order.
+        The storage's column becomes 0. A master becomes the weight where it would not be rounded to
+        it. Right after loading nothing is done: model and optimizer are loaded in any order.
         """
-        name = _EXTRA.get(self.storage, "")
+        name = self._beside
         for param, (version, column) in self._written.items():
             if param._version == version or self.state.get(param, {}).get(name) is not column:
                 continue
@@ -116,18 +122,33 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__}: a weight was written since the last step, and a CUDA "
                     f'graph would drop its "{name}" at each replay. Take a step before capturing.'
                 )
-            column.zero_()
+            if name != "master_param":
+                column.zero_()
+            elif column.shape == param.shape:
+                weight = param.detach()
+                column.copy_(torch.where(column.to(weight.dtype) == weight, column, weight))
             self._written[param] = param._version, column
 
     def _note_versions(self) -> None:
         """Note the weights' versions, to see whether somebody else writes them."""
-        name = _EXTRA.get(self.storage)
+        name = self._beside
         if name is not None:
             self._written = {
                 param: (param._version, state[name])
                 for param, state in self.state.items()
                 if isinstance(param, torch.Tensor) and name in state
             }
+
+    @property
+    def _beside(self) -> str | None:
+        """The key of what belongs to the weight as it was stored last."""
+        return _EXTRA.get(self.storage, "master_param" if self._mastered else None)
+
+    def _new_slot(self, slot: str, param: torch.Tensor) -> torch.Tensor:
+        dtype = self._slot_dtype(slot, param)
+        if slot in self.slot_shapes:
+            return param.new_zeros(*self.slot_shapes[slot](param), dtype=dtype)
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
         narrow = slot in self.narrow_slots and self._storage is PLAIN
@@ -160,7 +181,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch saves it."""
-        self._drop_stale()
+        self._follow_written()
         found: dict[str, Any] = super().state_dict()
         return found
 
@@ -172,14 +193,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: The groups do not fit, or the state needs what this class does not do.
         """
-        name, known = type(self).__name__, (*self.slots, *self._more_state)
+        name = type(self).__name__
         _checkpoint.check_is_state_dict(name, state_dict)
+        numbers = self.defaults.keys() - {*self._not_in_torch}
         loaded: dict[str, Any] = {}
 
         def convert(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             loaded.update(self._from_torch(given))
-            states = _checkpoint.saved_states(loaded, self.param_groups)
-            _checkpoint.check_states(name, states, self.slots, known)
+            _checkpoint.check_states(
+                name,
+                loaded,
+                self.param_groups,
+                {slot: self.slot_shapes.get(slot, _SHAPE) for slot in self.slots},
+                self._more_state,
+                may_be_others=_checkpoint.has_slots_and_numbers(given, self.slots, numbers),
+            )
             return loaded
 
         def restore(_: torch.optim.Optimizer) -> None:
@@ -199,8 +227,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for _, param, state in _checkpoint.saved_states(loaded, self.param_groups):
             for key, value in state.items():
                 if key in (*self.slots, *self._more_state) and isinstance(value, torch.Tensor):
-                    dtype = self._slot_dtype(key, param) if key in self.slots else value.dtype
-                    self.state[param][key] = value.detach().clone().to(param.device, dtype)
+                    keeps = self._keeps_saved_dtypes or key not in self.slots
+                    dtype = value.dtype if keeps else self._slot_dtype(key, param)
+                    self.state[param][key] = value.detach().to(param.device, dtype, copy=True)
             for key in {*_EXTRA.values()} - {_EXTRA.get(self.storage)}:
                 self.state.get(param, {}).pop(key, None)
         for group in self.param_groups:
@@ -213,14 +242,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
             type(self).__name__,
             state_dict,
             self.defaults,
-            self._missing_in_torch(),
+            {key: value for key, value in self.defaults.items() if key != "lr"},
             counts_steps=self._counts_steps,
         )
-
-    def _missing_in_torch(self) -> dict[str, Any]:
-        """Group keys that the optimizer in ``torch.optim`` does not have."""
-        missing = set(self.defaults) - {"lr"}
-        return {key: self.defaults[key] for key in missing}
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state for ``load_state_dict`` of the optimizer of this name in ``torch.optim``.

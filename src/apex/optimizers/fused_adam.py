@@ -55,6 +55,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     slots = ("exp_avg", "exp_avg_sq")
+    _not_in_torch = ("bias_correction",)
 
     def __init__(  # noqa: PLR0913 - the original's signature
         self,
@@ -138,10 +139,11 @@ class FusedAdam(FusedOptimizer):
     def param_groups_master(self) -> list[dict[str, Any]] | None:
         """The masters by group, as the original has them; ``None`` without ``master_weights``.
 
-        Masters are made at the first step, or here: weights written after that are overwritten.
+        Masters are made at the first step, or here. They follow weights that are written later.
         """
         if not self.master_weights:
             return None
+        self._follow_written()
         return [
             {"params": [self._master_or(param) for param in group["params"]]}
             for group in self.param_groups

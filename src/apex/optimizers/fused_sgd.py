@@ -164,8 +164,10 @@ class FusedSGD(FusedOptimizer):
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
-        self._begun.clear()
-        self._marks = any("first" in state for state in self.state.values())
+        # A buffer that was saved with momentum has a history, if only of zeros; or it is marked.
+        having = [group["params"] for group in self.param_groups if group["momentum"]]
+        self._begun = {param for params in having for param in params if not self._is_fresh(param)}
+        self._marks = any("first" in self.state.get(p, {}) for params in having for p in params)
 
     def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
         device = bucket.weights[0].device
@@ -198,6 +200,8 @@ class FusedSGD(FusedOptimizer):
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {
             number: {key: value for key, value in state.items() if value is not None}
+            if isinstance(state, Mapping)  # else a user's own
+            else state
             for number, state in state_dict["state"].items()
         }
         return super()._from_torch({**state_dict, "state": states})

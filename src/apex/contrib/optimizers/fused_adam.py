@@ -54,6 +54,7 @@ class FusedAdam(OldStep):
     """
 
     slots = ("exp_avg", "exp_avg_sq")
+    _not_in_torch = ("bias_correction", "max_grad_norm")
     _counts_steps = False  # in the groups; here each parameter has its own
 
     def __init__(
