@@ -305,12 +305,25 @@ def test_other_data_with_the_old_state_is_refused(make, path):
     before = values(params)
     for what in ("gradient", optimizer.slots[0]):
         with (
-            pytest.raises(RuntimeError, match=rf"the {what} of .* 165 .* the parameter 9 "),
+            pytest.raises(RuntimeError, match=rf"the {what} of .*\(33, 5\) .* be \(9,\) "),
             on(path),
         ):
             optimizer.step()
         assert same(values(params), before)
         params[1].grad = torch.ones(9)
+
+
+@every
+def test_transposed_data_with_the_old_state_are_refused(make):
+    """As many elements, but each would meet another one's moments."""
+    params = parameters(shapes=[(2, 3)])
+    optimizer = make(params)
+    train(optimizer, params, range(1))
+    params[0].grad = None
+    params[0].data = torch.zeros(3, 2)
+    params[0].grad = torch.ones(3, 2)
+    with pytest.raises(RuntimeError, match=rf"the {optimizer.slots[0]} of .*\(2, 3\).*\(3, 2\)"):
+        optimizer.step()
 
 
 @every
@@ -349,13 +362,18 @@ def test_the_state_of_a_relative_is_refused(other):
                 make(params).load_state_dict(relative.state_dict())
 
 
-def test_what_a_program_keeps_beside_the_state_is_its_own():
+@every
+def test_what_a_program_keeps_beside_the_state_is_its_own(make):
+    """An average of the weights, of a parameter without gradients too."""
     params = parameters(shapes=SMALL)
-    optimizer = FusedLAMB(params)
-    optimizer.state[params[0]]["average"] = torch.zeros(2)
+    optimizer = make(params)
+    train(optimizer, params[:1], range(1))
+    for param in params:
+        optimizer.state[param].update(average=torch.ones_like(param), pair=torch.zeros(2))
     optimizer.state["epoch"] = 5
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.state["epoch"] == 5
+    assert all(optimizer.state[param]["average"].eq(1).all() for param in params)
     train(optimizer, params, range(1))
 
 

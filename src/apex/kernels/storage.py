@@ -24,6 +24,7 @@ __all__ = [
     "metered_rounded",
     "metered_stochastically",
     "optimizer_cases",
+    "rounded",
     "rounded_stochastically",
     "split_low_bits",
     "widened",

@@ -14,10 +14,13 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _path: contextvars.ContextVar[str | None] = contextvars.ContextVar("path", default=None)
 
 
@@ -74,6 +77,15 @@ def use(path: str) -> Iterator[None]:
 def forced() -> str | None:
     """The path that :func:`use` asked for, if any."""
     return _path.get()
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Have ``torch.compile`` call a function as it is, between two graphs.
+
+    Addresses, versions of tensors and launches of kernels are nothing that it could trace. torch's
+    optimizers use the same decorator, which imports the compiler at the first call only.
+    """
+    return cast("_Function", _disable_dynamo(function))
 
 
 def capturing() -> bool:

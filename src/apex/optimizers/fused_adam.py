@@ -9,7 +9,9 @@ import torch
 
 from apex.ops.adam import Adam, adam_
 from apex.ops.storage import How
-from apex.optimizers._base import HALF, Bucket, FusedOptimizer, counted, scalar
+from apex.optimizers._base import FusedOptimizer, counted, scalar
+from apex.optimizers._buckets import Bucket
+from apex.optimizers._groups import HALF
 
 
 class FusedAdam(FusedOptimizer):
@@ -53,6 +55,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     slots = ("exp_avg", "exp_avg_sq")
+    _not_in_torch = ("bias_correction",)
 
     def __init__(  # noqa: PLR0913 - the original's signature
         self,
@@ -136,10 +139,11 @@ class FusedAdam(FusedOptimizer):
     def param_groups_master(self) -> list[dict[str, Any]] | None:
         """The masters by group, as the original has them; ``None`` without ``master_weights``.
 
-        Masters are made at the first step, or here: weights written after that are overwritten.
+        Masters are made at the first step, or here. They follow weights that are written later.
         """
         if not self.master_weights:
             return None
+        self._follow_written()
         return [
             {"params": [self._master_or(param) for param in group["params"]]}
             for group in self.param_groups
@@ -204,7 +208,7 @@ class FusedAdam(FusedOptimizer):
                 "apex.contrib.optimizers.FusedAdam still takes them."
             )
 
-    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         for group in state_dict["param_groups"]:
             decoupled = group.get("decoupled_weight_decay", self.adam_w_mode)
             if bool(decoupled) != self.adam_w_mode and group["weight_decay"]:
@@ -214,9 +218,9 @@ class FusedAdam(FusedOptimizer):
                     f"adam_w_mode={self.adam_w_mode}: the weight decay would be another. Make it "
                     f"with adam_w_mode={bool(decoupled)}."
                 )
-        return super()._from_twin(state_dict)
+        return super()._from_torch(state_dict)
 
-    def _twin_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         group.pop("bias_correction")
         return {
             **group,

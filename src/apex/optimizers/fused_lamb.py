@@ -8,7 +8,8 @@ import torch
 
 from apex.ops.lamb import Lamb, lamb_
 from apex.ops.storage import How
-from apex.optimizers._base import Bucket, FusedOptimizer, scalar
+from apex.optimizers._base import FusedOptimizer, scalar
+from apex.optimizers._buckets import Bucket
 
 
 class FusedLAMB(FusedOptimizer):

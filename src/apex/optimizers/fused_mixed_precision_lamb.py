@@ -47,6 +47,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         >>> optimizer.step()
     """
 
+    _keeps_saved_dtypes = True
+
     def __init__(  # noqa: PLR0913
         self,
         params: Any,
@@ -95,6 +97,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
         """The groups with masters in the place of parameters that have them by now."""
+        self._follow_written()
         return [
             {**group, "params": [self._so_far(param) for param in group["params"]]}
             for group in self.param_groups
@@ -108,15 +111,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return torch.float32 if param.dtype in self._mastered else super()._slot_dtype(slot, param)
 
     def _restore(self, loaded: dict[str, Any]) -> None:
-        """Put back what torch has cast; moments keep the dtype they were saved in."""
         super()._restore(loaded)
-        saved = [number for group in loaded["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(saved, params, strict=True):
-            for slot in self.slots:
-                value = loaded["state"].get(number, {}).get(slot)
-                if value is not None:
-                    self.state[param][slot] = value.detach().clone().to(param.device)
         for group in self.param_groups:  # as numbers, or tensors on another device
             if group["params"]:
                 device = group["params"][0].device

@@ -10,7 +10,8 @@ import torch
 from apex.ops.columns import Scalar
 from apex.ops.novograd import UNSET, NovoGrad, novograd_
 from apex.ops.storage import How
-from apex.optimizers._base import Bucket, FusedOptimizer, Work, counted, scalar
+from apex.optimizers._base import FusedOptimizer, GroupGrads, counted, scalar
+from apex.optimizers._buckets import Bucket
 
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
 KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
@@ -108,9 +109,12 @@ class FusedNovoGrad(FusedOptimizer):
             if param.dtype == kind and "exp_avg" in self.state.get(param, {})
         ]
 
-    def _before(self, work: Sequence[Work], factor: Scalar, noop: torch.Tensor | None) -> None:
+    def _prepare_step(
+        self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
+    ) -> None:
         """Make room for the norms of parameters that are stepped for the first time."""
-        for group, params, _ in work:
+        for group, params, _ in active:
+            self._follow_conversion(group)
             fresh = {param for param in params if "exp_avg" not in self.state.get(param, {})}
             if not fresh:
                 continue
@@ -125,8 +129,34 @@ class FusedNovoGrad(FusedOptimizer):
             for param in params:  # at once, so that entries and parameters stay of one number
                 self._state_of(param)
 
+    def _follow_conversion(self, group: dict[str, Any]) -> None:
+        """Sort the norms by dtype again, if the model was converted, by ``double()`` say.
+
+        Norms of several dtypes are not told apart: the vectors do not say whose they are.
+        """
+        dtypes = {param.dtype for param in group["params"]}
+        vectors = group.get("exp_avg_sq", ())
+        filled = {kind: x for kind, x in zip(KINDS, vectors, strict=False) if x.numel()}
+        if filled.keys() <= dtypes and len(dtypes) == 1:
+            return
+        members = {kind: self._members(group, kind) for kind in KINDS}
+        if {kind: len(some) for kind, some in members.items() if some} == {
+            kind: norms.numel() for kind, norms in filled.items()
+        }:
+            return
+        stepped = [p for p in group["params"] if "exp_avg" in self.state.get(p, {})]
+        if [norms.numel() for norms in filled.values()] == [len(stepped)]:
+            (norms,) = filled.values()
+            kinds = len(KINDS) if dtypes & {*KINDS[2:]} else 2
+            indices = [[i for i, p in enumerate(stepped) if p.dtype == k] for k in KINDS[:kinds]]
+            group["exp_avg_sq"] = [norms[_index(chosen, norms.device)] for chosen in indices]
+        for kind in KINDS:
+            self._norms(group, kind, len(members[kind]))
+
     def _norms(self, group: dict[str, Any], kind: torch.dtype, members: int) -> torch.Tensor:
-        norms: torch.Tensor = group["exp_avg_sq"][KINDS.index(kind)]
+        vectors = group.get("exp_avg_sq", ())
+        found = dict(zip(KINDS, vectors, strict=False))
+        norms: torch.Tensor = found.get(kind, torch.zeros(0))
         if not members:  # the state was cleared
             return norms[:0]
         if norms.numel() != members:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from apex.ops import _runtime
 from apex.ops.columns import local
 from apex.ops.larc import larc_
 
@@ -153,20 +154,24 @@ class LARC(torch.optim.Optimizer):
         if materialise is not None:  # what amp has left to the step is to be seen here
             materialise()
         with self._without_decay() as decays:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                params = [param for param in group["params"] if param.grad is not None]
-                if params:
-                    larc_(
-                        [local(param.grad) for param in params],
-                        [local(param) for param in params],
-                        lr=group["lr"],
-                        weight_decay=decay,
-                        trust_coefficient=self.trust_coefficient,
-                        eps=self.eps,
-                        clip=bool(self.clip),
-                    )
+            self._scale_gradients(decays)
             result = self.optim.step()
         return result if closure is None else loss
+
+    @_runtime.not_compiled
+    def _scale_gradients(self, decays: list[Any]) -> None:
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                larc_(
+                    [local(param.grad) for param in params],
+                    [local(param) for param in params],
+                    lr=group["lr"],
+                    weight_decay=decay,
+                    trust_coefficient=self.trust_coefficient,
+                    eps=self.eps,
+                    clip=bool(self.clip),
+                )
 
     @contextmanager
     def _without_decay(self) -> Iterator[list[Any]]:

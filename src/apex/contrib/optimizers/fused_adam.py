@@ -14,7 +14,8 @@ from apex.ops.adam import Adam, adam_, unbiased
 from apex.ops.columns import Scalar, local
 from apex.ops.storage import How
 from apex.ops.tensor_norms import l2_norm
-from apex.optimizers._base import Bucket, Work, scalar
+from apex.optimizers._base import GroupGrads, scalar
+from apex.optimizers._buckets import Bucket
 
 
 class FusedAdam(OldStep):
@@ -53,6 +54,7 @@ class FusedAdam(OldStep):
     """
 
     slots = ("exp_avg", "exp_avg_sq")
+    _not_in_torch = ("bias_correction", "max_grad_norm")
     _counts_steps = False  # in the groups; here each parameter has its own
 
     def __init__(
@@ -87,12 +89,14 @@ class FusedAdam(OldStep):
         }
         super().__init__(params, defaults)
 
-    def _before(self, work: Sequence[Work], factor: Scalar, noop: torch.Tensor | None) -> None:
+    def _prepare_step(
+        self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
+    ) -> None:
         """Find what each group's gradients are multiplied by."""
         if hasattr(self, "_amp_stash"):
             factor = factor / self._amp_scale_adjustment
         self._factors = {}
-        for number, (group, params, grads) in enumerate(work):
+        for number, (group, params, grads) in enumerate(active):
             clip = factor
             if group["max_grad_norm"] > 0 and params:
                 norm = self._grad_norms and self._grad_norms[number]
@@ -145,8 +149,8 @@ class FusedAdam(OldStep):
             members.append(number)
         return list(found.values())
 
-    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        found = super()._from_twin(state_dict)
+    def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        found = super()._from_torch(state_dict)
         for number, state in state_dict["state"].items():
             if isinstance(state, dict) and "step" in state:
                 found["state"][number]["step"] = int(state["step"])
@@ -162,8 +166,8 @@ def _next(
     """The next step, on the device where that may be skipped there."""
     if noop is None:
         return before + 1
-    landed = (noop.to(device, non_blocking=True).reshape(()) == 0).to(torch.int32)
-    return landed + before
+    taken = (noop.to(device, non_blocking=True).reshape(()) == 0).to(torch.int32)
+    return taken + before
 
 
 def _clipped(factor: Scalar, norm: Any, largest: float) -> Scalar:
