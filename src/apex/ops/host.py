@@ -80,8 +80,8 @@ def on_host(kernel: Kernel, columns: Sequence[Column], how: How, *, narrow: bool
     scaled = factor != 1.0
     dtypes = {column[0].dtype for column in columns}
     stored = how.storage is not PLAIN
-    narrow = narrow and len(dtypes) == 1 and how.extra is None and not stored
-    if not scaled and (narrow or dtypes == {torch.float32}):
+    narrow = narrow and len(dtypes) == 1 and how.extra is None
+    if not (scaled or stored) and (narrow or dtypes == {torch.float32}):
         kernel(lists)
         if how.extra is not None:
             torch._foreach_copy_(list(how.extra), lists[PARAM])
