@@ -60,7 +60,8 @@ def step_(kernel: Callable[[Lists], None], columns: Sequence[Column], options: H
         return
     factor, extra = float(options.factor), options.extra
     every = [list(column) for column in (columns if extra is None else [*columns, extra])]
-    whole = factor == 1.0 and {column[0].dtype for column in columns} == {torch.float32}
+    plain = factor == 1.0 and options.storage is PLAIN
+    whole = plain and {column[0].dtype for column in columns} == {torch.float32}
     for pieces in [every] if whole else batches(every):
         part = pieces[: len(columns)]
         here = options if extra is None else replace(options, extra=pieces[-1])

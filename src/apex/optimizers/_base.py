@@ -211,7 +211,8 @@ class FusedOptimizer(StatefulOptimizer):
             factor = float(factor)
         active = [self._group_grads(group, grads) for group in self.param_groups]
         # All checks before anything changes.
-        for _, _, gradients in active:
+        for _, params, gradients in active:
+            _groups.check_stored(type(self).__name__, params, self.storage)
             self._check_grads(gradients)
         self._follow_written()
         self._prepare_step(active, factor, noop)

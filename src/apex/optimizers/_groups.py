@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,14 +74,29 @@ def check_params(optimizer: str, params: Any, storage: str, needs_whole: str) ->
                 f"{optimizer} only support fp16 and fp32 (and bf16, fp64); a parameter has "
                 f"{tensor.dtype}."
             )
-        if storage != "plain" and tensor.dtype != torch.bfloat16:
-            raise RuntimeError(
-                f"{optimizer}: storage={storage!r} keeps bfloat16 weights; a parameter has "
-                f"{tensor.dtype}. Convert the model with .bfloat16() first."
-            )
+        check_stored(optimizer, [tensor], storage)
         sharded = any(place.is_shard() for place in getattr(tensor, "placements", ()))
         if needs_whole and sharded:
             raise RuntimeError(
                 f"{optimizer} needs {needs_whole}, and a parameter is sharded over processes. Use "
                 "FusedAdam without max_grad_norm for it."
             )
+
+
+def check_stored(optimizer: str, params: Sequence[torch.Tensor], storage: str) -> None:
+    """Raise ``RuntimeError`` for a parameter that ``storage`` does not keep.
+
+    Args:
+        optimizer: Name of the class, for messages.
+        params: Parameters.
+        storage: How weights are stored.
+    """
+    if storage == "plain":
+        return
+    others = {param.dtype for param in params} - {torch.bfloat16}
+    if others:
+        raise RuntimeError(
+            f"{optimizer}: storage={storage!r} keeps bfloat16 weights; a parameter has "
+            f"{others.pop()}. Convert the model with .bfloat16() first; for a model that was "
+            "converted since, make a new optimizer, whose load_state_dict takes this one's state."
+        )
