@@ -105,18 +105,19 @@ def widened(raw):
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+def _joined(a, b, LARGEST: tl.constexpr):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL) if LARGEST else a + b
 
 
 @triton.jit
-def _joined(a, b, LARGEST: tl.constexpr):
-    return _larger(a, b) if LARGEST else a + b
+def _largest(values):
+    nan = tl.sum((values != values).to(tl.int32)) > 0  # `tl.max` passes over them
+    return tl.where(nan, float("nan"), tl.max(values))
 
 
 @triton.jit
 def _total(values, LARGEST: tl.constexpr):
-    return tl.reduce(values, 0, _larger) if LARGEST else tl.sum(values)
+    return _largest(values) if LARGEST else tl.sum(values)
 
 
 @triton.jit
