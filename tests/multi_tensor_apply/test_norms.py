@@ -108,7 +108,7 @@ def test_repeated_bit_for_bit(path):
 @pytest.mark.parametrize("bad", [None, 3, -1])
 def test_more_partial_sums_than_are_added_at_a_time(bad, monkeypatch):
     """A program leaves one for each 8,192 elements; nan is not lost among them."""
-    kernels = pytest.importorskip("apex.kernels.multi_tensor")
+    kernels = pytest.importorskip("apex.kernels.partial_sums")
     monkeypatch.setattr(kernels, "PARTIALS", 4)
     column = tensors((3, 9 * CHUNK + 5, 4 * CHUNK, 0))
     if bad is not None:

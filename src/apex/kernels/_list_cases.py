@@ -13,13 +13,13 @@ from apex.kernels.multi_tensor import (
     DTYPES,
     NUMBER,
     ON_DEVICE,
-    OPTIONS,
     PER_TENSOR,
     compile_time,
     list_kernel,
     rounded,
     widened,
 )
+from apex.kernels.partial_sums import OPTIONS
 
 
 def case(

@@ -37,15 +37,10 @@ import triton.language as tl
 
 from apex.kernels._cases import Case
 from apex.kernels._tables import CHUNK, Layout, Table
+from apex.kernels.partial_sums import OPTIONS, joined, reduced, summed
 
 # Elements per tile; a program has CHUNK.
 BLOCK = 1024
-WARPS = 4
-OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
-# Partial sums that are added at a time: 33 million elements, so that the largest embedding (2**30
-# elements, 131,072 partial sums) takes 32 steps that wait for each other. The same number for every
-# tensor, so that its sum does not depend on what else is in the list.
-PARTIALS = 4096
 
 
 @dataclass(frozen=True)
@@ -102,22 +97,6 @@ def widened(raw):
     for i in tl.static_range(len(raw)):
         values = values + (raw[i].to(tl.float32),)
     return values
-
-
-@triton.jit
-def _joined(a, b, LARGEST: tl.constexpr):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL) if LARGEST else a + b
-
-
-@triton.jit
-def _largest(values):
-    nan = tl.sum((values != values).to(tl.int32)) > 0  # `tl.max` passes over them
-    return tl.where(nan, float("nan"), tl.max(values))
-
-
-@triton.jit
-def _total(values, LARGEST: tl.constexpr):
-    return _largest(values) if LARGEST else tl.sum(values)
 
 
 @triton.jit
@@ -253,7 +232,7 @@ def list_kernel(
             )  # fmt: skip
             new = ()
             for i in tl.static_range(len(totals)):
-                new = new + (_joined(totals[i], sums[i], LARGEST),)
+                new = new + (joined(totals[i], sums[i], LARGEST),)
             totals = new
     else:
         for at in range(0, left, BLOCK):
@@ -263,46 +242,12 @@ def list_kernel(
             )  # fmt: skip
             new = ()
             for i in tl.static_range(len(totals)):
-                new = new + (_joined(totals[i], sums[i], LARGEST),)
+                new = new + (joined(totals[i], sums[i], LARGEST),)
             totals = new
     for i in tl.static_range(len(SUMS)):
-        tl.store(partial_ptr + program * len(SUMS) + i, _total(totals[i], LARGEST))
+        tl.store(partial_ptr + program * len(SUMS) + i, reduced(totals[i], LARGEST))
     if len(FLAGS) > 0:
         tl.store(flag_ptr, 1, mask=tl.sum(totals[len(SUMS)]) > 0)
-
-
-@triton.jit
-def segment_kernel(
-    # data
-    partial_ptr,
-    firsts_ptr,
-    out_ptr,
-    # compile-time
-    SUMS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Add up each tensor's partial sums, always in the same order.
-
-    Args:
-        partial_ptr: float32 ``(programs, SUMS)``.
-        firsts_ptr: int64 ``(tensors + 1,)``: each tensor's first program.
-        out_ptr: float32 ``(SUMS, tensors)``.
-        SUMS: Sums for each program.
-        LARGEST: Whether the largest is taken instead of the sum.
-        BLOCK: Partial sums read at once.
-    """
-    tensor = tl.program_id(0).to(tl.int64)
-    first = tl.load(firsts_ptr + tensor)
-    last = tl.load(firsts_ptr + tensor + 1)
-    lanes = tl.arange(0, BLOCK)
-    for i in tl.static_range(SUMS):
-        total = tl.zeros((BLOCK,), tl.float32)
-        for at in range(first, last, BLOCK):
-            rows = at + lanes
-            some = tl.load(partial_ptr + rows * SUMS + i, mask=rows < last, other=0.0)
-            total = _joined(total, some, LARGEST)
-        tl.store(out_ptr + i * tl.num_programs(0) + tensor, _total(total, LARGEST))
 
 
 def compile_time(
@@ -412,30 +357,9 @@ def launch(
         )
         if partial is None:
             return None
-        shape = (len(sums), layout.tensors)
-        out = torch.empty(shape, dtype=torch.float32, device=layout.device)
-        segment_kernel[(layout.tensors,)](
-            partial, layout.firsts, out,
-            SUMS=len(sums), LARGEST=largest, BLOCK=PARTIALS, **OPTIONS,
-        )  # fmt: skip
-    return out
+        return summed(partial, layout.firsts, largest=largest)
 
 
 def cases() -> Iterator[Case]:
-    """What is inspected here; each update's file lists its own."""
-    yield Case(
-        segment_kernel,
-        "segment_sums",
-        "fp32",
-        signature={"partial_ptr": "*fp32", "firsts_ptr": "*i64", "out_ptr": "*fp32"},
-        constants={"SUMS": 1, "LARGEST": False, "BLOCK": PARTIALS},
-        reads=(),
-        writes=(),
-        tile=PARTIALS,
-        narrow={
-            "partial_ptr": "one number for 8192 elements of the tensors",
-            "firsts_ptr": "two numbers a tensor",
-            "out_ptr": "one number a tensor",
-        },
-        options=OPTIONS,
-    )
+    """Nothing by itself: each update's file lists what it is run on."""
+    return iter(())
