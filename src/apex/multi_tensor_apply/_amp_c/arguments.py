@@ -7,11 +7,20 @@ takes them, and messages hold its words, which callers match.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 
+from apex.ops import _runtime
 from apex.ops.columns import Scalar, flag_on, local, scalar_on, set_flag
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+Lists = Sequence[Sequence[torch.Tensor]]
+Number = float | torch.Tensor
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
@@ -31,9 +40,20 @@ _NAMES = {
 }
 
 
-def checked(
-    name: str, lists: Sequence[Sequence[torch.Tensor]], depths: Sequence[int]
-) -> list[list[torch.Tensor]]:
+def entry(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Make a function of ``amp_C``: no gradients, and called as it is by what is compiled."""
+    eager = torch.no_grad()(function)
+    uncompiled = _runtime.not_compiled(eager)  # imports the compiler when it is called: 1.5 s
+
+    @functools.wraps(function)
+    def call(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        chosen = uncompiled if torch.compiler.is_compiling() else eager
+        return chosen(*arguments, **keywords)
+
+    return call
+
+
+def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.Tensor]]:
     """Check lists of tensors and make those at one position equal in shape.
 
     Args:

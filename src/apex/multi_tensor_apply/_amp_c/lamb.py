@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from apex.multi_tensor_apply._amp_c.arguments import (
+    Lists,
+    Number,
     checked,
+    entry,
     flag_to_read,
     is_decoupled,
     number,
@@ -19,11 +20,8 @@ from apex.ops.lamb import Lamb, lamb_, trusted_rates
 from apex.ops.lamb_stages import coefficient, stage1_, stage2_
 from apex.ops.storage import How
 
-Lists = Sequence[Sequence[torch.Tensor]]
-Number = float | torch.Tensor
 
-
-@torch.no_grad()
+@entry
 def multi_tensor_lamb(  # noqa: PLR0913  (the original's)
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -59,7 +57,7 @@ def multi_tensor_lamb(  # noqa: PLR0913  (the original's)
         lamb_(some, hyper, How(factor))
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_lamb_mp(  # noqa: PLR0913  (the original's)
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -129,7 +127,7 @@ def _clip(norm: Number, max_norm: Number, device: torch.device) -> Number:
     return coefficient(number(norm, device), number(max_norm, device))
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_lamb_stage1_cuda(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -164,7 +162,7 @@ def multi_tensor_lamb_stage1_cuda(
         )
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_lamb_stage2_cuda(
     chunk_size: int,
     noop_flag: torch.Tensor,

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from apex.multi_tensor_apply._amp_c.arguments import (
+    Lists,
+    Number,
     checked,
+    entry,
     flag_to_read,
     is_decoupled,
     number,
@@ -22,13 +25,10 @@ from apex.ops.novograd import NovoGrad, novograd_
 from apex.ops.sgd import SGD, sgd_
 from apex.ops.storage import How
 
-Lists = Sequence[Sequence[torch.Tensor]]
-Number = float | torch.Tensor
-
 _16_BITS = (torch.float16, torch.bfloat16)
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -87,7 +87,7 @@ def _check_sgd_types(columns: Sequence[Column]) -> None:
             )
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_adam(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -113,7 +113,7 @@ def multi_tensor_adam(
         adam_(some, hyper)
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_adam_capturable(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -141,7 +141,7 @@ def multi_tensor_adam_capturable(
         adam_(some, hyper, How(factor, noop, write_grads=True))
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_adam_capturable_master(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -197,7 +197,7 @@ def _is_one(noop_flag: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (flag_to_read(noop_flag, device) == 1).to(torch.int32)
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_adagrad(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -220,7 +220,7 @@ def multi_tensor_adagrad(
         adagrad_(some, hyper)
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_novograd(  # noqa: PLR0913  (the original's)
     chunk_size: int,
     noop_flag: torch.Tensor,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from apex.multi_tensor_apply._amp_c.arguments import checked, flag_to_set, number
+from apex.multi_tensor_apply._amp_c.arguments import (
+    Lists,
+    Number,
+    checked,
+    entry,
+    flag_to_set,
+    number,
+)
 from apex.ops.loss_scale import update_
 from apex.ops.scale import axpby_, scale_
 from apex.ops.tensor_norms import square_sums
 
-Lists = Sequence[Sequence[torch.Tensor]]
-Number = float | torch.Tensor
 Norms = tuple[torch.Tensor, torch.Tensor]
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_scale(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: Number, /
 ) -> None:
@@ -31,7 +34,7 @@ def multi_tensor_scale(
         scale_(x, out, number(scale, device), flag)
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_axpby(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -58,7 +61,7 @@ def multi_tensor_axpby(
         axpby_(x, y, out, number(a, device), number(b, device), flag, checked=which)
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_l2norm(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -74,7 +77,7 @@ def multi_tensor_l2norm(
     return _norms(square_sums(x), noop_flag, per_tensor_python)
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_l2norm_mp(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -90,7 +93,7 @@ def multi_tensor_l2norm_mp(
     return _norms(square_sums(x), noop_flag, per_tensor_python)
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_l2norm_scale(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -106,7 +109,7 @@ def multi_tensor_l2norm_scale(
     return _norms(sums, noop_flag, per_tensor_python)
 
 
-@torch.no_grad()
+@entry
 def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -133,7 +136,7 @@ def flag_norms(norms: torch.Tensor, noop_flag: torch.Tensor) -> None:
         flag.masked_fill_(norms.isfinite().all().logical_not(), 1)
 
 
-@torch.no_grad()
+@entry
 def update_scale_hysteresis(
     current_scale: torch.Tensor,
     growth_tracker: torch.Tensor,
