@@ -8,8 +8,8 @@ passed over. Every floating dtype is taken, mixed within a list too, on any devi
 tensors of one element.
 
 Nothing waits for a device, except for numbers that the original takes from the host and that are
-given as tensors on a device (betas, eps, momentum and dampening), and for a flag on the CPU that is to
-be set for tensors elsewhere.
+given as tensors on a device (betas, eps, momentum and dampening), and for a flag on the CPU that is
+to be set for tensors elsewhere.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ Source: Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 12, 2011.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +22,8 @@ from apex.ops import cpu_fused
 from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import Update, Values
 from apex.ops.storage import PLAINLY, How, run_stored
+
+_List = list[torch.Tensor]
 
 
 class AdagradScalars(NamedTuple):
@@ -83,22 +84,19 @@ def adagrad_(columns: Sequence[Column], hyper: Adagrad, options: How = PLAINLY) 
     lr, decay = hyper.lr, hyper.weight_decay
     decoupled = hyper.adagrad_w_mode and decay
     if not decoupled and cpu_fused.torch_steps(columns, options, lr, decay):
-        cpu_fused.step_(functools.partial(_torchs_adagrad, hyper), columns, options)
+        cpu_fused.step_(_torchs(hyper), columns, options, narrow=True)
         return
     run_stored(ADAGRAD, columns, hyper.scalars(options.factor), options)
 
 
-def _torchs_adagrad(hyper: Adagrad, columns: cpu_fused.Lists) -> None:
-    """Step float32 columns of the CPU by torch's fused kernel."""
-    grads, params, sums = columns
-    torch._fused_adagrad_(
-        params,
-        grads,
-        sums,
-        [torch.ones(())] * len(params),  # the step, which matters with lr_decay only
-        lr=float(hyper.lr),
-        lr_decay=0.0,
-        weight_decay=float(hyper.weight_decay),
-        eps=hyper.eps,
-        maximize=False,
-    )
+def _torchs(hyper: Adagrad) -> Callable[..., None]:
+    """Torch's fused kernel for columns of one dtype on the CPU."""
+    step = torch.ones(())  # which matters with lr_decay only
+
+    def kernel(grads: _List, params: _List, sums: _List) -> None:
+        torch._fused_adagrad_(
+            params, grads, sums, [step] * len(params), lr=float(hyper.lr), lr_decay=0.0,
+            weight_decay=float(hyper.weight_decay), eps=hyper.eps, maximize=False,
+        )  # fmt: skip
+
+    return kernel

@@ -15,9 +15,8 @@ algorithm 2.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +26,8 @@ from apex.ops import cpu_fused
 from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import Update, Values
 from apex.ops.storage import PLAINLY, How, run_stored
+
+_List = list[torch.Tensor]
 
 
 class AdamScalars(NamedTuple):
@@ -135,29 +136,22 @@ def adam_(columns: Sequence[Column], hyper: Adam, options: How = PLAINLY) -> Non
     """
     known = (hyper.lr, hyper.weight_decay, hyper.step)
     if not hyper.eps_inside_sqrt and cpu_fused.torch_steps(columns, options, *known):
-        cpu_fused.step_(functools.partial(_torchs_adam, hyper), columns, options)
+        cpu_fused.step_(_torchs(hyper), columns, options)
         return
     update = ADAM_EPS_INSIDE if hyper.eps_inside_sqrt else ADAM
     run_stored(update, columns, hyper.scalars(options.factor), options)
 
 
-def _torchs_adam(hyper: Adam, columns: cpu_fused.Lists) -> None:
-    """Step float32 columns of the CPU by torch's fused kernel."""
-    grads, params, exp_avgs, exp_avg_sqs = columns
-    steps = torch.tensor(float(hyper.step) if hyper.bias_correction else math.inf)
+def _torchs(hyper: Adam) -> Callable[..., None]:
+    """Torch's fused kernel for float32 columns of the CPU."""
+    step = torch.tensor(float(hyper.step) if hyper.bias_correction else math.inf)
     fused = torch._fused_adamw_ if hyper.adam_w_mode else torch._fused_adam_
-    fused(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [steps] * len(params),
-        lr=float(hyper.lr),
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        weight_decay=float(hyper.weight_decay),
-        eps=hyper.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+
+    def kernel(grads: _List, params: _List, exp_avgs: _List, exp_avg_sqs: _List) -> None:
+        fused(
+            params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(params),
+            lr=float(hyper.lr), beta1=hyper.beta1, beta2=hyper.beta2, eps=hyper.eps,
+            weight_decay=float(hyper.weight_decay), amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return kernel

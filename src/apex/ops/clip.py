@@ -15,8 +15,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.columns import Scalar, grouped, scalar_on
-from apex.ops.multi_tensor import run
-from apex.ops.scale import SCALE, ScaleScalars
+from apex.ops.scale import scale_
 from apex.ops.tensor_norms import l2_norm, max_norms
 
 
@@ -58,10 +57,8 @@ def clip_(
             grad.mul_(coefficient.to(grad.device, non_blocking=True))
         return norm
     for _, (some,) in grouped([grads]):
-        here = coefficient.to(some[0].device, non_blocking=True)
-        if some[0].dtype != torch.float64:
-            here = here.float()
-        run(SCALE, [some], ((0, 0),), ScaleScalars(here))
+        here = coefficient.to(some[0].device, non_blocking=not some[0].is_cpu)
+        scale_(some, some, here if some[0].dtype == torch.float64 else here.float())
     return norm
 
 

@@ -2,10 +2,10 @@
 
 torch's kernels are the fastest there is for float32. Of 16-bit weights, that of Adam wants 16-bit
 moments, and that of SGD in torch 2.13 leaves the weights as they are, but for the last few of each
-tensor. So what is not float32 is widened, a piece at a time that stays in the cache,
-stepped there, and rounded once on the way back; what a storage splits is joined there, so that it
-takes the same code as float32. The 10 million bfloat16 weights of 293 tensors take
-FusedAdam 13 ms, and 74 by the definition; FusedSGD 12, and 44 (AMD EPYC, one thread).
+tensor. So what is not float32 is widened, a piece at a time that stays in the cache, stepped there,
+and rounded once on the way back; what a storage splits is joined, so that it takes the same code as
+float32. The 10 million bfloat16 weights of 293 tensors take FusedAdam 13 ms, and 74 by the
+definition; FusedSGD 12, and 44 (AMD EPYC, one thread).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from apex.ops import _runtime
 from apex.ops.columns import Column, Scalar, have_one_dense_layout
 from apex.ops.storage import PARAM, PLAIN, How
 
-# Elements that are widened at once; 2 MiB of a column. FusedAdam's 10 million
-# bfloat16 weights take 6 % longer with 2**18, 60 % with 2**16.
+# Elements that are widened at once, 2 MiB of a column. FusedAdam's 10 million bfloat16 weights take
+# 6 % longer with 2**18, 60 % with 2**16.
 PIECE = 2**19
 DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
 
@@ -29,46 +29,47 @@ Lists = list[list[torch.Tensor]]
 
 
 def torch_steps(columns: Sequence[Column], options: How, *numbers: Scalar) -> bool:
-    """Whether :func:`step_` takes the columns: 16 bits and float32 on a CPU, no path forced.
-
-    Args:
-        columns: Gradients, weights, states.
-        options: Of the step: nothing metered, and numbers that the host can read without waiting.
-        *numbers: Of the step, which the host has to read as well.
-    """
-    if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu:
-        return False
-    if options.meter is not None:
+    """Whether :func:`step_` takes the columns: on a CPU, with numbers that the host can read."""
+    if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu or options.meter:
         return False
     tensors = [x for x in (options.factor, options.noop, *numbers) if isinstance(x, torch.Tensor)]
-    if any(_runtime.waits(x.device) for x in tensors):
-        return False
     every = list(columns) if options.extra is None else [*columns, options.extra]
-    return {column[0].dtype for column in every} <= DTYPES and have_one_dense_layout(every)
+    known = not any(_runtime.waits(x.device) for x in tensors)
+    return (
+        known and {column[0].dtype for column in every} <= DTYPES and have_one_dense_layout(every)
+    )
 
 
 @torch.no_grad()
-def step_(kernel: Callable[[Lists], None], columns: Sequence[Column], options: How) -> None:
+def step_(
+    kernel: Callable[..., None], columns: Sequence[Column], options: How, *, narrow: bool = False
+) -> None:
     """Take one step, in place.
 
     Args:
-        kernel: Steps columns of float32 tensors.
-        columns: Gradients, weights, states.
-        options: Of the step, of the kind that :func:`torch_steps` allows.
+        kernel: Steps columns (gradients, weights, states) of float32 tensors.
+        columns: The same, of dtypes that :func:`torch_steps` allows.
+        options: Of the step, of the kind that it allows.
+        narrow: Whether ``kernel`` takes columns of one 16-bit dtype too, and rounds once.
     """
     if options.noop is not None and options.noop.item():
         return
     factor, extra = float(options.factor), options.extra
     every = [list(column) for column in (columns if extra is None else [*columns, extra])]
-    plain = factor == 1.0 and options.storage is PLAIN
-    whole = plain and {column[0].dtype for column in columns} == {torch.float32}
-    for pieces in [every] if whole else batches(every):
+    dtypes = {column[0].dtype for column in columns}
+    whole = factor == 1.0 and options.storage is PLAIN
+    if whole and (dtypes == {torch.float32} or (narrow and len(dtypes) == 1 and extra is None)):
+        kernel(*every[: len(columns)])
+        if extra is not None:
+            torch._foreach_copy_(every[-1], every[PARAM])
+        return
+    for pieces in batches(every):
         part = pieces[: len(columns)]
         here = options if extra is None else replace(options, extra=pieces[-1])
         values = as_float32(part, here)
         if factor != 1.0:
             values[0] = list(torch._foreach_mul(values[0], factor))
-        kernel(values)
+        kernel(*values)
         store_(part, values, here, write_grads=options.write_grads and factor != 1.0)
 
 
@@ -82,14 +83,15 @@ def as_float32(columns: Sequence[Column], options: How) -> Lists:
 
 def store_(columns: Sequence[Column], wide: Lists, options: How, *, write_grads: bool) -> None:
     """Round what :func:`as_float32` returned, once it was stepped, into the columns."""
-    for number, column in enumerate(columns):
-        if number != PARAM and (number or write_grads):
-            _copy_(column, wide[number])
     stored: Iterable[Column] = repeat(wide[PARAM])
     if options.storage is not PLAIN:
         stored = zip(*map(options.storage.narrow, wide[PARAM]), strict=True)
-    for column, new in zip(_weights(columns, options), stored, strict=False):
-        _copy_(column, new)
+    pairs = list(zip(_weights(columns, options), stored, strict=False))
+    pairs += zip(columns[PARAM + 1 :], wide[PARAM + 1 :], strict=True)
+    pairs += [(columns[0], wide[0])] if write_grads else []
+    for column, new in pairs:
+        if new[0] is not column[0]:
+            torch._foreach_copy_(list(column), list(new))
 
 
 def _weights(columns: Sequence[Column], options: How) -> list[Column]:
@@ -97,23 +99,19 @@ def _weights(columns: Sequence[Column], options: How) -> list[Column]:
     return [columns[PARAM]] if options.extra is None else [columns[PARAM], options.extra]
 
 
-def _copy_(column: Column, values: Column) -> None:
-    if values[0] is not column[0]:
-        torch._foreach_copy_(list(column), list(values))
-
-
 def batches(columns: Sequence[Column]) -> Iterable[Lists]:
-    """Cut columns of dense tensors into flat pieces, together of at most ``PIECE`` elements."""
-    flat = (
-        [piece for x in column for piece in torch.split(x.as_strided((x.numel(),), (1,)), PIECE)]
-        for column in columns
-    )
+    """Cut columns of dense tensors into lists of together at most ``PIECE`` elements."""
     batch: list[tuple[torch.Tensor, ...]] = []
     left = PIECE
-    for position in zip(*flat, strict=True):
-        left -= position[0].numel()
-        if left < 0:
-            yield [list(column) for column in zip(*batch, strict=True)]
-            batch, left = [], PIECE - position[0].numel()
-        batch.append(position)
+    for position in zip(*columns, strict=True):
+        positions: Iterable[tuple[torch.Tensor, ...]] = [position]
+        if position[0].numel() > PIECE:
+            flat = (x.as_strided((x.numel(),), (1,)) for x in position)
+            positions = zip(*(torch.split(x, PIECE) for x in flat), strict=True)
+        for piece in positions:
+            left -= piece[0].numel()
+            if left < 0:
+                yield [list(column) for column in zip(*batch, strict=True)]
+                batch, left = [], PIECE - piece[0].numel()
+            batch.append(piece)
     yield [list(column) for column in zip(*batch, strict=True)]

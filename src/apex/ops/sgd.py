@@ -15,8 +15,7 @@ Source: Sutskever et al., "On the importance of initialization and momentum in d
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +25,8 @@ from apex.ops import cpu_fused
 from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import Update, Values
 from apex.ops.storage import PLAINLY, How, run_stored
+
+_List = list[torch.Tensor]
 
 
 class SGDScalars(NamedTuple):
@@ -132,25 +133,21 @@ def sgd_(
     lr, decay = hyper.lr, hyper.weight_decay
     late = hyper.wd_after_momentum and hyper.momentum and decay
     if first is None and not late and cpu_fused.torch_steps(columns, options, lr, decay):
-        cpu_fused.step_(functools.partial(_torchs_sgd, hyper), columns, options)
+        cpu_fused.step_(_torchs(hyper), columns, options)
         return
     update = MOMENTUM if hyper.momentum else PLAIN
     scalars = hyper.scalars(options.factor, 0.0 if first is None else first)
     run_stored(update, columns, scalars, options)
 
 
-def _torchs_sgd(hyper: SGD, columns: cpu_fused.Lists) -> None:
-    """Step float32 columns of the CPU by torch's fused kernel."""
-    grads, params, *buffers = columns
-    torch._fused_sgd_(
-        params,
-        grads,
-        buffers[0] if buffers else [],
-        weight_decay=float(hyper.weight_decay),
-        momentum=hyper.momentum,
-        lr=float(hyper.lr),
-        dampening=hyper.dampening,
-        nesterov=hyper.nesterov,
-        maximize=False,
-        is_first_step=False,
-    )
+def _torchs(hyper: SGD) -> Callable[..., None]:
+    """Torch's fused kernel for float32 columns of the CPU."""
+
+    def kernel(grads: _List, params: _List, buffers: Sequence[torch.Tensor] = ()) -> None:
+        torch._fused_sgd_(
+            params, grads, list(buffers),
+            weight_decay=float(hyper.weight_decay), momentum=hyper.momentum, lr=float(hyper.lr),
+            dampening=hyper.dampening, nesterov=hyper.nesterov, maximize=False, is_first_step=False,
+        )  # fmt: skip
+
+    return kernel

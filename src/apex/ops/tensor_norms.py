@@ -134,8 +134,7 @@ def _of_one_kind(
 # Elements whose norm torch computes at once. It keeps one running sum for each vector lane, so that
 # its error grows with their number: at most 1.5e-7 here, 7.6e-4 for a tensor of 2**24.
 ROW = 1024
-# Rows of a 16-bit tensor that are widened at a time: 512 KiB of float32, which fits an L2.
-ROWS = 128
+ROWS = 128  # of a 16-bit tensor are widened at a time: 512 KiB of float32, which fits an L2
 
 
 def _square_sums_on_cpu(tensors: Column, factor: float) -> torch.Tensor:
@@ -145,27 +144,23 @@ def _square_sums_on_cpu(tensors: Column, factor: float) -> torch.Tensor:
     in bfloat16 6 (torch's norm 33); EPYC, one thread.
     """
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    as_it_is = factor == 1.0 and tensors[0].dtype == wide
-    sums = torch.zeros(len(tensors), dtype=torch.float64)
-    short: list[torch.Tensor] = []  # tensors, and ends of tensors, shorter than a row
+    as_it_is = tensors[0].dtype == wide and factor == 1.0
+    norms: list[torch.Tensor] = []
     owners: list[int] = []
+    short = [*tensors]  # or the ends, shorter than a row, of those that are longer
     for number, x in enumerate(tensors):
-        flat = x.reshape(-1)
-        end = flat.numel() % ROW
-        if end:
-            short.append(flat[flat.numel() - end :])
-            owners.append(number)
-        if end == flat.numel():
-            continue
-        rows = flat[: flat.numel() - end].view(-1, ROW)
-        pieces = (
-            [rows] if as_it_is else (part.to(wide) * factor for part in torch.split(rows, ROWS))
-        )
-        norms = torch.cat([torch.linalg.vector_norm(piece, dim=1) for piece in pieces])
-        sums[number] = norms.double().square_().sum()
-    if short:
-        if not as_it_is:
-            short = [x.to(wide) * factor for x in short]
-        norms = torch.stack(torch._foreach_norm(short))
-        sums.index_add_(0, torch.tensor(owners), norms.double().square_())
+        if x.numel() >= ROW:
+            flat = x.reshape(-1)
+            rows = flat[: flat.numel() // ROW * ROW].view(-1, ROW)
+            short[number] = flat[rows.numel() :]
+            for piece in [rows] if as_it_is else torch.split(rows, ROWS):
+                values = piece.to(wide) if factor == 1.0 else piece.to(wide) * factor
+                norms.append(torch.linalg.vector_norm(values, dim=1))
+                owners.append(number)
+    short = [x.to(wide) for x in short]
+    ends = short if factor == 1.0 else torch._foreach_mul(short, factor)
+    sums = torch.stack(torch._foreach_norm(ends)).double().square_()
+    if norms:
+        places = torch.tensor(owners).repeat_interleave(torch.tensor([*map(len, norms)]))
+        sums.index_add_(0, places, torch.cat(norms).double().square_())
     return sums.float()
