@@ -104,7 +104,7 @@ def _show(findings: Sequence[Finding]) -> None:
         table.add_row(*_row(finding))
     console.print(table)
     console.print(
-        "Bytes spilled are of a thread, bytes of shared memory of a program. Programs: how many fit "
+        "Bytes spilled are of a thread, bytes of shared memory of a program. Programs: so many fit "
         "on a multiprocessor at once, a model. Accesses are counted in the code: how many × bits "
         "for one thread; main is the path without masks, tiles only.",
         style="dim",
