@@ -118,7 +118,7 @@ def test_what_would_be_read_beyond_its_end_is_refused():
         cuda.backward_affine(dy, None, invvar, x, (4, 6), gamma, beta, EPS, False)
     with pytest.raises(RuntimeError, match="invvar has 14 elements"):
         cuda.rms_backward(dy, invvar[1:], x, (4, 6), EPS, False)
-    with pytest.raises(RuntimeError, match="gradient has shape"):
+    with pytest.raises(RuntimeError, match="dout has shape"):
         cuda.rms_backward(dy[1:], invvar, x, (4, 6), EPS, False)
 
 

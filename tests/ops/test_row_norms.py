@@ -302,7 +302,7 @@ def test_weights_of_zero(name, path):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize("name", NORMS)
 def test_more_programs_than_the_second_stage_adds_at_a_time(name, monkeypatch):
-    from apex.kernels import row_norms as kernels
+    from apex.kernels import _row_norms as kernels
 
     monkeypatch.setattr(kernels, "ROWS_PER_PROGRAM", 1)
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 128)

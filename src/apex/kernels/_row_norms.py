@@ -50,7 +50,7 @@ TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 16, 128, 4  # of the first stage for wide 
 SUM_TILE, SUM_COLUMNS = 2048, 64  # of the second stage: elements, and columns at most
 ROWS_PER_PROGRAM = 8  # backward: fewer would make partial sums a large part of the traffic
 # Warps of the backward that a multiprocessor holds at a time: of its 65,536 registers each thread
-# has 128, which every case of the backward keeps to (tests/kernels/test_row_norms.py).
+# has 128, which every case of the backward keeps to (tests/kernels/test_compiled.py).
 RESIDENT_WARPS, REGISTERS = 16, 128
 
 
