@@ -4,21 +4,20 @@ from typing import Any
 
 import torch
 
-from apex.ops import layer_norm as layer_norms
-from apex.ops import rms_norm as rms_norms
 from apex.ops._check import check_norm, refuse_other_dtype, refuse_wider_weight
 from apex.ops._scripted import Shape
+from apex.ops.row_norms import MEMORY_EFFICIENT, OP
 
 
 class _Affine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = ctx.operation.gradients(ctx, *grads)
-        count = len(ctx.needs_input_grad)
-        return (*found[: ctx.tensors], *[None] * (count - ctx.tensors))
+        needs = ctx.needs_input_grad
+        found = ctx.operation.gradients(ctx, *grads, needs=needs[: ctx.tensors])
+        return (*found[: ctx.tensors], *[None] * (len(needs) - ctx.tensors))
 
 
-def _saved_layer_norm(
+def _saved(
     ctx: Any,
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -26,30 +25,18 @@ def _saved_layer_norm(
     shape: Shape,
     eps: float,
     memory_efficient: bool,
+    *,
+    centered: bool,
+    tensors: int,
 ) -> torch.Tensor:
-    check_norm("layer_norm", input, weight, bias, shape)
+    """Compute a norm and save it for the backward of a function whose first are ``tensors``."""
+    check_norm("layer_norm" if centered else "rms_norm", input, weight, bias, shape)
     dtype = input.dtype if weight is None else weight.dtype
-    ctx.operation = layer_norms.MEMORY_EFFICIENT if memory_efficient else layer_norms.OP
-    ctx.tensors = 1 if weight is None else 3
+    ctx.operation = MEMORY_EFFICIENT if memory_efficient else OP
+    ctx.tensors = tensors
     rest = (dtype, input.dtype) if memory_efficient else (dtype,)
-    y: torch.Tensor = ctx.operation.save_and_run(ctx, input, weight, bias, shape, eps, *rest)
-    return y
-
-
-def _saved_rms_norm(
-    ctx: Any,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    shape: Shape,
-    eps: float,
-    memory_efficient: bool,
-) -> torch.Tensor:
-    check_norm("rms_norm", input, weight, None, shape)
-    dtype = input.dtype if weight is None else weight.dtype
-    ctx.operation = rms_norms.MEMORY_EFFICIENT if memory_efficient else rms_norms.OP
-    ctx.tensors = 1 if weight is None else 2
-    rest = (dtype, input.dtype) if memory_efficient else (dtype,)
-    y: torch.Tensor = ctx.operation.save_and_run(ctx, input, weight, shape, eps, *rest)
+    args = (input, weight, bias, shape, eps, centered, *rest)
+    y: torch.Tensor = ctx.operation.save_and_run(ctx, *args)
     return y
 
 
@@ -70,7 +57,10 @@ class FusedLayerNormAffineFunction(_Affine):
         memory_efficient: bool = False,
     ) -> torch.Tensor:
         refuse_other_dtype(input, weight, "FusedLayerNormAffineMixedDtypesFunction")
-        return _saved_layer_norm(ctx, input, weight, bias, normalized_shape, eps, memory_efficient)
+        return _saved(
+            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, centered=True,
+            tensors=3,
+        )  # fmt: skip
 
 
 class FusedLayerNormAffineMixedDtypesFunction(_Affine):
@@ -86,7 +76,10 @@ class FusedLayerNormAffineMixedDtypesFunction(_Affine):
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        return _saved_layer_norm(ctx, input, weight, bias, normalized_shape, eps, memory_efficient)
+        return _saved(
+            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, centered=True,
+            tensors=3,
+        )  # fmt: skip
 
 
 class FusedLayerNormFunction(_Affine):
@@ -100,7 +93,10 @@ class FusedLayerNormFunction(_Affine):
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        return _saved_layer_norm(ctx, input, None, None, normalized_shape, eps, memory_efficient)
+        return _saved(
+            ctx, input, None, None, normalized_shape, eps, memory_efficient, centered=True,
+            tensors=1,
+        )  # fmt: skip
 
 
 class FusedRMSNormAffineFunction(_Affine):
@@ -116,7 +112,10 @@ class FusedRMSNormAffineFunction(_Affine):
         memory_efficient: bool = False,
     ) -> torch.Tensor:
         refuse_wider_weight(input, weight, "FusedRMSNormAffineMixedDtypesFunction")
-        return _saved_rms_norm(ctx, input, weight, normalized_shape, eps, memory_efficient)
+        return _saved(
+            ctx, input, weight, None, normalized_shape, eps, memory_efficient, centered=False,
+            tensors=2,
+        )  # fmt: skip
 
 
 class FusedRMSNormAffineMixedDtypesFunction(_Affine):
@@ -131,7 +130,10 @@ class FusedRMSNormAffineMixedDtypesFunction(_Affine):
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        return _saved_rms_norm(ctx, input, weight, normalized_shape, eps, memory_efficient)
+        return _saved(
+            ctx, input, weight, None, normalized_shape, eps, memory_efficient, centered=False,
+            tensors=2,
+        )  # fmt: skip
 
 
 class FusedRMSNormFunction(_Affine):
@@ -145,4 +147,7 @@ class FusedRMSNormFunction(_Affine):
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        return _saved_rms_norm(ctx, input, None, normalized_shape, eps, memory_efficient)
+        return _saved(
+            ctx, input, None, None, normalized_shape, eps, memory_efficient, centered=False,
+            tensors=1,
+        )  # fmt: skip

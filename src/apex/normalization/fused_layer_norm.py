@@ -1,6 +1,6 @@
 """Layer norm and RMS norm as modules, as functions and as autograd functions.
 
-All of them run on any device; :mod:`apex.ops.layer_norm` and :mod:`apex.ops.rms_norm` hold the
+All of them run on any device; :mod:`apex.ops.row_norms` holds the
 definitions. What differs is the dtypes they take and give, outside of autocast:
 
 =============================  ==================================  ======================
@@ -44,9 +44,7 @@ from apex.normalization._functions import (
     FusedRMSNormAffineMixedDtypesFunction,
     FusedRMSNormFunction,
 )
-from apex.ops import _scripted
-from apex.ops import layer_norm as layer_norms
-from apex.ops import rms_norm as rms_norms
+from apex.ops import _scripted, row_norms
 from apex.ops._check import refuse_other_dtype, refuse_wider_weight
 from apex.ops._dtypes import NARROW, wide
 from apex.ops._scripted import Shape, left_to_python
@@ -94,7 +92,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Layer norm with weight and bias; :func:`apex.ops.layer_norm.layer_norm` tells the rest.
+    """Layer norm with weight and bias; :func:`apex.ops.row_norms.layer_norm` tells the rest.
 
     Args:
         input: ``(..., *normalized_shape)``.
@@ -145,11 +143,11 @@ def _layer_norm(
     memory_efficient: bool,
     mixed: bool,
 ) -> torch.Tensor:
-    x, weight, bias = layer_norms.OP.cast(input, weight, bias)
+    x, weight, bias = row_norms.OP.cast(input, weight, bias)
     if not mixed:
         refuse_other_dtype(x, weight, "mixed_dtype_fused_layer_norm_affine")
     dtype = None if weight is None else weight.dtype
-    return layer_norms.layer_norm(
+    return row_norms.layer_norm(
         x, weight, bias, shape, eps, memory_efficient=memory_efficient, dtype=dtype
     )
 
@@ -161,7 +159,7 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """RMS norm with a weight; :func:`apex.ops.rms_norm.rms_norm` tells the rest.
+    """RMS norm with a weight; :func:`apex.ops.row_norms.rms_norm` tells the rest.
 
     Args:
         input: ``(..., *normalized_shape)``.
@@ -210,11 +208,11 @@ def _rms_norm(
     memory_efficient: bool,
     mixed: bool,
 ) -> torch.Tensor:
-    x, weight = rms_norms.OP.cast(input, weight)
+    x, weight = row_norms.OP.cast(input, weight)
     if not mixed:
         refuse_wider_weight(x, weight, "mixed_dtype_fused_rms_norm_affine")
     dtype = None if weight is None else weight.dtype
-    return rms_norms.rms_norm(x, weight, shape, eps, memory_efficient=memory_efficient, dtype=dtype)
+    return row_norms.rms_norm(x, weight, shape, eps, memory_efficient=memory_efficient, dtype=dtype)
 
 
 @left_to_python
@@ -303,10 +301,10 @@ class FusedLayerNorm(torch.nn.Module):
 
     @torch.jit.unused
     def _normalized(self, input: torch.Tensor) -> torch.Tensor:
-        x, weight, bias = layer_norms.OP.cast(input, self.weight, self.bias)
+        x, weight, bias = row_norms.OP.cast(input, self.weight, self.bias)
         if weight is not None and not (x.dtype in NARROW and weight.dtype == torch.float32):
             refuse_other_dtype(x, weight, "MixedFusedLayerNorm")
-        return layer_norms.layer_norm(
+        return row_norms.layer_norm(
             x, weight, bias, self.normalized_shape, self.eps, memory_efficient=self.memory_efficient
         )
 
