@@ -9,7 +9,8 @@ computes nothing (see launched.py). Noted as well are
   capture forbids; so are copies that index with a CPU tensor or a list, and
   ``torch.tensor(..., device="cuda")``;
 * waits: ``.item()``, ``bool()``, ``.cpu()``, ``nonzero()`` and whatever else needs the numbers, and
-  copies without ``non_blocking=True``.
+  copies without ``non_blocking=True``;
+* sources of uploads in a captured graph that are freed after the call.
 
 torch's autograd engine asks for a real device, so nothing here runs backward.
 """
@@ -17,6 +18,7 @@ torch's autograd engine asks for a real device, so nothing here runs backward.
 import contextlib
 import ctypes
 import os
+import weakref
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest import mock
@@ -48,11 +50,22 @@ class Log:
         launches: Kernel, device of its tensors, device that was the current one, stream.
         uploads: Operations that copied from pageable memory.
         waits: Operations that waited for a device.
+        sources: Weak references to what was uploaded while a graph was being captured.
     """
 
     launches: list = field(default_factory=list)
     uploads: list = field(default_factory=list)
     waits: list = field(default_factory=list)
+    sources: list = field(default_factory=list)
+
+    def noted(self):
+        """What happened so far; ``freed``: how many sources are gone, which replays read again."""
+        return {
+            "launches": [*self.launches],
+            "uploads": [*self.uploads],
+            "waits": [*self.waits],
+            "freed": sum(source() is None for source in self.sources),
+        }
 
 
 class Devices:
@@ -154,6 +167,8 @@ class Watch(TorchDispatchMode):
                 self._log.uploads.append(f"{tuple(source.shape)} of {source.dtype} to {target}")
             elif not non_blocking:
                 self._log.waits.append(f"a blocking copy of {tuple(source.shape)} to {target}")
+            elif self._devices.capturing:
+                self._log.sources.append(weakref.ref(source))
         elif kinds == ("cuda", "cpu") and not (
             non_blocking and (out is None or self._is_pinned(out))
         ):

@@ -2,12 +2,12 @@
 
     python faked.py [NAME ...]
 
-For each case and device, three calls: the first, another one, and one while a CUDA graph is being
-captured; the current device is always the other one. Prints JSON, a line when a case starts and a
-line with what was noted, so that whoever reads knows in which case the process was aborted.
+For each case and device, four calls: the first, another one, one while a CUDA graph is being
+captured, and a first one in a capture. The current device is always the other one. Prints JSON, a
+line when a case starts and a line with what was noted, so that whoever reads knows in which case
+the process was aborted.
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -37,7 +37,7 @@ from tests.kernels.fake_cuda import fake_cuda
 
 FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 SHAPES = ((9000,), (3, 5), (1,))
-CALLS = {"first": False, "again": False, "captured": True}  # name -> whether a graph is captured
+CALLS = ("first", "again", "captured", "first, captured")
 
 
 def column(device, dtype=FLOAT, shapes=SHAPES):
@@ -329,10 +329,18 @@ def planted():
     yield "planted: nonzero", on_device(lambda x: x.nonzero())
     yield "planted: cpu", on_device(lambda x: x.cpu())
     yield "planted: pinned", on_device(lambda x: torch.zeros(3, pin_memory=True).to(x.device))
+    yield (
+        "planted: freed",
+        on_device(lambda x: torch.zeros(3, pin_memory=True).to(x.device, **pageable)),
+    )
     yield "planted: no guard", lambda device: lambda: unguarded(device)
     yield "planted: abort", on_device(lambda x: os.abort())
-    fine = on_device(lambda x: torch.zeros(3, pin_memory=True).to(x.device, **pageable))
-    yield "planted: nothing", fine
+    yield "planted: nothing", kept
+
+
+def kept(device):
+    source = torch.zeros(3, pin_memory=True)
+    return lambda: source.to(device, non_blocking=True)
 
 
 @triton.jit
@@ -352,18 +360,21 @@ def cases():
 
 
 def noted(prepare, number, devices, log):
-    """Three calls on a device: what each launched, uploaded and waited for."""
-    devices.current, devices.capturing = 1 - number, False
-    call = prepare(f"cuda:{number}")
+    """What each call on a device launched, uploaded, waited for and freed."""
+    devices.current = 1 - number
     found = {}
-    for name, devices.capturing in CALLS.items():
+    for name in CALLS:
+        devices.capturing = False
+        if "first" in name:
+            call = prepare(f"cuda:{number}")
+        devices.capturing = "captured" in name
         log.__init__()
         error = ""
         try:
             call()
         except Exception as caught:  # noqa: BLE001  (reported)
             error = f"{type(caught).__name__}: {caught}"[:300]
-        found[name] = {**dataclasses.asdict(log), "error": error}
+        found[name] = {**log.noted(), "error": error}
     return found
 
 

@@ -132,7 +132,7 @@ def calls(found):
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_have_their_guards_and_nothing_waits(name, faked):
     for number, call, noted in calls(faked[name]):
-        assert (noted["error"], noted["waits"]) == ("", []), (number, call)
+        assert (noted["error"], noted["waits"], noted["freed"]) == ("", [], 0), (number, call)
         assert len(noted["launches"]) == LAUNCHES[name], (number, call)
         wrong = [launch for launch in noted["launches"] if not guarded(*launch)]
         assert wrong == [], (number, call)
@@ -174,6 +174,7 @@ PLANTED = {
     "planted: nonzero": ("waits", "aten.nonzero.default reads a tensor of the device"),
     "planted: cpu": ("waits", "a copy of (4,) to the CPU"),
     "planted: pinned": ("waits", "a blocking copy of (3,) to cuda:1"),
+    "planted: freed": ("freed", 1),
     "planted: no guard": ("launches", ["copied", ["cuda:1"], "cuda:0", 0x1000]),
     "planted: abort": ("", ""),
     "planted: nothing": ("", ""),
@@ -186,11 +187,12 @@ def test_what_is_planted_is_found(name, faked):
     if name == "planted: abort":
         assert faked[name].startswith("aborted with -6")
         return
-    for number, _, noted in calls(faked[name]):
-        quiet = not noted["uploads"] and not noted["waits"] and not noted["launches"]
-        assert quiet == (not kind)
-        if kind and number == 1:
-            assert noted[kind] == [word]
+    for number, call, noted in calls(faked[name]):
+        found = {key: noted[key] for key in ("uploads", "waits", "launches", "freed") if noted[key]}
+        if kind == "freed" and "captured" not in call:
+            assert found == {}
+        elif number == 1:
+            assert found == ({kind: word if kind == "freed" else [word]} if kind else {})
             assert kind != "launches" or not guarded(*word)
 
 
