@@ -51,8 +51,8 @@ LAUNCHES = {
     "unscale, dtypes": 6,
     **dict.fromkeys(("clip", "clip, largest"), 3),
     "clip, dtypes": 9,
-    **{  # one forward, two backward
-        f"{norm}{which}": 3
+    **{  # one forward, two backward; a wide row's gradients of the weight are a pass of their own
+        f"{norm}{which}": 4 if which == ", wide" else 3
         for norm in ("layer norm", "rms norm")
         for which in ("", ", from output", ", wide")
     },
