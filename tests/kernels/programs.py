@@ -10,7 +10,7 @@ numbers. In this block they run in another one, and every address is noted::
 
 Programs race if one writes an address that another one reads or writes. Two exceptions go by the
 kernel's name: those in `ATOMIC` may meet in atomic operations, and those in `SAME_VALUE` may write
-the same value to an address that no program reads.
+the same value to one element that no program reads.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ ATOMIC = {}  # name of a kernel -> why its atomic operations give the same bits 
 SAME_VALUE = {"list_kernel": "the flag: each program that finds a value not finite writes a 1"}
 
 READ, WRITE, ATOMICALLY = "read", "write", "atomic"
+ELEMENT = 8  # bytes of the widest one
 SHIFT = 16  # bits of a program's number in a key; addresses have 47
 
 
@@ -71,7 +72,9 @@ class Launch:
         )
         alone = {WRITE: np.setdiff1d(written, read), ATOMICALLY: np.setdiff1d(changed, read)}
         if self.name in SAME_VALUE:
-            alone[WRITE] = np.intersect1d(alone[WRITE], self._of_several_values())
+            several = np.intersect1d(alone[WRITE], self._of_several_values())
+            if len(alone[WRITE]) - len(several) <= ELEMENT:
+                alone[WRITE] = several
         if self.name in ATOMIC:
             alone[ATOMICALLY] = np.intersect1d(alone[ATOMICALLY], written)
         found = {

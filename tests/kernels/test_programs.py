@@ -89,6 +89,12 @@ def flagging(flag_ptr, VALUE: tl.constexpr):
     tl.store(flag_ptr, tl.program_id(0) if VALUE is None else VALUE)
 
 
+@triton.jit
+def filling(out_ptr, BLOCK: tl.constexpr):
+    """Every program writes the same, and more than one element."""
+    tl.store(out_ptr + tl.arange(0, BLOCK), 1)
+
+
 def planted(kernel, *arguments, order="forward", **constants):
     tensors = [torch.arange(size, dtype=torch.int32) for size in arguments]
     with recorded(order) as launches:
@@ -118,6 +124,10 @@ def test_atomics_and_equal_values_are_allowed_by_name_only(monkeypatch):
     assert planted(ticketing, 1, 3)[1] == []
     assert planted(flagging, 1, VALUE=1)[1] == []
     assert planted(flagging, 1, VALUE=None)[1] == [writing.replace("4", "1")]  # the lowest byte
+    monkeypatch.setattr(programs, "SAME_VALUE", {"filling": "planted"})
+    assert planted(filling, 64, BLOCK=16)[1] == [
+        "filling: programs 0, 1, 2 write one address (64 bytes)"
+    ]
 
 
 @pytest.mark.parametrize("order", ORDERS)
