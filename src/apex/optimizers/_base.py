@@ -24,7 +24,8 @@ from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
 from apex.ops.clip import clipped
-from apex.ops.multi_tensor import Scalar, local
+from apex.ops.multi_tensor import Scalar
+from apex.ops.placements import placed
 from apex.ops.storage import How, LostUpdates
 from apex.optimizers import _groups
 from apex.optimizers._buckets import Bucket, check_places, local_parts, split
@@ -218,7 +219,7 @@ class FusedOptimizer(StatefulOptimizer):
         self._prepare_step(active, factor, noop)
         largest = self._largest_norm()
         if largest:
-            every = [local(grad) for _, _, gradients in active for grad in gradients]
+            every = [grad for _, _, gradients in active for grad in gradients]
             factor = clipped(every, factor, largest)
         plan = [
             (group, [*self._buckets(params, gradients, copies)])
@@ -255,7 +256,7 @@ class FusedOptimizer(StatefulOptimizer):
         if any(map(is_, found, repeat(None))):
             params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
             found = [grad for grad in found if grad is not None]
-        return GroupGrads(group, params, found)
+        return GroupGrads(group, params, list(placed(type(self).__name__, params, found)))
 
     def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a gradient is not dense and real."""

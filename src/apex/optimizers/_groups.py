@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
+from apex.ops.placements import is_sharded
+
 HALF = (torch.float16, torch.bfloat16)
 # What torch's schedulers write into groups.
 SCHEDULED = {"initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
@@ -75,11 +77,10 @@ def check_params(optimizer: str, params: Any, storage: str, needs_whole: str) ->
                 f"{tensor.dtype}."
             )
         check_stored(optimizer, [tensor], storage)
-        sharded = any(place.is_shard() for place in getattr(tensor, "placements", ()))
-        if needs_whole and sharded:
+        if needs_whole and is_sharded(tensor):
             raise RuntimeError(
                 f"{optimizer} needs {needs_whole}, and a parameter is sharded over processes. Use "
-                "FusedAdam without max_grad_norm for it."
+                "FusedAdam for it."
             )
 
 

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 
 from apex.ops import _runtime
-from apex.ops.multi_tensor import local
 from apex.ops.storage import PLAIN, STORAGES, Storage
 from apex.optimizers import _checkpoint
+from apex.optimizers._buckets import local_parts
 
 MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE = attrgetter("shape")
@@ -93,7 +93,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 state[slot] = self._new_slot(slot, param)
         storage = self._storage
         if storage.extra is not None and _EXTRA[storage.name] not in state:
-            state[_EXTRA[storage.name]] = torch.zeros_like(local(param), dtype=storage.extra)
+            state[_EXTRA[storage.name]] = torch.zeros_like(param, dtype=storage.extra)
         return state
 
     def _master_or(self, param: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if name is not None:
             if any(name not in state for state in states):
                 states = [*map(self._state_of, params)]
-            return [state[name] for state in states]
+            return local_parts([state[name] for state in states])
         if not mastered and not copies:
             return None
         copies = copies or {}

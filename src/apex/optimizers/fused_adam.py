@@ -96,8 +96,6 @@ class FusedAdam(FusedOptimizer):
         self._check_numbers({"max_grad_norm": max_grad_norm})
         self.adam_w_mode = bool(adam_w_mode)
         self.max_grad_norm = max_grad_norm
-        if max_grad_norm:
-            self._needs_whole = "the norm of all gradients"
         self.capturable = capturable
         self.master_weights = master_weights
         if master_weights:

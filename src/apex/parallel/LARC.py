@@ -11,6 +11,7 @@ import torch
 from apex.ops import _runtime
 from apex.ops.larc import larc_
 from apex.ops.multi_tensor import local
+from apex.ops.placements import is_sharded, placed
 
 
 class LARC(torch.optim.Optimizer):
@@ -163,9 +164,10 @@ class LARC(torch.optim.Optimizer):
         for group, decay in zip(self.param_groups, decays, strict=True):
             params = [param for param in group["params"] if param.grad is not None]
             if params:
+                grads = placed("LARC", params, [param.grad for param in params])
                 larc_(
-                    [local(param.grad) for param in params],
-                    [local(param) for param in params],
+                    [*map(local, grads)],
+                    [*map(local, params)],
                     lr=group["lr"],
                     weight_decay=decay,
                     trust_coefficient=self.trust_coefficient,
@@ -196,7 +198,7 @@ class LARC(torch.optim.Optimizer):
                     continue
                 if grad.layout != torch.strided or grad.is_complex():
                     raise RuntimeError("LARC does not support sparse or complex gradients.")
-                if any(place.is_shard() for place in getattr(param, "placements", ())):
+                if is_sharded(param):
                     raise RuntimeError(
                         "LARC needs the norm of a whole tensor, and a parameter is sharded over "
                         "processes."

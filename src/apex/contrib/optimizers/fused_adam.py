@@ -11,8 +11,9 @@ import torch
 
 from apex.contrib.optimizers._old_step import OldStep
 from apex.ops.adam import Adam, adam_, unbiased
-from apex.ops.multi_tensor import Scalar, local
+from apex.ops.multi_tensor import Scalar
 from apex.ops.norms import l2_norm
+from apex.ops.placements import norm_of_all
 from apex.ops.storage import How
 from apex.optimizers._base import GroupGrads, scalar
 from apex.optimizers._buckets import Bucket
@@ -101,7 +102,7 @@ class FusedAdam(OldStep):
             if group["max_grad_norm"] > 0 and params:
                 norm = self._grad_norms and self._grad_norms[number]
                 if norm is None:
-                    norm = l2_norm([*map(local, grads)])
+                    norm = norm_of_all(grads, l2_norm, 2.0)
                 clip = _clipped(factor, norm, group["max_grad_norm"])
             self._factors[id(group)] = clip
 
