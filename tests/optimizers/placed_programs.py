@@ -62,7 +62,7 @@ def tensors(seed):
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def stepped(rank, name, case, *, waits=False):
+def stepped(rank, name, case, path="reference", *, waits=False):
     """Weights of two steps, as DTensors and by a lone process; the gradients' placements."""
     weight, grad = PLACED[case]
     params = [torch.nn.Parameter(spread(x, weight)) for x in tensors(0)]
@@ -73,7 +73,7 @@ def stepped(rank, name, case, *, waits=False):
             param.grad, other.grad = spread(value, grad), value
             if waits:  # of what a collective has not sent yet
                 param.grad = param.grad.redistribute(placements=param.placements, async_op=True)
-        with on("reference"):
+        with on(path):
             several.step()
             one.step()
     weights = [param.detach().full_tensor() for param in params]

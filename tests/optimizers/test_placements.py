@@ -52,7 +52,10 @@ def flat(tensors):
 
 
 def test_gradients_that_a_collective_still_sends(pair):
-    for weights, alone, _ in pair.run(Call(programs.stepped, "FusedAdam", "partial", waits=True)):
+    """They are wrappers, whose address is that of nothing."""
+    for weights, alone, _ in pair.run(
+        Call(programs.stepped, "FusedAdam", "partial", "triton", waits=True)
+    ):
         assert same(weights, alone)
 
 
