@@ -720,7 +720,7 @@ def test_no_parameters(make):
 
 @every
 def test_unknown_keys_of_a_group(make):
-    with pytest.raises(ValueError, match=r"unknown key\(s\) learning_rate; known are"):
+    with pytest.raises(ValueError, match="unknown key 'learning_rate'. Write 'lr'"):
         make([{"params": parameters(), "learning_rate": 0.1}])
 
 

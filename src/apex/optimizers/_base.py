@@ -13,6 +13,7 @@ when the step did.
 
 from __future__ import annotations
 
+import inspect
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
@@ -61,6 +62,8 @@ class FusedOptimizer(StatefulOptimizer):
 
     #: What is computed from tensors as a whole, and so refuses sharded ones; "" for nothing.
     _needs_whole = ""
+    #: Keys of groups that other optimizers know, and that change what is computed.
+    _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
 
     def __init__(
         self,
@@ -92,12 +95,18 @@ class FusedOptimizer(StatefulOptimizer):
         """Add a group; its numbers and tensors are checked first.
 
         Raises:
-            ValueError: An unknown key, or a number out of range.
+            ValueError: A misspelt key, one that another optimizer or the constructor takes, or a
+                number out of range. Keys of the program's own are kept.
             RuntimeError: A parameter that cannot be stepped.
         """
         if isinstance(param_group, dict):
-            known = {"params", "param_names", "step", *self.defaults, *self._group_keys()}
-            _groups.check_keys(type(self).__name__, param_group, known)
+            _groups.check_keys(
+                type(self).__name__,
+                param_group,
+                {*self.defaults, "step"},
+                self._arguments(),
+                self._refused_keys,
+            )
             if "params" in param_group:
                 if not isinstance(param_group["params"], torch.Tensor | set):
                     param_group = {**param_group, "params": list(param_group["params"])}
@@ -107,13 +116,13 @@ class FusedOptimizer(StatefulOptimizer):
             self._check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    def _group_keys(self) -> set[str]:
-        """Keys that a group may have besides the defaults: what torch's schedulers write."""
-        return {*_groups.SCHEDULED}
-
-    def _check_numbers(self, group: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` for a number out of range."""
-        _groups.check_numbers(type(self).__name__, group)
+    def _arguments(self) -> dict[str, Any]:
+        """The constructor's arguments that hold for all groups; each is an attribute."""
+        kinds = type(self).__mro__
+        own = kinds[: kinds.index(FusedOptimizer)]
+        names = {name for kind in own for name in inspect.signature(kind).parameters}
+        names -= {"params", "step", *self.defaults}
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients.

@@ -14,7 +14,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.storage import PLAIN, STORAGES, Storage
-from apex.optimizers import _checkpoint
+from apex.optimizers import _checkpoint, _groups
 from apex.optimizers._buckets import local_parts
 
 MASTERED = methodcaller("__contains__", "master_param")
@@ -200,6 +200,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         def convert(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             loaded.update(self._from_torch(given))
+            for group in loaded["param_groups"]:
+                self._check_numbers(group)
             _checkpoint.check_states(
                 name,
                 loaded,
@@ -221,6 +223,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         finally:
             before.remove()
             after.remove()
+
+    def _check_numbers(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for a number out of range."""
+        _groups.check_numbers(type(self).__name__, group)
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         """Put back what torch has cast."""
