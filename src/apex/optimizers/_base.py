@@ -147,7 +147,9 @@ class FusedOptimizer(StatefulOptimizer):
             What ``closure`` returned, else ``None``.
 
         Raises:
-            RuntimeError: A gradient is sparse or complex, or an argument is no longer taken.
+            RuntimeError: A gradient is sparse, complex, or a DTensor of another mesh than its
+                parameter; a parameter is not of the dtype that ``storage`` keeps; or an argument is
+                no longer taken.
         """
         return self._stepped(closure, historic)
 

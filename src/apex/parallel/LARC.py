@@ -144,7 +144,8 @@ class LARC(torch.optim.Optimizer):
             What ``closure`` returned, else what the wrapped ``step`` did.
 
         Raises:
-            RuntimeError: A gradient is sparse or complex, or a parameter is sharded.
+            RuntimeError: A gradient is sparse, complex or a DTensor of another mesh than its
+                parameter, or a parameter is sharded over processes.
         """
         loss = None
         if closure is not None:
@@ -201,7 +202,7 @@ class LARC(torch.optim.Optimizer):
                 if is_sharded(param):
                     raise RuntimeError(
                         "LARC needs the norm of a whole tensor, and a parameter is sharded over "
-                        "processes."
+                        "processes. Step it with the wrapped optimizer alone."
                     )
 
 
