@@ -473,7 +473,7 @@ def test_stochastic_rounding_keeps_what_is_exact():
 def test_the_seed_is_drawn_on_the_device(monkeypatch):
     """So a CUDA graph draws another one at each replay."""
     drawn = []
-    monkeypatch.setattr(storages, "run", lambda *args, **kwargs: drawn.append(args[3][-1]))
+    monkeypatch.setattr(storages, "run", lambda *_, **kwargs: drawn.append(kwargs["seed"]))
     param = torch.nn.Parameter(torch.empty(3, device="meta", dtype=torch.bfloat16))
     param.grad = torch.empty_like(param)
     FusedAdam([param], storage="stochastic").step()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex.ops import lamb
+from apex.ops import cpu_fused
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 from tests.optimizers.common import (
     DTYPES,
@@ -165,7 +165,7 @@ def test_no_ratio_without_a_norm(path, zero):
 @pytest.mark.parametrize("path", PATHS)
 def test_large_tensors(path):
     """Beyond a row and a piece of the CPU's path, and a chunk of the kernel's."""
-    size = lamb.PIECE + 77 if path is None else 9000
+    size = cpu_fused.PIECE + 77 if path is None else 9000
     generator = torch.Generator().manual_seed(0)
     params = [
         torch.nn.Parameter(torch.randn(shape, generator=generator))
@@ -173,15 +173,6 @@ def test_large_tensors(path):
     ]
     check(FusedLAMB(params, lr=0.02), 1, path)
     check(FusedLAMB(params, lr=0.02, max_grad_norm=0.0), 1, path)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("adam_w_mode", [True, False])
-def test_many_short_tensors(path, decay, adam_w_mode):
-    shapes = [SHAPES[number % len(SHAPES)] for number in range(lamb.MANY + 5)]
-    params = parameters(shapes=shapes)
-    check(FusedLAMB(params, lr=0.02, weight_decay=decay, adam_w_mode=adam_w_mode), 2, path)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 import torch
 
 from apex.ops import _runtime
-from apex.ops.multi_tensor import Scalar, grouped, local, run
-from apex.ops.norms import l2_norm, max_norms
+from apex.ops.columns import Scalar, grouped, local, scalar_on
+from apex.ops.multi_tensor import run
 from apex.ops.placements import norm_of_all
-from apex.ops.scale import SCALE
+from apex.ops.scale import SCALE, ScaleScalars
+from apex.ops.tensor_norms import l2_norm, max_norms
 
 
 @torch.no_grad()
@@ -52,8 +53,7 @@ def clip_(
             "so it cannot be clipped. To disable this error and scale the gradients by the "
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    if isinstance(max_norm, torch.Tensor):
-        max_norm = max_norm.to(norm.device, non_blocking=True)
+    max_norm = scalar_on(max_norm, norm.device)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).reshape(())
     grads = [*map(local, grads)]
     if not all(map(_is_dense, grads)):
@@ -64,7 +64,7 @@ def clip_(
         here = coefficient.to(some[0].device, non_blocking=True)
         if some[0].dtype != torch.float64:
             here = here.float()
-        run(SCALE, [some], ((0, 0),), (here,))
+        run(SCALE, [some], ((0, 0),), ScaleScalars(here))
     return norm
 
 
@@ -79,11 +79,10 @@ def clipped(grads: Sequence[torch.Tensor], factor: Scalar, max_norm: float) -> S
     if not max_norm or not grads:
         return factor
     norm = norm_of_all(grads, functools.partial(l2_norm, factor=factor), 2.0)
+    factor = scalar_on(factor, norm.device)
     if not _runtime.waits(norm.device) and not isinstance(factor, torch.Tensor):
         size = norm.item()
         return factor * (max_norm / size) if size > max_norm else factor
-    if isinstance(factor, torch.Tensor):
-        factor = factor.to(norm.device, torch.float32, non_blocking=True).reshape(())
     return factor * torch.where(norm > max_norm, max_norm / norm, 1.0)
 
 

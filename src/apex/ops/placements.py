@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.multi_tensor import local
+from apex.ops.columns import local
 
 _OWN_MEMORY = {torch.Tensor, torch.nn.Parameter}
 

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from apex.ops.multi_tensor import Codec, Column, Scalar, Update, Values, run
+from apex.ops.columns import Column, Scalar
+from apex.ops.multi_tensor import Codec, Update, Values, run
 
 PARAM = 1  # the column of the weight, in every optimizer's update
 
@@ -44,8 +45,8 @@ class Storage:
         encode: What ``narrow`` is called there.
         metered: As ``encode``, counting lost updates.
         extra: dtype of the column beside the weight, or ``None``.
-        seeded: Whether the last scalar is a seed, on the device: a CUDA graph that is replayed
-            draws another one each time.
+        seeded: Whether the kernel draws numbers, from a seed on the device: a CUDA graph that is
+            replayed draws another one each time.
     """
 
     name: str
@@ -65,12 +66,12 @@ class Storage:
         """
         beside = self.extra is not None
 
-        def decode(raw: Values, scalars: Sequence[Any]) -> Values:
+        def decode(raw: Values) -> Values:
             others = raw[:-1] if beside else raw
             weight = self.widen(raw[PARAM], *raw[len(others) :])
             return _widened(raw[0]), weight, *map(_widened, others[PARAM + 1 :])
 
-        def encode(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
+        def encode(raw: Values, values: Values, new: Values) -> Values:
             weight, *more = self.narrow(new[0])
             stored = weight, *new[1:], *more
             if not metered:
@@ -229,10 +230,9 @@ PLAINLY = How()
 def run_stored(
     update: Update,
     columns: Sequence[Column],
-    scalars: Sequence[Scalar],
+    scalars: tuple[Scalar, ...],
     how: How,
     *,
-    own: Sequence[torch.Tensor] = (),
     sums: tuple[int, ...] = (),
 ) -> torch.Tensor | None:
     """Run an optimizer's update on weights stored in some way.
@@ -242,7 +242,6 @@ def run_stored(
         columns: Gradients, weights, states.
         scalars: Of the update.
         how: Skipping and storage.
-        own: Of the update.
         sums: Numbers of new values to sum over each position.
 
     Returns:
@@ -256,10 +255,10 @@ def run_stored(
     if how.extra is not None:
         stores.append((len(columns), 0 if how.storage is PLAIN else 2 + states))
         columns.append(how.extra)
+    seed = None
     if how.storage.seeded:
         device = columns[PARAM][0].device
-        seed = torch.randint(0, 1 << 24, (), dtype=torch.float32, device=device)
-        scalars = (*scalars, seed)
+        seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
     codec = how.storage.codec(metered=how.meter is not None)
     if how.meter is not None:
         lost = (sums[-1] if sums else 1 + states) + 1
@@ -269,10 +268,10 @@ def run_stored(
         columns,
         tuple(stores),
         scalars,
-        own=own,
         noop=how.noop,
         sums=sums,
         codec=codec,
+        seed=seed,
     )
     if how.meter is None or found is None:
         return found

@@ -25,7 +25,7 @@ from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
 from apex.ops.clip import clipped
-from apex.ops.multi_tensor import Scalar
+from apex.ops.columns import Scalar
 from apex.ops.placements import placed
 from apex.ops.storage import How, LostUpdates
 from apex.optimizers import _groups

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from apex.ops import _runtime
-from apex.ops.multi_tensor import alike, local
+from apex.ops.columns import local, of_one_kind
 
 _T = TypeVar("_T")
 _DTYPE, _DEVICE, _SHAPE = map(attrgetter, ("dtype", "device", "shape"))
@@ -54,7 +54,7 @@ def split(
         columns: Gradients, weights and every slot.
         extra: What stands beside each weight, see :class:`Bucket`; ``None`` for nothing at all.
     """
-    if extra is None and alike(columns):
+    if extra is None and of_one_kind(columns):
         listed, gradients, updated, *kept = map(list, [params, *columns])
         yield Bucket(listed, gradients, updated, kept)
         return
@@ -153,7 +153,7 @@ def _refuse(
 
 
 def local_parts(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The tensors that hold the memory; see :func:`apex.ops.multi_tensor.local`."""
+    """The tensors that hold the memory; see :func:`apex.ops.columns.local`."""
     if _OWN_MEMORY.issuperset(map(type, tensors)):
         return tensors
     return [*map(local, tensors)]

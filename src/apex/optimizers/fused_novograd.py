@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.multi_tensor import Scalar
+from apex.ops.columns import Scalar, joined, taken
 from apex.ops.novograd import UNSET, NovoGrad, novograd_
 from apex.ops.storage import How
 from apex.optimizers._base import FusedOptimizer, GroupGrads, counted, scalar
@@ -147,7 +147,7 @@ class FusedNovoGrad(FusedOptimizer):
             (norms,) = filled.values()
             kinds = len(KINDS) if dtypes & {*KINDS[2:]} else 2
             indices = [[i for i, p in enumerate(stepped) if p.dtype == k] for k in KINDS[:kinds]]
-            group["exp_avg_sq"] = [norms[_index(chosen, norms.device)] for chosen in indices]
+            group["exp_avg_sq"] = [taken(norms, chosen).clone() for chosen in indices]
         for kind in KINDS:
             self._norms(group, kind, len(members[kind]))
 
@@ -175,9 +175,10 @@ class FusedNovoGrad(FusedOptimizer):
         if len(every) == len(old):
             return norms
         start = 0.0 if group["init_zero"] else UNSET
-        room = torch.full((len(every),), start, device=every[0].device)
-        kept = [number for number, param in enumerate(every) if param in seen]
-        return room.index_copy_(0, _index(kept, room.device), norms.to(room.device))
+        device = every[0].device
+        new = torch.full((len(every) - len(old),), start, device=device)
+        old_positions, new_positions = _split(every, seen)
+        return joined([(old_positions, norms.to(device)), (new_positions, new)])
 
     def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
         device = bucket.weights[0].device
@@ -200,12 +201,11 @@ class FusedNovoGrad(FusedOptimizer):
         if len(members) == len(bucket.params):  # the same ones, in the same order
             novograd_(columns, norms, numbers, how)
             return
-        here = {*bucket.params}
-        index = [number for number, param in enumerate(members) if param in here]
-        entries = _index(index, norms.device)
-        some = norms[entries].to(device, non_blocking=True)
-        novograd_(columns, some, numbers, how)
-        norms.index_copy_(0, entries, some.to(norms.device, non_blocking=True))
+        here, others = _split(members, {*bucket.params})
+        mine = taken(norms, here).to(device, non_blocking=device.type != "cpu", copy=True)
+        novograd_(columns, mine, numbers, how)
+        mine = mine.to(norms.device, non_blocking=not norms.is_cpu)
+        norms.copy_(joined([(here, mine), (others, taken(norms, others))]))
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
@@ -216,5 +216,11 @@ class FusedNovoGrad(FusedOptimizer):
                 group["exp_avg_sq"][number] = norms.to(device, torch.float32)
 
 
-def _index(numbers: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+def _split(
+    params: Sequence[torch.Tensor], chosen: set[torch.Tensor]
+) -> tuple[list[int], list[int]]:
+    """The positions of the chosen parameters, and those of the others."""
+    return (
+        [number for number, param in enumerate(params) if param in chosen],
+        [number for number, param in enumerate(params) if param not in chosen],
+    )

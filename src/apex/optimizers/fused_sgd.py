@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import required
 
 from apex.ops import _runtime
-from apex.ops.multi_tensor import Scalar, local
+from apex.ops.columns import Scalar, local
 from apex.ops.sgd import SGD, sgd_
 from apex.ops.storage import How
 from apex.optimizers._base import FusedOptimizer, GroupGrads, scalar

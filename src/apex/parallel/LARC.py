@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from apex.ops import _runtime
+from apex.ops.columns import local
 from apex.ops.larc import larc_
-from apex.ops.multi_tensor import local
 from apex.ops.placements import is_sharded, placed
 
 

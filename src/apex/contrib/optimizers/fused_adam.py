@@ -11,10 +11,10 @@ import torch
 
 from apex.contrib.optimizers._old_step import OldStep
 from apex.ops.adam import Adam, adam_, unbiased
-from apex.ops.multi_tensor import Scalar
-from apex.ops.norms import l2_norm
+from apex.ops.columns import Scalar
 from apex.ops.placements import norm_of_all
 from apex.ops.storage import How
+from apex.ops.tensor_norms import l2_norm
 from apex.optimizers._base import GroupGrads, scalar
 from apex.optimizers._buckets import Bucket
 
