@@ -2,8 +2,7 @@
 
 They serve calls with ``memory_efficient``, whose backward starts from the output; and on a CPU what
 is at least 1.25 times as fast as PyTorch's differentiable functions, because a block stays in the
-cache (forward and backward of 4096 x 4096, one thread of an EPYC): RMS norm in bfloat16 takes
-34 ms for 220, in float32 32 for 155; layer norm in bfloat16 PIECES_LN for 87 in float32.
+cache; docs/norms-and-losses.md has the numbers.
 
     xhat = (x - mean) * rstd, or (y - bias) / weight from the output
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),   g = dy * weight;  RMS norm has no mean(g)
@@ -18,12 +17,15 @@ from typing import Any
 
 import torch
 
-from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
+from apex.ops._dtypes import NARROW, Optional, wide
 
 BLOCK = 2**16  # elements of a block for each thread: float32 copies stay in the cache
 # Elements from which on the call is faster than PyTorch's functions on a CPU: an autograd.Function
 # costs some 30 us more, forward and backward.
 LEAST = 2**16
+
+_BACKWARD = torch.ops.aten.native_layer_norm_backward
+_INPUT_ALONE = [True, False, False]
 
 
 def pays(x: torch.Tensor, *rest: object) -> bool:
@@ -116,43 +118,51 @@ def backward(
     saved = y if x is None else x
     assert saved is not None
     to, n_rows, n_cols = wide(saved, weight), len(rstd), math.prod(shape)
-    gain, shift = to_dtype(weight, to), to_dtype(bias, to)
+    gain, shift = _row(weight, to), _row(bias, to)
+    parameters = [weight, bias]
+    wanted = [needs[0], *(p is not None and any(needs[1:]) for p in parameters)]
     dx = torch.empty(dy.shape, dtype=x_dtype or saved.dtype, device=dy.device)
     rows, slopes, out = (t.view(n_rows, n_cols) for t in (saved, dy, dx))
-    gain = None if gain is None else gain.view(-1)
-    divisor = None if x is not None or gain is None else _away_from_zero(gain, eps)
-    blocks = [*_blocks(rows)]
-    sums = dy.new_empty((len(blocks), n_cols), dtype=to)
-    for number, block in enumerate(blocks):
-        d, xhat, r = slopes[block].to(to), rows[block].to(to), rstd[block, None].to(to)
-        if x is None:
-            xhat = xhat if shift is None else xhat - shift.view(-1)
-            xhat = xhat if divisor is None else xhat / divisor
-        else:
-            xhat = (xhat if mean is None else xhat - mean[block, None]) * r
-        if needs[1]:
-            torch.sum(d * xhat, 0, out=sums[number])
+    sums = []
+    for block in _blocks(rows):
+        d, v, r = slopes[block].to(to), rows[block].to(to), rstd[block, None].to(to)
+        if mean is not None:
+            found = _BACKWARD(d, v, [n_cols], mean[block, None].to(to), r, gain, gain, wanted)
+        else:  # of normalized rows, by PyTorch's layer norm with mean 0 and deviation 1
+            xhat = v * r if y is None else _normalized(v, gain, shift, eps)
+            products = (d * xhat).sum(0) if wanted[1] else None
+            found = [None, products, d.sum(0) if wanted[2] else None]
+            if needs[0]:
+                zero, one = torch.zeros_like(r), torch.ones_like(r)
+                found[0] = _BACKWARD(d, xhat, [n_cols], zero, one, gain, gain, _INPUT_ALONE)[0]
+                if not centered:  # RMS norm has no mean(g)
+                    total = d.sum(-1, keepdim=True) if gain is None else torch.mv(d, gain)[:, None]
+                    found[0].add_(total, alpha=1 / n_cols)
+                found[0].mul_(r)
         if needs[0]:
-            out[block] = _dx(d, xhat, gain, centered).mul_(r)
-    dweight = sums.sum(0).view(shape).to(weight.dtype) if weight is not None and needs[1] else None
-    dbias = None
-    if bias is not None and needs[2]:
-        dbias = slopes.sum(0, dtype=to).view(shape).to(bias.dtype)
-    return [dx if needs[0] else None, dweight, dbias][: len(needs)]
+            out[block] = found[0]
+        sums.append(found[1:])
+    gradients: list[Optional] = [dx]
+    for parameter, parts in zip(parameters, zip(*sums, strict=True), strict=True):
+        if parameter is None or not any(needs[1:]):
+            gradients.append(None)
+        else:
+            gradients.append(torch.stack(parts).sum(0).view(shape).to(parameter.dtype))
+    return gradients[: len(needs)]
 
 
-def _dx(d: torch.Tensor, xhat: torch.Tensor, gain: Optional, centered: bool) -> torch.Tensor:
-    """The gradient of normalized rows: that of PyTorch's layer norm with mean 0 and deviation 1."""
-    ones = d.new_ones(len(d), 1)
-    dx: torch.Tensor = torch.ops.aten.native_layer_norm_backward(
-        d, xhat, [d.shape[1]], torch.zeros_like(ones), ones, gain, None, [True, False, False]
-    )[0]
-    if not centered:  # RMS norm but for this term
-        total = d.sum(-1, keepdim=True) if gain is None else torch.mv(d, gain).view(-1, 1)
-        dx.add_(total.div_(d.shape[1]))
-    return dx
+def _row(parameter: Optional, dtype: torch.dtype) -> Optional:
+    return None if parameter is None else parameter.view(-1).to(dtype)
 
 
-def _away_from_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """What the output is divided by: a weight smaller than eps counts as eps, with its sign."""
-    return torch.where(weight.abs() < eps, torch.where(weight < 0, -eps, eps).to(weight), weight)
+def _normalized(y: torch.Tensor, weight: Optional, bias: Optional, eps: float) -> torch.Tensor:
+    """The normalized rows that an output was made of.
+
+    A weight smaller than eps counts as eps, with its sign.
+    """
+    if bias is not None:
+        y = y - bias
+    if weight is None:
+        return y
+    least = torch.where(weight < 0, -eps, eps).to(weight.dtype)
+    return y / torch.where(weight.abs() < eps, least, weight)
