@@ -15,6 +15,7 @@ from tests.optimizers.common import (
     check_steps,
     fuzz,
     give_grads,
+    in_two_groups,
     on,
     parameters,
     same,
@@ -51,9 +52,8 @@ def oracle(mode):
     ("decay", "mode", "bias"), [(0.0, True, True), (0.1, True, True), (0.1, False, False)]
 )
 def test_formula(dtype, path, decay, mode, bias):
-    optimizer = FusedAdam(
-        parameters(dtype), lr=0.02, weight_decay=decay, adam_w_mode=mode, bias_correction=bias
-    )
+    options = {"weight_decay": decay, "adam_w_mode": mode, "bias_correction": bias}
+    optimizer = FusedAdam(in_two_groups(parameters(dtype)), lr=0.02, **options)
     check_steps(optimizer, oracle(mode), 2 if path == "triton" else 20, path)
 
 

@@ -1,6 +1,6 @@
 """Layer norm and RMS norm as modules, as functions and as autograd functions.
 
-All of them run on any device; :mod:`apex.ops.layer_norm` and :mod:`apex.ops.rms_norm` hold the
+All of them run on any device; :mod:`apex.ops.row_norms` holds the
 definitions. What differs is the dtypes they take and give, outside of autocast:
 
 =============================  ==================================  ======================
@@ -36,9 +36,26 @@ from apex.normalization._fakes import (
     fused_rms_norm_fwd_fake,
     supports_custom_op,
 )
-from apex.ops import _rows, _scripted
-from apex.ops._dtypes import wide
-from apex.ops._scripted import Shape, left_to_python
+from apex.normalization._functions import (
+    FusedLayerNormAffineFunction,
+    FusedLayerNormAffineMixedDtypesFunction,
+    FusedLayerNormFunction,
+    FusedRMSNormAffineFunction,
+    FusedRMSNormAffineMixedDtypesFunction,
+    FusedRMSNormFunction,
+    _rms_norm,
+    fused_layer_norm,
+    fused_layer_norm_affine,
+    fused_rms_norm,
+    fused_rms_norm_affine,
+    manual_rms_norm,
+    mixed_dtype_fused_layer_norm_affine,
+    mixed_dtype_fused_rms_norm_affine,
+)
+from apex.ops import _scripted, row_norms
+from apex.ops._check import refuse_other_dtype
+from apex.ops._dtypes import NARROW
+from apex.ops._scripted import Shape
 
 __all__ = [
     "FusedLayerNorm",
@@ -69,318 +86,7 @@ __all__ = [
     "supports_custom_op",
 ]
 
-NARROW = (torch.float16, torch.bfloat16)
-
 fused_layer_norm_cuda = None  # programs look whether the name is here; nothing is compiled
-
-
-# -- autograd functions --------------------------------------------------------------------------
-
-
-class FusedLayerNormAffineFunction(torch.autograd.Function):
-    """Layer norm with weight and bias, called by ``.apply``; see :func:`fused_layer_norm_affine`.
-
-    Autocast does not matter here.
-    """
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        _rows.refuse_other_dtype(input, weight, "FusedLayerNormAffineMixedDtypesFunction")
-        return _save_and_run(
-            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, centered=True
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
-        wanted = any(ctx.needs_input_grad[1:3])
-        return (*_rows.run_saved(ctx, grad_output, wanted), None, None, None)
-
-
-class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
-    """The same for a weight of any dtype, which is that of the output."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        return _save_and_run(
-            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, centered=True
-        )
-
-
-class FusedLayerNormFunction(torch.autograd.Function):
-    """Layer norm alone, called by ``.apply``; see :func:`fused_layer_norm`."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        return _save_and_run(
-            ctx, input, None, None, normalized_shape, eps, memory_efficient, centered=True
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
-        return (_rows.run_saved(ctx, grad_output)[0], None, None, None)
-
-
-class FusedRMSNormAffineFunction(torch.autograd.Function):
-    """RMS norm with a weight, called by ``.apply``; see :func:`fused_rms_norm_affine`."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        _rows.refuse_wider_weight(input, weight, "FusedRMSNormAffineMixedDtypesFunction")
-        return _save_and_run(
-            ctx, input, weight, None, normalized_shape, eps, memory_efficient, centered=False
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
-        dx, dweight, _ = _rows.run_saved(ctx, grad_output, ctx.needs_input_grad[1])
-        return dx, dweight, None, None, None
-
-
-class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
-    """The same for a weight of any dtype, which is that of the output."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        return _save_and_run(
-            ctx, input, weight, None, normalized_shape, eps, memory_efficient, centered=False
-        )
-
-
-class FusedRMSNormFunction(torch.autograd.Function):
-    """RMS norm alone, called by ``.apply``; see :func:`fused_rms_norm`."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        return _save_and_run(
-            ctx, input, None, None, normalized_shape, eps, memory_efficient, centered=False
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
-        return (_rows.run_saved(ctx, grad_output)[0], None, None, None)
-
-
-def _save_and_run(
-    ctx: Any,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    shape: Shape,
-    eps: float,
-    memory_efficient: bool,
-    *,
-    centered: bool,
-) -> torch.Tensor:
-    name = "layer_norm" if centered else "rms_norm"
-    _rows.check(name, input, weight, bias, shape)
-    dtype = input.dtype if weight is None else weight.dtype
-    return _rows.save_and_run(
-        ctx, input, weight, bias, shape, eps, dtype, centered, memory_efficient
-    )
-
-
-# -- functions -----------------------------------------------------------------------------------
-
-
-def fused_layer_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """Layer norm with weight and bias; :func:`apex.ops.layer_norm.layer_norm` tells the rest.
-
-    Args:
-        input: ``(..., *normalized_shape)``.
-        weight: ``normalized_shape``, in the input's dtype; or ``None``.
-        bias: The same.
-        normalized_shape: The last dimensions of the input, a sequence.
-        eps: Added to the variance.
-        memory_efficient: Keep the output for the backward, not the input.
-
-    Returns:
-        ``(..., *normalized_shape)``, in the input's dtype.
-
-    Raises:
-        RuntimeError: Dtypes differ outside of autocast, or shapes do not fit.
-    """
-    return _layer_norm(input, weight, bias, normalized_shape, eps, memory_efficient, False)
-
-
-def fused_layer_norm(
-    input: torch.Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """Layer norm without weight and bias; see :func:`fused_layer_norm_affine`."""
-    return _layer_norm(input, None, None, normalized_shape, eps, memory_efficient, False)
-
-
-def mixed_dtype_fused_layer_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """Layer norm whose output has the weight's dtype; see :func:`fused_layer_norm_affine`."""
-    return _layer_norm(input, weight, bias, normalized_shape, eps, memory_efficient, True)
-
-
-@left_to_python
-def _layer_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    shape: Shape,
-    eps: float,
-    memory_efficient: bool,
-    mixed: bool,
-) -> torch.Tensor:
-    y = _rows.at_once(input, weight, bias, shape, eps, memory_efficient, True)
-    if y is not None:
-        return y
-    x, weight, bias = _rows.narrowed(input, weight, bias)
-    if not mixed:
-        _rows.refuse_other_dtype(x, weight, "mixed_dtype_fused_layer_norm_affine")
-    dtype = x.dtype if weight is None else weight.dtype
-    return _rows.normalize(x, weight, bias, shape, eps, dtype, True, memory_efficient)
-
-
-def fused_rms_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """RMS norm with a weight; :func:`apex.ops.rms_norm.rms_norm` tells the rest.
-
-    Args:
-        input: ``(..., *normalized_shape)``.
-        weight: ``normalized_shape``, in the input's dtype or in 16 bits; or ``None``.
-        normalized_shape: The last dimensions of the input, a sequence.
-        eps: Added to the mean square.
-        memory_efficient: Keep the output for the backward, not the input.
-
-    Returns:
-        ``(..., *normalized_shape)``, in the weight's dtype.
-
-    Raises:
-        RuntimeError: A 16-bit input with a wider weight outside of autocast, or shapes that do not
-            fit.
-    """
-    return _rms_norm(input, weight, normalized_shape, eps, memory_efficient, False)
-
-
-def fused_rms_norm(
-    input: torch.Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """RMS norm without a weight; see :func:`fused_rms_norm_affine`."""
-    return _rms_norm(input, None, normalized_shape, eps, memory_efficient, False)
-
-
-def mixed_dtype_fused_rms_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """RMS norm with a weight of any dtype, which is the output's; see the function above."""
-    return _rms_norm(input, weight, normalized_shape, eps, memory_efficient, True)
-
-
-@left_to_python
-def _rms_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    shape: Shape,
-    eps: float,
-    memory_efficient: bool,
-    mixed: bool,
-) -> torch.Tensor:
-    y = _rows.at_once(input, weight, None, shape, eps, memory_efficient, False)
-    if y is not None:
-        return y
-    x, weight = _rows.narrowed(input, weight)
-    if not mixed:
-        _rows.refuse_wider_weight(x, weight, "mixed_dtype_fused_rms_norm_affine")
-    dtype = x.dtype if weight is None else weight.dtype
-    return _rows.normalize(x, weight, None, shape, eps, dtype, False, memory_efficient)
-
-
-@left_to_python
-def manual_rms_norm(
-    input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    """RMS norm in plain PyTorch, with the roundings of Apex's; note the order of the arguments.
-
-    Args:
-        input: ``(..., *normalized_shape)``.
-        normalized_shape: The last dimensions of the input.
-        weight: ``normalized_shape``, or ``None``.
-        eps: Added to the mean square.
-
-    Returns:
-        ``(..., *normalized_shape)``: in at least float32 without a weight; with a 16-bit weight in
-        its dtype, rounded before it is multiplied and after.
-    """
-    dims = tuple(range(-len(normalized_shape), 0))
-    to = wide(input)
-    y = input * torch.rsqrt(input.to(to).square().mean(dims, keepdim=True) + eps)
-    if weight is None:
-        return y
-    return weight * (y.to(weight.dtype) if weight.dtype in NARROW else y)
 
 
 # -- modules -------------------------------------------------------------------------------------
@@ -399,7 +105,7 @@ class FusedLayerNorm(torch.nn.Module):
 
     Example:
         >>> FusedLayerNorm(4)(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        tensor([-1.3416, -0.4472,  0.4472,  1.3416], grad_fn=<_RowsBackward>)
+        tensor([-1.3416, -0.4472,  0.4472,  1.3416], grad_fn=<NativeLayerNormBackward0>)
     """
 
     __constants__ = ["normalized_shape", "eps", "elementwise_affine", "memory_efficient", "_mixed"]
@@ -445,14 +151,12 @@ class FusedLayerNorm(torch.nn.Module):
 
     @torch.jit.unused
     def _normalized(self, input: torch.Tensor) -> torch.Tensor:
-        shape, eps, weight, bias = self.normalized_shape, self.eps, self.weight, self.bias
-        y = _rows.at_once(input, weight, bias, shape, eps, self.memory_efficient, True)
-        if y is not None:
-            return y
-        x, weight, bias = _rows.narrowed(input, weight, bias)
+        x, weight, bias = row_norms.OP.cast(input, self.weight, self.bias)
         if weight is not None and not (x.dtype in NARROW and weight.dtype == torch.float32):
-            _rows.refuse_other_dtype(x, weight, "MixedFusedLayerNorm")
-        return _rows.normalize(x, weight, bias, shape, eps, x.dtype, True, self.memory_efficient)
+            refuse_other_dtype(x, weight, "MixedFusedLayerNorm")
+        return row_norms.layer_norm(
+            x, weight, bias, self.normalized_shape, self.eps, memory_efficient=self.memory_efficient
+        )
 
     def extra_repr(self) -> str:
         """Show the sizes in ``print(model)``."""

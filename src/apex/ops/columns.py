@@ -144,10 +144,12 @@ def _share_dense_layout(position: Sequence[torch.Tensor]) -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that holds the memory: the local part of a DTensor, else ``tensor`` itself.
 
-    An address taken from a wrapper is that of nothing.
+    An address taken from a wrapper is that of nothing. The local part may be a wrapper itself, of
+    what a collective has not sent yet.
     """
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor
-    part: torch.Tensor = to_local()
-    return part
+    part = to_local()
+    whole: torch.Tensor = part.wait() if hasattr(part, "wait") else part
+    return whole

@@ -13,6 +13,7 @@ when the step did.
 
 from __future__ import annotations
 
+import inspect
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
@@ -24,7 +25,8 @@ from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
 from apex.ops.clip import clipped
-from apex.ops.columns import Scalar, local
+from apex.ops.columns import Scalar
+from apex.ops.placements import placed
 from apex.ops.storage import How, LostUpdates
 from apex.optimizers import _groups
 from apex.optimizers._buckets import Bucket, check_places, local_parts, split
@@ -60,6 +62,8 @@ class FusedOptimizer(StatefulOptimizer):
 
     #: What is computed from tensors as a whole, and so refuses sharded ones; "" for nothing.
     _needs_whole = ""
+    #: Keys of groups that other optimizers know, and that change what is computed.
+    _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
 
     def __init__(
         self,
@@ -91,12 +95,18 @@ class FusedOptimizer(StatefulOptimizer):
         """Add a group; its numbers and tensors are checked first.
 
         Raises:
-            ValueError: An unknown key, or a number out of range.
+            ValueError: A misspelt key, one that another optimizer or the constructor takes, or a
+                number out of range. Keys of the program's own are kept.
             RuntimeError: A parameter that cannot be stepped.
         """
         if isinstance(param_group, dict):
-            known = {"params", "param_names", "step", *self.defaults, *self._group_keys()}
-            _groups.check_keys(type(self).__name__, param_group, known)
+            _groups.check_keys(
+                type(self).__name__,
+                param_group,
+                {*self.defaults, "step"},
+                self._arguments(),
+                self._refused_keys,
+            )
             if "params" in param_group:
                 if not isinstance(param_group["params"], torch.Tensor | set):
                     param_group = {**param_group, "params": list(param_group["params"])}
@@ -106,13 +116,13 @@ class FusedOptimizer(StatefulOptimizer):
             self._check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    def _group_keys(self) -> set[str]:
-        """Keys that a group may have besides the defaults: what torch's schedulers write."""
-        return {*_groups.SCHEDULED}
-
-    def _check_numbers(self, group: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` for a number out of range."""
-        _groups.check_numbers(type(self).__name__, group)
+    def _arguments(self) -> dict[str, Any]:
+        """The constructor's arguments that hold for all groups; each is an attribute."""
+        kinds = type(self).__mro__
+        own = kinds[: kinds.index(FusedOptimizer)]
+        names = {name for kind in own for name in inspect.signature(kind).parameters}
+        names -= {"params", "step", *self.defaults}
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients.
@@ -137,7 +147,9 @@ class FusedOptimizer(StatefulOptimizer):
             What ``closure`` returned, else ``None``.
 
         Raises:
-            RuntimeError: A gradient is sparse or complex, or an argument is no longer taken.
+            RuntimeError: A gradient is sparse, complex, or a DTensor of another mesh than its
+                parameter; a parameter is not of the dtype that ``storage`` keeps; or an argument is
+                no longer taken.
         """
         return self._stepped(closure, historic)
 
@@ -218,7 +230,7 @@ class FusedOptimizer(StatefulOptimizer):
         self._prepare_step(active, factor, noop)
         largest = self._largest_norm()
         if largest:
-            every = [local(grad) for _, _, gradients in active for grad in gradients]
+            every = [grad for _, _, gradients in active for grad in gradients]
             factor = clipped(every, factor, largest)
         plan = [
             (group, [*self._buckets(params, gradients, copies)])
@@ -255,7 +267,7 @@ class FusedOptimizer(StatefulOptimizer):
         if any(map(is_, found, repeat(None))):
             params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
             found = [grad for grad in found if grad is not None]
-        return GroupGrads(group, params, found)
+        return GroupGrads(group, params, list(placed(type(self).__name__, params, found)))
 
     def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a gradient is not dense and real."""

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import local
 from apex.ops.storage import PLAIN, STORAGES, Storage
-from apex.optimizers import _checkpoint
+from apex.optimizers import _checkpoint, _groups
+from apex.optimizers._buckets import local_parts
 
 MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE = attrgetter("shape")
@@ -93,7 +93,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 state[slot] = self._new_slot(slot, param)
         storage = self._storage
         if storage.extra is not None and _EXTRA[storage.name] not in state:
-            state[_EXTRA[storage.name]] = torch.zeros_like(local(param), dtype=storage.extra)
+            state[_EXTRA[storage.name]] = torch.zeros_like(param, dtype=storage.extra)
         return state
 
     def _master_or(self, param: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if name is not None:
             if any(name not in state for state in states):
                 states = [*map(self._state_of, params)]
-            return [state[name] for state in states]
+            return local_parts([state[name] for state in states])
         if not mastered and not copies:
             return None
         copies = copies or {}
@@ -200,6 +200,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         def convert(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             loaded.update(self._from_torch(given))
+            for group in loaded["param_groups"]:
+                self._check_numbers(group)
             _checkpoint.check_states(
                 name,
                 loaded,
@@ -221,6 +223,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         finally:
             before.remove()
             after.remove()
+
+    def _check_numbers(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for a number out of range."""
+        _groups.check_numbers(type(self).__name__, group)
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         """Put back what torch has cast."""

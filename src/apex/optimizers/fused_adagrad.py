@@ -29,7 +29,7 @@ class FusedAdagrad(FusedOptimizer):
             weights), ``"kahan"`` or ``"stochastic"``.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: A parameter that is not a real floating tensor.
 
     Example:
@@ -42,6 +42,7 @@ class FusedAdagrad(FusedOptimizer):
     slots = ("sum",)
     narrow_slots = ("sum",)
     _counts_steps = False
+    _refused_keys = (*FusedOptimizer._refused_keys, "lr_decay")
 
     def __init__(
         self,

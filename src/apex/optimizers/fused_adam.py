@@ -42,7 +42,7 @@ class FusedAdam(FusedOptimizer):
         use_mt: Ignored: all tensors are in one launch in any case.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, ``master_weights`` without ``capturable``, or a parameter that
             is not a real floating tensor.
 
@@ -95,9 +95,9 @@ class FusedAdam(FusedOptimizer):
             )
         self._check_numbers({"max_grad_norm": max_grad_norm})
         self.adam_w_mode = bool(adam_w_mode)
+        self.eps_inside_sqrt = False
+        self.use_mt = use_mt
         self.max_grad_norm = max_grad_norm
-        if max_grad_norm:
-            self._needs_whole = "the norm of all gradients"
         self.capturable = capturable
         self.master_weights = master_weights
         if master_weights:
@@ -112,6 +112,9 @@ class FusedAdam(FusedOptimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {**super()._arguments(), "decoupled_weight_decay": self.adam_w_mode}  # torch's name
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; if ``capturable`` its ``lr`` and ``step`` move to the parameters' device."""

@@ -39,7 +39,7 @@ class FusedLAMB(FusedOptimizer):
         storage: How weights are stored, see :class:`apex.optimizers.FusedAdam`.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor or is sharded
             over processes.
 

@@ -34,7 +34,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced_precision_dtype: dtype of the parameters that get masters; ``None`` for no masters.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor or is sharded
             over processes.
 

@@ -43,7 +43,7 @@ class FusedNovoGrad(FusedOptimizer):
             weights), ``"kahan"`` or ``"stochastic"``.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, another ``norm_type``, or a parameter that is not a real floating
             tensor, or is sharded over processes.
 
@@ -87,11 +87,9 @@ class FusedNovoGrad(FusedOptimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
+        self.reg_inside_moment = bool(reg_inside_moment)
         self.moment_mode = 0 if reg_inside_moment else 1
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
-
-    def _group_keys(self) -> set[str]:
-        return super()._group_keys() | {"exp_avg_sq"}
 
     def _check_numbers(self, group: Mapping[str, Any]) -> None:
         super()._check_numbers(group)

@@ -42,7 +42,7 @@ class FusedSGD(FusedOptimizer):
         scale_set_by_backward: Whether ``most_recent_scale`` was set since the last step.
 
     Raises:
-        ValueError: No parameters or ``lr``, an unknown key in a group, a number out of range,
+        ValueError: No parameters or ``lr``, a misspelt key in a group, a number out of range,
             Nesterov's momentum without momentum or with dampening.
         RuntimeError: A parameter that is not a real floating tensor.
 

@@ -11,6 +11,7 @@ import torch
 from apex.ops import _runtime
 from apex.ops.columns import local
 from apex.ops.larc import larc_
+from apex.ops.placements import is_sharded, placed
 
 
 class LARC(torch.optim.Optimizer):
@@ -143,7 +144,8 @@ class LARC(torch.optim.Optimizer):
             What ``closure`` returned, else what the wrapped ``step`` did.
 
         Raises:
-            RuntimeError: A gradient is sparse or complex, or a parameter is sharded.
+            RuntimeError: A gradient is sparse, complex or a DTensor of another mesh than its
+                parameter, or a parameter is sharded over processes.
         """
         loss = None
         if closure is not None:
@@ -163,9 +165,10 @@ class LARC(torch.optim.Optimizer):
         for group, decay in zip(self.param_groups, decays, strict=True):
             params = [param for param in group["params"] if param.grad is not None]
             if params:
+                grads = placed("LARC", params, [param.grad for param in params])
                 larc_(
-                    [local(param.grad) for param in params],
-                    [local(param) for param in params],
+                    [*map(local, grads)],
+                    [*map(local, params)],
                     lr=group["lr"],
                     weight_decay=decay,
                     trust_coefficient=self.trust_coefficient,
@@ -196,10 +199,10 @@ class LARC(torch.optim.Optimizer):
                     continue
                 if grad.layout != torch.strided or grad.is_complex():
                     raise RuntimeError("LARC does not support sparse or complex gradients.")
-                if any(place.is_shard() for place in getattr(param, "placements", ())):
+                if is_sharded(param):
                     raise RuntimeError(
                         "LARC needs the norm of a whole tensor, and a parameter is sharded over "
-                        "processes."
+                        "processes. Step it with the wrapped optimizer alone."
                     )
 
 

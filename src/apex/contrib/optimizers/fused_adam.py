@@ -11,7 +11,8 @@ import torch
 
 from apex.contrib.optimizers._old_step import OldStep
 from apex.ops.adam import Adam, adam_, unbiased
-from apex.ops.columns import Scalar, local
+from apex.ops.columns import Scalar
+from apex.ops.placements import norm_of_all
 from apex.ops.storage import How
 from apex.ops.tensor_norms import l2_norm
 from apex.optimizers._base import GroupGrads, scalar
@@ -43,7 +44,7 @@ class FusedAdam(OldStep):
         amp_scale_adjustment: What gradients are divided by in addition, under amp.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor.
 
     Example:
@@ -75,9 +76,10 @@ class FusedAdam(OldStep):
             raise RuntimeError(
                 "FusedAdam does not support the AMSGrad variant; leave amsgrad=False."
             )
+        self.eps_inside_sqrt = bool(eps_inside_sqrt)
         self.eps_mode = 0 if eps_inside_sqrt else 1
-        self._use_multi_tensor = use_mt
-        self._amp_scale_adjustment = amp_scale_adjustment
+        self.use_mt = use_mt
+        self.amp_scale_adjustment = amp_scale_adjustment
         self._factors: dict[int, Scalar] = {}
         defaults = {
             "lr": lr,
@@ -94,14 +96,14 @@ class FusedAdam(OldStep):
     ) -> None:
         """Find what each group's gradients are multiplied by."""
         if hasattr(self, "_amp_stash"):
-            factor = factor / self._amp_scale_adjustment
+            factor = factor / self.amp_scale_adjustment
         self._factors = {}
         for number, (group, params, grads) in enumerate(active):
             clip = factor
             if group["max_grad_norm"] > 0 and params:
                 norm = self._grad_norms and self._grad_norms[number]
                 if norm is None:
-                    norm = l2_norm([*map(local, grads)])
+                    norm = norm_of_all(grads, l2_norm, 2.0)
                 clip = _clipped(factor, norm, group["max_grad_norm"])
             self._factors[id(group)] = clip
 
