@@ -14,7 +14,7 @@ from apex.ops.lamb import Lamb, lamb_
 from apex.ops.multi_tensor import Update, run
 from apex.ops.novograd import NovoGrad, novograd_
 from apex.ops.sgd import SGD, sgd_
-from apex.ops.storage import How
+from apex.ops.storage import StepOptions
 from tests.multi_tensor_apply.common import PATHS, joined, on, tensors
 from tests.tolerance import assert_one_rounding
 
@@ -148,7 +148,7 @@ def _columns(name, dtype=torch.float32, grad_scale=1.0):
 
 def _step(name, late, path, columns, **options):
     with on(path):
-        STEPS[name][0](late)(columns, How(**options))
+        STEPS[name][0](late)(columns, StepOptions(**options))
     return columns
 
 

@@ -19,16 +19,16 @@ class Factored(FusedOptimizer):
     def __init__(self, params, lr=0.1, decay=0.9):
         super().__init__(params, {"lr": lr, "decay": decay})
 
-    def _update(self, group, bucket, how):
+    def _update(self, group, bucket, options):
         rows, columns = bucket.slots
         for grad, weight, row, column in zip(
             bucket.grads, bucket.weights, rows, columns, strict=True
         ):
-            square = (grad.float() * how.factor).square()
+            square = (grad.float() * options.factor).square()
             row.lerp_(square.mean(-1), 1 - group["decay"])
             column.lerp_(square.mean(-2), 1 - group["decay"])
             second = row.unsqueeze(-1) * column.unsqueeze(-2) / row.mean(-1)[..., None, None]
-            weight.sub_(group["lr"] * how.factor * grad / (second.sqrt() + 1e-8))
+            weight.sub_(group["lr"] * options.factor * grad / (second.sqrt() + 1e-8))
 
 
 def trained(dtype=torch.bfloat16):

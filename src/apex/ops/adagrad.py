@@ -21,7 +21,7 @@ import torch
 from apex.ops import cpu_fused
 from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import Update, Values
-from apex.ops.storage import PLAINLY, How, run_stored
+from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
 
 _List = list[torch.Tensor]
 
@@ -72,7 +72,9 @@ class Adagrad:
         return AdagradScalars(factor, self.lr, self.eps, l2=l2, decay=decoupled)
 
 
-def adagrad_(columns: Sequence[Column], hyper: Adagrad, options: How = PLAINLY) -> None:
+def adagrad_(
+    columns: Sequence[Column], hyper: Adagrad, options: StepOptions = DEFAULT_OPTIONS
+) -> None:
     """Take one step, in place.
 
     Args:

@@ -25,7 +25,7 @@ import torch
 from apex.ops import cpu_fused
 from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import Update, Values
-from apex.ops.storage import PLAINLY, How, run_stored
+from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
 
 _List = list[torch.Tensor]
 
@@ -125,7 +125,7 @@ class Adam:
         )
 
 
-def adam_(columns: Sequence[Column], hyper: Adam, options: How = PLAINLY) -> None:
+def adam_(columns: Sequence[Column], hyper: Adam, options: StepOptions = DEFAULT_OPTIONS) -> None:
     """Take one step, in place.
 
     Args:

@@ -18,7 +18,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.columns import Column, Scalar, have_one_dense_layout
-from apex.ops.storage import PARAM, PLAIN, How
+from apex.ops.storage import PARAM, PLAIN, StepOptions
 
 # Elements that are widened at once, 2 MiB of a column. FusedAdam's 10 million bfloat16 weights take
 # 6 % longer with 2**18, 60 % with 2**16.
@@ -28,7 +28,7 @@ DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
 Lists = list[list[torch.Tensor]]
 
 
-def torch_steps(columns: Sequence[Column], options: How, *numbers: Scalar) -> bool:
+def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: Scalar) -> bool:
     """Whether :func:`step_` takes the columns: on a CPU, with numbers that the host can read."""
     if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu or options.meter:
         return False
@@ -42,7 +42,11 @@ def torch_steps(columns: Sequence[Column], options: How, *numbers: Scalar) -> bo
 
 @torch.no_grad()
 def step_(
-    kernel: Callable[..., None], columns: Sequence[Column], options: How, *, narrow: bool = False
+    kernel: Callable[..., None],
+    columns: Sequence[Column],
+    options: StepOptions,
+    *,
+    narrow: bool = False,
 ) -> None:
     """Take one step, in place.
 
@@ -73,7 +77,7 @@ def step_(
         store_(part, values, here, write_grads=options.write_grads and factor != 1.0)
 
 
-def as_float32(columns: Sequence[Column], options: How) -> Lists:
+def as_float32(columns: Sequence[Column], options: StepOptions) -> Lists:
     """The columns as float32: those that are it already are returned themselves."""
     wide = [[x.float() for x in column] for column in columns]
     if options.storage is not PLAIN:
@@ -81,7 +85,9 @@ def as_float32(columns: Sequence[Column], options: How) -> Lists:
     return wide
 
 
-def store_(columns: Sequence[Column], wide: Lists, options: How, *, write_grads: bool) -> None:
+def store_(
+    columns: Sequence[Column], wide: Lists, options: StepOptions, *, write_grads: bool
+) -> None:
     """Round what :func:`as_float32` returned, once it was stepped, into the columns."""
     stored: Iterable[Column] = repeat(wide[PARAM])
     if options.storage is not PLAIN:
@@ -94,7 +100,7 @@ def store_(columns: Sequence[Column], wide: Lists, options: How, *, write_grads:
             torch._foreach_copy_(list(column), list(new))
 
 
-def _weights(columns: Sequence[Column], options: How) -> list[Column]:
+def _weights(columns: Sequence[Column], options: StepOptions) -> list[Column]:
     """The columns in which weights are stored."""
     return [columns[PARAM]] if options.extra is None else [columns[PARAM], options.extra]
 

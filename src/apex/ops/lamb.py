@@ -34,7 +34,7 @@ from apex.ops import cpu_fused
 from apex.ops.adam import unbiased
 from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import Codec, Update, Values, run
-from apex.ops.storage import PLAIN, PLAINLY, How, run_stored
+from apex.ops.storage import DEFAULT_OPTIONS, PLAIN, StepOptions, run_stored
 from apex.ops.tensor_norms import square_sums
 
 
@@ -152,7 +152,7 @@ def trusted_rates(
 
 
 @torch.no_grad()
-def lamb_(columns: Sequence[Column], hyper: Lamb, options: How = PLAINLY) -> None:
+def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS) -> None:
     """Take one step, in place; gradients are left holding the term.
 
     16-bit gradients of weights that have 16-bit copies, and gradients whose elements share memory,
@@ -217,7 +217,7 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 # -- torch's fused Adam on a CPU -----------------------------------------------------------------
 
 
-def _step_on_cpu(columns: Sequence[Column], hyper: Lamb, options: How) -> None:
+def _step_on_cpu(columns: Sequence[Column], hyper: Lamb, options: StepOptions) -> None:
     """Step by torch's fused Adam: from 0, with the learning rate -1, its weight is the term.
 
     By pieces that stay in the cache, the 10 million weights of 293 tensors take 20 ms where whole

@@ -37,7 +37,7 @@ import torch
 from apex.ops.adam import unbiased
 from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import Update, Values
-from apex.ops.storage import PLAINLY, How, run_stored
+from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
 from apex.ops.tensor_norms import l2_norms, max_norms
 
 UNSET = -1.0
@@ -133,7 +133,10 @@ class NovoGrad:
 
 @torch.no_grad()
 def novograd_(
-    columns: Sequence[Column], norms: torch.Tensor, hyper: NovoGrad, options: How = PLAINLY
+    columns: Sequence[Column],
+    norms: torch.Tensor,
+    hyper: NovoGrad,
+    options: StepOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Take one step, in place.
 

@@ -24,7 +24,7 @@ import torch
 from apex.ops import cpu_fused
 from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import Update, Values
-from apex.ops.storage import PLAINLY, How, run_stored
+from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
 
 _List = list[torch.Tensor]
 
@@ -117,7 +117,7 @@ class SGD:
 def sgd_(
     columns: Sequence[Column],
     hyper: SGD,
-    options: How = PLAINLY,
+    options: StepOptions = DEFAULT_OPTIONS,
     first: torch.Tensor | None = None,
 ) -> None:
     """Take one step, in place.

@@ -203,7 +203,7 @@ STORAGES = {storage.name: storage for storage in (PLAIN, LOW_BITS, KAHAN, STOCHA
 
 
 @dataclass(frozen=True, eq=False)
-class How:
+class StepOptions:
     """What surrounds a step, the same for every optimizer.
 
     Attributes:
@@ -224,14 +224,14 @@ class How:
     meter: LostUpdates | None = None
 
 
-PLAINLY = How()
+DEFAULT_OPTIONS = StepOptions()
 
 
 def run_stored(
     update: Update,
     columns: Sequence[Column],
     scalars: tuple[Scalar, ...],
-    how: How,
+    options: StepOptions,
     *,
     sums: tuple[int, ...] = (),
 ) -> torch.Tensor | None:
@@ -241,7 +241,7 @@ def run_stored(
         update: Returns the new weight, the new states in order, then the scaled gradient.
         columns: Gradients, weights, states.
         scalars: Of the update.
-        how: Skipping and storage.
+        options: Skipping and storage.
         sums: Numbers of new values to sum over each position.
 
     Returns:
@@ -249,31 +249,31 @@ def run_stored(
     """
     states = len(columns) - 2
     stores = [(PARAM + i, i) for i in range(1 + states)]
-    if how.write_grads:
+    if options.write_grads:
         stores.append((0, 1 + states))
     columns = list(columns)
-    if how.extra is not None:
-        stores.append((len(columns), 0 if how.storage is PLAIN else 2 + states))
-        columns.append(how.extra)
+    if options.extra is not None:
+        stores.append((len(columns), 0 if options.storage is PLAIN else 2 + states))
+        columns.append(options.extra)
     seed = None
-    if how.storage.seeded:
+    if options.storage.seeded:
         device = columns[PARAM][0].device
         seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
-    codec = how.storage.codec(metered=how.meter is not None)
-    if how.meter is not None:
+    codec = options.storage.codec(metered=options.meter is not None)
+    if options.meter is not None:
         lost = (sums[-1] if sums else 1 + states) + 1
-        sums = (*sums, lost + (how.storage.extra is not None))
+        sums = (*sums, lost + (options.storage.extra is not None))
     found = run(
         update,
         columns,
         tuple(stores),
         scalars,
-        noop=how.noop,
+        noop=options.noop,
         sums=sums,
         codec=codec,
         seed=seed,
     )
-    if how.meter is None or found is None:
+    if options.meter is None or found is None:
         return found
-    how.meter.add(found[-1].sum(), 0, how.noop)
+    options.meter.add(found[-1].sum(), 0, options.noop)
     return found[:-1]

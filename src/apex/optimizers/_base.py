@@ -27,7 +27,7 @@ from apex.ops import _runtime
 from apex.ops.clip import clipped
 from apex.ops.columns import Scalar
 from apex.ops.placements import placed
-from apex.ops.storage import How, LostUpdates
+from apex.ops.storage import LostUpdates, StepOptions
 from apex.optimizers import _groups
 from apex.optimizers._buckets import Bucket, check_places, local_parts, split
 from apex.optimizers._state import MASTERED, StatefulOptimizer
@@ -241,7 +241,7 @@ class FusedOptimizer(StatefulOptimizer):
             self._advance(group, noop)
             for bucket in buckets:
                 device = bucket.weights[0].device
-                how = How(
+                options = StepOptions(
                     factor=_on(factor, device),
                     noop=None if noop is None else noop.to(device, non_blocking=True),
                     write_grads=write_grads,
@@ -251,8 +251,8 @@ class FusedOptimizer(StatefulOptimizer):
                 )
                 if self.lost_updates is not None:
                     weights = sum(weight.numel() for weight in bucket.weights)
-                    self.lost_updates.add(0.0, weights, how.noop)
-                self._update(group, bucket, how)
+                    self.lost_updates.add(0.0, weights, options.noop)
+                self._update(group, bucket, options)
         self._note_versions()
 
     def _group_grads(
@@ -340,7 +340,7 @@ class FusedOptimizer(StatefulOptimizer):
         """What the norm of all gradients together is clipped to; 0 for no clipping."""
         return 0.0
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         """Step one bucket."""
         raise NotImplementedError
 

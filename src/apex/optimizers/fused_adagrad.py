@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from apex.ops.adagrad import Adagrad, adagrad_
-from apex.ops.storage import How
+from apex.ops.storage import StepOptions
 from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
 
@@ -59,7 +59,7 @@ class FusedAdagrad(FusedOptimizer):
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         numbers = Adagrad(
             lr=scalar(group["lr"], device),
@@ -67,7 +67,7 @@ class FusedAdagrad(FusedOptimizer):
             weight_decay=scalar(group["weight_decay"], device),
             adagrad_w_mode=self.adagrad_w_mode,
         )
-        adagrad_(self.columns(bucket), numbers, how)
+        adagrad_(self.columns(bucket), numbers, options)
 
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = [dict(group) for group in state_dict["param_groups"]]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from apex.ops.adam import Adam, adam_
-from apex.ops.storage import How
+from apex.ops.storage import StepOptions
 from apex.optimizers._base import FusedOptimizer, counted, scalar
 from apex.optimizers._buckets import Bucket
 from apex.optimizers._groups import HALF
@@ -188,7 +188,7 @@ class FusedAdam(FusedOptimizer):
     def _largest_norm(self) -> float:
         return float(self.max_grad_norm or 0.0)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         numbers = Adam(
             lr=scalar(group["lr"], device),
@@ -200,7 +200,7 @@ class FusedAdam(FusedOptimizer):
             bias_correction=bool(group["bias_correction"]),
             step=counted(group["step"], device),
         )
-        adam_(self.columns(bucket), numbers, how)
+        adam_(self.columns(bucket), numbers, options)
 
     def _refuse(self, historic: Mapping[str, Any]) -> None:
         given = [name for name, value in historic.items() if value is not None]

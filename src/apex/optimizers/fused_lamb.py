@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from apex.ops.lamb import Lamb, lamb_
-from apex.ops.storage import How
+from apex.ops.storage import StepOptions
 from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
 
@@ -97,7 +97,7 @@ class FusedLAMB(FusedOptimizer):
     def _largest_norm(self) -> float:
         return float(self.defaults["max_grad_norm"])
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         step = group["step"]
         numbers = Lamb(
@@ -112,4 +112,4 @@ class FusedLAMB(FusedOptimizer):
             use_nvlamb=bool(self.use_nvlamb),
             step=step.to(device, non_blocking=True) if isinstance(step, torch.Tensor) else step,
         )
-        lamb_(self.columns(bucket), numbers, how)
+        lamb_(self.columns(bucket), numbers, options)

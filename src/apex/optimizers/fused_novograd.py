@@ -9,7 +9,7 @@ import torch
 
 from apex.ops.columns import Scalar, joined, taken
 from apex.ops.novograd import UNSET, NovoGrad, novograd_
-from apex.ops.storage import How
+from apex.ops.storage import StepOptions
 from apex.optimizers._base import FusedOptimizer, GroupGrads, counted, scalar
 from apex.optimizers._buckets import Bucket
 
@@ -180,7 +180,7 @@ class FusedNovoGrad(FusedOptimizer):
         old_positions, new_positions = _split(every, seen)
         return joined([(old_positions, norms.to(device)), (new_positions, new)])
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         numbers = NovoGrad(
             lr=scalar(group["lr"], device),
@@ -199,11 +199,11 @@ class FusedNovoGrad(FusedOptimizer):
         norms = self._norms(group, kind, len(members))
         columns = self.columns(bucket)
         if len(members) == len(bucket.params):  # the same ones, in the same order
-            novograd_(columns, norms, numbers, how)
+            novograd_(columns, norms, numbers, options)
             return
         here, others = _split(members, {*bucket.params})
         mine = taken(norms, here).to(device, non_blocking=device.type != "cpu", copy=True)
-        novograd_(columns, mine, numbers, how)
+        novograd_(columns, mine, numbers, options)
         mine = mine.to(norms.device, non_blocking=not norms.is_cpu)
         norms.copy_(joined([(here, mine), (others, taken(norms, others))]))
 

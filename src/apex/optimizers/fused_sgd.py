@@ -11,7 +11,7 @@ from torch.optim.optimizer import required
 from apex.ops import _runtime
 from apex.ops.columns import Scalar, local
 from apex.ops.sgd import SGD, sgd_
-from apex.ops.storage import How
+from apex.ops.storage import StepOptions
 from apex.optimizers._base import FusedOptimizer, GroupGrads, scalar
 from apex.optimizers._buckets import Bucket
 
@@ -169,7 +169,7 @@ class FusedSGD(FusedOptimizer):
         self._begun = {param for params in having for param in params if not self._is_fresh(param)}
         self._marks = any("first" in self.state.get(p, {}) for params in having for p in params)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         momentum = float(group["momentum"])
         numbers = SGD(
@@ -182,20 +182,20 @@ class FusedSGD(FusedOptimizer):
         )
         columns = self.columns(bucket)
         if not momentum:
-            sgd_(columns[:2], numbers, how)
+            sgd_(columns[:2], numbers, options)
             return
         states = [self.state[param] for param in bucket.params] if self._marks else []
         if not any("first" in state for state in states):
-            sgd_(columns, numbers, how)
+            sgd_(columns, numbers, options)
             return
         zero = torch.zeros((), device=device)
         first = torch.stack([state.get("first", zero) for state in states])
-        sgd_(columns, numbers, how, first)
+        sgd_(columns, numbers, options, first)
         for state in states:
-            if how.noop is None:
+            if options.noop is None:
                 state.pop("first", None)
             elif "first" in state:
-                state["first"] = torch.where(how.noop.reshape(()) != 0, state["first"], 0.0)
+                state["first"] = torch.where(options.noop.reshape(()) != 0, state["first"], 0.0)
 
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {

@@ -13,7 +13,7 @@ from apex.contrib.optimizers._old_step import OldStep
 from apex.ops.adam import Adam, adam_, unbiased
 from apex.ops.columns import Scalar
 from apex.ops.placements import norm_of_all
-from apex.ops.storage import How
+from apex.ops.storage import StepOptions
 from apex.ops.tensor_norms import l2_norm
 from apex.optimizers._base import GroupGrads, scalar
 from apex.optimizers._buckets import Bucket
@@ -107,7 +107,7 @@ class FusedAdam(OldStep):
                 clip = _clipped(factor, norm, group["max_grad_norm"])
             self._factors[id(group)] = clip
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         factor = self._factors[id(group)]
         if isinstance(factor, torch.Tensor):
@@ -115,7 +115,7 @@ class FusedAdam(OldStep):
         columns = self.columns(bucket)
         lr = scalar(group["lr"], device)
         beta1, beta2 = group["betas"]
-        for step, members in self._by_step(bucket, how.noop):
+        for step, members in self._by_step(bucket, options.noop):
             rate: Scalar = lr
             if group["bias_correction"]:
                 unbias2 = unbiased(beta2, step)
@@ -132,9 +132,9 @@ class FusedAdam(OldStep):
                 step=step,
                 eps_inside_sqrt=self.eps_mode == 0,
             )
-            extra = None if how.extra is None else [how.extra[i] for i in members]
+            extra = None if options.extra is None else [options.extra[i] for i in members]
             part = [[column[i] for i in members] for column in columns]
-            adam_(part, numbers, replace(how, factor=factor, extra=extra))
+            adam_(part, numbers, replace(options, factor=factor, extra=extra))
 
     def _by_step(
         self, bucket: Bucket, noop: torch.Tensor | None

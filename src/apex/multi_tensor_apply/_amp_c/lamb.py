@@ -18,7 +18,7 @@ from apex.multi_tensor_apply._amp_c.arguments import (
 from apex.ops.columns import grouped, taken
 from apex.ops.lamb import Lamb, lamb_, trusted_rates
 from apex.ops.lamb_stages import coefficient, stage1_, stage2_
-from apex.ops.storage import How
+from apex.ops.storage import StepOptions
 
 
 @entry
@@ -54,7 +54,7 @@ def multi_tensor_lamb(  # noqa: PLR0913  (the original's)
     )  # fmt: skip
     factor = _clip(global_grad_norm, max_grad_norm, device)
     for _, some in grouped(columns):
-        lamb_(some, hyper, How(factor))
+        lamb_(some, hyper, StepOptions(factor))
 
 
 @entry
@@ -92,7 +92,7 @@ def multi_tensor_lamb_mp(  # noqa: PLR0913  (the original's)
     factor = number(inv_scale, device) * _clip(global_grad_norm, max_grad_norm, device)
     noop = flag_to_read(noop_flag, device)
     for _, some in grouped(columns):
-        options = How(factor, noop, extra=some[4] if len(some) == 5 else None)
+        options = StepOptions(factor, noop, extra=some[4] if len(some) == 5 else None)
         lamb_(some[:4], hyper, options)
 
 

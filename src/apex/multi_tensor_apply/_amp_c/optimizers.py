@@ -23,7 +23,7 @@ from apex.ops.adam import Adam, adam_
 from apex.ops.columns import Column, grouped, joined, taken
 from apex.ops.novograd import NovoGrad, novograd_
 from apex.ops.sgd import SGD, sgd_
-from apex.ops.storage import How
+from apex.ops.storage import StepOptions
 
 _16_BITS = (torch.float16, torch.bfloat16)
 
@@ -64,7 +64,7 @@ def multi_tensor_sgd(
     )
     factor, noop = number(scale, device), flag_to_read(noop_flag, device)
     for positions, some in grouped(columns):
-        options = How(factor, noop, extra=some[3] if len(some) == 4 else None)
+        options = StepOptions(factor, noop, extra=some[3] if len(some) == 4 else None)
         first = torch.ones(len(positions), device=device) if first_run else None
         taking_part = some[:3] if hyper.momentum else some[:2]
         sgd_(taking_part, hyper, options, first if hyper.momentum else None)
@@ -138,7 +138,7 @@ def multi_tensor_adam_capturable(
     hyper = _adam(device, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, step)
     factor, noop = number(inv_scale, device), _is_one(noop_flag, device)
     for _, some in grouped(columns):
-        adam_(some, hyper, How(factor, noop, write_grads=True))
+        adam_(some, hyper, StepOptions(factor, noop, write_grads=True))
 
 
 @entry
@@ -166,7 +166,7 @@ def multi_tensor_adam_capturable_master(
     hyper = _adam(device, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, step)
     factor, noop = number(inv_scale, device), _is_one(noop_flag, device)
     for _, (grads, params, exp_avgs, exp_avg_sqs, masters) in grouped(columns):
-        options = How(factor, noop, write_grads=True, extra=params)
+        options = StepOptions(factor, noop, write_grads=True, extra=params)
         adam_([grads, masters, exp_avgs, exp_avg_sqs], hyper, options)
 
 
