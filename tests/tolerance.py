@@ -48,13 +48,22 @@ ROUNDINGS = {torch.float16: 1.05, torch.bfloat16: 1.05, torch.float32: 8.0, torc
 INTERPRETED_BFLOAT16 = 3.5
 
 
-def assert_one_rounding(actual: torch.Tensor, exact: torch.Tensor, *, interpreted=False) -> None:
+# Roundings of a float32 sum of n terms of both signs that are added one after the other, over the
+# root of n, as torch's layer norm on a CPU adds up weight gradients. Seen: 11.4 of 300 rows, 31 of
+# 2,048, 45 of 4,096.
+ADDED_ONE_BY_ONE = 0.8
+
+
+def assert_one_rounding(
+    actual: torch.Tensor, exact: torch.Tensor, *, interpreted=False, added=1
+) -> None:
     """Assert that ``actual`` is float64 ``exact`` but for about one rounding to its dtype.
 
     Args:
         actual: What was computed.
         exact: Its definition in float64.
         interpreted: Whether Triton's interpreter stored it.
+        added: How many terms torch added up, one after the other, in float32.
     """
     assert actual.shape == exact.shape
     assert exact.dtype == torch.float64
@@ -65,6 +74,8 @@ def assert_one_rounding(actual: torch.Tensor, exact: torch.Tensor, *, interprete
         return
     actual, exact, dtype = actual[finite], exact[finite], actual.dtype
     factor = ROUNDINGS[dtype]
+    if dtype == torch.float32:
+        factor = max(factor, ADDED_ONE_BY_ONE * added**0.5)
     if interpreted and dtype == torch.bfloat16 and not torch.cuda.is_available():
         factor = INTERPRETED_BFLOAT16
     floor = max(_rms(exact.to(dtype).double() - exact), _rms(_ulps(exact, dtype)) / 12**0.5)
