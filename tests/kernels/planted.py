@@ -1,6 +1,6 @@
 """Kernels with planted defects; run as a program it prints what the inspection says of each.
 
-    python planted.py TARGET [NAME ...]
+    python planted.py TARGET,... [NAME ...]
 
 Run by test_compiled in a process of its own, where kernels are compiled and not interpreted.
 """
@@ -128,11 +128,12 @@ def cases(folder):
 
 
 if __name__ == "__main__":
-    target, *names = sys.argv[1:]
+    targets, *names = sys.argv[1:]
+    said = {}
     with tempfile.TemporaryDirectory() as folder:
-        findings = {
-            name: _inspect.inspect(case, target)
-            for name, case in cases(folder)
-            if not names or name in names
-        }
-    print(json.dumps({name: [*f.problems, *f.advice] for name, f in findings.items()}))
+        for name, case in cases(folder):
+            if not names or name in names:
+                for target in targets.split(","):
+                    finding = _inspect.inspect(case, target)
+                    said.setdefault(target, {})[name] = [*finding.problems, *finding.advice]
+    print(json.dumps(said))

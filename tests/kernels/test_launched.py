@@ -26,7 +26,7 @@ EXPECTED = {
     "clip": [LIST, SUMS, LIST],
     "layer norm": ["forward", "backward", "add_up"],
     "layer norm 1x1": ["forward", "backward", "add_up"],
-    "rms norm, wide": ["forward_wide", "backward_wide", "add_up"],
+    "rms norm, wide": ["forward_wide", "backward_wide", "weight_sums", "add_up"],
     "group norm": [*GROUP_NORM, "group_norm_backward"],
     "group norm 1x1": [*GROUP_NORM, "group_norm_backward"],
     "cross-entropy": CROSS_ENTROPY,

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex.ops import _runtime, layer_norm, rms_norm
+from apex.ops import _runtime, row_norms
 from apex.ops._op import op
+from apex.ops.row_norms import MEMORY_EFFICIENT, OP
 from tests.tolerance import assert_one_rounding
 from tests.vmapped import assert_backward_under_vmap
 
@@ -25,12 +26,14 @@ class Case:
     """An operation, and how a test calls it.
 
     Attributes:
+        name: What the test is called.
         op: The operation.
         inputs: Tensors, from the shape of the first and a dtype.
         constants: The arguments behind the tensors, from the first tensor.
         reference: The definition in the dtype of its tensors, of the tensors and all constants.
     """
 
+    name: str
     op: op
     inputs: Callable
     constants: Callable
@@ -63,23 +66,31 @@ def _rows(count):
     return lambda shape: (shape, *[shape[-1:]] * (count - 1))
 
 
-def _of_row(x):
-    return (x.shape[-1:], 1e-5, x.dtype)
-
-
 def _layer(x, weight, bias, shape, eps, *_):
-    return layer_norm.reference(x, weight, bias, shape, eps)
+    return row_norms.layer_norm_reference(x, weight, bias, shape, eps)
 
 
-def _rms(x, weight, shape, eps, *_):
-    return rms_norm.reference(x, weight, shape, eps)
+def _rms(x, weight, bias, shape, eps, *_):
+    return row_norms.rms_norm_reference(x, weight, shape, eps)
 
 
 CASES = [
-    Case(layer_norm.OP, _rows(3), _of_row, _layer),
-    Case(rms_norm.OP, _rows(2), _of_row, _rms),
-    Case(layer_norm.MEMORY_EFFICIENT, _rows(3), lambda x: (*_of_row(x), x.dtype), _layer),
-    Case(rms_norm.MEMORY_EFFICIENT, _rows(2), lambda x: (*_of_row(x), x.dtype), _rms),
+    Case("layer_norm", OP, _rows(3), lambda x: (x.shape[-1:], 1e-5, True, x.dtype), _layer),
+    Case("rms_norm", OP, _rows(2), lambda x: (None, x.shape[-1:], 1e-5, False, x.dtype), _rms),
+    Case(
+        "layer_norm from the output",
+        MEMORY_EFFICIENT,
+        _rows(3),
+        lambda x: (x.shape[-1:], 1e-5, True, x.dtype, x.dtype),
+        _layer,
+    ),
+    Case(
+        "rms_norm from the output",
+        MEMORY_EFFICIENT,
+        _rows(2),
+        lambda x: (None, x.shape[-1:], 1e-5, False, x.dtype, x.dtype),
+        _rms,
+    ),
 ]
 
 
@@ -92,13 +103,13 @@ def _paths(case):
 
 def _pairs(cases):
     pairs = [(case, path) for case in cases for path in _paths(case)]
-    ids = [f"{case.op.name}-{path}" for case, path in pairs]
+    ids = [f"{case.name}-{path}" for case, path in pairs]
     return pytest.mark.parametrize(("case", "path"), pairs, ids=ids, indirect=["path"])
 
 
 # Gradients from a rounded output are those of another input: see the operations' own tests.
 FROM_INPUT = [case for case in CASES if not case.op.own_backward]
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.op.name)
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_path = _pairs(CASES)
 from_input = _pairs(FROM_INPUT)
 
