@@ -12,7 +12,7 @@ O1_REGRESSION = 2e-5
 
 # 20 steps of Adam in float64 against torch's own, which decays before it updates: some four
 # roundings (2**-53) in each step. Largest seen: 2**-50.5.
-TWIN_IN_FLOAT64 = 2.0**-47
+TORCH_IN_FLOAT64 = 2.0**-47
 
 # Three steps of Adam (eps 1e-2) clipped by a norm whose squares were added up in another order:
 # the norms differ by an ulp or two (2**-23 each), the weights by at most 4e-7 of the largest.
