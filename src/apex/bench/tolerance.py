@@ -39,6 +39,18 @@ GROUP_NORM = 6.0
 # sum. Over 40 lists of 9,000 numbers: 1.3 with torch's functions, 0.9 with the kernel.
 NORM = 8.0
 
+# A float32 state that a norm was multiplied into has the norm's error, its square twice that.
+NORMED = 2 * NORM
+
+# Weight and rounding error as two bfloat16: what the second rounds away, 2**-9 of 2**-9, in eps of
+# bfloat16. Measured: 4.6e-4, and twice that with the truncation of Triton's interpreter.
+KAHAN = 2.0**-9
+
+# Stochastic rounding: how far beyond a neighbour a weight may seem, in ulps, because float32 is not
+# exact (8 roundings of it are 2**-13.6); and how many standard deviations the mean may be off.
+BEYOND_A_NEIGHBOUR = 2.0**-10
+DEVIATIONS = 5.0
+
 
 def roundings(actual: torch.Tensor, exact: torch.Tensor, *, truncated: bool = False) -> float:
     """The rms error of ``actual`` over the error of rounding ``exact`` once.
