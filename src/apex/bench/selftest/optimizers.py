@@ -1,9 +1,9 @@
 """Every optimizer, step by step, beside its formula in float64.
 
 Gradients are scaled by 1024 and the step is told so, as by `torch.amp.GradScaler`; there are two
-groups with their own learning rate and weight decay. Each step is compared with the formula of what
-was stored before it, so that errors do not add up. Then a step with ``found_inf`` has to leave every
-bit as it is, and a second run has to end with the same bits.
+groups with their own learning rate and weight decay. Each step is compared with the formula of
+what was stored before it, so that errors do not add up. Then a step with ``found_inf`` has to leave
+every bit as it is, and a second run has to end with the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ from apex.contrib import optimizers as contrib
 from apex.ops.storage import join
 from apex.parallel import LARC
 
-__all__ = ["VARIANTS", "Variant", "checks", "give_grads", "parameters"]
+__all__ = [
+    "VARIANTS",
+    "Params",
+    "Variant",
+    "checks",
+    "give_grads",
+    "gradients",
+    "parameters",
+    "tell",
+]
 
 AREA = "optimizers"
 STEPS = 3
@@ -143,14 +152,18 @@ def parameters(setting: Setting, dtype: torch.dtype) -> Params:
     return [torch.nn.Parameter(x) for x in tensors(setting, dtype, 20)]
 
 
-def give_grads(params: Params, setting: Setting, number: int, scale: float = SCALE) -> None:
-    """Write the gradients of a step, in place where there are some."""
+def gradients(
+    params: Params, setting: Setting, number: int, scale: float = SCALE
+) -> list[torch.Tensor]:
+    """The gradients of a step."""
     found = tensors(setting, params[0].dtype, 20 + number, [tuple(p.shape) for p in params])
-    for param, grad in zip(params, found, strict=True):
-        if param.grad is None:
-            param.grad = grad * scale
-        else:
-            param.grad.copy_(grad * scale)
+    return [grad * scale for grad in found]
+
+
+def give_grads(params: Params, setting: Setting, number: int, scale: float = SCALE) -> None:
+    """Give parameters the gradients of a step."""
+    for param, grad in zip(params, gradients(params, setting, number, scale), strict=True):
+        param.grad = grad
 
 
 def _compared(variant: Variant, dtype: torch.dtype) -> Callable[[Setting], Iterator[Measured]]:
@@ -180,7 +193,7 @@ def _steps(
         scale = 1.0 if variant.larc else SCALE
         give_grads(params, setting, number, scale)
         if not variant.larc:
-            _tell(optimizer, 0.0, setting)
+            tell(optimizer, 0.0, setting)
         grads = _clipped([_stored(p.grad).double() / scale for p in params], variant.max_norm)
         wanted = []
         for group in optimizer.param_groups:
@@ -215,14 +228,14 @@ def _judged(
 
 def _skipped(optimizer: Any, params: Params, setting: Setting) -> Measured:
     give_grads(params, setting, STEPS + 1)
-    _tell(optimizer, 1.0, setting)
+    tell(optimizer, 1.0, setting)
     before = copy.deepcopy([*map(_stored, params), *_kept(optimizer)])
     optimizer.step()
-    _tell(optimizer, 0.0, setting)
+    tell(optimizer, 0.0, setting)
     return same_again("skipped step", before, [*map(_stored, params), *_kept(optimizer)])
 
 
-def _tell(optimizer: Any, found_inf: float, setting: Setting) -> None:
+def tell(optimizer: Any, found_inf: float, setting: Setting) -> None:
     """Tell an optimizer what `torch.amp.GradScaler` tells it before a step."""
     optimizer.grad_scale = torch.full((), SCALE, device=setting.device)
     optimizer.found_inf = torch.full((), found_inf, device=setting.device)
@@ -249,7 +262,8 @@ def _weight(optimizer: Any, param: torch.Tensor) -> torch.Tensor:
     if "low_bits" in state:
         return join(param.detach(), state["low_bits"])
     if "error" in state:
-        return param.detach().double() + state["error"].double()
+        error: torch.Tensor = state["error"]
+        return param.detach().double() + error.double()
     kept: torch.Tensor = state.get("master_param", param)
     return kept.detach()
 

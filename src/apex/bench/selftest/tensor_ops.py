@@ -1,15 +1,15 @@
 """Norms and losses: forward and every gradient, beside torch's own function in float64.
 
 One rounding is allowed, or a few eps where sums of terms of both signs decide. In float32 twice
-the error of torch's own float32 function is allowed too: sums over thousands of rows round at every
-addition, whoever adds (4 x 320 x 64 x 64, gradient of a group norm's weight: torch's is 10 eps off).
+the error of torch's own float32 function is allowed too: sums over thousands of rows round at
+every addition, whoever adds. (4 x 320 x 64 x 64, gradient of a group norm's weight: torch's is 10
+eps off.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.normalization import fused_layer_norm as norms
 
-__all__ = ["checks"]
+__all__ = ["OPS", "Op", "checks"]
 
 AREA = "norms and losses"
 EPS = 1e-5
@@ -40,7 +40,7 @@ Inputs = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Op:
+class Op:
     """An operation.
 
     Attributes:
@@ -75,7 +75,7 @@ def checks() -> Iterator[Check]:
 
 
 def _compared(
-    op: _Op, dtype: torch.dtype, backward: bool
+    op: Op, dtype: torch.dtype, backward: bool
 ) -> Callable[[Setting], Iterator[Measured]]:
     def run(setting: Setting) -> Iterator[Measured]:
         for shape in (*op.shapes, *(op.large if setting.large else ())):
@@ -257,49 +257,49 @@ CLASSES: tuple[Shape, ...] = ((7, 123), (4, 4097))
 MANY_CLASSES: tuple[Shape, ...] = ((512, 32_768), (4096, 1000))
 
 OPS = (
-    _Op("layer norm", _rows, _layer_norm(False), _torchs_layer_norm, ROWS, MANY_ROWS),
-    _Op(
+    Op("layer norm", _rows, _layer_norm(False), _torchs_layer_norm, ROWS, MANY_ROWS),
+    Op(
         "layer norm, wide rows", _rows, _layer_norm(False), _torchs_layer_norm, WIDE, MANY_WIDE,
         dtypes=("fp32",),
     ),
-    _Op(
+    Op(
         "layer norm, fp32 weights", _rows_of_float32_weights, _layer_norm(False, mixed=True),
         _torchs_layer_norm, ROWS, MANY_ROWS, dtypes=("bf16",),
     ),
-    _Op(
+    Op(
         "layer norm, memory-efficient", _rows, _layer_norm(True), _torchs_layer_norm, ROWS,
         MANY_ROWS, dtypes=("fp32",),
     ),
-    _Op(
+    Op(
         "fast layer norm", _rows, _fast_layer_norm, _torchs_layer_norm, ROWS, MANY_ROWS,
         dtypes=("fp16",),
     ),
-    _Op("RMS norm", _without(1, _rows), _rms_norm(False), _torchs_rms_norm, ROWS, MANY_ROWS),
-    _Op(
+    Op("RMS norm", _without(1, _rows), _rms_norm(False), _torchs_rms_norm, ROWS, MANY_ROWS),
+    Op(
         "RMS norm, wide rows", _without(1, _rows), _rms_norm(False), _torchs_rms_norm, WIDE,
         MANY_WIDE, dtypes=("bf16",),
     ),
-    _Op(
+    Op(
         "RMS norm, memory-efficient", _without(1, _rows), _rms_norm(True), _torchs_rms_norm, ROWS,
         MANY_ROWS, dtypes=("fp32",),
     ),
-    _Op(
+    Op(
         "group norm", _images, _group_norm(""), _torchs_group_norm(""), PICTURES, MANY_PICTURES,
         in_eps={torch.float32: tolerance.GROUP_NORM},
     ),
-    _Op(
+    Op(
         "group norm with SiLU", _images, _group_norm("silu"), _torchs_group_norm("silu"), PICTURES,
         MANY_PICTURES, in_eps={torch.float32: tolerance.GROUP_NORM},
     ),
-    _Op(
+    Op(
         "cross-entropy", _logits, _cross_entropy(0.0), _torchs_cross_entropy(0.0), CLASSES,
         MANY_CLASSES,
     ),
-    _Op(
+    Op(
         "cross-entropy, smoothed", _logits, _cross_entropy(SMOOTHING),
         _torchs_cross_entropy(SMOOTHING), CLASSES, MANY_CLASSES, dtypes=("bf16",),
     ),
-    _Op(
+    Op(
         "linear cross-entropy", _before_logits, _linear_cross_entropy,
         _torchs_linear_cross_entropy, ((33, 24, 100),), ((1024, 256, 32_768),),
         in_eps=tolerance.PRODUCTS,
