@@ -12,10 +12,11 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +30,9 @@ from apex.bench.options import (
 )
 from apex.bench.results import save
 from apex.ops import _runtime
+
+if TYPE_CHECKING:
+    from apex.bench.selftest.run import Planned
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -108,8 +112,8 @@ def _in_a_process(args: argparse.Namespace) -> int:
     if ended >= 0:
         return ended
     print(
-        f"apex selftest: ended by signal {-ended}; finished checks are in {args.json}, and the "
-        "check after the last one there ended it",
+        f"apex selftest: ended by signal {-ended}; finished checks are in {args.json}, and its "
+        '"next" is the one that ended it',
         file=sys.stderr,
     )
     return FAILED
@@ -139,6 +143,7 @@ def _checked(args: argparse.Namespace, device: torch.device) -> int:
                     bar.end(result)
                     results.append(result)
                     content["complete"] = len(results) == len(planned)
+                    content["next"] = _next(planned[len(results) :])
                     save({**content, "checks": report.as_json(results)}, args.json)
         except KeyboardInterrupt:
             interrupted = True
@@ -147,6 +152,11 @@ def _checked(args: argparse.Namespace, device: torch.device) -> int:
     if interrupted:
         return INTERRUPTED
     return OK if content["complete"] and all(r.status == "right" for r in results) else FAILED
+
+
+def _next(planned: Sequence[Planned]) -> str | None:
+    """The check that runs while a file is the newest: what a crash leaves."""
+    return f"{planned[0][0].name} ({planned[0][1].path})" if planned else None
 
 
 def _why_no_kernels(device: torch.device) -> str | None:

@@ -23,6 +23,7 @@ from apex.bench.selftest.check import (
     Check,
     Measured,
     Setting,
+    differing,
     one_rounding,
     same_again,
 )
@@ -145,6 +146,7 @@ def checks() -> Iterator[Check]:
     for variant in VARIANTS:
         for dtype in variant.dtypes:
             yield Check(AREA, f"{variant.name}, {dtype}", _compared(variant, DTYPES[dtype]))
+    yield Check(AREA, "FusedAdam, lost updates, bf16", _lost_updates)
 
 
 def parameters(setting: Setting, dtype: torch.dtype) -> Params:
@@ -283,6 +285,22 @@ def _with_local_rate(step: Step) -> Step:
     rate = (TRUST * weight / (size + decay * weight + 1e-8) / group["lr"]).clamp(max=1.0)
     grad = (step.grad + decay * step.param) * rate
     return step._replace(grad=grad, group={**group, "weight_decay": 0.0})
+
+
+def _lost_updates(setting: Setting) -> Iterator[Measured]:
+    """The meter counts the weights that a step leaves as they were."""
+    params = parameters(setting, torch.bfloat16)
+    optimizer = optimizers.FusedAdam(params, lr=1e-3)
+    meter = optimizer.count_lost_updates()
+    before = [param.detach().clone() for param in params]
+    give_grads(params, setting, 1)
+    optimizer.step()
+    pairs = zip(before, params, strict=True)
+    moved = sum(differing(old, param.detach()) for old, param in pairs)
+    total = sum(param.numel() for param in params)
+    off = abs(round(meter.share * total) - (total - moved))
+    yield Measured("lost updates counted beside those seen", off, 0, "off")
+    yield Measured("share of lost updates", meter.share, None, "")
 
 
 def _normed(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator[Measured]:

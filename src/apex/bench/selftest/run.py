@@ -20,7 +20,7 @@ from apex.bench.selftest import gpu, list_ops, optimizers, tensor_ops, training
 from apex.bench.selftest.check import PATHS, Check, Measured, Setting
 from apex.ops import _runtime
 
-__all__ = ["Result", "Status", "carry_out", "every_check", "plan"]
+__all__ = ["Planned", "Result", "Status", "carry_out", "every_check", "plan"]
 
 Status = Literal["right", "wrong", "raised"]
 Planned = tuple[Check, Setting]
