@@ -214,18 +214,18 @@ def _judged(
     variant: Variant, optimizer: Any, wanted: Sequence[Any], number: int, setting: Setting
 ) -> Iterator[Measured]:
     weights = [(_weight(optimizer, param), exact) for param, exact, _ in wanted]
-    rule = _normed if variant.max_norm or variant.larc else one_rounding
-    of_weights = _STORAGES.get(variant.options.get("storage", "plain"), rule)
-    yield from of_weights(f"weights, step {number}", weights, setting)
+    rule = _STORAGES.get(variant.options.get("storage", "plain"), one_rounding)
+    yield from rule(f"weights, step {number}", weights, setting)
     masters = [
         (_stored(p), optimizer.state[p]["master_param"].double())
         for p, _, _ in wanted
         if "master_param" in optimizer.state[p]
     ]
     yield from one_rounding(f"weights from masters, step {number}", masters, setting)
+    of_slots = _normed if variant.max_norm or variant.larc else one_rounding
     for slot in wanted[0][2]:
         pairs = [(optimizer.state[param][slot], after[slot]) for param, _, after in wanted]
-        yield from rule(f"{slot}, step {number}", pairs, setting)
+        yield from of_slots(f"{slot}, step {number}", pairs, setting)
 
 
 def _skipped(optimizer: Any, params: Params, setting: Setting) -> Measured:
