@@ -28,10 +28,12 @@ FOUND = {
     "loads": {128: 2, 64: 1},
     "stores": {},
     "bytes_per_element": 4.5,
+    "programs": 12,
     "problems": (),
 }
 
-ROW = ["norm", "fp16", "sm_90", "40", "0", "128", "2×128", "1×64", "—", "2×128", "1×64", "—", "4.5"]
+ROW = ["norm", "fp16", "sm_90", "40", "0", "128", "12"]
+ROW += ["2×128", "1×64", "—", "2×128", "1×64", "—", "4.5"]
 
 
 def _apex(*words, **environment):
@@ -111,13 +113,13 @@ def test_without_rich_nothing_is_compiled(capsys, monkeypatch, found):
 
 @NEEDS_TRITON
 def test_a_triton_without_the_compiler_is_named(monkeypatch):
-    inspection = pytest.importorskip("apex.kernels._inspect")
-    monkeypatch.setattr(inspection, "backends", {})
-    inspection._gpu.cache_clear()
-    with pytest.raises(inspection.UnavailableError, match="no nvidia compiler for sm_90: pip inst"):
-        inspection._gpu("sm_90")
-    with pytest.raises(inspection.UnavailableError, match="no amd compiler for gfx942: pip inst"):
-        inspection._gpu("gfx942")
+    compiling = pytest.importorskip("apex.kernels._compile")
+    monkeypatch.setattr(compiling, "backends", {})
+    compiling.gpu.cache_clear()
+    with pytest.raises(compiling.UnavailableError, match="no nvidia compiler for sm_90: pip inst"):
+        compiling.gpu("sm_90")
+    with pytest.raises(compiling.UnavailableError, match="no amd compiler for gfx942: pip inst"):
+        compiling.gpu("gfx942")
 
 
 def test_the_table(capsys, monkeypatch, found):
@@ -127,6 +129,7 @@ def test_the_table(capsys, monkeypatch, found):
     assert cli.main(["kernels"]) == 0
     head, line, *_ = capsys.readouterr().out.splitlines()
     assert head.split()[:6] == ["kernel", "dtypes", "target", "registers", "spilled", "shared"]
+    assert head.split()[6] == "programs"
     assert line.split() == ROW
 
 
@@ -139,6 +142,14 @@ def test_a_problem_is_named_and_the_exit_code_1(capsys, found):
     assert cli.main(["kernels", "--json"]) == 1
     (line,) = json.loads(capsys.readouterr().out)["kernels"]
     assert line["problems"] == ["x_ptr: 8 loads narrower than 128 bits"]
+
+
+def test_advice_is_printed_and_the_exit_code_0(capsys, found):
+    pytest.importorskip("rich")
+    found(target="sm_75", advice=("advice, as kernels are not made for sm_75: 8 bytes",))
+    assert cli.main(["kernels"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "norm (fp16), sm_75: advice, as kernels are not made for sm_75: 8 bytes" in out
 
 
 # --- whether kernels can run: `apex info` ----------------------------------------------------

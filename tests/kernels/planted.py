@@ -1,5 +1,7 @@
 """Kernels with planted defects; run as a program it prints what the inspection says of each.
 
+    python planted.py TARGET [NAME ...]
+
 Run by test_compiled in a process of its own, where kernels are compiled and not interpreted.
 """
 
@@ -51,6 +53,13 @@ def heavy(x_ptr, y_ptr, BLOCK: tl.constexpr):
     for _ in range(8):
         x = x * total + tl.sum(x * x)
     tl.store(y_ptr + lanes, x)
+
+
+@triton.jit
+def turned(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + rows * BLOCK + columns)
+    tl.store(y_ptr + rows * BLOCK + columns, tl.trans(x))
 
 
 def row_case(**changes):
@@ -111,9 +120,19 @@ def cases(folder):
     ways = {"reads": ("x_ptr",), "writes": ("y_ptr",), "tile": 32768}
     options = {"num_warps": 4}
     yield "spills", Case(heavy, "heavy", "", signature, {"BLOCK": 32768}, **ways, options=options)
+    yield "32 warps", row_case(options={"num_warps": 32})
+    yield "16 warps on AMD", row_case(options={"num_warps": 32}, amd={"num_warps": 16})
+    ways["tile"] = 256 * 256
+    options = {"num_warps": 16}
+    yield "256 KiB", Case(turned, "turned", "", signature, {"BLOCK": 256}, **ways, options=options)
 
 
 if __name__ == "__main__":
+    target, *names = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
-        said = {name: _inspect.inspect(case, sys.argv[1]).problems for name, case in cases(folder)}
-    print(json.dumps(said))
+        findings = {
+            name: _inspect.inspect(case, target)
+            for name, case in cases(folder)
+            if not names or name in names
+        }
+    print(json.dumps({name: [*f.problems, *f.advice] for name, f in findings.items()}))

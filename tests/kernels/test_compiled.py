@@ -17,11 +17,14 @@ import apex.kernels
 
 PLANTED = pathlib.Path(__file__).with_name("planted.py")
 SOURCE = pathlib.Path(apex.__file__).parent.parent
+AMD_WARPS = pytest.mark.xfail(
+    reason="issue 11, B.5: 32 warps of the widest norms are 2,048 threads on AMD"
+)
 TARGETS = [
     pytest.param("sm_80", marks=pytest.mark.exhaustive),
     "sm_90",
     pytest.param("sm_100", marks=pytest.mark.exhaustive),
-    pytest.param("gfx942", marks=pytest.mark.exhaustive),
+    pytest.param("gfx942", marks=[pytest.mark.exhaustive, AMD_WARPS]),
 ]
 
 
@@ -65,14 +68,27 @@ def test_the_main_path_of_lists_is_128_bits_wide():
     assert adam["fp16 fp32 fp32 fp32 fp16 copies"] == ({"128": 7}, {"128": 7}, 28)
 
 
-@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(apex.kernels.__path__)])
+FILES = [m.name for m in pkgutil.iter_modules(apex.kernels.__path__) if m.name[0] != "_"]
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_every_kernel_file_lists_its_cases(name):
-    if not name.startswith("_"):
-        for case in importlib.import_module(f"apex.kernels.{name}").cases():
-            names = {key for key, _, _ in case.parameters()} | set(case.pointers())
-            assert {*case.reads, *case.writes, *case.tables, *case.divisible} <= names
-            assert set(case.reads + case.writes) <= set(case.pointers())
-            assert all(case.narrow.values())  # a reason for each
+    for case in importlib.import_module(f"apex.kernels.{name}").cases():
+        names = {key for key, _, _ in case.parameters()} | set(case.pointers())
+        assert {*case.reads, *case.writes, *case.tables, *case.divisible} <= names
+        assert set(case.reads + case.writes) <= set(case.pointers())
+        assert all(case.narrow.values())  # a reason for each
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[AMD_WARPS] if x in ("layer_norm", "rms_norm") else []) for x in FILES],
+)
+def test_no_case_has_more_warps_than_amd_allows(name):
+    """Compiling for gfx942 takes half a minute; this takes none."""
+    cases = importlib.import_module(f"apex.kernels.{name}").cases()
+    warps = {(case.variant, {**case.options, **case.amd}["num_warps"]) for case in cases}
+    assert {variant for variant, number in warps if 64 * number > 1024} == set()
 
 
 # --- defects that are planted ------------------------------------------------------------------
@@ -89,6 +105,9 @@ NVIDIA = {
     "bound that is any number": "x_ptr: 8 loads narrower than 128 bits",
     "undeclared write": "sum_ptr is written, which its case does not say",
     "spills": "bytes of spilled registers or local memory",
+    "32 warps": "",
+    "16 warps on AMD": "",
+    "256 KiB": "cannot run: 262144 bytes of shared memory, and a program has at most 232448 there",
 }
 AMD = {
     "sound list": "",
@@ -97,6 +116,9 @@ AMD = {
     "not aligned": "0 128-bit loads, and the tiles need 1",
     "sound row": "",
     "bound that is any number": "0 128-bit loads, and the tiles need 1",
+    "32 warps": "cannot run: 32 warps are 2048 threads, and a program has at most 1024 there",
+    "16 warps on AMD": "",
+    "256 KiB": "cannot run: 262144 bytes of shared memory, and a program has at most 65536 there",
 }
 
 
@@ -109,3 +131,22 @@ def test_planted_defects_are_found(target, expected):
     for name, problem in expected.items():
         problems = " | ".join(said[name])
         assert problem in problems if problem else not problems, (name, problems)
+
+
+CANNOT_RUN = {"sm_75": 65536, "sm_80": 166912, "sm_100": 232448, "gfx942": 65536}
+
+
+@pytest.mark.parametrize(("target", "shared"), CANNOT_RUN.items())
+def test_what_cannot_be_launched_is_a_problem_on_every_target(target, shared):
+    said = program(str(PLANTED), target, "32 warps", "16 warps on AMD", "256 KiB")
+    assert f"and a program has at most {shared} there" in said["256 KiB"][0]
+    wide = "cannot run: 32 warps are 2048 threads, and a program has at most 1024 there"
+    assert said["32 warps"] == ([wide] if target == "gfx942" else [])
+    assert said["16 warps on AMD"] == []
+
+
+def test_what_is_slow_on_an_older_target_is_advice():
+    said = program(str(PLANTED), "sm_75", "bound that is any number", "sound row")
+    advice = "advice, as kernels are not made for sm_75: x_ptr: 8 loads narrower than 128 bits"
+    assert advice in said["bound that is any number"]
+    assert said["sound row"] == []

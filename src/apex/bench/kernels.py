@@ -24,18 +24,20 @@ if TYPE_CHECKING:
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = (
-    "Compile every Triton kernel, which needs no GPU, and show registers, spills, widths of the "
-    "accesses to memory and bytes moved per element. The exit code is 1 if something is wrong: "
-    "registers are spilled, or tiles are not moved by the widest accesses."
+    "Compile every Triton kernel, which needs no GPU, and show registers, spills, how many "
+    "programs fit on a multiprocessor, widths of the accesses to memory and bytes moved per "
+    "element. The exit code is 1 if something is wrong: a program cannot be launched on the "
+    "target, registers are spilled, or tiles are not moved by the widest accesses. The last two "
+    "are advice for a target that the kernels are not made for (sm_75)."
 )
 DEFAULT = "sm_90"
 OK, FAILED = 0, 1  # exit codes
 HEADINGS = (
-    "kernel", "dtypes", "target", "registers", "spilled", "shared",
+    "kernel", "dtypes", "target", "registers", "spilled", "shared", "programs",
     "main loads", "main stores", "all loads", "all stores", "bytes/element",
 )  # fmt: skip
 
-NUMBERS = {"registers", "spilled", "shared", "bytes/element"}
+NUMBERS = {"registers", "spilled", "shared", "programs", "bytes/element"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,14 +104,17 @@ def _show(findings: Sequence[Finding]) -> None:
         table.add_row(*_row(finding))
     console.print(table)
     console.print(
-        "Bytes spilled are of a thread, bytes of shared memory of a block. Accesses are counted in "
-        "the code: how many × bits for one thread; main is the path without masks, tiles only.",
+        "Bytes spilled are of a thread, bytes of shared memory of a program. Programs: so many fit "
+        "on a multiprocessor at once, a model. Accesses are counted in the code: how many × bits "
+        "for one thread; main is the path without masks, tiles only.",
         style="dim",
     )
     for finding in findings:
+        where = f"{finding.kernel} ({finding.variant}), {finding.target}"
         for problem in finding.problems:
-            where = f"{finding.kernel} ({finding.variant}), {finding.target}"
             console.print(f"{where}: {problem}", markup=False, style="red")
+        for advice in finding.advice:
+            console.print(f"{where}: {advice}", markup=False, style="yellow")
 
 
 def _row(finding: Finding) -> list[Any]:
@@ -120,6 +125,7 @@ def _row(finding: Finding) -> list[Any]:
         str(finding.registers),
         str(finding.spilled),
         str(finding.shared),
+        "—" if finding.programs is None else str(finding.programs),
         _widths(finding.main_loads),
         _widths(finding.main_stores),
         _widths(finding.loads),

@@ -52,6 +52,7 @@ class Case:
             Without it all must be.
         divisible: Integer parameters that are multiples of 16. Pointers are always taken to be.
         options: Of the compiler.
+        amd: Options that are others on AMD, where a warp has 64 lanes and a program 16 warps.
     """
 
     kernel: Any
@@ -67,6 +68,7 @@ class Case:
     tail: bool = False
     divisible: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=lambda: {"num_warps": 4})
+    amd: Mapping[str, Any] = field(default_factory=dict)
 
     def parameters(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
         """Name, path and type of each parameter of the machine code, in order."""

@@ -1,0 +1,98 @@
+"""Compile kernels for GPUs that are not here, with the compilers and tools that Triton brings."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from typing import Any
+
+import triton
+from triton.backends import backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.errors import PTXASError
+
+from apex.kernels._cases import Case
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")  # kernels are made for these
+BLACKWELL = 100  # from sm_100 on there is a ptxas of its own
+WAVE64 = "gfx9"  # the AMD family with 64 lanes in a wave; later ones have 32
+
+
+class UnavailableError(RuntimeError):
+    """This machine cannot compile for that target; the message says what is missing."""
+
+
+def compiled(case: Case, target: str) -> Any:
+    """Compile a case for a target.
+
+    Args:
+        case: What to compile.
+        target: ``sm_80`` and the like, or ``gfx942`` and the like.
+
+    Returns:
+        What Triton made: ``asm`` and ``metadata``.
+
+    Raises:
+        UnavailableError: The compiler for that target is not here.
+    """
+    if not isinstance(case.kernel, triton.JITFunction):
+        raise UnavailableError(
+            "kernels were imported with TRITON_INTERPRET set, which leaves nothing to compile: "
+            "unset it and start again"
+        )
+    constants = {(case.kernel.arg_names.index(k),): v for k, v in case.constants.items()}
+    signature = {
+        name: "constexpr" if name in case.constants else case.signature[name]
+        for name in case.kernel.arg_names
+    }
+    attributes = {
+        path: [["tt.divisibility", 16]]
+        for name, path, kind in case.parameters()
+        if kind.startswith("*") or name in case.divisible
+    }
+    source = ASTSource(case.kernel, signature, constants, attributes)
+    here = gpu(target)
+    options = {**case.options, **(case.amd if here.backend == "hip" else {})}
+    try:
+        return triton.compile(source, target=here, options=options)
+    except PTXASError as error:
+        if "gpu-name" not in str(error):
+            raise
+        raise UnavailableError(f"this triton ({triton.__version__}) knows no {target}") from error
+
+
+@functools.cache
+def gpu(target: str) -> Any:
+    """Find the compiler for a target."""
+    cuda = re.fullmatch(r"sm_(\d+)", target)
+    backend = "nvidia" if cuda else "amd"
+    if not cuda and not re.fullmatch(r"gfx[0-9a-f]+", target):
+        raise UnavailableError(f"{target}: unknown target; use {', '.join(TARGETS)} or the like")
+    if backend not in backends:
+        raise UnavailableError(
+            f"this triton ({triton.__version__}) has no {backend} compiler for {target}: "
+            "pip install triton"
+        )
+    if cuda is None:
+        return GPUTarget("hip", target, 64 if target.startswith(WAVE64) else 32)
+    tool("ptxas-blackwell" if int(cuda[1]) >= BLACKWELL else "ptxas")
+    tool("cuobjdump")
+    return GPUTarget("cuda", int(cuda[1]), 32)
+
+
+def tool(name: str) -> str:
+    """Path of one of the programs that come with triton."""
+    try:
+        return str(getattr(triton.knobs.nvidia, name.replace("-", "_")).path)
+    except RuntimeError as error:
+        raise UnavailableError(
+            f"this triton ({triton.__version__}) comes without {name}: pip install triton"
+        ) from error
+
+
+def run(name: str, *words: str) -> str:
+    """What one of these programs prints."""
+    done = subprocess.run([tool(name), *words], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr

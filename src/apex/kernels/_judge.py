@@ -1,0 +1,123 @@
+"""Judge the machine code of a case: is every tile moved by as wide accesses as there are?
+
+With ``tail=True`` only accesses without a predicate count. A main path that somebody masks has none
+left, so the count misses the tile's; one with a mask that the compiler can prove to be whole is
+refused too, which is right: the proof may fail for the next caller.
+
+On AMD, where accesses have no pointers and no paths, required are as many wide ones as the tiles
+need. The tail, whose bound is known at run time only, has none. A main path that is masked has none
+for 16-bit columns and fails; for float32 ones this compiler sees through the mask, and the accesses
+are wide after all. What a loop that was unrolled reads too often goes unseen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from apex.kernels._cases import Case
+from apex.kernels._machine_code import Access, Code
+
+WIDE = 128  # bits: the widest access on every target
+
+
+def widths(accesses: Iterable[Access]) -> dict[int, int]:
+    """Count accesses by their bits, the widest first."""
+    counts = Counter(access.bits for access in accesses)
+    return dict(sorted(counts.items(), reverse=True))
+
+
+def main(case: Case, accesses: Iterable[Access], names: Sequence[str]) -> list[Access]:
+    """Pick the accesses of the main path through these pointers."""
+    return [a for a in accesses if a.pointer in names and not (case.tail and a.masked)]
+
+
+def _needed(case: Case, threads: int, name: str) -> tuple[int, int]:
+    """Width and number of accesses with which a thread moves its share of a tile."""
+    share = _share(case, threads, name)
+    width = min(share, WIDE)
+    return width, share // width
+
+
+def _share(case: Case, threads: int, name: str) -> int:
+    """Bits of a tile that one thread moves."""
+    bits = case.pointers()[name]
+    return max(bits, case.tile * bits // threads)
+
+
+def bytes_per_element(case: Case, code: Code) -> float:
+    """Bytes for each element; loops that the compiler has unrolled are divided out."""
+    if not code.attributed:
+        bits = case.pointers()
+        return sum(bits[name] for name in (*case.reads, *case.writes)) / 8
+    loads = main(case, [a for a in code.accesses if not a.store], case.reads)
+    stores = main(case, [a for a in code.accesses if a.store], case.writes)
+    moved = sum(access.bits for access in [*loads, *stores]) / 8
+    return moved * code.threads / (case.tile * _unrolled(case, code))
+
+
+def _unrolled(case: Case, code: Code) -> int:
+    """How often the whole tile is moved by the code of the main path."""
+    times = [
+        sum(a.bits for a in main(case, code.accesses, [name]) if a.store == store)
+        // _share(case, code.threads, name)
+        for names, store in ((case.reads, False), (case.writes, True))
+        for name in names
+    ]
+    return max(1, min(times, default=1)) if case.tail else 1
+
+
+def slow(case: Case, code: Code) -> Iterator[str]:
+    """Say what makes a kernel slower than it has to be."""
+    if code.spilled:
+        yield f"{code.spilled} bytes of spilled registers or local memory"
+    for store, names in ((False, case.reads), (True, case.writes)):
+        accesses = [access for access in code.accesses if access.store == store]
+        if code.attributed:
+            yield from _misdirected(case, accesses, names, store)
+            for name in names:
+                if name not in case.narrow:
+                    yield from _too_narrow(case, code, accesses, name, store)
+        else:
+            yield from _too_few(case, code, accesses, names, store)
+
+
+def _misdirected(
+    case: Case, accesses: Sequence[Access], names: Sequence[str], store: bool
+) -> Iterator[str]:
+    expected = {*names, *case.narrow}
+    for pointer in sorted({access.pointer for access in accesses} - expected):
+        yield f"{pointer} is {'written' if store else 'read'}, which its case does not say"
+
+
+def _too_narrow(
+    case: Case, code: Code, accesses: Sequence[Access], name: str, store: bool
+) -> Iterator[str]:
+    width, count = _needed(case, code.threads, name)
+    of_main = main(case, accesses, [name])
+    word = "stores" if store else "loads"
+    where = " of the main path" if case.tail else ""
+    wide = sum(access.bits >= width for access in of_main)
+    moved = sum(access.bits for access in of_main if access.bits >= width)
+    if moved < width * count:
+        yield f"{name}: {wide} {width}-bit {word}{where}, and the tile needs {count}"
+    elif case.tail and moved != width * count * _unrolled(case, code):
+        yield f"{name}: {word}{where} move more than the tile"
+    if wide < len(of_main):
+        yield f"{name}: {len(of_main) - wide} {word}{where} narrower than {width} bits"
+
+
+def _too_few(
+    case: Case, code: Code, accesses: Sequence[Access], names: Sequence[str], store: bool
+) -> Iterator[str]:
+    """Check without pointers: are there enough accesses of each width?"""
+    word = "stores" if store else "loads"
+    found = widths(accesses)
+    needed: Counter[int] = Counter()
+    for name in names:
+        if name not in case.narrow:
+            width, count = _needed(case, code.threads, name)
+            needed[width] += count
+    for width, count in needed.items():
+        if found.get(width, 0) < count:
+            yield f"{found.get(width, 0)} {width}-bit {word}, and the tiles need {count}"
