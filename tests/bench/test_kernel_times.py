@@ -10,6 +10,7 @@ import torch
 from apex.bench import clocks, kernel_cases, kernel_rows, kernel_times, layer_cases
 from apex.bench.cli import main
 from apex.bench.kernel_cases import Op, Provider
+from apex.bench.kernel_model import Model
 from apex.bench.kernel_times import OPS
 
 CPU = torch.device("cpu")
@@ -283,9 +284,45 @@ def test_an_interruption_before_the_first_row_leaves_a_former_file_alone(
     assert "nothing to show" in capsys.readouterr().out
 
 
+def test_rows_say_how_memory_and_threads_were_set(tmp_path, calls, monkeypatch, capsys):
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    for number, pages in enumerate((False, True)):
+        if pages:
+            monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+        assert _bench(tmp_path / f"{number}.json", "--shapes", "one") == 0
+        rows = _read(tmp_path / f"{number}.json")["rows"]
+        assert [(row["threads"], row["huge_pages"]) for row in rows] == [(1, pages)] * 2
+        assert ("THP_MEM_ALLOC_ENABLE=1" in capsys.readouterr().out) == pages
+
+
+@pytest.mark.slow
+def test_a_model_of_a_gpu_that_is_not_here(tmp_path, capsys):
+    """In a process of its own, with real shapes; our rows alone have it."""
+    pytest.importorskip("triton")
+    words = ("--op", "adam", "--shapes", "tiny", "--model", "sm_90")
+    assert _bench(tmp_path / "rows.json", *words) == 0
+    ours, *others = _read(tmp_path / "rows.json")["rows"]
+    assert ours["model"]["bytes"] == 28 * sum(1 + n % 100 for n in range(1000))
+    assert ours["model"]["launches"] == 1
+    assert [*ours["model"]["programs"]] == ["list_kernel"]
+    assert 1 <= ours["model"]["programs"]["list_kernel"] <= 32
+    assert [row["model"] for row in others] == [None, None]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 launch, " in shown
+    assert "model: computed for sm_90 and never a time" in shown
+
+
+def test_an_operation_without_a_model_is_said(tmp_path, calls, monkeypatch, capsys):
+    failed = Model("sm_90", 1.0, 0, {}, "RuntimeError: no such thing")
+    monkeypatch.setattr(kernel_times, "models", lambda target, asked: [failed] * len(asked))
+    assert _bench(tmp_path / "rows.json", "--shapes", "one", "--model", "sm_90") == 0
+    assert "no model: RuntimeError: no such thing" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        (["--model", "gfx942"], "no model of it; there are sm_70"),
         (["--op", "nonsense"], "nonsense"),
         (["--shapes", "nonsense"], "nonsense"),
         (["--dtype", "int8"], "int8"),

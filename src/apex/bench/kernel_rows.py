@@ -19,10 +19,11 @@ import torch
 
 from apex.bench.clocks import launches, take_turns
 from apex.bench.kernel_cases import DTYPES, Call, Op, Provider, Shapes
+from apex.bench.kernel_model import Model
 from apex.bench.memory import peak_bytes, source
 from apex.bench.results import percentile
 
-__all__ = ["Measured", "Row", "how_measured", "measure"]
+__all__ = ["HUGE_PAGES", "Measured", "Row", "how_measured", "measure"]
 
 WARM_UP = 3  # calls; the first makes an optimizer's state, and compiles kernels
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
@@ -59,6 +60,8 @@ class Row:
     """Tensor memory of one call beyond its inputs."""
     host_ms: float | None = None
     launches: int | None = None
+    model: Model | None = None
+    """Of ours on a GPU that is not here; never a time."""
     problem: str | None = None
 
 

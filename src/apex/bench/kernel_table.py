@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from apex.bench.kernel_model import Model
 from apex.bench.kernel_rows import Row
 
 __all__ = ["console", "table"]
@@ -31,6 +32,7 @@ COLUMNS = (
     _Column("peak MiB", lambda row: _three(row.peak_mib)),
     _Column("host ms", lambda row: _three(row.host_ms)),
     _Column("launches", lambda row: _number(row.launches, "d")),
+    _Column("model", lambda row: _model(row.model), left=True),
     _Column("", lambda row: "failed" if row.problem else "", left=True),
 )
 
@@ -59,8 +61,17 @@ def console() -> Any:
     from rich.console import Console
 
     # Rich takes a file or a pipe to be 80 wide, which would break long rows.
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150
     return Console(width=wide, highlight=False)
+
+
+def _model(model: Model | None) -> str:
+    if model is None:
+        return NOTHING
+    moved = "" if model.bytes is None else f"{_three(model.bytes / 1e6)} MB, "
+    fit = " ".join(map(str, model.programs.values())) or NOTHING
+    launches = f"{model.launches} launch{'es' * (model.launches != 1)}"
+    return "none" if model.problem else f"{moved}{launches}, {fit} / SM"
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from apex.bench import kernel_cases
 from apex.bench.cli import UsageError
 from apex.bench.clocks import copy_gb_s
 from apex.bench.kernel_cases import DTYPES, Op
-from apex.bench.kernel_rows import Row, how_measured, measure
+from apex.bench.kernel_model import NOTE, Asked, Model, models
+from apex.bench.kernel_rows import HUGE_PAGES, Row, how_measured, measure
 from apex.bench.kernel_table import console, table
 from apex.bench.layer_cases import LAYERS
 from apex.bench.options import (
@@ -80,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)"
     )
     parser.add_argument(
+        "--model", metavar="TARGET",
+        help="add what can be computed of our operations on a GPU that is not here (sm_80, sm_90, "
+        "sm_100, ...): bytes, launches, programs per multiprocessor; never a time",
+    )  # fmt: skip
+    parser.add_argument(
         "--json", type=Path, default=Path("apex-bench", "kernels.json"), metavar="PATH",
         help="file to write (default: %(default)s)",
     )  # fmt: skip
@@ -101,11 +107,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json.is_dir():
         raise UsageError(f"--json {args.json}: is a folder, and a file is needed")
     check_folder("--json", args.json.parent)
+    _models(args.model, [])  # now and not after minutes of work
     with _threads(args.threads):
         bench = _Bench(args, device)
         with terminated_like_interrupted():
             with suppress(KeyboardInterrupt):  # the report says by itself that it is incomplete
                 bench.measure_all()
+                bench.add_models()
             bench.show()
     if not bench.complete:
         return INTERRUPTED
@@ -141,10 +149,14 @@ class _Bench:
             "repeats": args.repeats,
             "full": self._full,
             "device": str(device),
+            "model": args.model,
         }
         self._environment = environment(device)
         for peer in PEERS:
             self._environment["versions"][peer] = _version(peer)
+        self._how = how_measured(device)
+        if args.model:
+            self._how["model"] = NOTE.format(target=args.model)
         self._missing: dict[str, list[str]] = {}
         self._copy_gb_s: float | None = None
 
@@ -161,6 +173,15 @@ class _Bench:
             self.complete = number == len(self._plan)
             self._save()
 
+    def add_models(self) -> None:
+        """Say of our own rows what can be computed of a GPU that is not here."""
+        target = self._options["model"]
+        ours = [number for number, row in enumerate(self.rows) if row.ours]
+        asked = [(r.op, r.shapes, r.dtype, self._full) for r in map(self.rows.__getitem__, ours)]
+        for number, model in zip(ours, _models(target, asked), strict=bool(target)):
+            self.rows[number] = dataclasses.replace(self.rows[number], model=model)
+        self._save()
+
     def show(self) -> None:
         to = console()
         if not self.rows:
@@ -169,6 +190,8 @@ class _Bench:
         here = self._environment
         title = f"{here['device']['name']}, torch {here['versions']['torch']}, "
         title += f"{here['threads']} thread{'s' * (here['threads'] > 1)}, {self._repeats} turns"
+        if self.rows[0].huge_pages:
+            title += f", {HUGE_PAGES}=1"
         if self._copy_gb_s is not None:
             title += f", copy {self._copy_gb_s:.0f} GB/s"
         to.print(title, style="bold", markup=False)
@@ -188,11 +211,16 @@ class _Bench:
                 if row.problem
             ),
             *(
+                f"{row.op}, {row.shapes}, {row.dtype}: no model: {row.model.problem}"
+                for row in self.rows
+                if row.model and row.model.problem
+            ),
+            *(
                 f"{package} is not installed (pip install --no-deps {package}); not timed: "
                 f"{', '.join(unique(names))}."
                 for package, names in self._missing.items()
             ),
-            *(f"{name}: {note}." for name, note in how_measured(self._device).items()),
+            *(f"{name}: {note}." for name, note in self._how.items()),
         ]
 
     def _save(self) -> None:
@@ -202,10 +230,19 @@ class _Bench:
             "options": self._options,
             "complete": self.complete,
             "missing": {package: unique(names) for package, names in self._missing.items()},
-            "notes": how_measured(self._device),
+            "notes": self._how,
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }
         save(content, self._file)
+
+
+def _models(target: str | None, asked: Sequence[Asked]) -> list[Model]:
+    if target is None:
+        return []
+    try:
+        return models(target, asked)
+    except RuntimeError as error:
+        raise UsageError(f"--model {target}: {error}") from error
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -54,9 +55,8 @@ def _of(
 
 
 def _amp_c() -> Any:
-    import amp_C
-
-    return amp_C
+    """The module that users import; a check of it fails where it is not installed."""
+    return importlib.import_module("amp_C")
 
 
 def _doubles(listed: Tensors) -> Tensors:

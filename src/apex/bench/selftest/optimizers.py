@@ -292,6 +292,7 @@ def _lost_updates(setting: Setting) -> Iterator[Measured]:
     params = parameters(setting, torch.bfloat16)
     optimizer = optimizers.FusedAdam(params, lr=1e-3)
     meter = optimizer.count_lost_updates()
+    assert meter is not None  # asked for
     before = [param.detach().clone() for param in params]
     give_grads(params, setting, 1)
     optimizer.step()
