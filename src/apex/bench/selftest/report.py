@@ -1,4 +1,4 @@
-"""How the selftest speaks: a progress bar, a table with a column for each path, and a JSON file."""
+"""Output of `apex selftest`: a progress bar, a table with a column for each path, JSON."""
 
 from __future__ import annotations
 
