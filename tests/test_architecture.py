@@ -32,7 +32,7 @@ ALLOWED = {  # package -> other packages it may import
     "fp16_utils": {"amp"},
     "bench": {"amp", "kernels", "ops", "fp16_utils", *ABOVE_OPS},
     **{name: {"ops"} for name in ABOVE_OPS},
-    "contrib": {"ops", "optimizers"},  # its optimizers are those with older signatures
+    "contrib": {"ops", "optimizers", "normalization"},  # the same under older names
 }
 TRITON_PACKAGE = "kernels"
 

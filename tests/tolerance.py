@@ -43,17 +43,28 @@ def assert_close_to_largest(actual: torch.Tensor, exact: torch.Tensor, relative:
 INTERPRETED_BFLOAT16 = 3.5
 
 
-def assert_one_rounding(actual: torch.Tensor, exact: torch.Tensor, *, interpreted=False) -> None:
+# Roundings of a float32 sum of n terms of both signs that are added one after the other, over the
+# root of n, as torch's layer norm on a CPU adds up weight gradients. Seen: 11.4 of 300 rows, 31 of
+# 2,048, 45 of 4,096.
+ADDED_ONE_BY_ONE = 0.8
+
+
+def assert_one_rounding(
+    actual: torch.Tensor, exact: torch.Tensor, *, interpreted=False, added=1
+) -> None:
     """Assert that ``actual`` is float64 ``exact`` but for about one rounding to its dtype.
 
     Args:
         actual: What was computed.
         exact: Its definition in float64.
         interpreted: Whether Triton's interpreter stored it.
+        added: How many terms torch added up, one after the other, in float32.
     """
     assert actual.shape == exact.shape
     assert exact.dtype == torch.float64
     allowed = ROUNDINGS[actual.dtype]
+    if actual.dtype == torch.float32:
+        allowed = max(allowed, ADDED_ONE_BY_ONE * added**0.5)
     if interpreted and actual.dtype == torch.bfloat16 and not torch.cuda.is_available():
         allowed = INTERPRETED_BFLOAT16
     found = roundings(actual, exact)

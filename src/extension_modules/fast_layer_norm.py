@@ -7,8 +7,10 @@ there, rows may have any size.
 from __future__ import annotations
 
 import torch
+from fused_layer_norm_cuda import layer_norm_backward
 
-from apex.ops import _rows
+from apex.ops import layer_norm
+from apex.ops._check import check_norm, refuse_wider_weight
 
 __all__ = ["ln_bwd", "ln_fwd"]
 
@@ -18,11 +20,9 @@ Tensor = torch.Tensor
 @torch.no_grad()
 def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, /) -> list[Tensor]:
     """Layer norm of ``(rows, hidden)``: ``[z, mu, rsigma]``; ``z`` has the weight's dtype."""
-    _rows.check("ln_fwd", x, gamma, beta, gamma.shape)
-    _rows.refuse_wider_weight(x, gamma, "fused_layer_norm_cuda.forward_affine_mixed_dtypes")
-    z, mu, rsigma = _rows.forward(x, gamma, beta, gamma.shape, epsilon, gamma.dtype, True)
-    assert mu is not None
-    return [z, mu, rsigma]
+    check_norm("ln_fwd", x, gamma, beta, gamma.shape)
+    refuse_wider_weight(x, gamma, "fused_layer_norm_cuda.forward_affine_mixed_dtypes")
+    return list(layer_norm.OP.operator(x, gamma, beta, gamma.shape, epsilon, gamma.dtype))
 
 
 @torch.no_grad()
@@ -38,14 +38,13 @@ def ln_bwd(
 ) -> list[Tensor]:
     """Gradients: ``[dx, dgamma, dbeta, dgamma_part, dbeta_part]``.
 
-    With ``memory_efficient`` from the output, where a weight smaller than 1e-5 counts as 1e-5. The
-    partial sums of the original, scratch memory of its kernels, are here the gradients in float32.
+    With ``memory_efficient`` from the output, which is divided by the weight; where a weight is 0
+    nothing is left of the input, and it counts as 0. The partial sums of the original, scratch
+    memory of its kernels, are here the gradients in float32.
     """
     bias = torch.zeros_like(gamma) if beta is None else beta
-    dx, dgamma, dbeta = _rows.backward(
-        dz, x_or_z, mu, rsigma, gamma, bias, gamma.shape, 1e-5, x_or_z.dtype, True,
-        memory_efficient,
-    )  # fmt: skip
-    assert dgamma is not None
-    assert dbeta is not None
+    smallest = torch.finfo(torch.float32).tiny
+    dx, dgamma, dbeta = layer_norm_backward(
+        dz, mu, rsigma, x_or_z, gamma.shape, gamma, bias, smallest, memory_efficient
+    )
     return [dx, dgamma, dbeta, dgamma.float().unsqueeze(0), dbeta.float().unsqueeze(0)]

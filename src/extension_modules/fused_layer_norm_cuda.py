@@ -6,11 +6,13 @@ Statistics are 1-dimensional, one number for each row: float32, or float64 for a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from apex.ops import _rows
+from apex.ops import layer_norm, rms_norm
+from apex.ops._check import ArgumentError, check_norm, refuse_other_dtype
 
 __all__ = [
     "backward",
@@ -38,7 +40,7 @@ def forward_affine(
     x: Tensor, normalized_shape: Shape, gamma: Tensor, beta: Tensor, epsilon: float, /
 ) -> list[Tensor]:
     """Layer norm with weight and bias in the input's dtype: ``[y, mean, invvar]``."""
-    _rows.refuse_other_dtype(x, gamma, "forward_affine_mixed_dtypes")
+    refuse_other_dtype(x, gamma, "forward_affine_mixed_dtypes")
     return _forward(x, normalized_shape, gamma, beta, epsilon)
 
 
@@ -61,11 +63,9 @@ def backward(
     /,
 ) -> Tensor:
     """Gradient of :func:`forward`; with ``memory_efficient`` from the output."""
-    gradients = _rows.backward(
-        dout, input_or_output, mean, invvar, None, None, normalized_shape, epsilon,
-        input_or_output.dtype, True, memory_efficient,
-    )  # fmt: skip
-    return gradients[0]
+    return layer_norm_backward(
+        dout, mean, invvar, input_or_output, normalized_shape, None, None, epsilon, memory_efficient
+    )[0]
 
 
 @torch.no_grad()
@@ -80,16 +80,15 @@ def backward_affine(
     epsilon: float,
     memory_efficient: bool,
     /,
-) -> list[Tensor | None]:
+) -> list[Tensor]:
     """Gradients of the affine forms: ``[dx, dgamma, dbeta]``.
 
     ``dx`` has the dtype of ``input_or_output``, with ``memory_efficient`` that of the output.
     """
-    gradients = _rows.backward(
-        dout, input_or_output, mean, invvar, gamma, beta, normalized_shape, epsilon,
-        input_or_output.dtype, True, memory_efficient,
+    return layer_norm_backward(
+        dout, mean, invvar, input_or_output, normalized_shape, gamma, beta, epsilon,
+        memory_efficient,
     )  # fmt: skip
-    return list(gradients)
 
 
 def rms_forward(x: Tensor, normalized_shape: Shape, epsilon: float, /) -> list[Tensor]:
@@ -101,7 +100,7 @@ def rms_forward_affine(
     x: Tensor, normalized_shape: Shape, gamma: Tensor, epsilon: float, /
 ) -> list[Tensor]:
     """RMS norm with a weight in the input's dtype: ``[y, invvar]``."""
-    _rows.refuse_other_dtype(x, gamma, "rms_forward_affine_mixed_dtypes")
+    refuse_other_dtype(x, gamma, "rms_forward_affine_mixed_dtypes")
     return _forward(x, normalized_shape, gamma, None, epsilon, centered=False)
 
 
@@ -123,11 +122,9 @@ def rms_backward(
     /,
 ) -> Tensor:
     """Gradient of :func:`rms_forward`; with ``memory_efficient`` from the output."""
-    gradients = _rows.backward(
-        dout, input_or_output, None, invvar, None, None, normalized_shape, epsilon,
-        input_or_output.dtype, False, memory_efficient,
-    )  # fmt: skip
-    return gradients[0]
+    return _rms_backward(
+        dout, invvar, input_or_output, normalized_shape, None, epsilon, memory_efficient
+    )[0]
 
 
 @torch.no_grad()
@@ -140,13 +137,11 @@ def rms_backward_affine(
     epsilon: float,
     memory_efficient: bool,
     /,
-) -> list[Tensor | None]:
+) -> list[Tensor]:
     """Gradients of the affine forms: ``[dx, dgamma]``; ``dx`` as in :func:`backward_affine`."""
-    gradients = _rows.backward(
-        dout, input_or_output, None, invvar, gamma, None, normalized_shape, epsilon,
-        input_or_output.dtype, False, memory_efficient,
-    )  # fmt: skip
-    return list(gradients[:2])
+    return _rms_backward(
+        dout, invvar, input_or_output, normalized_shape, gamma, epsilon, memory_efficient
+    )
 
 
 @torch.no_grad()
@@ -159,7 +154,75 @@ def _forward(
     *,
     centered: bool = True,
 ) -> list[Tensor]:
-    _rows.check("fused_layer_norm_cuda", x, gamma, beta, shape)
+    check_norm("fused_layer_norm_cuda", x, gamma, beta, shape)
     dtype = x.dtype if gamma is None else gamma.dtype
-    y, mean, invvar = _rows.forward(x, gamma, beta, shape, epsilon, dtype, centered)
-    return [y, invvar] if mean is None else [y, mean, invvar]
+    if centered:
+        return list(layer_norm.OP.operator(x, gamma, beta, shape, epsilon, dtype))
+    return list(rms_norm.OP.operator(x, gamma, shape, epsilon, dtype))
+
+
+def layer_norm_backward(
+    dout: Tensor,
+    mean: Tensor | None,
+    invvar: Tensor,
+    saved: Tensor,
+    shape: Shape,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    epsilon: float,
+    memory_efficient: bool,
+) -> list[Tensor]:
+    """``[dx, dgamma, dbeta]``, the last two empty without weights; also of ``fast_layer_norm``."""
+    needs = [True, gamma is not None, beta is not None]
+    if memory_efficient:
+        _check_saved(dout, saved, shape, {"invvar": invvar})
+        found = layer_norm.MEMORY_EFFICIENT.backward_operator(
+            dout, needs, saved, gamma, beta, invvar, shape, epsilon, saved.dtype, saved.dtype
+        )
+    else:
+        _check_saved(dout, saved, shape, {"mean": mean, "invvar": invvar})
+        found = layer_norm.OP.backward_operator(
+            dout, needs, saved, gamma, beta, mean, invvar, shape, epsilon, dout.dtype
+        )
+    return list(found)
+
+
+def _rms_backward(
+    dout: Tensor,
+    invvar: Tensor,
+    saved: Tensor,
+    shape: Shape,
+    gamma: Tensor | None,
+    epsilon: float,
+    memory_efficient: bool,
+) -> list[Tensor]:
+    needs = [True, gamma is not None]
+    _check_saved(dout, saved, shape, {"invvar": invvar})
+    if memory_efficient:
+        found = rms_norm.MEMORY_EFFICIENT.backward_operator(
+            dout, needs, saved, gamma, invvar, shape, epsilon, saved.dtype, saved.dtype
+        )
+    else:
+        found = rms_norm.OP.backward_operator(
+            dout, needs, saved, gamma, invvar, shape, epsilon, dout.dtype
+        )
+    return list(found)
+
+
+def _check_saved(
+    dout: Tensor, saved: Tensor, shape: Shape, statistics: dict[str, Tensor | None]
+) -> None:
+    """Refuse what kernels would read beyond its end."""
+    if saved.shape != dout.shape:
+        raise ArgumentError(
+            f"fused_layer_norm_cuda: dout has shape {list(dout.shape)} and input_or_output "
+            f"{list(saved.shape)}. Pass two of one shape."
+        )
+    rows = math.prod(saved.shape[: saved.dim() - len(shape)])
+    for name, tensor in statistics.items():
+        found = None if tensor is None else tensor.numel()
+        if found != rows:
+            raise ArgumentError(
+                f"fused_layer_norm_cuda: {name} has {found} elements. Pass one for each of the "
+                f"{rows} rows, as the forward returned it."
+            )

@@ -36,8 +36,19 @@ from apex.normalization._fakes import (
     fused_rms_norm_fwd_fake,
     supports_custom_op,
 )
-from apex.ops import _rows, _scripted
-from apex.ops._dtypes import wide
+from apex.normalization._functions import (
+    FusedLayerNormAffineFunction,
+    FusedLayerNormAffineMixedDtypesFunction,
+    FusedLayerNormFunction,
+    FusedRMSNormAffineFunction,
+    FusedRMSNormAffineMixedDtypesFunction,
+    FusedRMSNormFunction,
+)
+from apex.ops import _scripted
+from apex.ops import layer_norm as layer_norms
+from apex.ops import rms_norm as rms_norms
+from apex.ops._check import refuse_other_dtype, refuse_wider_weight
+from apex.ops._dtypes import NARROW, wide
 from apex.ops._scripted import Shape, left_to_python
 
 __all__ = [
@@ -69,156 +80,7 @@ __all__ = [
     "supports_custom_op",
 ]
 
-NARROW = (torch.float16, torch.bfloat16)
-
 fused_layer_norm_cuda = None  # programs look whether the name is here; nothing is compiled
-
-
-# -- autograd functions --------------------------------------------------------------------------
-
-
-class FusedLayerNormAffineFunction(torch.autograd.Function):
-    """Layer norm with weight and bias, called by ``.apply``; see :func:`fused_layer_norm_affine`.
-
-    Autocast does not matter here.
-    """
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        _rows.refuse_other_dtype(input, weight, "FusedLayerNormAffineMixedDtypesFunction")
-        return _save_and_run(
-            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, centered=True
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
-        wanted = any(ctx.needs_input_grad[1:3])
-        return (*_rows.run_saved(ctx, grad_output, wanted), None, None, None)
-
-
-class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
-    """The same for a weight of any dtype, which is that of the output."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        return _save_and_run(
-            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, centered=True
-        )
-
-
-class FusedLayerNormFunction(torch.autograd.Function):
-    """Layer norm alone, called by ``.apply``; see :func:`fused_layer_norm`."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        return _save_and_run(
-            ctx, input, None, None, normalized_shape, eps, memory_efficient, centered=True
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
-        return (_rows.run_saved(ctx, grad_output)[0], None, None, None)
-
-
-class FusedRMSNormAffineFunction(torch.autograd.Function):
-    """RMS norm with a weight, called by ``.apply``; see :func:`fused_rms_norm_affine`."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        _rows.refuse_wider_weight(input, weight, "FusedRMSNormAffineMixedDtypesFunction")
-        return _save_and_run(
-            ctx, input, weight, None, normalized_shape, eps, memory_efficient, centered=False
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
-        dx, dweight, _ = _rows.run_saved(ctx, grad_output, ctx.needs_input_grad[1])
-        return dx, dweight, None, None, None
-
-
-class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
-    """The same for a weight of any dtype, which is that of the output."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        return _save_and_run(
-            ctx, input, weight, None, normalized_shape, eps, memory_efficient, centered=False
-        )
-
-
-class FusedRMSNormFunction(torch.autograd.Function):
-    """RMS norm alone, called by ``.apply``; see :func:`fused_rms_norm`."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        return _save_and_run(
-            ctx, input, None, None, normalized_shape, eps, memory_efficient, centered=False
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # noqa: D102
-        return (_rows.run_saved(ctx, grad_output)[0], None, None, None)
-
-
-def _save_and_run(
-    ctx: Any,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    shape: Shape,
-    eps: float,
-    memory_efficient: bool,
-    *,
-    centered: bool,
-) -> torch.Tensor:
-    name = "layer_norm" if centered else "rms_norm"
-    _rows.check(name, input, weight, bias, shape)
-    dtype = input.dtype if weight is None else weight.dtype
-    return _rows.save_and_run(
-        ctx, input, weight, bias, shape, eps, dtype, centered, memory_efficient
-    )
 
 
 # -- functions -----------------------------------------------------------------------------------
@@ -283,14 +145,13 @@ def _layer_norm(
     memory_efficient: bool,
     mixed: bool,
 ) -> torch.Tensor:
-    y = _rows.at_once(input, weight, bias, shape, eps, memory_efficient, True)
-    if y is not None:
-        return y
-    x, weight, bias = _rows.narrowed(input, weight, bias)
+    x, weight, bias = layer_norms.OP.cast(input, weight, bias)
     if not mixed:
-        _rows.refuse_other_dtype(x, weight, "mixed_dtype_fused_layer_norm_affine")
-    dtype = x.dtype if weight is None else weight.dtype
-    return _rows.normalize(x, weight, bias, shape, eps, dtype, True, memory_efficient)
+        refuse_other_dtype(x, weight, "mixed_dtype_fused_layer_norm_affine")
+    dtype = None if weight is None else weight.dtype
+    return layer_norms.layer_norm(
+        x, weight, bias, shape, eps, memory_efficient=memory_efficient, dtype=dtype
+    )
 
 
 def fused_rms_norm_affine(
@@ -349,14 +210,11 @@ def _rms_norm(
     memory_efficient: bool,
     mixed: bool,
 ) -> torch.Tensor:
-    y = _rows.at_once(input, weight, None, shape, eps, memory_efficient, False)
-    if y is not None:
-        return y
-    x, weight = _rows.narrowed(input, weight)
+    x, weight = rms_norms.OP.cast(input, weight)
     if not mixed:
-        _rows.refuse_wider_weight(x, weight, "mixed_dtype_fused_rms_norm_affine")
-    dtype = x.dtype if weight is None else weight.dtype
-    return _rows.normalize(x, weight, None, shape, eps, dtype, False, memory_efficient)
+        refuse_wider_weight(x, weight, "mixed_dtype_fused_rms_norm_affine")
+    dtype = None if weight is None else weight.dtype
+    return rms_norms.rms_norm(x, weight, shape, eps, memory_efficient=memory_efficient, dtype=dtype)
 
 
 @left_to_python
@@ -399,7 +257,7 @@ class FusedLayerNorm(torch.nn.Module):
 
     Example:
         >>> FusedLayerNorm(4)(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        tensor([-1.3416, -0.4472,  0.4472,  1.3416], grad_fn=<_RowsBackward>)
+        tensor([-1.3416, -0.4472,  0.4472,  1.3416], grad_fn=<NativeLayerNormBackward0>)
     """
 
     __constants__ = ["normalized_shape", "eps", "elementwise_affine", "memory_efficient", "_mixed"]
@@ -445,14 +303,12 @@ class FusedLayerNorm(torch.nn.Module):
 
     @torch.jit.unused
     def _normalized(self, input: torch.Tensor) -> torch.Tensor:
-        shape, eps, weight, bias = self.normalized_shape, self.eps, self.weight, self.bias
-        y = _rows.at_once(input, weight, bias, shape, eps, self.memory_efficient, True)
-        if y is not None:
-            return y
-        x, weight, bias = _rows.narrowed(input, weight, bias)
+        x, weight, bias = layer_norms.OP.cast(input, self.weight, self.bias)
         if weight is not None and not (x.dtype in NARROW and weight.dtype == torch.float32):
-            _rows.refuse_other_dtype(x, weight, "MixedFusedLayerNorm")
-        return _rows.normalize(x, weight, bias, shape, eps, x.dtype, True, self.memory_efficient)
+            refuse_other_dtype(x, weight, "MixedFusedLayerNorm")
+        return layer_norms.layer_norm(
+            x, weight, bias, self.normalized_shape, self.eps, memory_efficient=self.memory_efficient
+        )
 
     def extra_repr(self) -> str:
         """Show the sizes in ``print(model)``."""

@@ -8,7 +8,6 @@ the answer decides about speed, never about whether a program works.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import importlib.util
 import os
@@ -17,14 +16,19 @@ import sysconfig
 from collections.abc import Iterator
 
 import torch
+from torch.autograd import forward_ad
 
-_path: contextvars.ContextVar[str | None] = contextvars.ContextVar("path", default=None)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of the kernels
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # without importing it
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_forced: list[str] = []  # a list and no context variable, which torch.compile cannot trace
 
 
 @functools.cache
 def _missing() -> str | None:
     """What Triton lacks on this machine besides a GPU."""
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "the triton package is not installed: pip install triton"
     names = [os.environ.get("CC"), "gcc", "clang", "cc"]
     if not any(name and shutil.which(name) for name in names):
@@ -46,15 +50,14 @@ def why_not_triton(device_type: str = "cuda") -> str | None:
 
 def can_fuse(device: torch.device) -> bool:
     """Whether a Triton kernel is to run for tensors on ``device``."""
-    wanted = _path.get()
-    if wanted is not None:
-        return wanted == "triton"
+    if _forced:
+        return _forced[-1] == "triton"
     return device.type == "cuda" and _missing() is None
 
 
 @contextlib.contextmanager
 def use(path: str) -> Iterator[None]:
-    """Take one path in this block, whatever the device: for tests and benchmarks.
+    """Take one path in this block, in all threads, whatever the device: for tests and benchmarks.
 
     Args:
         path: ``"triton"`` (on the CPU in Triton's interpreter) or ``"reference"``.
@@ -64,16 +67,58 @@ def use(path: str) -> Iterator[None]:
     """
     if path not in ("triton", "reference"):
         raise ValueError(f'path was {path!r}; allowed are "triton" and "reference".')
-    token = _path.set(path)
+    _forced.append(path)
     try:
         yield
     finally:
-        _path.reset(token)
+        _forced.pop()
 
 
 def forced() -> str | None:
     """The path that :func:`use` asked for, if any."""
-    return _path.get()
+    return _forced[-1] if _forced else None
+
+
+def recorded() -> bool:
+    """Whether torch.compile or a dispatch mode records operators, so that ours has to be one."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def transformed() -> bool:
+    """Whether vmap, another transform, forward-mode derivatives or jit.trace are at work."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
+    )
+
+
+def batched(gradient: torch.Tensor) -> bool:
+    """Whether a backward runs under vmap, for instance with ``is_grads_batched``."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(gradient) or functorch.is_batchedtensor(gradient)
+
+
+def is_plain(argument: object) -> bool:
+    """Whether kernels know an argument: all but subclasses of tensors and other dtypes."""
+    if not isinstance(argument, torch.Tensor):
+        return True
+    return type(argument) in _PLAIN and (
+        argument.dtype in DTYPES or not argument.is_floating_point()
+    )
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether ``torch.autocast`` is on; not every type of device has it: meta does not."""
+    known = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
+    return known and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Turn autocast off in a ``with`` block."""
+    if autocasts(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def capturing() -> bool:

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from apex.ops import _runtime
 from apex.ops._dtypes import NARROW, to_dtype, wide
 from apex.ops._library import batched, define, ordinary, tracing, wants_gradients
-from apex.ops._rows import without_autocast
+from apex.ops._runtime import without_autocast
 from apex.ops._thresholds import SMALLEST, SMALLEST_ON_CPU
 
 FUSABLE = (torch.float32, *NARROW)
@@ -112,7 +112,9 @@ def group_norm(
     if _fused(x, weight, bias):
         z: torch.Tensor = FPROP(x, groups, weight, bias, eps, silu)[0]
         return z
-    with without_autocast(x.device):  # which would make torch's output float32, ours with SiLU not
+    with without_autocast(
+        x.device.type
+    ):  # which would make torch's output float32, ours with SiLU not
         return _plain(x, groups, weight, bias, eps, silu)
 
 

@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 
-from apex.ops import _rows, _scripted
-from apex.ops.layer_norm import layer_norm
+from apex.normalization._functions import FusedLayerNormAffineMixedDtypesFunction
+from apex.ops import _scripted
+from apex.ops._check import refuse_wider_weight
+from apex.ops.layer_norm import OP, layer_norm
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
 
 MIXED = "apex.normalization.MixedFusedLayerNorm"
 
 
-class FastLayerNormFN(torch.autograd.Function):
+class FastLayerNormFN(FusedLayerNormAffineMixedDtypesFunction):
     """Layer norm, called by ``.apply``; autocast does not matter here."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(  # type: ignore[override]  # noqa: D102
         ctx: Any,
         x: torch.Tensor,
         gamma: torch.Tensor,
@@ -28,17 +30,10 @@ class FastLayerNormFN(torch.autograd.Function):
         epsilon: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        shape = gamma.shape
-        _rows.check("FastLayerNormFN", x, gamma, beta, shape)
-        _rows.refuse_wider_weight(x, gamma, MIXED)
-        return _rows.save_and_run(
-            ctx, x, gamma, beta, shape, epsilon, gamma.dtype, True, memory_efficient
+        refuse_wider_weight(x, gamma, MIXED)
+        return FusedLayerNormAffineMixedDtypesFunction.forward(
+            ctx, x, gamma, beta, gamma.shape, epsilon, memory_efficient
         )
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # noqa: D102
-        wanted = any(ctx.needs_input_grad[1:3])
-        return (*_rows.run_saved(ctx, dy, wanted), None, None)
 
 
 @_scripted.left_to_python
@@ -49,8 +44,8 @@ def _fast_layer_norm(
     epsilon: float,
     memory_efficient: bool,
 ) -> torch.Tensor:
-    x, weight, bias = _rows.narrowed(x, weight, bias)
-    _rows.refuse_wider_weight(x, weight, MIXED)
+    x, weight, bias = OP.cast(x, weight, bias)
+    refuse_wider_weight(x, weight, MIXED)
     return layer_norm(
         x, weight, bias, weight.shape, epsilon, memory_efficient=memory_efficient,
         dtype=weight.dtype,
@@ -67,7 +62,7 @@ class FastLayerNorm(torch.nn.Module):
 
     Example:
         >>> FastLayerNorm(4)(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        tensor([-1.3416, -0.4472,  0.4472,  1.3416], grad_fn=<_RowsBackward>)
+        tensor([-1.3416, -0.4472,  0.4472,  1.3416], grad_fn=<NativeLayerNormBackward0>)
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:

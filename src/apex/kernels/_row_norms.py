@@ -1,0 +1,613 @@
+"""Normalization of the rows of a matrix: what layer norm and RMS norm share.
+
+    y = (x - mean) * rstd * weight + bias      CENTERED; RMS norm has no mean and no bias
+    dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),   g = dy * weight
+    dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
+
+Load, widen to float32, compute, round once on the store. A row that fits into registers is read
+once; a wider one is walked twice in blocks, and the second walk finds it in the cache. Weight
+gradients take two stages, so that all multiprocessors work on them and two runs give the same
+bits: each program adds up some of the rows in float32, and `add_up` adds up the programs. Rows
+wider than a tile of the backward have a kernel of their own for the first stage, which reads the
+matrices again: 4 bytes an element in 16 bits, where sums in memory would be 16.
+
+Masks are ``column < n_cols``. Where ``n_cols`` is a multiple of 16 the compiler sees that a mask
+covers whole accesses and makes them 128 bits wide; for any other width rows start off alignment
+and no wide access is possible.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from apex.kernels._cases import BITS, Case
+
+# A program has at most 1,024 threads: 32 warps, or 16 wavefronts on AMD.
+WARPS = 16 if torch.version.hip else 32
+ELEMENTS_PER_WARP = 512  # 16 elements a thread, until there are WARPS
+# The widest row that a program keeps in registers. Forward that is one tile, 64 KiB, 32 elements a
+# thread in 16 bits. Backward it is five tiles (dy, x, the weight and both of its gradients), 16
+# elements a thread; at twice the width sm_80 to sm_100 spill. The next rows are read ahead
+# (num_stages=2) unless the tile takes more than so many bytes: float32 rows of 8,192 would spill.
+# Derived from the compiled code (`apex kernels`), not yet tuned on a GPU.
+WIDEST_FORWARD_BYTES = 65536
+WIDEST_BACKWARD = 8192
+READ_AHEAD_BYTES = 16384
+# Backward with bias and the weight's inverse in registers as well: 8 elements a thread.
+WIDEST_FROM_OUTPUT, PER_WARP_FROM_OUTPUT = 4096, 256
+# Wider rows go in blocks at 8 warps: two 128-bit reads of 16-bit numbers a thread; backward one,
+# for with two ptxas spills in one of the variants.
+WIDE_FORWARD, WIDE_BACKWARD, WIDE_WARPS = 4096, 2048, 8
+SMALLEST_TILE = 2048  # narrow rows share a program: 16 elements a thread at 4 warps
+TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 16, 128, 4  # of the first stage for wide rows
+SUM_TILE, SUM_COLUMNS = 2048, 64  # of the second stage: elements, and columns at most
+ROWS_PER_PROGRAM = 8  # backward: fewer would make partial sums a large part of the traffic
+# Warps of the backward that a multiprocessor holds at a time: of its 65,536 registers each thread
+# has 128, which every case of the backward keeps to (tests/kernels/test_compiled.py).
+RESIDENT_WARPS, REGISTERS = 16, 128
+
+
+@triton.jit
+def _mean(tile, n_cols):
+    return tl.sum(tile, axis=1) / n_cols
+
+
+@triton.jit
+def _rstd(variance, eps):
+    return tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+
+
+@triton.jit
+def forward(
+    # data
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
+    # shape and scalars
+    n_rows, n_cols, eps,
+    # compile-time
+    CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows that fit into a tile."""
+    first = tl.program_id(0).to(tl.int64) * ROWS  # int64: first * n_cols may pass 2**31
+    x_ptr += first * n_cols
+    y_ptr += first * n_cols
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    row_mask = first + rows < n_rows
+    inside = (cols < n_cols)[None, :]
+    mask = row_mask[:, None] & inside
+    offsets = rows[:, None] * n_cols + cols[None, :]  # within the tile, in 32 bits
+
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if CENTERED:
+        mean = _mean(x, n_cols)
+        x = tl.where(inside, x - mean[:, None], 0.0)
+        tl.store(mean_ptr + first + rows, mean, mask=row_mask)
+    rstd = _rstd(_mean(x * x, n_cols), eps)
+    tl.store(rstd_ptr + first + rows, rstd, mask=row_mask)
+    y = x * rstd[:, None]
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + offsets, y, mask=mask)
+
+
+@triton.jit
+def forward_wide(
+    # data
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
+    # shape and scalars
+    n_cols, eps,
+    # compile-time
+    CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row a program, in blocks; each lane keeps a running mean and sum of squares (Welford)."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    x_ptr += row * n_cols
+    y_ptr += row * n_cols
+
+    means = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    seen = 0.0
+    for start in range(0, n_cols, BLOCK):
+        mask = start + lanes < n_cols
+        x = tl.load(x_ptr + start + lanes, mask=mask, other=0.0).to(tl.float32)
+        if CENTERED:
+            seen += 1.0
+            delta = x - means
+            new = means + delta / seen
+            squares = tl.where(mask, squares + delta * (x - new), squares)
+            means = tl.where(mask, new, means)
+        else:
+            squares += x * x
+    mean = 0.0
+    if CENTERED:
+        counts = n_cols // BLOCK + tl.where(lanes < n_cols % BLOCK, 1.0, 0.0)
+        mean = tl.sum(means * counts, axis=0) / n_cols
+        squares += counts * (means - mean) * (means - mean)
+        tl.store(mean_ptr + row, mean)
+    rstd = _rstd(tl.sum(squares, axis=0) / n_cols, eps)
+    tl.store(rstd_ptr + row, rstd)
+
+    for start in range(0, n_cols, BLOCK):
+        mask = start + lanes < n_cols
+        x = tl.load(x_ptr + start + lanes, mask=mask, other=0.0).to(tl.float32)
+        y = (x - mean) * rstd
+        if weight_ptr is not None:
+            y *= tl.load(weight_ptr + start + lanes, mask=mask, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + start + lanes, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + start + lanes, y, mask=mask)
+
+
+@triton.jit
+def _away_from_zero(weight, eps):
+    """What the output is divided by: a weight smaller than eps counts as eps, with its sign."""
+    return tl.where(tl.abs(weight) < eps, tl.where(weight < 0, -eps, eps), weight)
+
+
+@triton.jit
+def backward(
+    # data
+    dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    # shape and scalars
+    n_rows, n_cols, eps,
+    # compile-time
+    CENTERED: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows that fit into a tile; each program takes every n-th tile and keeps partial sums."""
+    cols = tl.arange(0, BLOCK)
+    inside = cols < n_cols
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
+    dbias = tl.zeros((ROWS, BLOCK), tl.float32)
+    weight = tl.full((1, BLOCK), 1.0, tl.float32)
+    inverse = weight
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=inside, other=1.0).to(tl.float32)[None, :]
+        inverse = 1.0 / _away_from_zero(weight, eps)
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES
+    ):
+        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        row_mask = rows < n_rows
+        mask = row_mask[:, None] & inside[None, :]
+        offsets = rows[:, None] * n_cols + cols[None, :]
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        xhat = tl.load(saved_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        if FROM_OUTPUT:
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+                xhat -= bias[None, :]
+            xhat *= inverse
+        else:
+            if CENTERED:
+                mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
+                xhat = xhat - mean[:, None]
+            xhat *= rstd[:, None]
+        if dweight_ptr is not None:
+            dweight += dy * xhat
+        if dbias_ptr is not None:
+            dbias += dy
+        g = dy * weight
+        dx = g - xhat * _mean(g * xhat, n_cols)[:, None]
+        if CENTERED:
+            dx -= _mean(g, n_cols)[:, None]
+        tl.store(dx_ptr + offsets, dx * rstd[:, None], mask=mask)
+    partial = tl.program_id(0).to(tl.int64) * n_cols + cols
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + partial, tl.sum(dweight, axis=0), mask=inside)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=inside)
+
+
+@triton.jit
+def _block(
+    dy_ptr, saved_ptr, weight_ptr, bias_ptr, offsets, cols, mask, mean, rstd, eps,
+    FROM_OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """The normalized input and ``dy * weight`` of one block of a row."""
+    g = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    xhat = tl.load(saved_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=mask, other=1.0).to(tl.float32)
+        g *= weight
+    if FROM_OUTPUT:
+        if bias_ptr is not None:
+            xhat -= tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            xhat /= _away_from_zero(weight, eps)
+    else:
+        xhat = (xhat - mean) * rstd
+    return xhat, g
+
+
+@triton.jit
+def backward_wide(
+    # data
+    dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dx_ptr,
+    # shape and scalars
+    n_cols, eps,
+    # compile-time
+    CENTERED: tl.constexpr, FROM_OUTPUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``dx`` of one row, in blocks."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    rstd = tl.load(rstd_ptr + row)
+    mean = 0.0
+    if CENTERED:
+        if not FROM_OUTPUT:
+            mean = tl.load(mean_ptr + row)
+    totals = tl.zeros((BLOCK,), tl.float32)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + lanes
+        xhat, g = _block(
+            dy_ptr, saved_ptr, weight_ptr, bias_ptr, row * n_cols + cols, cols, cols < n_cols,
+            mean, rstd, eps, FROM_OUTPUT,
+        )  # fmt: skip
+        products += g * xhat  # g is 0 outside of the mask
+        if CENTERED:
+            totals += g
+    product = tl.sum(products, axis=0) / n_cols
+    total = tl.sum(totals, axis=0) / n_cols
+    for start in range(0, n_cols, BLOCK):
+        cols = start + lanes
+        mask = cols < n_cols
+        xhat, g = _block(
+            dy_ptr, saved_ptr, weight_ptr, bias_ptr, row * n_cols + cols, cols, mask,
+            mean, rstd, eps, FROM_OUTPUT,
+        )  # fmt: skip
+        dx = rstd * (g - total - xhat * product)
+        tl.store(dx_ptr + row * n_cols + cols, dx, mask=mask)
+
+
+@triton.jit
+def weight_sums(
+    # data
+    dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dweight_ptr, dbias_ptr,
+    # shape and scalars
+    n_rows, n_cols, eps,
+    # compile-time
+    CENTERED: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first stage of weight gradients, some columns of every n-th tile of rows."""
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < n_cols
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
+    dbias = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=2):
+        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        row_mask = rows < n_rows
+        mask = row_mask[:, None] & inside[None, :]
+        offsets = rows[:, None] * n_cols + cols[None, :]
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        xhat = tl.load(saved_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if not FROM_OUTPUT:
+            if CENTERED:
+                xhat -= tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
+            xhat *= tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        elif bias_ptr is not None:
+            xhat -= tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        dweight += dy * xhat
+        if dbias_ptr is not None:
+            dbias += dy
+    sums = tl.sum(dweight, axis=0)
+    if FROM_OUTPUT:
+        weight = tl.load(weight_ptr + cols, mask=inside, other=1.0).to(tl.float32)
+        sums /= _away_from_zero(weight, eps)
+    partial = tl.program_id(0).to(tl.int64) * n_cols + cols
+    tl.store(dweight_ptr + partial, sums, mask=inside)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=inside)
+
+
+@triton.jit
+def add_up(
+    dweight_partial_ptr, dbias_partial_ptr, dweight_ptr, dbias_ptr, n_partials, n_cols,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The second stage: partial sums of all programs, in a fixed order."""
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < n_cols
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
+    dbias = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, n_partials, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < n_partials)[:, None] & inside[None, :]
+        offsets = rows[:, None].to(tl.int64) * n_cols + cols[None, :]
+        dweight += tl.load(dweight_partial_ptr + offsets, mask=mask, other=0.0)
+        if dbias_ptr is not None:
+            dbias += tl.load(dbias_partial_ptr + offsets, mask=mask, other=0.0)
+    tl.store(dweight_ptr + cols, tl.sum(dweight, axis=0), mask=inside)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + cols, tl.sum(dbias, axis=0), mask=inside)
+
+
+# -- launching -----------------------------------------------------------------------------------
+
+
+def _tile(n_cols: int, per_warp: int = ELEMENTS_PER_WARP) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps."""
+    block = triton.next_power_of_2(n_cols)
+    rows = max(1, SMALLEST_TILE // block)
+    return rows, block, min(WARPS, rows * block // per_warp)
+
+
+def _backward_tile(n_cols: int, from_output: bool) -> tuple[int, int, int]:
+    per_warp = PER_WARP_FROM_OUTPUT if from_output else ELEMENTS_PER_WARP
+    rows, block, warps = _tile(n_cols, per_warp)
+    return rows, block, min(warps, RESIDENT_WARPS)
+
+
+def _stages(elements: int, size: int) -> int:
+    return 2 if elements * size <= READ_AHEAD_BYTES else 1
+
+
+def _sum_tile(n_cols: int, multiprocessors: int) -> tuple[int, int]:
+    """Rows and columns of a tile of the second stage: at least a program a multiprocessor.
+
+    8 columns of float32 are what memory moves at least at a time.
+    """
+    columns = SUM_COLUMNS
+    while columns > 8 and triton.cdiv(n_cols, columns) < multiprocessors:
+        columns //= 2
+    return SUM_TILE // columns, columns
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # the interpreter: enough for more than one partial sum
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def allocate(
+    x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``y``, and ``rstd``: float32, one number a row; uninitialized."""
+    n_rows = math.prod(x.shape[: x.dim() - len(shape)])
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(n_rows, dtype=torch.float32)
+
+
+def launch_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: Sequence[int],
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Normalize contiguous ``x`` over its last dimensions, ``shape``.
+
+    Returns:
+        ``y`` of ``dtype``, and float32 ``(rows,)``: the mean if ``centered``, and ``1 / sigma``.
+    """
+    n_cols = math.prod(shape)
+    y, rstd = allocate(x, shape, dtype)
+    mean = torch.empty_like(rstd) if centered else None
+    n_rows = rstd.numel()
+    data = (x, weight, bias, y, mean, rstd)
+    if n_cols * x.element_size() <= WIDEST_FORWARD_BYTES:
+        rows, block, warps = _tile(n_cols)
+        forward[(triton.cdiv(n_rows, rows),)](
+            *data, n_rows, n_cols, eps, centered, rows, block, num_warps=warps
+        )
+    else:
+        forward_wide[(n_rows,)](*data, n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS)
+    return y, mean, rstd
+
+
+def launch_backward(
+    dy: torch.Tensor,
+    needs: Sequence[bool],
+    *,
+    centered: bool,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    shape: Sequence[int],
+    eps: float,
+    bias: torch.Tensor | None = None,
+    x: torch.Tensor | None = None,
+    mean: torch.Tensor | None = None,
+    y: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    x_dtype: torch.dtype | None = None,
+) -> list[torch.Tensor | None]:
+    """Gradients of :func:`launch_forward`; all tensors are contiguous.
+
+    Args:
+        dy: Gradient of the output.
+        needs: Which gradients are wanted: of x, weight and bias.
+        centered: Layer norm rather than RMS norm.
+        rstd: From the forward.
+        weight: As in the forward.
+        shape: As in the forward.
+        eps: As in the forward; with ``y`` also the least that the output is divided by.
+        bias: As in the forward.
+        x: The input, or
+        mean: From the forward, with ``x``.
+        y: the output, from which the normalized input is computed again.
+        dtype: As in the forward.
+        x_dtype: Of the input, with ``y``.
+
+    Returns:
+        Gradients of x, weight and bias, if there is one.
+    """
+    from_output = x is None
+    saved = y if x is None else x
+    assert saved is not None
+    n_rows, n_cols = rstd.numel(), math.prod(shape)
+    rows, block, warps = _backward_tile(n_cols, from_output)
+    wide = n_cols > (WIDEST_FROM_OUTPUT if from_output else WIDEST_BACKWARD)
+    multiprocessors = _multiprocessors(dy.device)
+    if wide:
+        height, across = TILE_ROWS, triton.cdiv(n_cols, TILE_COLUMNS)
+        most = triton.cdiv(multiprocessors * RESIDENT_WARPS // TILE_WARPS, across)
+    else:
+        height, most = max(rows, ROWS_PER_PROGRAM), multiprocessors * RESIDENT_WARPS // warps
+    n_programs = min(most, triton.cdiv(n_rows, height))
+    dx = dy.new_empty(dy.shape, dtype=x_dtype or saved.dtype)
+    dweight = torch.empty_like(weight) if weight is not None and any(needs[1:]) else None
+    dbias = torch.empty_like(bias) if bias is not None and dweight is not None else None
+    sums = dy.new_empty((2, n_programs, n_cols), dtype=torch.float32)
+    partials = (None if dweight is None else sums[0], None if dbias is None else sums[1])
+    data = (dy, saved, mean, rstd, weight, bias)
+    if wide:
+        if needs[0]:
+            backward_wide[(n_rows,)](
+                *data, dx, n_cols, eps, centered, from_output, WIDE_BACKWARD, num_warps=WIDE_WARPS
+            )
+        if dweight is not None:
+            weight_sums[(n_programs, across)](
+                *data, *partials, n_rows, n_cols, eps, centered, from_output, TILE_ROWS,
+                TILE_COLUMNS, num_warps=TILE_WARPS,
+            )  # fmt: skip
+    else:
+        backward[(n_programs,)](
+            *data, dx, *partials, n_rows, n_cols, eps, centered, from_output, rows, block,
+            _stages(rows * block, saved.element_size()), num_warps=warps,
+        )  # fmt: skip
+    if dweight is not None:
+        rows, columns = _sum_tile(n_cols, multiprocessors)
+        add_up[(triton.cdiv(n_cols, columns),)](
+            *partials, dweight, dbias, n_programs, n_cols, rows, columns, num_warps=4
+        )
+    return [dx, dweight, dbias][: len(needs)]
+
+
+# -- what is inspected ---------------------------------------------------------------------------
+
+TYPES = ("fp32", "fp16", "bf16")
+STATISTICS = "one number a row"
+SHARED_ROW = "one row for several of the tile"
+
+
+def cases(name: str, *, centered: bool) -> Iterator[Case]:
+    """Cases of every kernel, as layer norm or as RMS norm: types of x, weight and y."""
+    same = [(kind, kind, kind) for kind in TYPES]
+    for types in [*same, ("fp32", "bf16", "bf16"), ("fp32", "fp16", "fp16")]:
+        for affine in (True, False) if types in same else (True,):
+            yield from _forward_cases(name, *types, affine, centered)
+            yield from _backward_cases(name, *types, affine, False, centered)
+        yield from _backward_cases(name, *types, True, True, centered)
+    for kind in ("fp32", "bf16"):
+        yield _add_up_case(name, kind, centered)
+
+
+def _case(
+    kernel: Any,
+    name: str,
+    variant: str,
+    pointers: dict[str, str | None],
+    *,
+    tile: tuple[int, int],
+    warps: int,
+    reads: Sequence[str],
+    writes: Sequence[str] = (),
+    narrow: dict[str, str],
+    **constants: Any,
+) -> Case:
+    """A case whose pointers are those of ``pointers`` that have a type."""
+    numbers = [n for n in ("n_rows", "n_partials", "n_cols") if n in kernel.arg_names]
+    signature = {key: f"*{kind}" for key, kind in pointers.items() if kind is not None}
+    signature |= dict.fromkeys(numbers, "i32")
+    if "eps" in kernel.arg_names:
+        signature["eps"] = "fp32"
+    if "ROWS" in kernel.arg_names:
+        constants["ROWS"] = tile[0]
+    present = {key for key, kind in pointers.items() if kind is not None}
+    return Case(
+        kernel, name, variant, signature=signature,
+        constants=dict.fromkeys(pointers.keys() - present) | {"BLOCK": tile[1]} | constants,
+        reads=tuple(key for key in reads if key in present and key not in narrow),
+        writes=tuple(key for key in writes if key in present and key not in narrow),
+        narrow={key: why for key, why in narrow.items() if key in present},
+        tile=tile[0] * tile[1], divisible=("n_cols",), options={"num_warps": warps},
+        amd={"num_warps": min(warps, 16)},
+    )  # fmt: skip
+
+
+def _forward_cases(
+    name: str, x: str, weight: str, y: str, affine: bool, centered: bool
+) -> Iterator[Case]:
+    pointers = {
+        "x_ptr": x, "weight_ptr": weight if affine else None,
+        "bias_ptr": weight if affine and centered else None, "y_ptr": y,
+        "mean_ptr": "fp32" if centered else None, "rstd_ptr": "fp32",
+    }  # fmt: skip
+    words = f"{x} {weight} {y}" if affine else f"{x} plain"
+    reads, writes = ("x_ptr", "weight_ptr", "bias_ptr"), ("y_ptr",)
+    narrow = dict.fromkeys(("mean_ptr", "rstd_ptr"), STATISTICS)
+    for columns in (1024, WIDEST_FORWARD_BYTES * 8 // BITS[x]):
+        rows, block, warps = _tile(columns)
+        shared = dict.fromkeys(("weight_ptr", "bias_ptr"), SHARED_ROW) if rows > 1 else {}
+        yield _case(
+            forward, name, f"forward {columns} {words}", pointers, tile=(rows, block), warps=warps,
+            reads=reads, writes=writes, narrow=narrow | shared, CENTERED=centered,
+        )  # fmt: skip
+    yield _case(
+        forward_wide, name, f"forward wide {words}", pointers, tile=(1, WIDE_FORWARD),
+        warps=WIDE_WARPS, reads=reads, writes=writes, narrow=narrow, CENTERED=centered,
+    )  # fmt: skip
+
+
+def _backward_cases(
+    name: str, x: str, weight: str, y: str, affine: bool, from_output: bool, centered: bool
+) -> Iterator[Case]:
+    matrices = {
+        "dy_ptr": y, "saved_ptr": y if from_output else x,
+        "mean_ptr": "fp32" if centered and not from_output else None, "rstd_ptr": "fp32",
+        "weight_ptr": weight if affine else None,
+        "bias_ptr": weight if affine and centered else None,
+    }  # fmt: skip
+    sums = {"dweight_ptr": "fp32" if affine else None}
+    sums["dbias_ptr"] = "fp32" if affine and centered else None
+    if not from_output:  # its address alone tells whether there is a bias
+        matrices["bias_ptr"] = None
+    words = f"{x} {weight} {y}{' from output' if from_output else '' if affine else ' plain'}"
+    flags: dict[str, Any] = {"CENTERED": centered, "FROM_OUTPUT": from_output}
+    reads = ("dy_ptr", "saved_ptr", "weight_ptr", "bias_ptr")
+    narrow = dict.fromkeys(("mean_ptr", "rstd_ptr"), STATISTICS)
+    for columns in (1024, WIDEST_FROM_OUTPUT if from_output else WIDEST_BACKWARD):
+        rows, block, warps = _backward_tile(columns, from_output)
+        once = ("weight_ptr", "bias_ptr", *sums) if rows > 1 else ()
+        yield _case(
+            backward, name, f"backward {columns} {words}", matrices | {"dx_ptr": x} | sums,
+            tile=(rows, block), warps=warps, reads=reads, writes=("dx_ptr", *sums),
+            narrow=narrow | dict.fromkeys(once, SHARED_ROW), **flags,
+            STAGES=_stages(rows * block, BITS[y if from_output else x] // 8),
+        )  # fmt: skip
+    yield _case(
+        backward_wide, name, f"backward wide {words}", matrices | {"dx_ptr": x},
+        tile=(1, WIDE_BACKWARD), warps=WIDE_WARPS, reads=reads, writes=("dx_ptr",), narrow=narrow,
+        **flags,
+    )  # fmt: skip
+    if affine:
+        once = ("weight_ptr", "bias_ptr", *sums)
+        yield _case(
+            weight_sums, name, f"weight sums {words}", matrices | sums,
+            tile=(TILE_ROWS, TILE_COLUMNS), warps=TILE_WARPS, reads=reads[:2],
+            narrow=narrow | dict.fromkeys(once, SHARED_ROW), **flags,
+        )  # fmt: skip
+
+
+def _add_up_case(name: str, kind: str, centered: bool) -> Case:
+    partials = {"dweight_partial_ptr": "fp32", "dbias_partial_ptr": "fp32" if centered else None}
+    sums = {"dweight_ptr": kind, "dbias_ptr": kind if centered else None}
+    return _case(
+        add_up, name, f"second stage {kind}", partials | sums, tile=_sum_tile(1024, 132), warps=4,
+        reads=tuple(partials), narrow=dict.fromkeys(sums, "one row in all"),
+    )  # fmt: skip

@@ -1,0 +1,353 @@
+"""What holds for every operation that `op` builds. A new one adds a line to ``CASES``."""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apex.ops import _runtime, layer_norm, rms_norm
+from apex.ops._op import op
+from tests.tolerance import assert_one_rounding
+from tests.vmapped import assert_backward_under_vmap
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+SHAPE = (4, 512)  # fewer elements need a wider tolerance in float32
+SHAPES = [(7, 123), (4, 512), (2, 3, 65), (48, 33)]  # a padded block, a full one, 3-D, many rows
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@dataclasses.dataclass
+class Case:
+    """An operation, and how a test calls it.
+
+    Attributes:
+        op: The operation.
+        inputs: Tensors, from the shape of the first and a dtype.
+        constants: The arguments behind the tensors, from the first tensor.
+        reference: The definition in the dtype of its tensors, of the tensors and all constants.
+    """
+
+    op: op
+    inputs: Callable
+    constants: Callable
+    reference: Callable
+
+    def arguments(self, *tensors):
+        return (*tensors, *self.constants(tensors[0]))
+
+    def __call__(self, *tensors):
+        return self.op(*self.arguments(*tensors))
+
+    def exact(self, *tensors):
+        return self.reference(*self.arguments(*tensors))
+
+    def operator(self, *tensors):
+        output = self.op.operator(*self.arguments(*tensors))
+        return (output,) if isinstance(output, torch.Tensor) else output
+
+    def tensors(self, shape=SHAPE, dtype=torch.float32, scale=1.0, step=1):
+        """Leaf tensors that require gradients; with ``step`` 2 they are not contiguous."""
+        made = []
+        for seed, size in enumerate(self.inputs(shape)):
+            generator = torch.Generator().manual_seed(seed)
+            values = scale * torch.randn(*size[:-1], size[-1] * step, generator=generator)
+            made.append(values.to(dtype)[..., ::step].requires_grad_())
+        return made
+
+
+def _rows(count):
+    return lambda shape: (shape, *[shape[-1:]] * (count - 1))
+
+
+def _of_row(x):
+    return (x.shape[-1:], 1e-5, x.dtype)
+
+
+def _layer(x, weight, bias, shape, eps, *_):
+    return layer_norm.reference(x, weight, bias, shape, eps)
+
+
+def _rms(x, weight, shape, eps, *_):
+    return rms_norm.reference(x, weight, shape, eps)
+
+
+CASES = [
+    Case(layer_norm.OP, _rows(3), _of_row, _layer),
+    Case(rms_norm.OP, _rows(2), _of_row, _rms),
+    Case(layer_norm.MEMORY_EFFICIENT, _rows(3), lambda x: (*_of_row(x), x.dtype), _layer),
+    Case(rms_norm.MEMORY_EFFICIENT, _rows(2), lambda x: (*_of_row(x), x.dtype), _rms),
+]
+
+
+def _paths(case):
+    """Every way to compute: kernels in the interpreter, the definition, pieces on a CPU."""
+    found = ["triton"] if HAS_TRITON else []
+    has_pieces = case.op.pieces is not None and not case.op.own_backward
+    return [*found, "reference", *["pieces"] * has_pieces]
+
+
+def _pairs(cases):
+    pairs = [(case, path) for case in cases for path in _paths(case)]
+    ids = [f"{case.op.name}-{path}" for case, path in pairs]
+    return pytest.mark.parametrize(("case", "path"), pairs, ids=ids, indirect=["path"])
+
+
+# Gradients from a rounded output are those of another input: see the operations' own tests.
+FROM_INPUT = [case for case in CASES if not case.op.own_backward]
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.op.name)
+every_path = _pairs(CASES)
+from_input = _pairs(FROM_INPUT)
+
+
+@pytest.fixture
+def path(request, monkeypatch):
+    """Compute this way in a test."""
+    if request.param == "pieces":
+        case = request.node.callspec.params["case"]
+        monkeypatch.setattr(case.op.pieces, "pays", lambda *args: True)
+        yield request.param
+    else:
+        with _runtime.use(request.param):
+            yield request.param
+
+
+def random(*shape, seed=9):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def double(tensors):
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+def assert_exact(case, tensors, dy, path):
+    """Compare the result and all gradients with those of the definition in float64."""
+    exact_tensors = double(tensors)
+    y, exact = case(*tensors), case.exact(*exact_tensors)
+    close = functools.partial(assert_one_rounding, interpreted=path == "triton")
+    close(y.detach(), exact.detach())
+    grads = torch.autograd.grad(y, tensors, dy.to(y.dtype))
+    exact_grads = torch.autograd.grad(exact, exact_tensors, dy.to(y.dtype).double())
+    for tensor, grad, exact_grad in zip(tensors, grads, exact_grads, strict=True):
+        assert grad.dtype == tensor.dtype
+        close(grad, exact_grad)
+
+
+def assert_same_bits(some, others):
+    assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+@from_input
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.02], ids=["unit", "small"])  # small: eps matters
+def test_forward_and_gradients_are_one_rounding_off(case, path, dtype, shape, scale):
+    assert_exact(case, case.tensors(shape, dtype, scale), random(*shape), path)
+
+
+@from_input
+def test_noncontiguous_tensors(case, path):
+    tensors = case.tensors(step=2)
+    assert not any(tensor.is_contiguous() for tensor in tensors)
+    assert_exact(case, tensors, random(SHAPE[0], 1).expand(SHAPE), path)
+
+
+@every_path
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5), (3, 0)], ids=str)
+def test_size_zero(case, path, shape):
+    tensors = case.tensors(shape)
+    y = case(*tensors)
+    assert y.shape == shape
+    assert_same_bits(torch.autograd.grad(y.sum(), tensors), map(torch.zeros_like, tensors))
+    output = case.operator(*tensors)[0]
+    assert_same_bits(torch.autograd.grad(output.sum(), tensors), map(torch.zeros_like, tensors))
+
+
+@every_path
+def test_only_gradients_that_are_needed(case, path):
+    tensors = case.tensors()
+    wanted = torch.autograd.grad(case(*tensors).sum(), tensors)
+    for number, leaf in enumerate(tensors):
+        given = [tensor.detach() for tensor in tensors]
+        given[number] = leaf
+        case(*given).sum().backward()
+        assert torch.equal(leaf.grad, wanted[number])
+
+
+@every_path
+def test_repeats_bit_for_bit_and_evaluation_has_the_bits_of_training(case, path):
+    tensors, runs = case.tensors((300, 33), torch.float16), []
+    for _ in range(2):
+        y = case(*tensors)
+        runs.append([y, *torch.autograd.grad(y.square().sum(), tensors)])
+    assert_same_bits(*runs)
+    with torch.no_grad():
+        assert torch.equal(case(*tensors), runs[0][0])
+
+
+@every
+def test_gradcheck(case):
+    tensors = double(case.tensors((3, 4)))
+    assert torch.autograd.gradcheck(case, tensors)
+    assert torch.autograd.gradgradcheck(case, tensors)
+
+
+@from_input
+@pytest.mark.parametrize("through", ["call", "operator"])
+def test_gradients_of_gradients(case, path, through):
+    def second(function, tensors, dy, vectors):
+        grads = torch.autograd.grad(function(*tensors), tensors, dy, create_graph=True)
+        return torch.autograd.grad(grads, [*tensors, dy], vectors, materialize_grads=True)
+
+    function = case if through == "call" else lambda *tensors: case.operator(*tensors)[0]
+    tensors, dy = case.tensors(), random(*SHAPE).requires_grad_()
+    vectors = [random(*tensor.shape, seed=8) for tensor in tensors]
+    found = second(function, tensors, dy, vectors)
+    exact = second(case.exact, double(tensors), *double([dy]), double(vectors))
+    for actual, expected in zip(found, exact, strict=True):
+        assert_one_rounding(actual, expected)
+
+
+@every_path
+@pytest.mark.parametrize("other", [lambda x: 1 * x, torch.exp], ids=["same", "computed"])
+def test_gradients_of_gradients_where_one_argument_comes_from_another(case, path, other):
+    """``f(x, g(x))``: partial derivatives, with a path of their own for each argument."""
+
+    def second(function, x):
+        shapes = [t.shape for t in case.tensors()]
+        others = [other(x).sum(0).expand(s) if s != x.shape else other(x) for s in shapes[1:]]
+        (grad,) = torch.autograd.grad(function(x, *others).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    (x, *_) = case.tensors(scale=0.5)
+    if case.op.own_backward:
+        with pytest.raises(RuntimeError, match="memory_efficient=True keeps no x"):
+            second(case, x)
+        return
+    exact = second(case.exact, *double([x]))
+    assert_one_rounding(second(case, x), exact, added=64 * 64)  # terms of both signs cancel
+
+
+@every_path
+def test_opcheck(case, path):
+    tensors = case.tensors((6, 10))
+    torch.library.opcheck(case.op.operator, case.arguments(*tensors))
+    y, *more = (output.detach() for output in case.operator(*tensors))
+    assert not any(output.requires_grad for output in case.operator(*tensors)[1:])
+    known = {"y": y} | dict(zip(case.op.results[1:], more, strict=True))
+    known |= zip(case.op.names, [a.detach() if isinstance(a, torch.Tensor) else a
+                                 for a in case.arguments(*tensors)], strict=True)  # fmt: skip
+    rest = [known[name] for name in (*case.op.saves, *case.op.constants)]
+    needs = [True] * len(case.op.grads)
+    torch.library.opcheck(case.op.backward_operator, (random(10, 6).t(), needs, *rest))
+
+
+@every_path
+def test_compiles_to_one_operator(case, path):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(case, fullgraph=True, dynamic=True, backend=backend)
+    for rows, stance in ((6, "default"), (9, "fail_on_recompile")):  # no guard on the size
+        tensors, dy = case.tensors((rows, 10)), random(rows, 10)
+        with torch.compiler.set_stance(stance):
+            y = compiled(*tensors)
+        expected = case(*tensors)
+        torch.testing.assert_close(y, expected)
+        for a, b in zip(
+            torch.autograd.grad(y, tensors, dy), torch.autograd.grad(expected, tensors, dy),
+            strict=True,
+        ):  # fmt: skip
+            torch.testing.assert_close(a, b)
+    has_operator = case.op.operator in [node.target for node in graphs[-1].graph.nodes]
+    assert has_operator == (path == "triton" or case.op.own_backward)
+
+
+@every
+def test_dispatch_mode_sees_one_operator(case):
+    seen = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with _runtime.use("triton" if HAS_TRITON else "reference"), Record():
+        case(*case.tensors()).sum().backward()
+    if HAS_TRITON or case.op.own_backward:
+        assert case.op.operator in seen
+        assert case.op.backward_operator in seen
+
+
+@every_path
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for jvp
+def test_transforms_of_torch_func(case, path):
+    tensors = [torch.stack([t, 2 * t]).detach() for t in case.tensors()]
+    wanted = torch.stack([case(*each) for each in zip(*tensors, strict=True)])
+    torch.testing.assert_close(torch.vmap(case)(*tensors), wanted)
+    first = [t[0] for t in tensors]
+    exact = double(first)
+    total = case.exact(*exact).square().sum()
+    gradients = torch.func.grad(lambda *given: case(*given).square().sum(), (0, 1))(*first)
+    for actual, expected in zip(gradients, torch.autograd.grad(total, exact[:2]), strict=True):
+        assert_one_rounding(actual, expected, added=first[0].shape[0])
+    _, tangent = torch.func.jvp(case, tuple(first), tuple(map(torch.ones_like, first)))
+    assert tangent.shape == first[0].shape
+
+
+@every_path
+def test_a_backward_under_vmap(case, path):
+    tensors = case.tensors((5, 66))
+    assert_backward_under_vmap(case(*tensors), tensors)
+
+
+@every_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_autocast(case, path, dtype):
+    tensors = case.tensors(dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        given = case.op.cast(*tensors)
+        y = case(*given)
+        grads = torch.autograd.grad(y.sum(), tensors)
+    expected = {"half": torch.bfloat16, "float": torch.float32, "leave": dtype}[case.op.autocast]
+    assert y.dtype == (dtype if dtype == torch.float64 else expected)
+    assert all(grad.dtype == dtype for grad in grads)
+
+
+@every_path
+def test_a_change_of_what_is_saved_is_noticed(case, path):
+    tensors = case.tensors()
+    first = tensors[0] * 1
+    y = case(first, *tensors[1:])
+    (y if case.op.own_backward else first).detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@from_input
+def test_the_output_may_be_changed_in_place(case, path):
+    """As a residual connection does; and gradients may be detached, as old training loops do."""
+    tensors, dy = case.tensors(), random(*SHAPE)
+    wanted = torch.autograd.grad(case(*tensors), tensors, 2 * dy)
+    y = case(*tensors)
+    y += 1.0
+    y.mul_(2.0).backward(dy)
+    assert_same_bits([tensor.grad.detach_() for tensor in tensors], wanted)
+
+
+@every
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_what_ran_forward_runs_backward(case):
+    """A backward outside of the block that chose the kernel still finds what it saved."""
+    tensors, dy = case.tensors(), random(*SHAPE)
+    with _runtime.use("triton"):
+        wanted = torch.autograd.grad(case(*tensors), tensors, dy)
+        y = case(*tensors)
+    assert_same_bits(torch.autograd.grad(y, tensors, dy), wanted)
