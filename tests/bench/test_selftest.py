@@ -21,7 +21,7 @@ from apex.bench.cli import main
 from apex.bench.selftest import command, formulas, gpu, optimizers, run, tensor_ops
 from apex.bench.selftest.check import Check, Measured, Setting
 from apex.bench.selftest.formulas import Step
-from tests.tolerance import TWIN_IN_FLOAT64, assert_close_to_largest
+from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest
 
 CPU = torch.device("cpu")
 DEFINITION = Setting(CPU, "definition")
@@ -67,7 +67,7 @@ def test_formulas_are_torch_s(formula, theirs, options):
         twin.grad = torch.randn_like(param)
         optimizer.step()
         param, state = formula(Step(number, {**NUMBERS, **options}, twin.grad, param, state))
-    assert_close_to_largest(param, twin.detach(), TWIN_IN_FLOAT64)
+    assert_close_to_largest(param, twin.detach(), TORCH_IN_FLOAT64)
 
 
 # --- checks ---------------------------------------------------------------------------------------
