@@ -310,7 +310,8 @@ def test_the_mode_in_which_waits_raise_is_given_back(before, monkeypatch):
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_shows_and_keeps_everything(tmp_path, capsys):
+def test_the_command_shows_and_keeps_everything(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     file = tmp_path / "new" / "f.json"
     assert _selftest(file, "--only", "RMS norm, bf16") == 0
     content = _read(file)
