@@ -10,7 +10,7 @@ import torch
 
 import apex
 from apex.ops import cross_entropy as ops
-from apex.ops._check import ArgumentError
+from apex.ops._check import check_shape
 
 __all__ = ["backward", "forward"]
 
@@ -45,11 +45,8 @@ def backward(
     who = "xentropy_cuda.backward"
     ops.check(who, logits, labels, float(smoothing))
     ops.check_labels(who, labels, logits.shape[1], ops.NO_PADDING)
-    if not grad_loss.shape == max_log_sum_exp.shape == labels.shape:
-        raise ArgumentError(
-            f"{who}: grad_loss has shape {list(grad_loss.shape)} and max_log_sum_exp "
-            f"{list(max_log_sum_exp.shape)}. Pass one number a row: {list(labels.shape)}."
-        )
+    for name, tensor in (("grad_loss", grad_loss), ("max_log_sum_exp", max_log_sum_exp)):
+        check_shape(who, name, tensor, labels.shape, f"labels {list(labels.shape)}")
     saved = (logits, labels, max_log_sum_exp, float(smoothing), ops.NO_PADDING)
     found: torch.Tensor = ops.OP.backward_operator(grad_loss, [True], *saved)
     return found

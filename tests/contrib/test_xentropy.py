@@ -41,9 +41,9 @@ def _exact(logits, labels, grad, smoothing, padding_idx=PADDING):
     return losses.detach(), wide.grad
 
 
-def _agrees(losses, logits, labels, grad, smoothing, interpreted=False):
+def _agrees(losses, logits, labels, grad, smoothing, interpreted=False, padding_idx=PADDING):
     (found,) = torch.autograd.grad(losses, logits, grad.to(losses.dtype))
-    exact, exact_grad = _exact(logits, labels, grad, smoothing)
+    exact, exact_grad = _exact(logits, labels, grad, smoothing, padding_idx)
     assert losses.dtype == torch.promote_types(logits.dtype, torch.float32)
     assert found.dtype == logits.dtype
     assert_one_rounding(losses.detach(), exact)
@@ -103,7 +103,10 @@ def test_pieces_that_stay_in_the_cache(monkeypatch):
     monkeypatch.setattr(ops, "PIECE", 300)
     for dtype in (*DTYPES, torch.float64):
         logits, labels, grad = _data((8, 100), dtype)
-        _agrees(ops.OP.operator(logits, labels, 0.1, PADDING)[0], logits, labels, grad, 0.1)
+        losses = ops.OP.operator(logits, labels.to(torch.uint8), 0.1, PADDING)[0]
+        _agrees(losses, logits, labels, grad, 0.1)
+        losses = ops.OP.operator(logits, labels.to(torch.uint8), 0.1, PADDING - 256)[0]
+        _agrees(losses, logits, labels, grad, 0.1, padding_idx=PADDING - 256)
 
 
 def test_large_logits_take_the_operation(monkeypatch):

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex.ops import _runtime, cross_entropy, layer_norm, rms_norm
+from apex.ops import _runtime, cross_entropy, row_norms
 from apex.ops._op import op
+from apex.ops.row_norms import MEMORY_EFFICIENT, OP
 from tests.tolerance import assert_one_rounding
 from tests.vmapped import assert_backward_under_vmap
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-PATHS = ["triton", "reference", "pieces"]
 SHAPE = (4, 512)  # fewer elements need a wider tolerance in float32
 SHAPES = [(7, 123), (4, 512), (2, 3, 65), (48, 33)]  # a padded block, a full one, 3-D, many rows
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,6 +27,7 @@ class Case:
     """An operation, and how a test calls it.
 
     Attributes:
+        name: What the test is called.
         op: The operation.
         inputs: Shapes of the floating tensors, from that of a matrix.
         constants: The arguments behind these tensors, from the first one.
@@ -35,6 +36,7 @@ class Case:
         terms: How many terms of both signs make a gradient of a gradient, if they cancel.
     """
 
+    name: str
     op: op
     inputs: Callable
     constants: Callable
@@ -69,16 +71,12 @@ def _rows(count):
     return lambda shape: (shape, *[shape[-1:]] * (count - 1))
 
 
-def _of_row(x):
-    return (x.shape[-1:], 1e-5, x.dtype)
-
-
 def _layer(x, weight, bias, shape, eps, *_):
-    return layer_norm.reference(x, weight, bias, shape, eps)
+    return row_norms.layer_norm_reference(x, weight, bias, shape, eps)
 
 
-def _rms(x, weight, shape, eps, *_):
-    return rms_norm.reference(x, weight, shape, eps)
+def _rms(x, weight, bias, shape, eps, *_):
+    return row_norms.rms_norm_reference(x, weight, shape, eps)
 
 
 def _logits(shape):
@@ -96,32 +94,64 @@ def _at_least_float32(dtype):
 
 
 CASES = [
-    Case(layer_norm.OP, _rows(3), _of_row, _layer),
-    Case(rms_norm.OP, _rows(2), _of_row, _rms),
-    Case(layer_norm.MEMORY_EFFICIENT, _rows(3), lambda x: (*_of_row(x), x.dtype), _layer),
-    Case(rms_norm.MEMORY_EFFICIENT, _rows(2), lambda x: (*_of_row(x), x.dtype), _rms),
-    Case(cross_entropy.OP, _logits, _labels, cross_entropy.reference, _at_least_float32, SHAPE[1]),
+    Case("layer_norm", OP, _rows(3), lambda x: (x.shape[-1:], 1e-5, True, x.dtype), _layer),
+    Case("rms_norm", OP, _rows(2), lambda x: (None, x.shape[-1:], 1e-5, False, x.dtype), _rms),
+    Case(
+        "layer_norm from the output",
+        MEMORY_EFFICIENT,
+        _rows(3),
+        lambda x: (x.shape[-1:], 1e-5, True, x.dtype, x.dtype),
+        _layer,
+    ),
+    Case(
+        "rms_norm from the output",
+        MEMORY_EFFICIENT,
+        _rows(2),
+        lambda x: (None, x.shape[-1:], 1e-5, False, x.dtype, x.dtype),
+        _rms,
+    ),
+    Case(
+        "cross_entropy",
+        cross_entropy.OP,
+        _logits,
+        _labels,
+        cross_entropy.reference,
+        dtype=_at_least_float32,
+        terms=SHAPE[1],
+    ),
 ]
+
+
+def _paths(case):
+    """Every way to compute: kernels in the interpreter, the definition, pieces on a CPU."""
+    found = ["triton"] if HAS_TRITON else []
+    has_pieces = case.op.pieces is not None and not case.op.own_backward
+    return [*found, "reference", *["pieces"] * has_pieces]
+
+
+def _pairs(cases):
+    pairs = [(case, path) for case in cases for path in _paths(case)]
+    ids = [f"{case.name}-{path}" for case, path in pairs]
+    return pytest.mark.parametrize(("case", "path"), pairs, ids=ids, indirect=["path"])
+
+
 # Gradients from a rounded output are those of another input: see the operations' own tests.
 FROM_INPUT = [case for case in CASES if not case.op.own_backward]
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.op.name)
-from_input = pytest.mark.parametrize("case", FROM_INPUT, ids=lambda case: case.op.name)
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_path = _pairs(CASES)
+from_input = _pairs(FROM_INPUT)
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture
 def path(request, monkeypatch):
-    """Every way to compute: kernels in the interpreter, the definition, pieces on a CPU."""
-    case = request.node.callspec.params["case"]
-    if request.param == "triton" and not HAS_TRITON:
-        pytest.skip("needs triton")
+    """Compute this way in a test."""
     if request.param == "pieces":
-        if case.op.pieces is None or case.op.own_backward:
-            pytest.skip("has no pieces, or nothing else on a CPU")
+        case = request.node.callspec.params["case"]
         monkeypatch.setattr(case.op.pieces, "pays", lambda *args: True)
         yield request.param
-        return
-    with _runtime.use(request.param):
-        yield request.param
+    else:
+        with _runtime.use(request.param):
+            yield request.param
 
 
 def random(*shape, seed=9):
@@ -171,7 +201,7 @@ def test_noncontiguous_tensors(case, path):
     assert_exact(case, tensors, path, strided)
 
 
-@every
+@every_path
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5), (3, 0)], ids=str)
 def test_size_zero(case, path, shape):
     tensors = case.tensors(shape)
@@ -182,7 +212,7 @@ def test_size_zero(case, path, shape):
     assert_same_bits(torch.autograd.grad(output.sum(), tensors), map(torch.zeros_like, tensors))
 
 
-@every
+@every_path
 def test_only_gradients_that_are_needed(case, path):
     tensors = case.tensors()
     wanted = torch.autograd.grad(case(*tensors).sum(), tensors)
@@ -193,7 +223,7 @@ def test_only_gradients_that_are_needed(case, path):
         assert torch.equal(leaf.grad, wanted[number])
 
 
-@every
+@every_path
 def test_repeats_bit_for_bit_and_evaluation_has_the_bits_of_training(case, path):
     tensors, runs = case.tensors((300, 33), torch.float16), []
     for _ in range(2):
@@ -228,7 +258,7 @@ def test_gradients_of_gradients(case, path, through):
         assert_one_rounding(actual, expected, added=case.terms)
 
 
-@every
+@every_path
 @pytest.mark.parametrize("other", [lambda x: 1 * x, torch.exp], ids=["same", "computed"])
 def test_gradients_of_gradients_where_one_argument_comes_from_another(case, path, other):
     """``f(x, g(x))``: partial derivatives, with a path of their own for each argument."""
@@ -248,7 +278,7 @@ def test_gradients_of_gradients_where_one_argument_comes_from_another(case, path
     assert_one_rounding(second(case, x), exact, added=64 * 64)  # terms of both signs cancel
 
 
-@every
+@every_path
 def test_opcheck(case, path):
     tensors = case.tensors((6, 10))
     torch.library.opcheck(case.op.operator, case.arguments(*tensors))
@@ -262,7 +292,7 @@ def test_opcheck(case, path):
     torch.library.opcheck(case.op.backward_operator, (strided(y.shape), needs, *rest))
 
 
-@every
+@every_path
 def test_compiles_to_one_operator(case, path):
     graphs = []
 
@@ -304,7 +334,7 @@ def test_dispatch_mode_sees_one_operator(case):
         assert case.op.backward_operator in seen
 
 
-@every
+@every_path
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for jvp
 def test_transforms_of_torch_func(case, path):
     tensors = [torch.stack([t, 2 * t]).detach() for t in case.tensors()]
@@ -321,13 +351,13 @@ def test_transforms_of_torch_func(case, path):
     assert tangent.shape == wanted[0].shape
 
 
-@every
+@every_path
 def test_a_backward_under_vmap(case, path):
     tensors = case.tensors((5, 66))
     assert_backward_under_vmap(case(*tensors), tensors)
 
 
-@every
+@every_path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_autocast(case, path, dtype):
     tensors = case.tensors(dtype=dtype)
@@ -340,7 +370,7 @@ def test_autocast(case, path, dtype):
     assert all(grad.dtype == dtype for grad in grads)
 
 
-@every
+@every_path
 def test_a_change_of_what_is_saved_is_noticed(case, path):
     if path == "reference" and not case.op.own_backward:
         pytest.skip("PyTorch's functions save what they need")
@@ -352,11 +382,9 @@ def test_a_change_of_what_is_saved_is_noticed(case, path):
         y.sum().backward()
 
 
-@every
+@from_input
 def test_the_output_may_be_changed_in_place(case, path):
     """As a residual connection does; and gradients may be detached, as old training loops do."""
-    if case.op.own_backward:
-        pytest.skip("keeps its output")
     tensors = case.tensors()
     y = case(*tensors)
     dy = random(*y.shape)
@@ -367,10 +395,9 @@ def test_the_output_may_be_changed_in_place(case, path):
 
 
 @every
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 def test_what_ran_forward_runs_backward(case):
     """A backward outside of the block that chose the kernel still finds what it saved."""
-    if not HAS_TRITON:
-        pytest.skip("needs triton")
     tensors = case.tensors()
     dy = random(*case.exact(*tensors).shape)
     with _runtime.use("triton"):

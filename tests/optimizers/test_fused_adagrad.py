@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from apex.optimizers import FusedAdagrad
-from tests.optimizers.common import DTYPES, PATHS, check_steps, fuzz, parameters, same, train
+from tests.optimizers.common import (
+    DTYPES,
+    PATHS,
+    check_steps,
+    fuzz,
+    in_two_groups,
+    parameters,
+    same,
+    train,
+)
 from tests.tolerance import assert_one_rounding
 
 SMALL = ((7,), (33, 5))
@@ -28,7 +37,8 @@ def oracle(mode):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("decay", "mode"), [(0.0, False), (0.1, False), (0.1, True)])
 def test_formula(dtype, path, decay, mode):
-    optimizer = FusedAdagrad(parameters(dtype), 0.05, 1e-8, decay, adagrad_w_mode=mode)
+    groups = in_two_groups(parameters(dtype))
+    optimizer = FusedAdagrad(groups, 0.05, 1e-8, decay, adagrad_w_mode=mode)
     check_steps(optimizer, oracle(mode), 2 if path == "triton" else 20, path)
 
 

@@ -15,6 +15,7 @@ from tests.optimizers.common import (
     check_steps,
     fuzz,
     give_grads,
+    in_two_groups,
     on,
     parameters,
     same,
@@ -51,9 +52,8 @@ def oracle(mode):
     ("decay", "mode", "bias"), [(0.0, True, True), (0.1, True, True), (0.1, False, False)]
 )
 def test_formula(dtype, path, decay, mode, bias):
-    optimizer = FusedAdam(
-        parameters(dtype), lr=0.02, weight_decay=decay, adam_w_mode=mode, bias_correction=bias
-    )
+    options = {"weight_decay": decay, "adam_w_mode": mode, "bias_correction": bias}
+    optimizer = FusedAdam(in_two_groups(parameters(dtype)), lr=0.02, **options)
     check_steps(optimizer, oracle(mode), 2 if path == "triton" else 20, path)
 
 
@@ -473,7 +473,7 @@ def test_stochastic_rounding_keeps_what_is_exact():
 def test_the_seed_is_drawn_on_the_device(monkeypatch):
     """So a CUDA graph draws another one at each replay."""
     drawn = []
-    monkeypatch.setattr(storages, "run", lambda *args, **kwargs: drawn.append(args[3][-1]))
+    monkeypatch.setattr(storages, "run", lambda *_, **kwargs: drawn.append(kwargs["seed"]))
     param = torch.nn.Parameter(torch.empty(3, device="meta", dtype=torch.bfloat16))
     param.grad = torch.empty_like(param)
     FusedAdam([param], storage="stochastic").step()

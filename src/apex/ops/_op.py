@@ -211,30 +211,35 @@ class op:  # lower case, like torch.autocast: used as a function
         known |= zip(self.results, outputs, strict=True)
         ctx.save_for_backward(*[known[name] for name in self.saves])
 
-    def gradients(self, ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
+    def gradients(
+        self, ctx: Any, dy: torch.Tensor | None, *_: Any, needs: Sequence[bool] | None = None
+    ) -> Any:
         """Backward of an ``autograd.Function``: a gradient, or None, for each argument.
 
-        The function's first arguments are the operation's.
+        Args:
+            ctx: Where :meth:`save_and_run` saved what is needed.
+            dy: The gradient of ``y``.
+            needs: Which gradients are wanted, for the first arguments at least.
         """
         if dy is None:  # only another result was used
             return (None,) * len(self.names)
-        needs = dict.fromkeys(self.names, False)
-        needs |= zip(self.tensors, ctx.needs_input_grad, strict=False)
+        needed = dict.fromkeys(self.names, False)
+        needed |= zip(self.tensors, needs or ctx.needs_input_grad, strict=False)
         saved = dict(zip(self.saves, ctx.saved_tensors, strict=True)) | ctx.constants
-        wanted = [name for name in self.tensors if needs[name]]
+        wanted = [name for name in self.tensors if needed[name]]
         with _runtime.without_autocast(dy.device.type):
             again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             if again or not set(wanted) <= set(self.grads):
                 found = self._definition_gradients(dy, saved, wanted)
             else:
-                each = [needs[name] for name in self.grads]
+                each = [needed[name] for name in self.grads]
                 if _runtime.recorded() or _runtime.batched(dy):
                     run = self.backward_operator
                 else:
                     run = functools.partial(self._run_backward, ctx=ctx)
                 each_gradient = _as_tuple(run(dy, each, *saved.values()))
                 found = dict(zip(self.grads, each_gradient, strict=True))
-        return tuple(found[name] if needs[name] else None for name in self.names)
+        return tuple(found[name] if needed[name] else None for name in self.names)
 
     def _run_backward(
         self, dy: torch.Tensor, needs: list[bool], *rest: Any, ctx: Any = None

@@ -8,7 +8,8 @@ import torch
 
 from apex.ops.lamb import Lamb, lamb_
 from apex.ops.storage import How
-from apex.optimizers._base import Bucket, FusedOptimizer, scalar
+from apex.optimizers._base import FusedOptimizer, scalar
+from apex.optimizers._buckets import Bucket
 
 
 class FusedLAMB(FusedOptimizer):
@@ -38,7 +39,7 @@ class FusedLAMB(FusedOptimizer):
         storage: How weights are stored, see :class:`apex.optimizers.FusedAdam`.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor or is sharded
             over processes.
 

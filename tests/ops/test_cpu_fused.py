@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apex.ops import adagrad, adam, host, sgd
+from apex.ops import adagrad, adam, cpu_fused, sgd
 from apex.ops.storage import How
 from tests.optimizers.common import assert_pooled
 
@@ -53,7 +53,7 @@ KINDS = [
     (WIDE, torch.bfloat16, WIDE, None),
     (WIDE, WIDE, WIDE, None),
 ]
-# With pieces of 300 and short ones of 20: lots of many and of few, whole ones and pieces.
+# With pieces of 300: batches of many tensors and of few, whole ones and pieces.
 SHAPES = ((), (1,), (0,), *[(5,)] * 40, (33, 5), (100,), (1001,), (17, 3), (20, 30), (2, 3, 4, 5))
 
 
@@ -80,8 +80,7 @@ def doubled(columns):
 
 @pytest.fixture
 def cut(monkeypatch):
-    monkeypatch.setattr(host, "PIECE", 300)
-    monkeypatch.setattr(host, "SHORT", 20)
+    monkeypatch.setattr(cpu_fused, "PIECE", 300)
 
 
 @pytest.mark.parametrize("name", STEPS)
