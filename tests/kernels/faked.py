@@ -78,8 +78,9 @@ def metered(device):
 
 
 def with_tensor_lr(device):
-    lr = torch.full((), 0.1, device=device)
-    return FusedAdam(parameters(device), lr=lr, capturable=True).step
+    optimizer = FusedAdam(parameters(device), capturable=True)
+    optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device=device)  # a constructor reads it
+    return optimizer.step
 
 
 def of_several_dtypes(make):

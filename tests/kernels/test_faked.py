@@ -62,25 +62,6 @@ LAUNCHES = {
 }
 
 # Defects of issue 11, B.3; whoever mends one deletes its line.
-INDEX = "B.3: the index of norms.py is pageable when a list mixes dtypes or devices"
-EMPTY = "B.3: the index of tensors that are not empty is pageable"
-SCALE = "B.3: the index of ops/scale.py is pageable when norms are asked for"
-AMP_C = "B.3: the positions of a group in amp_C are pageable"
-STAGES = "B.3: as_tensor(bool) in ops/lamb_stages.py uploads a number"
-UPLOADS = {
-    "lamb, dtypes": INDEX,
-    "lamb, devices": INDEX,
-    "novograd, devices": INDEX,
-    "l2norm, dtypes": INDEX,
-    "clip, dtypes": INDEX,
-    "scale, empty": EMPTY,
-    "l2norm, empty": EMPTY,
-    "l2norm_scale": SCALE,
-    "amp_C novograd": AMP_C,
-    "amp_C lamb": STAGES,
-    "lamb stage 1": STAGES,
-    "lamb stage 2": STAGES,
-}
 
 
 def ran(names):
@@ -145,14 +126,7 @@ def guarded(kernel, tensors, current, stream):
     return tensors == [current] and stream == 0x1000 * (int(current[-1]) + 1)
 
 
-def cases_with_defects():
-    for name in LAUNCHES:
-        reason = UPLOADS.get(name, "")
-        mark = pytest.mark.xfail(bool(reason), reason=reason, raises=AssertionError)
-        yield pytest.param(name, marks=[mark])
-
-
-@pytest.mark.parametrize("name", [*cases_with_defects()])
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_nothing_is_uploaded_from_pageable_memory(name, faked):
     assert {
         call: noted["uploads"] for _, call, noted in calls(faked[name]) if noted["uploads"]

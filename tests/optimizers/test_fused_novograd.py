@@ -240,6 +240,6 @@ def test_bad_arguments(options, words):
         FusedNovoGrad(parameters(), **options)
 
 
-def test_there_is_no_twin():
+def test_torch_has_none():
     with pytest.raises(NotImplementedError, match="torch.optim has no FusedNovoGrad"):
         FusedNovoGrad(parameters()).torch_state_dict()
