@@ -54,7 +54,8 @@ class op:  # lower case, like torch.autocast: used as a function
             among them, its gradient is like ``y``, of the dtype that the last argument,
             ``<name>_dtype``, says to the backward alone; and there are no gradients of gradients.
         pieces: Forward and backward where no kernel runs, for calls of which ``pieces.pays(*args)``
-            says that they are faster on a CPU; for all calls if there is no ``pays``.
+            says that they are faster on a CPU; for all calls if there is no ``pays``, or if they
+            need them (see ``saves``).
         autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``), to float32
             (``"float"``) or not at all (``"leave"``). float64 is never cast.
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
@@ -85,7 +86,8 @@ class op:  # lower case, like torch.autocast: used as a function
         self._count = sum(not name.endswith("_dtype") for name in arguments)
         self.saves = list(saves or [*self.tensors, *self.results[1:]])
         #: Whether every call needs the kernel or pieces.
-        self.own_backward = pieces is not None and not hasattr(pieces, "pays")
+        always = pieces is not None and not hasattr(pieces, "pays")
+        self.own_backward = always or not set(grads) <= set(self.saves)
         self.operator = _define(schema, self.run, self._allocate)
         kinds = {**dict.fromkeys(self.results, "Tensor"), **arguments}
         rest = [*self.saves, *self.constants]
