@@ -232,6 +232,7 @@ def tensors():
     yield "group norm, silu", grouped(2, 64, 9, 16, 8, "silu", HALF)
     yield "cross-entropy", lost(5, 100, HALF, 0.1, 0, True)
     yield "cross-entropy, in blocks", lost(2, 13_001)
+    yield "cross-entropy, programs share a row", lost(1, 13_001)
     yield "linear cross-entropy", linearly_lost(5, 8, 33)
 
 

@@ -12,7 +12,7 @@ LIST, SUMS = "list_kernel", "segment_kernel"
 GROUP_NORM = [f"group_norm_{part}" for part in ("sums", "stats", "forward")] + [
     f"group_norm_grad_{part}" for part in ("sums", "stats")
 ]
-CROSS_ENTROPY = ["cross_entropy_forward", "cross_entropy_backward"]
+CROSS_ENTROPY = [f"cross_entropy_{part}" for part in ("sums", "losses", "backward")]
 EXPECTED = {
     "adam": [LIST],
     "adam, low bits": [LIST],

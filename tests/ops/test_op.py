@@ -24,6 +24,17 @@ RULES = {
 }
 
 
+# Its backward has a factor of 3, which the definition has not.
+PIECES = types.SimpleNamespace(
+    allocate=torch.empty_like,
+    forward=torch.clone,
+    backward=lambda dy, needs, x: [3 * dy],
+)
+IN_PIECES = op(
+    "in_pieces(Tensor x) -> Tensor y", torch.clone, grads=("x",), kernel="", pieces=PIECES
+)
+
+
 @pytest.fixture(autouse=True)
 def _kernel_file(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex.kernels.product", KERNELS)
@@ -40,6 +51,15 @@ def test_a_gradient_that_the_kernel_lacks(path):
     PRODUCT(x, factor).sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 5) @ factor.t())
     assert torch.equal(factor.grad, x.t() @ torch.ones(3, 5))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_pieces_without_pays_serve_every_call(path, compiled):
+    call = torch.compile(IN_PIECES, fullgraph=True, backend="aot_eager") if compiled else IN_PIECES
+    for size, factor in ((5, 3.0), (0, 1.0)):
+        x = torch.ones(size, requires_grad=True)
+        call(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((size,), factor))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
