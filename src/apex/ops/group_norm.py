@@ -59,16 +59,20 @@ def _beside(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def channels_last(x: torch.Tensor) -> bool:
-    """Whether the channels of an image are next to each other in memory."""
-    if torch._C._are_functorch_transforms_active():
-        return False  # vmap does not answer
+    """Whether images lie in memory with their channels last, without gaps."""
     return x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()])
 
 
+def _layout(x: torch.Tensor) -> torch.memory_format:
+    """Of the result: channels last where the channels of ``x`` are, gaps or not."""
+    if torch._C._are_functorch_transforms_active():
+        return torch.preserve_format  # vmap knows no other
+    last = x.dim() in FORMATS and x.stride(1) == 1 and not x.is_contiguous()
+    return FORMATS[x.dim()] if last else torch.contiguous_format
+
+
 def _like(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """With channels last in memory where those of ``x`` are, in the dtype of ``x``."""
-    kept = FORMATS[x.dim()] if channels_last(x) else torch.preserve_format
-    return y.to(dtype=x.dtype, memory_format=kept)
+    return y.to(dtype=x.dtype, memory_format=_layout(x))
 
 
 def _definition(
@@ -78,7 +82,7 @@ def _definition(
         return _of_no_pixel(x, weight, bias)
     to = wide(x, weight, bias)
     if silu:
-        return F.silu(OP(x.to(to), weight, bias, groups, eps, False)).to(x.dtype)
+        return _like(F.silu(OP(x.to(to), weight, bias, groups, eps, False)), x)
     if weight is None and bias is not None:  # PyTorch has no gradient for a bias alone
         weight = torch.ones_like(bias, requires_grad=False)
     # What F.group_norm calls, without its question about sizes, which jit.trace warns of.
@@ -115,7 +119,8 @@ def _allocate(
     x: torch.Tensor, weight: Optional, bias: Optional, groups: int, eps: float, silu: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``y``, and mean and ``1 / sqrt(var + eps)`` of each group, float32 or for float64 float64."""
-    return torch.empty_like(x), x.new_empty((x.shape[0], groups, 2), dtype=wide(x))
+    y = torch.empty_like(x, memory_format=_layout(x))
+    return y, x.new_empty((x.shape[0], groups, 2), dtype=wide(x))
 
 
 def _arguments(
@@ -123,10 +128,11 @@ def _arguments(
 ) -> tuple[torch.Tensor, Optional, Optional, tuple[int, int, int]]:
     to, (images, channels, *pixels) = wide(x, weight, bias), x.shape
     x = x if x.is_cpu and _is_taken(x) else x.contiguous()
-    weight = x.new_ones(channels) if weight is None else weight
+    weight = (x.new_ones(channels) if weight is None else weight).to(to).contiguous()
+    bias = None if bias is None else bias.to(to).contiguous()
     if silu or not x.is_cpu or to == torch.float64:  # on a CPU the kernel widens by itself
         x = x.to(to)
-    return x, to_dtype(weight, to), to_dtype(bias, to), (images, channels, math.prod(pixels))
+    return x, weight, bias, (images, channels, math.prod(pixels))
 
 
 def _forward(
