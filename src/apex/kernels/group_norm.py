@@ -325,9 +325,7 @@ def forward(
     group_norm_sums[shape.grid](
         x, x, partial, shape.rows, shape.channels, shape.parts, shape.step, **shape.tiles
     )
-    group_norm_stats[(shape.images * groups,)](
-        x, partial, stats, *shape.sizes, eps, **shape.joins
-    )
+    group_norm_stats[(shape.images * groups,)](x, partial, stats, *shape.sizes, eps, **shape.joins)
     group_norm_forward[shape.grid](
         x, weight, bias, stats, y, *shape.sizes, shape.step, silu, **shape.tiles
     )

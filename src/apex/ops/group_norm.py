@@ -1,7 +1,9 @@
 """Group norm with an optional SiLU behind it.
 
-    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias     over a group's channels and all pixels
+    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias,    var biased
     y = y * sigmoid(y)                                         with SiLU
+
+Mean and variance are those of a group of channels and all pixels of an image.
 
 ``reference`` is the definition and, in float64, the oracle of the tests. All paths compute in
 float32, SiLU too, and round once; weight and bias may have other dtypes than ``x``. The kernel is
@@ -34,7 +36,7 @@ from apex.ops._op import op
 ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-# Elements of the input from which on the kernel replaces PyTorch's. Derived, not measured: PyTorch's
+# Elements of the input from which on the kernel replaces PyTorch's. Derived, not measured: that
 # wants channels first, so that channels-last images are copied there, normalized and activated: 14
 # bytes an element in 16 bits against 6, forward alone. From 2**22 on 8 bytes are worth 0.01 ms at
 # 4 TB/s, the time of three launches; backward the more.
@@ -100,7 +102,7 @@ def _of_no_pixel(x: torch.Tensor, *weights: Optional) -> torch.Tensor:
     return y
 
 
-# -- PyTorch's operator, and its gradient with that of the input ------------------------------------
+# -- PyTorch's operator, and its gradient with that of the input ----------------------------------
 
 
 def _pays(
