@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops import group_norm as ops
+from apex.ops._check import ArgumentError
+from apex.ops.group_norm import OP, check
 
 __all__ = ["backward", "forward"]
 
@@ -30,8 +31,8 @@ def forward(
     ``sums``, float32 with two numbers for each image and group, is for ``backward`` alone: mean and
     reciprocal deviation, not the sums it is named after.
     """
-    ops.check(input, groups, weight, bias)
-    y, stats = ops.FPROP(input, int(groups), weight, bias, float(eps), bool(with_swish))
+    check("group_norm_cuda.forward", input, groups, weight, bias)
+    y, stats = OP.operator(input, weight, bias, groups, eps, with_swish)
     return [y, stats.view(-1)]
 
 
@@ -49,16 +50,17 @@ def backward(
     /,
 ) -> list[torch.Tensor]:
     """Compute the gradients of input, weight and bias; the latter are empty without weights."""
-    ops.check(input, groups, weight, bias)
+    check("group_norm_cuda.backward", input, groups, weight, bias)
     if grad_output.shape != input.shape or sums.numel() != 2 * input.shape[0] * groups:
-        raise RuntimeError(
+        raise ArgumentError(
             f"group_norm_cuda.backward: grad_output has shape {tuple(grad_output.shape)} and there "
             f"are {sums.numel()} sums. Pass the input's shape, {tuple(input.shape)}, and the sums "
             "that forward returned."
         )
-    stats = sums.view(input.shape[0], int(groups), 2)
+    stats = sums.view(input.shape[0], groups, 2)
+    needs = [True, weight is not None, bias is not None]
     return list(
-        ops.BPROP(
-            grad_output, stats, input, int(groups), weight, bias, float(eps), bool(with_swish)
+        OP.backward_operator(
+            grad_output, needs, input, weight, bias, stats, groups, eps, with_swish
         )
     )

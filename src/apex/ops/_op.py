@@ -59,6 +59,8 @@ class op:  # lower case, like torch.autocast: used as a function
         autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``), to float32
             (``"float"``) or not at all (``"leave"``). float64 is never cast.
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
+        takes: Whether the kernel takes the first argument as it lies in memory; if not, the
+            definition does.
     """
 
     def __init__(
@@ -73,10 +75,11 @@ class op:  # lower case, like torch.autocast: used as a function
         pieces: Any = None,
         autocast: Literal["half", "float", "leave"] = "leave",
         contiguous: bool = True,
+        takes: Callable[[torch.Tensor], bool] = lambda x: True,
     ) -> None:
         self.name, arguments, results = _parsed(schema)
         self.definition, self.grads, self.least, self.pieces = definition, grads, least, pieces
-        self.autocast, self.contiguous = autocast, contiguous
+        self.autocast, self.contiguous, self.takes = autocast, contiguous, takes
         self._kernel_file = self.name if kernel is None else kernel
         self.names = list(arguments)
         self.tensors = [name for name, kind in arguments.items() if kind.startswith("Tensor")]
@@ -141,7 +144,7 @@ class op:  # lower case, like torch.autocast: used as a function
         if _runtime.transformed() or not all(map(_runtime.is_plain, args)):
             return True
         if torch.compiler.is_compiling():  # whatever the size, which would be a guard
-            return not (self.own_backward or _runtime.forced() == "triton" or _compiles(x))
+            return not (self.own_backward or (_compiles(x) and self.takes(x)))
         if x.numel() == 0:
             return True
         if self.own_backward or self._fuses(x, self.least):
@@ -153,7 +156,7 @@ class op:  # lower case, like torch.autocast: used as a function
         """Whether the kernel is to run, given that the path is not the definition."""
         if x.dtype not in _runtime.DTYPES or x.numel() < (1 if _runtime.forced() else least):
             return False
-        return bool(self._kernel_file) and _runtime.can_fuse(x.device)
+        return bool(self._kernel_file) and _runtime.can_fuse(x.device) and self.takes(x)
 
     def run(self, *args: Any) -> Any:
         """Compute ``y`` and what the backward needs, outside of autograd."""
@@ -299,7 +302,8 @@ class op:  # lower case, like torch.autocast: used as a function
 
 def _compiles(x: torch.Tensor) -> bool:
     """Whether a compiled graph gets the operator: the compiler fuses definitions on a CPU."""
-    return x.is_cuda and _runtime.HAS_TRITON and _runtime.forced() != "reference"
+    forced = _runtime.forced()
+    return forced == "triton" or (x.is_cuda and _runtime.HAS_TRITON and forced is None)
 
 
 def _call(function: Callable[..., Any], beside: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

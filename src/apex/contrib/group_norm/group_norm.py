@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch.nn import Parameter, init
 
 from apex.ops import group_norm as ops
+from apex.ops._check import ArgumentError
 from apex.ops._scripted import left_to_python
 
 __all__ = [
@@ -35,7 +36,7 @@ class GroupNorm(torch.nn.Module):
         act: ``"silu"`` or ``"swish"`` to apply SiLU to the result, ``None`` or ``""`` not to.
 
     Raises:
-        ValueError: ``num_groups`` does not divide ``num_channels``, or ``act`` is another word.
+        ArgumentError: ``num_groups`` does not divide ``num_channels``, or ``act`` is another word.
 
     Example:
         >>> images = torch.ones(1, 4, 2, 2).to(memory_format=torch.channels_last)
@@ -77,12 +78,10 @@ class GroupNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         if num_groups < 1 or num_channels % num_groups:
-            raise ValueError(
-                "num_channels must be divisible by num_groups; "
-                f"got {num_channels} and {num_groups}."
-            )
+            sizes = f"{num_channels} and {num_groups}"
+            raise ArgumentError(f"num_channels must be divisible by num_groups; got {sizes}.")
         if act is not None and act.lower() not in ops.ACTIVATIONS:
-            raise ValueError(f"act is {act!r}; allowed are 'silu', 'swish', '' and None.")
+            raise ArgumentError(f"act is {act!r}; allowed are 'silu', 'swish', '' and None.")
         self.num_groups = num_groups
         self.num_channels = num_channels
         self.eps = eps
