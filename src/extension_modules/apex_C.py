@@ -5,19 +5,24 @@ The name that compiled Apex had at the top level. Arguments are positional only,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch._utils import _unflatten_dense_tensors
-
-from apex.ops.multi_tensor import flattened
 
 __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[torch.Tensor], /) -> torch.Tensor:
     """Copy dense tensors one after the other into a 1-dimensional tensor; view one alone."""
-    return flattened(list(tensors))
+    tensors = list(tensors)
+    kind = tensors[0].device.type if tensors else "cpu"
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # autocast refuses to join tensors of the other 16-bit type
+    with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
+        flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return flat
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]:

@@ -7,9 +7,9 @@ there, rows may have any size.
 from __future__ import annotations
 
 import torch
-from fused_layer_norm_cuda import layer_norm_backward
+from fused_layer_norm_cuda import norm_backward
 
-from apex.ops import layer_norm
+from apex.ops import row_norms
 from apex.ops._check import check_norm, refuse_wider_weight
 
 __all__ = ["ln_bwd", "ln_fwd"]
@@ -22,7 +22,7 @@ def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, /) -> list[Te
     """Layer norm of ``(rows, hidden)``: ``[z, mu, rsigma]``; ``z`` has the weight's dtype."""
     check_norm("ln_fwd", x, gamma, beta, gamma.shape)
     refuse_wider_weight(x, gamma, "fused_layer_norm_cuda.forward_affine_mixed_dtypes")
-    return list(layer_norm.OP.operator(x, gamma, beta, gamma.shape, epsilon, gamma.dtype))
+    return list(row_norms.OP.operator(x, gamma, beta, gamma.shape, epsilon, True, gamma.dtype))
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def ln_bwd(
     """
     bias = torch.zeros_like(gamma) if beta is None else beta
     smallest = torch.finfo(torch.float32).tiny
-    dx, dgamma, dbeta = layer_norm_backward(
+    dx, dgamma, dbeta = norm_backward(
         dz, mu, rsigma, x_or_z, gamma.shape, gamma, bias, smallest, memory_efficient
     )
     return [dx, dgamma, dbeta, dgamma.float().unsqueeze(0), dbeta.float().unsqueeze(0)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from apex.ops import layer_norm, rms_norm
+from apex.ops import row_norms
 from apex.ops._check import ArgumentError, check_norm, refuse_other_dtype
 
 __all__ = [
@@ -63,7 +63,7 @@ def backward(
     /,
 ) -> Tensor:
     """Gradient of :func:`forward`; with ``memory_efficient`` from the output."""
-    return layer_norm_backward(
+    return norm_backward(
         dout, mean, invvar, input_or_output, normalized_shape, None, None, epsilon, memory_efficient
     )[0]
 
@@ -85,7 +85,7 @@ def backward_affine(
 
     ``dx`` has the dtype of ``input_or_output``, with ``memory_efficient`` that of the output.
     """
-    return layer_norm_backward(
+    return norm_backward(
         dout, mean, invvar, input_or_output, normalized_shape, gamma, beta, epsilon,
         memory_efficient,
     )  # fmt: skip
@@ -122,9 +122,10 @@ def rms_backward(
     /,
 ) -> Tensor:
     """Gradient of :func:`rms_forward`; with ``memory_efficient`` from the output."""
-    return _rms_backward(
-        dout, invvar, input_or_output, normalized_shape, None, epsilon, memory_efficient
-    )[0]
+    return norm_backward(
+        dout, None, invvar, input_or_output, normalized_shape, None, None, epsilon,
+        memory_efficient, centered=False,
+    )[0]  # fmt: skip
 
 
 @torch.no_grad()
@@ -139,9 +140,10 @@ def rms_backward_affine(
     /,
 ) -> list[Tensor]:
     """Gradients of the affine forms: ``[dx, dgamma]``; ``dx`` as in :func:`backward_affine`."""
-    return _rms_backward(
-        dout, invvar, input_or_output, normalized_shape, gamma, epsilon, memory_efficient
-    )
+    return norm_backward(
+        dout, None, invvar, input_or_output, normalized_shape, gamma, None, epsilon,
+        memory_efficient, centered=False,
+    )[:2]  # fmt: skip
 
 
 @torch.no_grad()
@@ -156,12 +158,11 @@ def _forward(
 ) -> list[Tensor]:
     check_norm("fused_layer_norm_cuda", x, gamma, beta, shape)
     dtype = x.dtype if gamma is None else gamma.dtype
-    if centered:
-        return list(layer_norm.OP.operator(x, gamma, beta, shape, epsilon, dtype))
-    return list(rms_norm.OP.operator(x, gamma, shape, epsilon, dtype))
+    y, mean, invvar = row_norms.OP.operator(x, gamma, beta, shape, epsilon, centered, dtype)
+    return [y, mean, invvar] if centered else [y, invvar]
 
 
-def layer_norm_backward(
+def norm_backward(
     dout: Tensor,
     mean: Tensor | None,
     invvar: Tensor,
@@ -171,42 +172,21 @@ def layer_norm_backward(
     beta: Tensor | None,
     epsilon: float,
     memory_efficient: bool,
+    *,
+    centered: bool = True,
 ) -> list[Tensor]:
-    """``[dx, dgamma, dbeta]``, the last two empty without weights; also of ``fast_layer_norm``."""
-    needs = [True, gamma is not None, beta is not None]
+    """``[dx, dgamma, dbeta]``, empty where there is no parameter; for ``fast_layer_norm`` too."""
+    statistics: dict[str, Tensor | None] = {"invvar": invvar}
+    if centered and not memory_efficient:
+        statistics["mean"] = mean
+    _check_saved(dout, saved, shape, statistics)
+    needs, rest = [True, True, True], (shape, epsilon, centered, saved.dtype)
     if memory_efficient:
-        _check_saved(dout, saved, shape, {"invvar": invvar})
-        found = layer_norm.MEMORY_EFFICIENT.backward_operator(
-            dout, needs, saved, gamma, beta, invvar, shape, epsilon, saved.dtype, saved.dtype
-        )
-    else:
-        _check_saved(dout, saved, shape, {"mean": mean, "invvar": invvar})
-        found = layer_norm.OP.backward_operator(
-            dout, needs, saved, gamma, beta, mean, invvar, shape, epsilon, dout.dtype
-        )
-    return list(found)
-
-
-def _rms_backward(
-    dout: Tensor,
-    invvar: Tensor,
-    saved: Tensor,
-    shape: Shape,
-    gamma: Tensor | None,
-    epsilon: float,
-    memory_efficient: bool,
-) -> list[Tensor]:
-    needs = [True, gamma is not None]
-    _check_saved(dout, saved, shape, {"invvar": invvar})
-    if memory_efficient:
-        found = rms_norm.MEMORY_EFFICIENT.backward_operator(
-            dout, needs, saved, gamma, invvar, shape, epsilon, saved.dtype, saved.dtype
-        )
-    else:
-        found = rms_norm.OP.backward_operator(
-            dout, needs, saved, gamma, invvar, shape, epsilon, dout.dtype
-        )
-    return list(found)
+        run = row_norms.MEMORY_EFFICIENT.backward_operator
+        return list(run(dout, needs, saved, gamma, beta, invvar, *rest, saved.dtype))
+    mean = invvar.new_empty(0) if mean is None else mean
+    run = row_norms.OP.backward_operator
+    return list(run(dout, needs, saved, gamma, beta, mean, invvar, *rest))
 
 
 def _check_saved(

@@ -10,6 +10,7 @@ import torch
 
 import apex
 from apex.ops import cross_entropy as ops
+from apex.ops._check import check_shape
 
 __all__ = ["backward", "forward"]
 
@@ -25,8 +26,10 @@ def forward(
     ``half_to_float`` changes nothing: a logarithm rounded to 16 bits, which it let the caller
     avoid, was of no use to ``backward``.
     """
-    ops.check("xentropy_cuda.forward", logits, labels, float(smoothing))
-    return list(ops.OP(logits, labels, float(smoothing), ops.NO_PADDING))
+    who = "xentropy_cuda.forward"
+    ops.check(who, logits, labels, float(smoothing))
+    ops.check_labels(who, labels, logits.shape[1], ops.NO_PADDING)
+    return list(ops.OP.operator(logits, labels, float(smoothing), ops.NO_PADDING))
 
 
 @torch.no_grad()
@@ -42,12 +45,8 @@ def backward(
     who = "xentropy_cuda.backward"
     ops.check(who, logits, labels, float(smoothing))
     ops.check_labels(who, labels, logits.shape[1], ops.NO_PADDING)
-    if not grad_loss.shape == max_log_sum_exp.shape == labels.shape:
-        raise ValueError(
-            f"{who}: grad_loss has shape {tuple(grad_loss.shape)} and max_log_sum_exp "
-            f"{tuple(max_log_sum_exp.shape)}. Pass one number a row: {tuple(labels.shape)}."
-        )
-    found: torch.Tensor = ops.BACKWARD(
-        grad_loss, logits, max_log_sum_exp, labels, float(smoothing), ops.NO_PADDING
-    )
+    for name, tensor in (("grad_loss", grad_loss), ("max_log_sum_exp", max_log_sum_exp)):
+        check_shape(who, name, tensor, labels.shape, f"labels {list(labels.shape)}")
+    saved = (logits, labels, max_log_sum_exp, float(smoothing), ops.NO_PADDING)
+    found: torch.Tensor = ops.OP.backward_operator(grad_loss, [True], *saved)
     return found

@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
-from apex.bench import kernel_cases, kernel_times, layer_cases
+from apex.bench import clocks, kernel_cases, kernel_rows, kernel_times, layer_cases
 from apex.bench.cli import main
 from apex.bench.kernel_cases import Op, Provider
+from apex.bench.kernel_model import Model
 from apex.bench.kernel_times import OPS
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ SETS = (  # of shapes, and what they are replaced by
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(kernel_times, "WARM_UP", 1)
+    monkeypatch.setattr(kernel_rows, "WARM_UP", 1)
     monkeypatch.setitem(layer_cases.COMPILE, "backend", "aot_eager")  # no C++ compiler's minutes
     for sets, small in SETS:
         for name in sets:
@@ -74,7 +75,7 @@ def test_the_names_are_different_and_ours_is_first():
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_every_provider_that_is_installed_can_be_timed(op):
     shapes = next(iter(op.shapes.values()))(False)
-    found = kernel_times.measure(op, "small", shapes, "float32", CPU, 2)
+    found = kernel_rows.measure(op, "small", shapes, "float32", CPU, 2)
     assert [row.provider for row in found.rows] == [
         provider.name
         for provider in op.providers
@@ -160,7 +161,7 @@ def test_the_sets_have_the_shapes_that_the_help_promises(monkeypatch):
 def test_providers_take_turns():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    laps = kernel_times.take_turns(calls, 30, CPU)
+    laps = clocks.take_turns(calls, 30, CPU)
     turns = ["".join(order[start : start + 3]) for start in range(0, 90, 3)]
     assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
     assert len({*turns}) == 6  # nobody always follows the same one
@@ -174,7 +175,7 @@ def test_all_providers_get_the_same_tensors(calls):
         Provider(name, lambda tensors: (seen.append(tensors), lambda: None)[1], _bytes)
         for name in ("apex", "peer")
     )
-    kernel_times.measure(Op("same", op.make, providers), "small", SMALL, "float32", CPU, 1)
+    kernel_rows.measure(Op("same", op.make, providers), "small", SMALL, "float32", CPU, 1)
     large, large_too, small, small_too = seen
     assert large is large_too
     assert small is small_too
@@ -183,8 +184,8 @@ def test_all_providers_get_the_same_tensors(calls):
 
 
 def test_the_ratio_is_of_neighbours():
-    assert kernel_times._ratio([1.0, 30.0, 2.0], [2.0, 60.0, 1.0]) == 0.5
-    assert kernel_times._ratio([], [1.0]) is None
+    assert kernel_rows._ratio([1.0, 30.0, 2.0], [2.0, 60.0, 1.0]) == 0.5
+    assert kernel_rows._ratio([], [1.0]) is None
 
 
 def test_what_one_provider_cannot_do_is_a_row_and_what_is_not_installed_is_named(calls):
@@ -197,7 +198,7 @@ def test_what_one_provider_cannot_do_is_a_row_and_what_is_not_installed_is_named
     [op] = kernel_times.OPS
     peers = (_provider("refuses", refuse), Provider("absent", absent, _bytes))
     op = Op("mixed", op.make, (op.providers[0], *peers))
-    rows, missing = kernel_times.measure(op, "small", SMALL, "float32", CPU, 1)
+    rows, missing = kernel_rows.measure(op, "small", SMALL, "float32", CPU, 1)
     assert [(row.provider, row.problem) for row in rows] == [
         ("apex", None),
         ("refuses", "RuntimeError: not on a Tuesday"),
@@ -283,9 +284,45 @@ def test_an_interruption_before_the_first_row_leaves_a_former_file_alone(
     assert "nothing to show" in capsys.readouterr().out
 
 
+def test_rows_say_how_memory_and_threads_were_set(tmp_path, calls, monkeypatch, capsys):
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    for number, pages in enumerate((False, True)):
+        if pages:
+            monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+        assert _bench(tmp_path / f"{number}.json", "--shapes", "one") == 0
+        rows = _read(tmp_path / f"{number}.json")["rows"]
+        assert [(row["threads"], row["huge_pages"]) for row in rows] == [(1, pages)] * 2
+        assert ("THP_MEM_ALLOC_ENABLE=1" in capsys.readouterr().out) == pages
+
+
+@pytest.mark.slow
+def test_a_model_of_a_gpu_that_is_not_here(tmp_path, capsys):
+    """In a process of its own, with real shapes; our rows alone have it."""
+    pytest.importorskip("triton")
+    words = ("--op", "adam", "--shapes", "tiny", "--model", "sm_90")
+    assert _bench(tmp_path / "rows.json", *words) == 0
+    ours, *others = _read(tmp_path / "rows.json")["rows"]
+    assert ours["model"]["bytes"] == 28 * sum(1 + n % 100 for n in range(1000))
+    assert ours["model"]["launches"] == 1
+    assert [*ours["model"]["programs"]] == ["list_kernel"]
+    assert 1 <= ours["model"]["programs"]["list_kernel"] <= 32
+    assert [row["model"] for row in others] == [None, None]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 launch, " in shown
+    assert "model: computed for sm_90 and never a time" in shown
+
+
+def test_an_operation_without_a_model_is_said(tmp_path, calls, monkeypatch, capsys):
+    failed = Model("sm_90", 1.0, 0, {}, "RuntimeError: no such thing")
+    monkeypatch.setattr(kernel_times, "models", lambda target, asked: [failed] * len(asked))
+    assert _bench(tmp_path / "rows.json", "--shapes", "one", "--model", "sm_90") == 0
+    assert "no model: RuntimeError: no such thing" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        (["--model", "gfx942"], "no model of it; there are sm_70"),
         (["--op", "nonsense"], "nonsense"),
         (["--shapes", "nonsense"], "nonsense"),
         (["--dtype", "int8"], "int8"),

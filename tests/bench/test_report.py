@@ -75,7 +75,7 @@ def _rows(made):
 
 def _text(made, width):
     console = Console(width=width, file=io.StringIO())
-    for table in report.tables(made, narrow=width < report.ROOMY):
+    for table in report.tables(made, narrow=width < report.WIDE_ENOUGH):
         console.print(table)
     return console.file.getvalue()
 

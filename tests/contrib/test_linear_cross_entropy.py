@@ -180,6 +180,28 @@ def test_the_weights_gradient_is_there_twice_at_most():
     assert peak <= 2.1 * weight.nbytes
 
 
+def test_the_weights_gradient_adds_up_in_float32():
+    """Products of pieces are not rounded to 16 bits, whatever the number of pieces."""
+    x = torch.randint(-2, 3, (64, 8)).bfloat16() / 4  # logits need no rounding
+    weight = torch.randint(-2, 3, (50, 8)).bfloat16() / 4
+    targets, options = torch.randint(50, (64,)), (0.0, IGNORED, True)
+    one, many = (
+        ops.REDUCED.operator(x, weight, None, targets, *options, size, [True, True, False])[2]
+        for size in (64, 1)
+    )
+    assert one.dtype == many.dtype == torch.float32
+    assert_close_in_rms(many, one.double(), PRODUCTS[torch.float32])
+
+
+def test_compiled_without_a_row():
+    _, weight, bias, _ = _data(5, 4, 6, torch.float32)
+    x, targets = torch.zeros(0, 4, requires_grad=True), torch.zeros(0, dtype=torch.long)
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    loss = compiled(x, weight, targets, bias, reduction="sum", chunk_size=2)
+    assert not any(found.any() for found in torch.autograd.grad(loss, (x, weight, bias)))
+
+
 def test_how_many_rows_at_a_time():
     assert ops.chunk_rows(512, 2**15) == 128  # the least that keeps products fast
     assert ops.chunk_rows(8192, 2**15) == 1024  # an eighth
@@ -258,12 +280,15 @@ def test_two_runs_and_two_backwards_are_bitwise_equal(reduction):
 
 def test_operations_are_registered_in_full():
     x, weight, bias, targets = _data(5, 4, 6, torch.float32)
-    numbers = (0.1, IGNORED)
-    opcheck(ops.ROWS, (x, weight, bias, targets, *numbers, 2))
-    opcheck(ops.REDUCED, (x, weight, None, targets, *numbers, True, 2, True, True, False))
-    grad, lse = torch.rand(5), torch.rand(5)
-    plain = [t.detach() for t in (x, weight, bias)]
-    opcheck(ops.ROWS_BACKWARD, (grad, *plain, targets, lse, *numbers, 2, True, False, True))
+    numbers, plain = (0.1, IGNORED), [t.detach() for t in (x, weight, bias)]
+    opcheck(ops.ROWS.operator, (x, weight, bias, targets, *numbers, 2))
+    lse, needs = torch.rand(5), [True, False, True]
+    saved = (*plain, targets, lse, *numbers, 2)
+    opcheck(ops.ROWS.backward_operator, (torch.rand(5), needs, *saved))
+    needs = [True, True, False]
+    opcheck(ops.REDUCED.operator, (x, weight, None, targets, *numbers, True, 2, needs))
+    saved = (*plain[:2], None, targets, *plain[:2], torch.empty(0), *numbers, True, 2, needs)
+    opcheck(ops.REDUCED.backward_operator, (torch.rand(()), needs, *saved))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -294,18 +319,29 @@ LABELS = torch.ones(2, dtype=torch.long)
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "said"),
     [
-        ((ONES(2, 3), ONES(4, 5), LABELS), {}, ValueError, r"Pass \(..., features\), \(classes"),
-        ((ONES(2, 3), ONES(4, 3), LABELS, ONES(3)), {}, ValueError, r"bias \(3,\)"),
-        ((ONES(2, 3), ONES(4, 3), LABELS[:1]), {}, ValueError, r"for this input pass \(2,\)"),
-        ((ONES(2, 3), ONES(4, 3), ONES(2)), {}, TypeError, "targets are torch.float32"),
+        ((ONES(2, 3), ONES(4, 5), LABELS), {}, ValueError, r"Pass \(..., features\) and \("),
+        ((ONES(2, 3), ONES(4, 3), LABELS, ONES(3)), {}, ValueError, r"bias has shape \[3\] and we"),
+        ((ONES(2, 3), ONES(4, 3), LABELS[:1]), {}, ValueError, r"\[2, 3\]. Pass \[2\]"),
+        ((ONES(2, 3), ONES(4, 3), ONES(2)), {}, TypeError, "targets is torch.float32"),
         ((ONES(2, 3), ONES(4, 3).half(), LABELS), {}, TypeError, "float16, torch.float32. Pass on"),
-        ((ONES(2, 3).long(), ONES(4, 3).long(), LABELS), {}, TypeError, "dtypes are torch.int64"),
-        ((ONES(2, 3), ONES(4, 3).to("meta"), LABELS), {}, ValueError, "tensors are on cpu, meta"),
+        (
+            (ONES(2, 3).long(), ONES(4, 3).long(), LABELS),
+            {},
+            TypeError,
+            "input is torch.int64; allowed",
+        ),
+        (
+            (ONES(2, 3), ONES(4, 3).to("meta"), LABELS),
+            {},
+            ValueError,
+            "weight is on meta and input",
+        ),
         ((ONES(2, 3), ONES(4, 3), LABELS), {"reduction": "avg"}, ValueError, "'avg'; allowed are"),
         ((ONES(2, 3), ONES(4, 3), LABELS), {"label_smoothing": 2}, ValueError, "is 2.0; allowed"),
         ((ONES(2, 3), ONES(4, 3), LABELS), {"chunk_size": 0}, ValueError, "chunk_size is 0; pass"),
         ((ONES(2, 3), ONES(4, 3), LABELS), {"chunk_size": 2.0}, ValueError, "chunk_size is 2.0; p"),
-        ((ONES(2, 3), ONES(4, 3), [0, 1]), {}, TypeError, "targets is of type list; pass a tensor"),
+        ((ONES(2, 3), None, LABELS), {}, TypeError, "weight is a NoneType; pass a tensor"),
+        ((ONES(2, 3), ONES(4, 3), [0, 1]), {}, TypeError, "targets is a list; pass a tensor"),
     ],
 )
 def test_bad_input(arguments, options, error, said):

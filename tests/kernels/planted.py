@@ -1,6 +1,6 @@
 """Kernels with planted defects; run as a program it prints what the inspection says of each.
 
-    python planted.py TARGET [NAME ...]
+    python planted.py TARGET,... [NAME ...]
 
 Run by test_compiled in a process of its own, where kernels are compiled and not interpreted.
 """
@@ -15,11 +15,11 @@ import tempfile
 import triton
 import triton.language as tl
 
-from apex.kernels import _inspect, multi_tensor
+from apex.kernels import _inspect, _list_cases, multi_tensor
 from apex.kernels._cases import Case
 
-MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, own,"
-MASKED = "pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, own,"
+MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, seed,"
+MASKED = "pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, seed,"
 UNMASKED = " False,\n            )"
 LOAD = "raw = raw + (tl.load(pointers[i] + offsets),)"
 STORE = "tl.store(pointer, new[STORES[i][1]])"
@@ -27,8 +27,8 @@ STORED = "tl.store(pointer, new[STORES[i][1]], mask=mask)"
 
 
 @triton.jit
-def add(values, scalars, own):
-    return (values[0] + scalars[0] * values[1],)
+def add(values, s):
+    return (values[0] + s.a * values[1],)
 
 
 @triton.jit
@@ -82,7 +82,10 @@ def row_case(**changes):
 
 
 def list_case(module, **changes):
-    return module.case(add, "fp16 fp32 fp32", ((0, 0), (2, 0)), 1, write_only=(2,), **changes)
+    case = _list_cases.case(
+        add, "fp16 fp32 fp32", ((0, 0), (2, 0)), "a", write_only=(2,), **changes
+    )
+    return dataclasses.replace(case, kernel=module.list_kernel)
 
 
 def planted(folder, name, *changes):
@@ -128,11 +131,12 @@ def cases(folder):
 
 
 if __name__ == "__main__":
-    target, *names = sys.argv[1:]
+    targets, *names = sys.argv[1:]
+    said = {}
     with tempfile.TemporaryDirectory() as folder:
-        findings = {
-            name: _inspect.inspect(case, target)
-            for name, case in cases(folder)
-            if not names or name in names
-        }
-    print(json.dumps({name: [*f.problems, *f.advice] for name, f in findings.items()}))
+        for name, case in cases(folder):
+            if not names or name in names:
+                for target in targets.split(","):
+                    finding = _inspect.inspect(case, target)
+                    said.setdefault(target, {})[name] = [*finding.problems, *finding.advice]
+    print(json.dumps(said))

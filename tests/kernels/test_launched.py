@@ -12,7 +12,7 @@ LIST, SUMS = "list_kernel", "segment_kernel"
 GROUP_NORM = [f"group_norm_{part}" for part in ("sums", "stats", "forward")] + [
     f"group_norm_grad_{part}" for part in ("sums", "stats")
 ]
-CROSS_ENTROPY = ["cross_entropy_forward", "cross_entropy_backward"]
+CROSS_ENTROPY = [f"cross_entropy_{part}" for part in ("sums", "losses", "backward")]
 EXPECTED = {
     "adam": [LIST],
     "adam, low bits": [LIST],
@@ -24,9 +24,14 @@ EXPECTED = {
     "fused step": [LIST, SUMS, LIST],
     "amp_C": [LIST, LIST, LIST, SUMS],
     "clip": [LIST, SUMS, LIST],
-    "layer norm": ["forward", "backward", "add_up"],
-    "layer norm 1x1": ["forward", "backward", "add_up"],
-    "rms norm, wide": ["forward_wide", "backward_wide", "add_up"],
+    "layer norm": ["row_norm_forward", "row_norm_backward", "row_norm_add_up"],
+    "layer norm 1x1": ["row_norm_forward", "row_norm_backward", "row_norm_add_up"],
+    "rms norm, wide": [
+        "row_norm_forward_wide",
+        "row_norm_backward_wide",
+        "row_norm_weight_sums",
+        "row_norm_add_up",
+    ],
     "group norm": [*GROUP_NORM, "group_norm_backward"],
     "group norm 1x1": [*GROUP_NORM, "group_norm_backward"],
     "cross-entropy": CROSS_ENTROPY,

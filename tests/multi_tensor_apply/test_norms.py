@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from apex.ops.norms import PIECE, l2_norm, l2_norms, max_norms, square_sums
+from apex.ops.tensor_norms import l2_norm, l2_norms, max_norms, square_sums
 from tests.multi_tensor_apply.common import (
+    CHUNK,
     FLOATS,
     PATHS,
     PLANTED,
@@ -52,7 +53,7 @@ def test_a_factor_and_mixed_dtypes_in_order(factor, path):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_long_tensor_is_summed_as_exactly_as_a_short_one(dtype):
     """torch's own norm is 5e-4 off here."""
-    column = tensors((2**22 + PIECE + 3,), dtype)
+    column = tensors((2**22 + 2**17 + 3,), dtype)
     assert_one_rounding(l2_norms(column), _norms(column))
     assert_one_rounding(l2_norms(column, factor=0.5), _norms(column, 0.5))
 
@@ -102,6 +103,25 @@ def test_repeated_bit_for_bit(path):
     column = tensors((4097, SIZES[-1]))
     with on(path):
         assert torch.equal(l2_norms(column), l2_norms([x.clone() for x in column]))
+
+
+@pytest.mark.parametrize("bad", [None, 3, -1])
+def test_more_partial_sums_than_are_added_at_a_time(bad, monkeypatch):
+    """A program leaves one for each 8,192 elements; nan is not lost among them."""
+    kernels = pytest.importorskip("apex.kernels.partial_sums")
+    monkeypatch.setattr(kernels, "PARTIALS", 4)
+    column = tensors((3, 9 * CHUNK + 5, 4 * CHUNK, 0))
+    if bad is not None:
+        column[1][bad] = float("nan")
+    with on("triton"):
+        for norms, wanted in ((l2_norms, _norms), (max_norms, _largest)):
+            assert_one_rounding(norms(column), wanted(column))
+
+
+def test_a_tensor_is_summed_alike_whatever_is_beside_it():
+    column = tensors((4097, 12 * CHUNK))
+    with on("triton"):
+        assert torch.equal(l2_norms(column)[:1], l2_norms(column[:1]))
 
 
 def test_nothing():

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex.ops import _runtime, group_norm, layer_norm, rms_norm
+from apex.ops import _runtime, cross_entropy, group_norm, row_norms
 from apex.ops._op import op
+from apex.ops.row_norms import MEMORY_EFFICIENT, OP
 from tests.tolerance import assert_one_rounding
 from tests.vmapped import assert_backward_under_vmap
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-PATHS = ["triton", "reference", "pieces"]
 SHAPE = (4, 512)  # fewer elements need a wider tolerance in float32
 SHAPES = [(7, 123), (4, 512), (2, 3, 65), (48, 33)]  # a padded block, a full one, 3-D, many rows
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,20 +27,29 @@ class Case:
     """An operation, and how a test calls it.
 
     Attributes:
+        name: What the test is called.
         op: The operation.
-        inputs: Tensors, from the shape of the first and a dtype.
-        constants: The arguments behind the tensors, from the first tensor.
+        inputs: Shapes of the floating tensors, from that of a matrix.
+        constants: The arguments behind these tensors, from the first one.
         reference: The definition in the dtype of its tensors, of the tensors and all constants.
-        layout: How the first tensor lies in memory.
-        name: For the test's name, if it is not the operation's.
+        dtype: Of the result, from that of the tensors.
+        terms: How many terms of both signs make a gradient of a gradient, if they cancel.
+        layout: Of the first tensor in memory.
     """
 
+    name: str
     op: op
     inputs: Callable
     constants: Callable
     reference: Callable
+    dtype: Callable = lambda dtype: dtype
+    terms: int = 1
     layout: torch.memory_format = torch.contiguous_format
-    name: str = ""
+
+    @property
+    def fuses(self):
+        """Whether there is a kernel for the first tensor."""
+        return HAS_TRITON and self.op.takes(self.tensors()[0])
 
     def arguments(self, *tensors):
         return (*tensors, *self.constants(tensors[0]))
@@ -71,16 +80,26 @@ def _rows(count):
     return lambda shape: (shape, *[shape[-1:]] * (count - 1))
 
 
-def _of_row(x):
-    return (x.shape[-1:], 1e-5, x.dtype)
-
-
 def _layer(x, weight, bias, shape, eps, *_):
-    return layer_norm.reference(x, weight, bias, shape, eps)
+    return row_norms.layer_norm_reference(x, weight, bias, shape, eps)
 
 
-def _rms(x, weight, shape, eps, *_):
-    return rms_norm.reference(x, weight, shape, eps)
+def _rms(x, weight, bias, shape, eps, *_):
+    return row_norms.rms_norm_reference(x, weight, shape, eps)
+
+
+def _logits(shape):
+    return [(math.prod(shape[:-1]) if shape[-1] else 0, shape[-1])]
+
+
+def _labels(logits):
+    """Labels, the first of them that of rows to leave out; smoothing; that label."""
+    rows, classes = logits.shape
+    return (11 * torch.arange(rows) + 3) % classes, 0.1, 3
+
+
+def _at_least_float32(dtype):
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _images(shape):
@@ -88,60 +107,94 @@ def _images(shape):
     return (2, channels, shape[0], 2), (channels,), (channels,)
 
 
-def _of_group(x):
+def _of_groups(x):
     return 3, 1e-5, True
 
 
+_GROUP_NORM = (group_norm.OP, _images, _of_groups, group_norm.reference)
+
 CASES = [
-    Case(layer_norm.OP, _rows(3), _of_row, _layer),
-    Case(rms_norm.OP, _rows(2), _of_row, _rms),
-    Case(layer_norm.MEMORY_EFFICIENT, _rows(3), lambda x: (*_of_row(x), x.dtype), _layer),
-    Case(rms_norm.MEMORY_EFFICIENT, _rows(2), lambda x: (*_of_row(x), x.dtype), _rms),
-    Case(group_norm.OP, _images, _of_group, group_norm.reference),
+    Case("layer_norm", OP, _rows(3), lambda x: (x.shape[-1:], 1e-5, True, x.dtype), _layer),
+    Case("rms_norm", OP, _rows(2), lambda x: (None, x.shape[-1:], 1e-5, False, x.dtype), _rms),
     Case(
-        group_norm.OP, _images, _of_group, group_norm.reference, torch.channels_last,
-        "group_norm_of_channels_last",
+        "layer_norm from the output",
+        MEMORY_EFFICIENT,
+        _rows(3),
+        lambda x: (x.shape[-1:], 1e-5, True, x.dtype, x.dtype),
+        _layer,
     ),
-]  # fmt: skip
+    Case(
+        "rms_norm from the output",
+        MEMORY_EFFICIENT,
+        _rows(2),
+        lambda x: (None, x.shape[-1:], 1e-5, False, x.dtype, x.dtype),
+        _rms,
+    ),
+    Case(
+        "cross_entropy",
+        cross_entropy.OP,
+        _logits,
+        _labels,
+        cross_entropy.reference,
+        dtype=_at_least_float32,
+        terms=SHAPE[1],
+    ),
+    Case("group_norm, channels first", *_GROUP_NORM),
+    Case("group_norm, channels last", *_GROUP_NORM, layout=torch.channels_last),
+]
+
+
+def _paths(case):
+    """Every way to compute: kernels in the interpreter, the definition, pieces on a CPU."""
+    found = ["triton"] if case.fuses else []
+    has_pieces = case.op.pieces is not None and not case.op.own_backward
+    return [*found, "reference", *["pieces"] * has_pieces]
+
+
+def _pairs(cases):
+    pairs = [(case, path) for case in cases for path in _paths(case)]
+    ids = [f"{case.name}-{path}" for case, path in pairs]
+    return pytest.mark.parametrize(("case", "path"), pairs, ids=ids, indirect=["path"])
+
+
 # Gradients from a rounded output are those of another input: see the operations' own tests.
 FROM_INPUT = [case for case in CASES if not case.op.own_backward]
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name or case.op.name)
-from_input = pytest.mark.parametrize("case", FROM_INPUT, ids=lambda case: case.name or case.op.name)
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_path = _pairs(CASES)
+from_input = _pairs(FROM_INPUT)
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture
 def path(request, monkeypatch):
-    """Every way to compute: kernels in the interpreter, the definition, pieces on a CPU."""
-    case = request.node.callspec.params["case"]
-    if request.param == "triton" and not HAS_TRITON:
-        pytest.skip("needs triton")
+    """Compute this way in a test."""
     if request.param == "pieces":
-        if case.op.pieces is None or case.op.own_backward:
-            pytest.skip("has no pieces, or nothing else on a CPU")
+        case = request.node.callspec.params["case"]
         monkeypatch.setattr(case.op.pieces, "pays", lambda *args: True)
         yield request.param
-        return
-    with _runtime.use(request.param):
-        yield request.param
+    else:
+        with _runtime.use(request.param):
+            yield request.param
 
 
 def random(*shape, seed=9):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def fused(case, path, x):
-    """Whether the kernel runs on this path."""
-    return path == "triton" and case.op.takes(x)
-
-
 def double(tensors):
     return [tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
-def assert_exact(case, tensors, dy, path):
+def strided(shape):
+    """A gradient that is not contiguous, and has one number a row."""
+    rows, *others = shape
+    return random(2 * rows, *[1] * len(others))[::2].expand(shape)
+
+
+def assert_exact(case, tensors, path, gradient=lambda shape: random(*shape)):
     """Compare the result and all gradients with those of the definition in float64."""
     exact_tensors = double(tensors)
     y, exact = case(*tensors), case.exact(*exact_tensors)
+    dy = gradient(y.shape)
     close = functools.partial(assert_one_rounding, interpreted=path == "triton")
     close(y.detach(), exact.detach())
     grads = torch.autograd.grad(y, tensors, dy.to(y.dtype))
@@ -160,30 +213,28 @@ def assert_same_bits(some, others):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.02], ids=["unit", "small"])  # small: eps matters
 def test_forward_and_gradients_are_one_rounding_off(case, path, dtype, shape, scale):
-    tensors = case.tensors(shape, dtype, scale)
-    assert_exact(case, tensors, random(*tensors[0].shape), path)
+    assert_exact(case, case.tensors(shape, dtype, scale), path)
 
 
 @from_input
 def test_noncontiguous_tensors(case, path):
     tensors = case.tensors(step=2)
     assert not any(tensor.is_contiguous() for tensor in tensors)
-    (x, *_) = tensors
-    assert_exact(case, tensors, random(len(x), *[1] * (x.dim() - 1)).expand(x.shape), path)
+    assert_exact(case, tensors, path, strided)
 
 
-@every
+@every_path
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5), (3, 0)], ids=str)
 def test_size_zero(case, path, shape):
     tensors = case.tensors(shape)
     y = case(*tensors)
-    assert y.shape == tensors[0].shape
+    assert y.shape == case.exact(*tensors).shape
     assert_same_bits(torch.autograd.grad(y.sum(), tensors), map(torch.zeros_like, tensors))
     output = case.operator(*tensors)[0]
     assert_same_bits(torch.autograd.grad(output.sum(), tensors), map(torch.zeros_like, tensors))
 
 
-@every
+@every_path
 def test_only_gradients_that_are_needed(case, path):
     tensors = case.tensors()
     wanted = torch.autograd.grad(case(*tensors).sum(), tensors)
@@ -194,7 +245,7 @@ def test_only_gradients_that_are_needed(case, path):
         assert torch.equal(leaf.grad, wanted[number])
 
 
-@every
+@every_path
 def test_repeats_bit_for_bit_and_evaluation_has_the_bits_of_training(case, path):
     tensors, runs = case.tensors((300, 33), torch.float16), []
     for _ in range(2):
@@ -221,15 +272,15 @@ def test_gradients_of_gradients(case, path, through):
 
     function = case if through == "call" else lambda *tensors: case.operator(*tensors)[0]
     tensors = case.tensors()
-    dy = random(*tensors[0].shape).requires_grad_()
+    dy = random(*case(*tensors).shape).requires_grad_()
     vectors = [random(*tensor.shape, seed=8) for tensor in tensors]
     found = second(function, tensors, dy, vectors)
     exact = second(case.exact, double(tensors), *double([dy]), double(vectors))
     for actual, expected in zip(found, exact, strict=True):
-        assert_one_rounding(actual, expected)
+        assert_one_rounding(actual, expected, added=case.terms)
 
 
-@every
+@every_path
 @pytest.mark.parametrize("other", [lambda x: 1 * x, torch.exp], ids=["same", "computed"])
 def test_gradients_of_gradients_where_one_argument_comes_from_another(case, path, other):
     """``f(x, g(x))``: partial derivatives, with a path of their own for each argument."""
@@ -249,7 +300,7 @@ def test_gradients_of_gradients_where_one_argument_comes_from_another(case, path
     assert_one_rounding(second(case, x), exact, added=64 * 64)  # terms of both signs cancel
 
 
-@every
+@every_path
 def test_opcheck(case, path):
     tensors = case.tensors((6, 10))
     torch.library.opcheck(case.op.operator, case.arguments(*tensors))
@@ -260,11 +311,10 @@ def test_opcheck(case, path):
                                  for a in case.arguments(*tensors)], strict=True)  # fmt: skip
     rest = [known[name] for name in (*case.op.saves, *case.op.constants)]
     needs = [True] * len(case.op.grads)
-    dy = random(*y.shape[::-1]).permute(*reversed(range(y.dim())))  # of other strides
-    torch.library.opcheck(case.op.backward_operator, (dy, needs, *rest))
+    torch.library.opcheck(case.op.backward_operator, (strided(y.shape), needs, *rest))
 
 
-@every
+@every_path
 def test_compiles_to_one_operator(case, path):
     graphs = []
 
@@ -276,10 +326,10 @@ def test_compiles_to_one_operator(case, path):
     compiled = torch.compile(case, fullgraph=True, dynamic=True, backend=backend)
     for rows, stance in ((6, "default"), (9, "fail_on_recompile")):  # no guard on the size
         tensors = case.tensors((rows, 10))
-        dy = random(*tensors[0].shape)
         with torch.compiler.set_stance(stance):
             y = compiled(*tensors)
         expected = case(*tensors)
+        dy = random(*expected.shape)
         torch.testing.assert_close(y, expected)
         for a, b in zip(
             torch.autograd.grad(y, tensors, dy), torch.autograd.grad(expected, tensors, dy),
@@ -287,26 +337,26 @@ def test_compiles_to_one_operator(case, path):
         ):  # fmt: skip
             torch.testing.assert_close(a, b)
     has_operator = case.op.operator in [node.target for node in graphs[-1].graph.nodes]
-    assert has_operator == (fused(case, path, tensors[0]) or case.op.own_backward)
+    assert has_operator == (path == "triton" or case.op.own_backward)
 
 
 @every
 def test_dispatch_mode_sees_one_operator(case):
-    seen, tensors = [], case.tensors()
+    seen = []
 
     class Record(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
-    with _runtime.use("triton" if HAS_TRITON else "reference"), Record():
-        case(*tensors).sum().backward()
-    if (HAS_TRITON and case.op.takes(tensors[0])) or case.op.own_backward:
+    with _runtime.use("triton" if case.fuses else "reference"), Record():
+        case(*case.tensors()).sum().backward()
+    if case.fuses or case.op.own_backward:
         assert case.op.operator in seen
         assert case.op.backward_operator in seen
 
 
-@every
+@every_path
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for jvp
 def test_transforms_of_torch_func(case, path):
     tensors = [torch.stack([t, 2 * t]).detach() for t in case.tensors()]
@@ -315,20 +365,21 @@ def test_transforms_of_torch_func(case, path):
     first = [t[0] for t in tensors]
     exact = double(first)
     total = case.exact(*exact).square().sum()
-    gradients = torch.func.grad(lambda *given: case(*given).square().sum(), (0, 1))(*first)
-    for actual, expected in zip(gradients, torch.autograd.grad(total, exact[:2]), strict=True):
+    numbers = tuple(range(len(first)))
+    gradients = torch.func.grad(lambda *given: case(*given).square().sum(), numbers)(*first)
+    for actual, expected in zip(gradients, torch.autograd.grad(total, exact), strict=True):
         assert_one_rounding(actual, expected, added=first[0].shape[0])
     _, tangent = torch.func.jvp(case, tuple(first), tuple(map(torch.ones_like, first)))
-    assert tangent.shape == first[0].shape
+    assert tangent.shape == wanted[0].shape
 
 
-@every
+@every_path
 def test_a_backward_under_vmap(case, path):
     tensors = case.tensors((5, 66))
     assert_backward_under_vmap(case(*tensors), tensors)
 
 
-@every
+@every_path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_autocast(case, path, dtype):
     tensors = case.tensors(dtype=dtype)
@@ -337,44 +388,40 @@ def test_autocast(case, path, dtype):
         y = case(*given)
         grads = torch.autograd.grad(y.sum(), tensors)
     expected = {"half": torch.bfloat16, "float": torch.float32, "leave": dtype}[case.op.autocast]
-    assert y.dtype == (dtype if dtype == torch.float64 else expected)
+    assert y.dtype == case.dtype(dtype if dtype == torch.float64 else expected)
     assert all(grad.dtype == dtype for grad in grads)
 
 
-@every
+@every_path
 def test_a_change_of_what_is_saved_is_noticed(case, path):
+    if path == "reference" and not case.op.own_backward:
+        pytest.skip("PyTorch's functions save what they need")
     tensors = case.tensors()
     first = tensors[0] * 1
     y = case(first, *tensors[1:])
     (y if case.op.own_backward else first).detach().mul_(2)
-    if case.layout != torch.contiguous_format and path == "reference":
-        y.sum().backward()  # a copy was saved
-        return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
-@every
+@from_input
 def test_the_output_may_be_changed_in_place(case, path):
     """As a residual connection does; and gradients may be detached, as old training loops do."""
-    if case.op.own_backward:
-        pytest.skip("keeps its output")
     tensors = case.tensors()
-    dy = random(*tensors[0].shape)
-    wanted = torch.autograd.grad(case(*tensors), tensors, 2 * dy)
     y = case(*tensors)
+    dy = random(*y.shape)
+    wanted = torch.autograd.grad(case(*tensors), tensors, 2 * dy)
     y += 1.0
     y.mul_(2.0).backward(dy)
     assert_same_bits([tensor.grad.detach_() for tensor in tensors], wanted)
 
 
 @every
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 def test_what_ran_forward_runs_backward(case):
     """A backward outside of the block that chose the kernel still finds what it saved."""
-    if not HAS_TRITON:
-        pytest.skip("needs triton")
     tensors = case.tensors()
-    dy = random(*tensors[0].shape)
+    dy = random(*case.exact(*tensors).shape)
     with _runtime.use("triton"):
         wanted = torch.autograd.grad(case(*tensors), tensors, dy)
         y = case(*tensors)

@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from apex.ops import _runtime
-from apex.ops.layer_norm import layer_norm
-from apex.ops.layer_norm import reference as layer_norm_reference
-from apex.ops.rms_norm import reference as rms_norm_reference
-from apex.ops.rms_norm import rms_norm
+from apex.ops.row_norms import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -300,13 +297,26 @@ def test_weights_of_zero(name, path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("columns", [2000, 9000])
 @pytest.mark.parametrize("name", NORMS)
-def test_more_programs_than_the_second_stage_adds_at_a_time(name, monkeypatch):
-    from apex.kernels import _row_norms as kernels
+def test_more_programs_than_the_second_stage_adds_at_a_time(name, columns, monkeypatch):
+    from apex.kernels import row_norms as kernels
 
     monkeypatch.setattr(kernels, "ROWS_PER_PROGRAM", 1)
+    monkeypatch.setattr(kernels, "TILE_ROWS", 2)
+    monkeypatch.setattr(kernels, "SUM_TILE", 64)
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 128)
-    _check(name, "triton", _inputs(name, (70, 2000), (2000,), torch.float32), (2000,))
+    _check(name, "triton", _inputs(name, (70, columns), (columns,), torch.float32), (columns,))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize(("columns", "programs"), [(8192, 256), (4096, 256), (2048, 256), (64, 8)])
+def test_the_second_stage_has_a_program_for_each_multiprocessor(columns, programs):
+    from apex.kernels import row_norms as kernels
+
+    rows, across = kernels._sum_tile(columns, 132)
+    assert -(-columns // across) == programs
+    assert rows * across == kernels.SUM_TILE
 
 
 # --- what is refused ----------------------------------------------------------------------------

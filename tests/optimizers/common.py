@@ -19,13 +19,32 @@ from tests.tolerance import assert_one_rounding
 PATHS = (None, "reference", "triton")  # torch's own kernels, the definition, the interpreter
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SHAPES = ((), (1,), (7,), (0,), (33, 5), (3, 4, 5))
-EVERY = {  # one way to make each, with state and with weight decay
-    "FusedAdam": lambda params, **more: FusedAdam(params, **{"lr": 0.02, **more}),
-    "FusedSGD": lambda params, **more: FusedSGD(params, **{"lr": 0.05, "momentum": 0.9, **more}),
-    "FusedAdagrad": lambda params, **more: FusedAdagrad(params, **{"lr": 0.05, **more}),
-    "FusedNovoGrad": lambda params, **more: FusedNovoGrad(params, **{"lr": 0.02, **more}),
-    "FusedLAMB": lambda params, **more: FusedLAMB(params, **{"lr": 0.02, **more}),
+MODES = {  # each with state, and with weight decay in both of its modes
+    "FusedAdam": (FusedAdam, {"lr": 0.02}),
+    "FusedAdam, L2": (FusedAdam, {"lr": 0.02, "adam_w_mode": False}),
+    "FusedSGD": (FusedSGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
+    "FusedSGD, after": (FusedSGD, {"lr": 0.05, "momentum": 0.9, "wd_after_momentum": True}),
+    "FusedAdagrad": (FusedAdagrad, {"lr": 0.05}),
+    "FusedAdagrad, decoupled": (FusedAdagrad, {"lr": 0.05, "adagrad_w_mode": True}),
+    "FusedNovoGrad": (FusedNovoGrad, {"lr": 0.02}),
+    "FusedNovoGrad, inside": (FusedNovoGrad, {"lr": 0.02, "reg_inside_moment": True}),
+    "FusedLAMB": (FusedLAMB, {"lr": 0.02}),
+    "FusedLAMB, L2": (FusedLAMB, {"lr": 0.02, "adam_w_mode": False}),
 }
+
+
+def maker(name):
+    """How the tests make an optimizer: with weight decay, and what they add."""
+    kind, options = MODES[name]
+    return lambda params, **more: kind(params, **{"weight_decay": 0.1, **options, **more})
+
+
+EVERY = {name: maker(name) for name in MODES if "," not in name}  # one way to make each
+
+
+def in_two_groups(params, lr=0.03):
+    """Every other parameter in a group of its own with another learning rate."""
+    return [{"params": params[::2]}, {"params": params[1::2], "lr": lr}]
 
 
 def on(path):
@@ -70,16 +89,21 @@ def same(left, right):
 def check_steps(optimizer, oracle, steps, path):
     """Compare each step with float64, from what was stored before it.
 
+    Gradients are scaled, but for torch's own kernels, and a step is skipped.
     ``oracle(group, number, grad, param, state, norm)`` returns the new parameter and the new slots;
     ``norm`` is what NovoGrad keeps for the tensor.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    factor = 1.0 if path is None else 0.125
     for number in range(1, steps + 1):
-        give_grads(params, number)
+        give_grads(params, number, 1 / factor)
+        if number == 2:
+            with on(path):
+                optimizer.step_scaled(factor, torch.ones(()))
         before = copy.deepcopy(optimizer.state_dict()["state"])
         old = values(params)
         with on(path):
-            optimizer.step()
+            optimizer.step_scaled(factor)
         pairs, index = [], 0
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -89,7 +113,7 @@ def check_steps(optimizer, oracle, steps, path):
                 }
                 norm = norm_of(optimizer, group, param)
                 wanted, slots = oracle(
-                    group, number, param.grad.double(), old[index].double(), state, norm
+                    group, number, factor * param.grad.double(), old[index].double(), state, norm
                 )
                 pairs.append(("param", param.detach(), wanted))
                 for slot, exact in slots.items():

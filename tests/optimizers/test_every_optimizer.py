@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import io
 import pickle
 import warnings
@@ -10,19 +11,23 @@ import pytest
 import torch
 
 from apex import amp
+from apex.contrib import optimizers as contrib
 from apex.ops import _runtime
-from apex.optimizers import FusedLAMB, FusedNovoGrad
+from apex.optimizers import FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad
+from apex.parallel import LARC
 from tests.optimizers.common import (
     EVERY,
+    MODES,
     PATHS,
     give_grads,
+    maker,
     on,
     parameters,
     same,
     train,
     values,
 )
-from tests.tolerance import assert_one_rounding
+from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rounding
 
 SMALL = ((7,), (33, 5))
 every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY.keys())
@@ -30,14 +35,17 @@ paths = pytest.mark.parametrize("path", PATHS)
 
 
 @contextlib.contextmanager
-def lagging_device():
+def lagging_device(path="reference"):
     """Take the CPU for a device that lags behind the host: reading it would wait."""
 
     def refused(*_):
         raise AssertionError("the host waits for the device")
 
-    with pytest.MonkeyPatch.context() as patch, _runtime.use("reference"):
+    with pytest.MonkeyPatch.context() as patch, _runtime.use(path):
         patch.setattr(_runtime, "waits", lambda device: True)
+        if path == "triton":  # whose interpreter reads
+            yield
+            return
         for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__"):
             patch.setattr(torch.Tensor, name, refused)
         for name in ("__int__", "__index__"):
@@ -161,10 +169,23 @@ def channels_last_3d():
     return torch.nn.Parameter(torch.randn(2, 3, 4, 5, 2).to(memory_format=torch.channels_last_3d))
 
 
-@every
+LAYOUTS = [  # with the gradient's in the same one or contiguous; the first two for every optimizer
+    (strided, True),
+    (channels_last, False),
+    (strided, False),
+    (channels_last, True),
+    (transposed, False),
+    (channels_last_3d, False),
+]
+LAYOUT_CASES = [
+    (make, layout, contiguous)
+    for name, make in EVERY.items()
+    for layout, contiguous in LAYOUTS[: None if name == "FusedAdam" else 2]
+]
+
+
 @paths
-@pytest.mark.parametrize("layout", [transposed, strided, channels_last, channels_last_3d])
-@pytest.mark.parametrize("grad_is_contiguous", [True, False])
+@pytest.mark.parametrize(("make", "layout", "grad_is_contiguous"), LAYOUT_CASES)
 def test_layouts(make, path, layout, grad_is_contiguous):
     param = layout()
     twin = torch.nn.Parameter(param.detach().contiguous())
@@ -234,25 +255,43 @@ def _equal(left, right):
     return left == right
 
 
-@every
-def test_a_device_that_lags_is_not_waited_for(make):
-    """Skipped and landed steps give what they give when the flag is read."""
-    flags = (0.0, 1.0, 0.0)
-    expected, params = parameters(), parameters()
-    plain, optimizer = make(expected), make(params)
-    for number, flag in enumerate(flags):
-        give_grads(expected, number)
-        with on("reference"):
-            plain.step_scaled(torch.tensor(0.5), torch.tensor(flag), write_grads=True)
-        give_grads(params, number)
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(flag)
-        with lagging_device():
+@pytest.mark.parametrize(
+    ("path", "lags"),
+    [*((path, False) for path in PATHS), ("reference", True), ("triton", True)],
+)
+@pytest.mark.parametrize("name", MODES)
+def test_scaled_and_skipped_steps_of_two_groups(name, path, lags):
+    """Against the definition in float64, unscaled, which takes those steps that count.
+
+    A device that lags behind the host is not waited for.
+    """
+    params, exact = parameters(), parameters()
+    wide = [torch.nn.Parameter(param.detach().double()) for param in exact]
+    groups = [
+        [{"params": p[:3]}, {"params": p[3:], "lr": 0.07, "weight_decay": 0.03}]
+        for p in (params, wide)
+    ]
+    optimizer, plain = (maker(name)(group) for group in groups)
+    for number, skipped in enumerate((True, False, True, False, False)):
+        give_grads(params, number, scale=8.0)
+        if skipped:
+            params[2].grad[0] = float("nan")
+        for param, other in zip(params, wide, strict=True):
+            other.grad = param.grad.double() / 8
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(float(skipped))
+        with lagging_device(path) if lags else on(path):
             optimizer.step()
-    for actual, exact in zip(params, expected, strict=True):
-        if exact.numel():
-            assert_one_rounding(actual.detach(), exact.detach().double())
+        if not skipped:
+            with on("reference"):
+                plain.step()
+    for param, other in zip(params, wide, strict=True):
+        pairs = [(param, other)]
+        pairs += [(optimizer.state[param][s], plain.state[other][s]) for s in optimizer.slots]
+        for actual, wanted in pairs:
+            if wanted.numel():
+                assert_close_to_largest(actual.detach(), wanted.detach(), THREE_STEPS)
     if optimizer._counts_steps:
-        assert int(optimizer.param_groups[0]["step"]) == 2
+        assert [int(group["step"]) for group in optimizer.param_groups] == [3, 3]
 
 
 @every
@@ -305,12 +344,25 @@ def test_other_data_with_the_old_state_is_refused(make, path):
     before = values(params)
     for what in ("gradient", optimizer.slots[0]):
         with (
-            pytest.raises(RuntimeError, match=rf"the {what} of .* 165 .* the parameter 9 "),
+            pytest.raises(RuntimeError, match=rf"the {what} of .*\(33, 5\) .* be \(9,\) "),
             on(path),
         ):
             optimizer.step()
         assert same(values(params), before)
         params[1].grad = torch.ones(9)
+
+
+@every
+def test_transposed_data_with_the_old_state_are_refused(make):
+    """As many elements, but each would meet another one's moments."""
+    params = parameters(shapes=[(2, 3)])
+    optimizer = make(params)
+    train(optimizer, params, range(1))
+    params[0].grad = None
+    params[0].data = torch.zeros(3, 2)
+    params[0].grad = torch.ones(3, 2)
+    with pytest.raises(RuntimeError, match=rf"the {optimizer.slots[0]} of .*\(2, 3\).*\(3, 2\)"):
+        optimizer.step()
 
 
 @every
@@ -349,13 +401,18 @@ def test_the_state_of_a_relative_is_refused(other):
                 make(params).load_state_dict(relative.state_dict())
 
 
-def test_what_a_program_keeps_beside_the_state_is_its_own():
+@every
+def test_what_a_program_keeps_beside_the_state_is_its_own(make):
+    """An average of the weights, of a parameter without gradients too."""
     params = parameters(shapes=SMALL)
-    optimizer = FusedLAMB(params)
-    optimizer.state[params[0]]["average"] = torch.zeros(2)
+    optimizer = make(params)
+    train(optimizer, params[:1], range(1))
+    for param in params:
+        optimizer.state[param].update(average=torch.ones_like(param), pair=torch.zeros(2))
     optimizer.state["epoch"] = 5
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.state["epoch"] == 5
+    assert all(optimizer.state[param]["average"].eq(1).all() for param in params)
     train(optimizer, params, range(1))
 
 
@@ -449,6 +506,21 @@ def test_torch_grad_scaler_drives_the_step(make, historic):
             optimizer.zero_grad()
     assert scaler.get_scale() == 512.0
     assert same(values(params), values(expected))
+
+
+@every
+def test_an_optimizer_without_gradients_is_passed_over(make):
+    """The scaler's flag for it is the integer 0, the sum over no devices."""
+    idle, busy = parameters(shapes=SMALL)
+    optimizers = [make([idle]), make([busy])]
+    before = values([idle, busy])
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(busy.square().sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    unchanged = [torch.equal(a, b) for a, b in zip(before, values([idle, busy]), strict=True)]
+    assert unchanged == [True, False]
 
 
 @every
@@ -592,6 +664,30 @@ def test_closures_hooks_and_schedulers(make):
     assert seen == ["hook"]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
+@every
+def test_a_training_step_that_is_compiled(make):
+    """The step itself is a graph break."""
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        optimizer = LARC(make(model.parameters()))
+
+        def step(x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        torch._dynamo.reset()
+        run = torch.compile(step, backend="eager") if compiled else step
+        losses = [run(torch.full((2, 4), float(number))) for number in range(1, 4)]
+        results.append([*losses, *values(model.parameters())])
+    assert same(*results)
+
+
 @every
 def test_named_parameters(make):
     model = torch.nn.Linear(3, 2)
@@ -682,6 +778,7 @@ def test_other_dtypes_are_refused(make, dtype):
         ({"lr": "0.1"}, "Invalid learning rate: 0.1"),
         ({"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
         ({"lr": torch.ones(2)}, "must have one element"),
+        ({"lr": torch.tensor(-1.0)}, "Invalid learning rate: -1.0"),
     ],
 )
 def test_numbers_out_of_range(make, options, words):
@@ -694,6 +791,24 @@ def test_numbers_out_of_range(make, options, words):
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedNovoGrad", "FusedLAMB"])
+def test_betas_are_two(name):
+    with pytest.raises(ValueError, match=r"Invalid betas: \(0.9,\). .* needs two"):
+        EVERY[name](parameters(), betas=(0.9,))
+
+
+@every
+def test_numbers_of_a_loaded_state(make):
+    params = parameters(shapes=SMALL)
+    optimizer = make(params)
+    train(optimizer, params, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="Invalid learning rate: -1.0"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] > 0
+
+
 @every
 def test_no_parameters(make):
     with pytest.raises(ValueError, match="empty parameter list"):
@@ -701,9 +816,62 @@ def test_no_parameters(make):
 
 
 @every
-def test_unknown_keys_of_a_group(make):
-    with pytest.raises(ValueError, match=r"unknown key\(s\) learning_rate; known are"):
-        make([{"params": parameters(), "learning_rate": 0.1}])
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("learning_rate", "lr"),
+        ("LR", "lr"),
+        ("weight_decy", "weight_decay"),
+        ("stroage", "storage"),
+    ],
+)
+def test_misspelt_keys_of_a_group(make, key, meant):
+    with pytest.raises(ValueError, match=f"unknown key '{key}'. Write '{meant}'"):
+        make([{"params": parameters(), key: 0.1}])
+
+
+@every
+def test_keys_of_a_programs_own(make):
+    """timm's, Megatron's, flags of scripts, and what torch's schedulers write."""
+    keys = {"lr_scale": 0.5, "wd_mult": 1.0, "is_expert_parallel": False, "no_weight_decay": True}
+    keys |= {"name": "head", "max_lr": 0.1, "decay": 3, "beta1": None, "amsgrad": False}
+    optimizer = make([{"params": parameters(), **keys}])
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer = make(parameters())
+    optimizer.load_state_dict(saved)
+    del keys["amsgrad"]
+    assert keys.items() <= optimizer.param_groups[0].items()
+
+
+@every
+@pytest.mark.parametrize("key", ["amsgrad", "maximize"])
+def test_keys_that_change_the_maths(make, key):
+    with pytest.raises(ValueError, match=f"{key}=True, which this optimizer does not do"):
+        make([{"params": parameters(), key: True}])
+    with pytest.raises(ValueError, match="lr_decay=0.1, which this"):
+        EVERY["FusedAdagrad"]([{"params": parameters(), "lr_decay": 0.1}])
+
+
+OTHERS = (FusedMixedPrecisionLamb, contrib.FusedAdam, contrib.FusedLAMB)
+
+
+@pytest.mark.parametrize("kind", [*dict.fromkeys(kind for kind, _ in MODES.values()), *OTHERS])
+def test_arguments_of_the_constructor_in_a_group(kind):
+    """torch's ZeroRedundancyOptimizer puts them there, which is right if they are the same."""
+    defaults = inspect.signature(kind).parameters
+    given = {
+        name: not known.default if isinstance(known.default, bool) else known.default
+        for name, known in defaults.items()
+        if name not in ("params", "amsgrad", "capturable", "master_weights", "eps_inside_sqrt")
+    }
+    given |= {"lr": 0.1, "nesterov": False}
+    given = {name: value for name, value in given.items() if name in defaults}
+    optimizer = kind([{"params": parameters(), **given}], **given)
+    for name, value in given.items():
+        if name not in ("step", *optimizer.defaults):
+            with pytest.raises(ValueError, match=f"a group has {name}=.*holds for all groups"):
+                optimizer.add_param_group({"params": [torch.zeros(2)], name: (value,)})
+    assert len(optimizer.param_groups) == 1
 
 
 @every

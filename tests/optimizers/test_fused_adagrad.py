@@ -1,10 +1,19 @@
-"""FusedAdagrad: the formula and its twin in torch.optim."""
+"""FusedAdagrad: the formula and torch's own."""
 
 import pytest
 import torch
 
 from apex.optimizers import FusedAdagrad
-from tests.optimizers.common import DTYPES, PATHS, check_steps, fuzz, parameters, same, train
+from tests.optimizers.common import (
+    DTYPES,
+    PATHS,
+    check_steps,
+    fuzz,
+    in_two_groups,
+    parameters,
+    same,
+    train,
+)
 from tests.tolerance import assert_one_rounding
 
 SMALL = ((7,), (33, 5))
@@ -28,7 +37,8 @@ def oracle(mode):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("decay", "mode"), [(0.0, False), (0.1, False), (0.1, True)])
 def test_formula(dtype, path, decay, mode):
-    optimizer = FusedAdagrad(parameters(dtype), 0.05, 1e-8, decay, adagrad_w_mode=mode)
+    groups = in_two_groups(parameters(dtype))
+    optimizer = FusedAdagrad(groups, 0.05, 1e-8, decay, adagrad_w_mode=mode)
     check_steps(optimizer, oracle(mode), 2 if path == "triton" else 20, path)
 
 
@@ -44,40 +54,40 @@ def test_awkward_lists(seed, dtype):
     fuzz(lambda params: FusedAdagrad(params, weight_decay=0.1), seed, dtype, "triton")
 
 
-# -- the twin ------------------------------------------------------------------------------------
+# -- torch's optimizer -----------------------------------------------------------------------------
 
 
-def test_equals_the_twin():
+def test_equals_torch():
     ours, theirs = parameters(), parameters()
     left = train(FusedAdagrad(ours, weight_decay=0.1), ours, range(20))
-    twin = torch.optim.Adagrad(theirs, weight_decay=0.1, fused=True)
-    assert same(left, train(twin, theirs, range(20)))
+    plain = torch.optim.Adagrad(theirs, weight_decay=0.1, fused=True)
+    assert same(left, train(plain, theirs, range(20)))
 
 
-def test_definition_equals_the_twin_in_float64():
+def test_definition_equals_torch_in_float64():
     ours, theirs = parameters(torch.float64), parameters(torch.float64)
     left = train(FusedAdagrad(ours, weight_decay=0.1), ours, range(3))
-    twin = torch.optim.Adagrad(theirs, weight_decay=0.1, foreach=False)
-    for actual, exact in zip(left, train(twin, theirs, range(3)), strict=True):
+    plain = torch.optim.Adagrad(theirs, weight_decay=0.1, foreach=False)
+    for actual, exact in zip(left, train(plain, theirs, range(3)), strict=True):
         assert_one_rounding(actual, exact)
 
 
 @pytest.mark.parametrize("start", [0.0, 0.5])
-def test_switching_from_and_to_the_twin(start):
-    def twin(params):
+def test_switching_from_and_to_torch(start):
+    def torch_optimizer(params):
         return torch.optim.Adagrad(
             params, weight_decay=0.1, fused=True, initial_accumulator_value=start
         )
 
     alone, params = parameters(), parameters()
-    expected = train(twin(alone), alone, range(15))
-    first = twin(params)
+    expected = train(torch_optimizer(alone), alone, range(15))
+    first = torch_optimizer(params)
     train(first, params, range(5))
     second = FusedAdagrad(params, weight_decay=0.1)
     second.load_state_dict(first.state_dict())
     train(second, params, range(5, 10))
     assert "step" not in second.param_groups[0]
-    third = twin(params)
+    third = torch_optimizer(params)
     third.load_state_dict(second.torch_state_dict())
     third.param_groups[0]["fused"] = True  # loading replaces a group's options
     assert same(train(third, params, range(10, 15)), expected)

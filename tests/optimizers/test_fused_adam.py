@@ -1,4 +1,4 @@
-"""FusedAdam: the formula, the twins in torch.optim, masters, storages, CUDA-graph state."""
+"""FusedAdam: the formula, torch's Adam and AdamW, masters, storages, CUDA-graph state."""
 
 import copy
 import itertools
@@ -15,13 +15,14 @@ from tests.optimizers.common import (
     check_steps,
     fuzz,
     give_grads,
+    in_two_groups,
     on,
     parameters,
     same,
     train,
     values,
 )
-from tests.tolerance import CLIPPED, TWIN_IN_FLOAT64, assert_close_to_largest
+from tests.tolerance import CLIPPED, TORCH_IN_FLOAT64, assert_close_to_largest
 
 SMALL = ((7,), (33, 5))
 
@@ -51,9 +52,8 @@ def oracle(mode):
     ("decay", "mode", "bias"), [(0.0, True, True), (0.1, True, True), (0.1, False, False)]
 )
 def test_formula(dtype, path, decay, mode, bias):
-    optimizer = FusedAdam(
-        parameters(dtype), lr=0.02, weight_decay=decay, adam_w_mode=mode, bias_correction=bias
-    )
+    options = {"weight_decay": decay, "adam_w_mode": mode, "bias_correction": bias}
+    optimizer = FusedAdam(in_two_groups(parameters(dtype)), lr=0.02, **options)
     check_steps(optimizer, oracle(mode), 2 if path == "triton" else 20, path)
 
 
@@ -88,59 +88,59 @@ def test_more_awkward_lists(seed, path):
     fuzz(lambda params: FusedAdam(params, weight_decay=0.1), seed, torch.float32, path)
 
 
-# -- the twins -----------------------------------------------------------------------------------
+# -- torch's optimizers ----------------------------------------------------------------------------
 
-TWINS = [(torch.optim.AdamW, True), (torch.optim.Adam, False)]
-
-
-def twin_of(params, twin, **more):
-    return twin(params, lr=0.02, weight_decay=0.1, **more)
+TORCH_OPTIMIZERS = [(torch.optim.AdamW, True), (torch.optim.Adam, False)]
 
 
-@pytest.mark.parametrize(("twin", "mode"), TWINS)
-def test_equals_the_twin(twin, mode):
+def torch_optimizer(params, kind, **more):
+    return kind(params, lr=0.02, weight_decay=0.1, **more)
+
+
+@pytest.mark.parametrize(("kind", "mode"), TORCH_OPTIMIZERS)
+def test_equals_torch(kind, mode):
     ours, theirs = parameters(), parameters()
     left = train(FusedAdam(ours, lr=0.02, weight_decay=0.1, adam_w_mode=mode), ours, range(20))
-    right = train(twin_of(theirs, twin, fused=True), theirs, range(20))
+    right = train(torch_optimizer(theirs, kind, fused=True), theirs, range(20))
     assert same(left, right)
 
 
-@pytest.mark.parametrize(("twin", "mode"), TWINS)
-def test_definition_equals_the_twin_in_float64(twin, mode):
+@pytest.mark.parametrize(("kind", "mode"), TORCH_OPTIMIZERS)
+def test_definition_equals_torch_in_float64(kind, mode):
     ours, theirs = parameters(torch.float64), parameters(torch.float64)
     left = train(FusedAdam(ours, lr=0.02, weight_decay=0.1, adam_w_mode=mode), ours, range(20))
-    right = train(twin_of(theirs, twin, foreach=False), theirs, range(20))
+    right = train(torch_optimizer(theirs, kind, foreach=False), theirs, range(20))
     for actual, exact in zip(left, right, strict=True):
         if exact.numel():
-            assert_close_to_largest(actual, exact, TWIN_IN_FLOAT64)
+            assert_close_to_largest(actual, exact, TORCH_IN_FLOAT64)
 
 
-@pytest.mark.parametrize(("twin", "mode"), TWINS)
-def test_switching_from_and_to_the_twin(twin, mode):
+@pytest.mark.parametrize(("kind", "mode"), TORCH_OPTIMIZERS)
+def test_switching_from_and_to_torch(kind, mode):
     alone, params = parameters(), parameters()
-    expected = train(twin_of(alone, twin, fused=True), alone, range(15))
+    expected = train(torch_optimizer(alone, kind, fused=True), alone, range(15))
     options = {"lr": 0.02, "weight_decay": 0.1, "adam_w_mode": mode}
-    first = twin_of(params, twin, fused=True)
+    first = torch_optimizer(params, kind, fused=True)
     train(first, params, range(5))
     second = FusedAdam(params, **options)
     second.load_state_dict(first.state_dict())
     assert second.param_groups[0]["step"] == 5
     assert second.param_groups[0]["bias_correction"] is True
     train(second, params, range(5, 10))
-    third = twin_of(params, twin, fused=True)
+    third = torch_optimizer(params, kind, fused=True)
     third.load_state_dict(second.torch_state_dict())
     third.param_groups[0]["fused"] = True  # loading replaces a group's options
     assert same(train(third, params, range(10, 15)), expected)
 
 
-def test_the_twin_does_not_share_tensors():
+def test_torch_does_not_share_tensors():
     params = parameters()
     optimizer = FusedAdam(params)
     train(optimizer, params, range(2))
-    twin = torch.optim.AdamW(params)
-    twin.load_state_dict(optimizer.torch_state_dict())
-    assert twin.state[params[1]]["exp_avg"] is not optimizer.state[params[1]]["exp_avg"]
-    train(twin, params, range(1))
+    plain = torch.optim.AdamW(params)
+    plain.load_state_dict(optimizer.torch_state_dict())
+    assert plain.state[params[1]]["exp_avg"] is not optimizer.state[params[1]]["exp_avg"]
+    train(plain, params, range(1))
     assert optimizer.param_groups[0]["step"] == 2
 
 
@@ -152,13 +152,13 @@ def test_states_of_other_algorithms_are_refused(key):
         FusedAdam(params).load_state_dict(theirs.state_dict())
 
 
-@pytest.mark.parametrize(("twin", "mode"), TWINS)
-def test_the_other_twins_weight_decay_is_refused(twin, mode):
+@pytest.mark.parametrize(("kind", "mode"), TORCH_OPTIMIZERS)
+def test_the_other_optimizers_weight_decay_is_refused(kind, mode):
     params = parameters(shapes=SMALL)
-    saved = twin_of(params, twin).state_dict()
+    saved = torch_optimizer(params, kind).state_dict()
     with pytest.raises(ValueError, match=f"Make it with adam_w_mode={mode}"):
         FusedAdam(params, adam_w_mode=not mode).load_state_dict(saved)
-    without = twin(params, weight_decay=0.0).state_dict()
+    without = kind(params, weight_decay=0.0).state_dict()
     FusedAdam(params, adam_w_mode=not mode).load_state_dict(without)
     FusedAdam(params, adam_w_mode=mode).load_state_dict(saved)
 
@@ -473,7 +473,7 @@ def test_stochastic_rounding_keeps_what_is_exact():
 def test_the_seed_is_drawn_on_the_device(monkeypatch):
     """So a CUDA graph draws another one at each replay."""
     drawn = []
-    monkeypatch.setattr(storages, "run", lambda *args, **kwargs: drawn.append(args[3][-1]))
+    monkeypatch.setattr(storages, "run", lambda *_, **kwargs: drawn.append(kwargs["seed"]))
     param = torch.nn.Parameter(torch.empty(3, device="meta", dtype=torch.bfloat16))
     param.grad = torch.empty_like(param)
     FusedAdam([param], storage="stochastic").step()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex.ops import lamb
+from apex.ops import cpu_fused
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 from tests.optimizers.common import (
     DTYPES,
@@ -17,6 +17,7 @@ from tests.optimizers.common import (
     assert_pooled,
     fuzz,
     give_grads,
+    in_two_groups,
     on,
     parameters,
     same,
@@ -93,12 +94,16 @@ def assert_right(pairs, path, *, clips):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, options) for options in OPTIONS]
+    + [(dtype, OPTIONS[3]) for dtype in DTYPES if dtype != torch.float32],
+    ids=str,
+)
 def test_formula(dtype, path, options):
     shapes = SMALL if path == "triton" else SHAPES
-    optimizer = FusedLAMB(parameters(dtype, shapes), lr=0.02, **options)
-    check(optimizer, 2 if path == "triton" else 20, path)
+    optimizer = FusedLAMB(in_two_groups(parameters(dtype, shapes)), lr=0.02, **options)
+    check(optimizer, 2 if path == "triton" else 20, path, 1.0 if path is None else 0.125)
 
 
 @pytest.mark.exhaustive
@@ -165,7 +170,7 @@ def test_no_ratio_without_a_norm(path, zero):
 @pytest.mark.parametrize("path", PATHS)
 def test_large_tensors(path):
     """Beyond a row and a piece of the CPU's path, and a chunk of the kernel's."""
-    size = lamb.PIECE + 77 if path is None else 9000
+    size = cpu_fused.PIECE + 77 if path is None else 9000
     generator = torch.Generator().manual_seed(0)
     params = [
         torch.nn.Parameter(torch.randn(shape, generator=generator))
@@ -173,15 +178,6 @@ def test_large_tensors(path):
     ]
     check(FusedLAMB(params, lr=0.02), 1, path)
     check(FusedLAMB(params, lr=0.02, max_grad_norm=0.0), 1, path)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("adam_w_mode", [True, False])
-def test_many_short_tensors(path, decay, adam_w_mode):
-    shapes = [SHAPES[number % len(SHAPES)] for number in range(lamb.MANY + 5)]
-    params = parameters(shapes=shapes)
-    check(FusedLAMB(params, lr=0.02, weight_decay=decay, adam_w_mode=adam_w_mode), 2, path)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -330,9 +326,7 @@ def test_sharded_parameters_are_refused(tmp_path):
             FusedLAMB([param])
         with pytest.raises(RuntimeError, match="norm of a whole gradient"):
             FusedNovoGrad([param])
-        with pytest.raises(RuntimeError, match="norm of all gradients"):
-            FusedAdam([param], max_grad_norm=1.0)
-        FusedAdam([param])
+        FusedAdam([param], max_grad_norm=1.0)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -12,6 +12,7 @@ from tests.optimizers.common import (
     check_steps,
     fuzz,
     give_grads,
+    in_two_groups,
     norm_of,
     on,
     parameters,
@@ -19,7 +20,7 @@ from tests.optimizers.common import (
     train,
     values,
 )
-from tests.tolerance import assert_one_rounding
+from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rounding
 
 SMALL = ((7,), (33, 5))
 OPTIONS = [
@@ -53,7 +54,7 @@ def oracle(inside):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_formula(dtype, path, options):
-    optimizer = FusedNovoGrad(parameters(dtype), lr=0.02, **options)
+    optimizer = FusedNovoGrad(in_two_groups(parameters(dtype)), lr=0.02, **options)
     inside = "reg_inside_moment" in options
     check_steps(optimizer, oracle(inside), 2 if path == "triton" else 20, path)
 
@@ -74,9 +75,13 @@ def blended(group, grads, start):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("norm_type", [0, 2])
-@pytest.mark.parametrize("init_zero", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "norm_type", "init_zero"),
+    [
+        *((torch.float32, kind, zero) for kind in (0, 2) for zero in (False, True)),
+        *((dtype, 2, False) for dtype in DTYPES if dtype != torch.float32),
+    ],
+)
 def test_norms(path, norm_type, init_zero, dtype):
     params = parameters(dtype, SMALL)
     optimizer = FusedNovoGrad(params, norm_type=norm_type, init_zero=init_zero, betas=(0.9, 0.5))
@@ -172,6 +177,39 @@ def test_a_torn_state_is_refused():
         train(optimizer, params, range(1))
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_converted_model_is_stepped_on(loaded):
+    """Norms are by dtype, and go where the parameters went."""
+    expected, params = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    plain, optimizer = FusedNovoGrad(expected), FusedNovoGrad(params)
+    train(plain, expected, range(2))
+    train(optimizer, params, range(2))
+    for param in params:
+        param.data, param.grad = param.data.double(), None
+    if loaded:
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = FusedNovoGrad(params)
+        optimizer.load_state_dict(saved)
+    train(plain, expected, range(2, 4), "reference")
+    train(optimizer, params, range(2, 4), "reference")
+    for param, other in zip(params, expected, strict=True):
+        assert_close_to_largest(param.detach(), other.detach(), THREE_STEPS)
+    sizes = [norms.numel() for norms in optimizer.param_groups[0]["exp_avg_sq"]]
+    assert sizes == [0, 0, 0, 2]
+
+
+def test_a_converted_model_of_two_dtypes_is_refused():
+    params = parameters(shapes=SMALL) + parameters(torch.float64, SMALL)
+    optimizer = FusedNovoGrad(params)
+    train(optimizer, params, range(1))
+    for param in params[:2]:
+        param.data, param.grad = param.data.double(), None
+    before = values(params)
+    with pytest.raises(ValueError, match="holds 2 norms .*float64 .* or clear that of all"):
+        train(optimizer, params, range(1, 2))
+    assert same(before, values(params))
+
+
 def test_a_first_step_skipped_on_the_device_leaves_no_norm():
     expected, params = parameters(shapes=SMALL), parameters(shapes=SMALL)
     plain = FusedNovoGrad(expected, lr=0.02)
@@ -202,6 +240,6 @@ def test_bad_arguments(options, words):
         FusedNovoGrad(parameters(), **options)
 
 
-def test_there_is_no_twin():
-    with pytest.raises(NotImplementedError, match="no twin in torch.optim"):
+def test_torch_has_none():
+    with pytest.raises(NotImplementedError, match="torch.optim has no FusedNovoGrad"):
         FusedNovoGrad(parameters()).torch_state_dict()

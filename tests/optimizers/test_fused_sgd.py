@@ -1,4 +1,4 @@
-"""FusedSGD: the formula, its twin, first gradients, and what amp drives it by."""
+"""FusedSGD: the formula, torch's own, first gradients, and what amp drives it by."""
 
 import copy
 
@@ -12,6 +12,7 @@ from tests.optimizers.common import (
     check_steps,
     fuzz,
     give_grads,
+    in_two_groups,
     on,
     parameters,
     same,
@@ -50,10 +51,14 @@ def oracle(after=False):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [*OPTIONS, AFTER], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, options) for options in (*OPTIONS, AFTER)]
+    + [(dtype, OPTIONS[3]) for dtype in DTYPES if dtype != torch.float32],
+    ids=str,
+)
 def test_formula(dtype, path, options):
-    optimizer = FusedSGD(parameters(dtype), lr=0.05, **options)
+    optimizer = FusedSGD(in_two_groups(parameters(dtype)), lr=0.05, **options)
     after = "wd_after_momentum" in options
     check_steps(optimizer, oracle(after), 2 if path == "triton" else 20, path)
 
@@ -84,16 +89,16 @@ def test_kernel_gives_the_bits_of_the_definition(options, dtype):
     assert same(*results)
 
 
-# -- the twin ------------------------------------------------------------------------------------
+# -- torch's optimizer -----------------------------------------------------------------------------
 
 
 def from_first_on(options):
-    """Whether torch's fused twin computes it: it takes dampening for the first gradient too."""
+    """Whether torch's fused kernel computes it: it takes dampening for the first gradient too."""
     return not options.get("dampening")
 
 
 @pytest.mark.parametrize("options", list(filter(from_first_on, OPTIONS)), ids=str)
-def test_equals_the_twin(options):
+def test_equals_torch(options):
     ours, theirs = parameters(), parameters()
     left = train(FusedSGD(ours, lr=0.05, **options), ours, range(20))
     right = train(torch.optim.SGD(theirs, lr=0.05, fused=True, **options), theirs, range(20))
@@ -101,7 +106,7 @@ def test_equals_the_twin(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_definition_equals_the_twin_in_float64(options):
+def test_definition_equals_torch_in_float64(options):
     ours, theirs = parameters(torch.float64), parameters(torch.float64)
     left = train(FusedSGD(ours, lr=0.05, **options), ours, range(3))
     right = train(torch.optim.SGD(theirs, lr=0.05, foreach=False, **options), theirs, range(3))
@@ -110,25 +115,25 @@ def test_definition_equals_the_twin_in_float64(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_switching_from_and_to_the_twin(options):
-    def twin(params):
+def test_switching_from_and_to_torch(options):
+    def torch_optimizer(params):
         return torch.optim.SGD(params, lr=0.05, fused=True, **options)
 
     alone, params = parameters(), parameters()
-    expected = train(twin(alone), alone, range(15))
-    first = twin(params)
+    expected = train(torch_optimizer(alone), alone, range(15))
+    first = torch_optimizer(params)
     train(first, params, range(5))
     second = FusedSGD(params, lr=0.05, **options)
     second.load_state_dict(first.state_dict())
     train(second, params, range(5, 10))
-    third = twin(params)
+    third = torch_optimizer(params)
     third.load_state_dict(second.torch_state_dict())
     third.param_groups[0]["fused"] = True  # loading replaces a group's options
     assert same(train(third, params, range(10, 15)), expected)
     assert "step" not in second.param_groups[0]
 
 
-def test_what_the_twin_cannot_do_is_not_handed_over():
+def test_what_torch_cannot_do_is_not_handed_over():
     with pytest.raises(ValueError, match="wd_after_momentum"):
         FusedSGD(parameters(), lr=0.1, **AFTER).torch_state_dict()
 
@@ -172,18 +177,18 @@ def test_layout_of_the_state():
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("between", ["nothing", "copy", "checkpoint"])
 def test_momentum_switched_on_later(path, between):
-    """The buffer that is there without momentum has no history: the twin has none at all."""
+    """The buffer that is there without momentum has no history: torch has none at all."""
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = FusedSGD([param], lr=0.1, dampening=0.5)
-    twin_param = torch.nn.Parameter(torch.ones(3))
-    twin = torch.optim.SGD([twin_param], lr=0.1, dampening=0.5, foreach=False)
+    plain_param = torch.nn.Parameter(torch.ones(3))
+    plain = torch.optim.SGD([plain_param], lr=0.1, dampening=0.5, foreach=False)
     for number in range(4):
-        for group in (optimizer.param_groups[0], twin.param_groups[0]):
+        for group in (optimizer.param_groups[0], plain.param_groups[0]):
             group["momentum"] = 0.9 if number else 0.0
-        param.grad, twin_param.grad = torch.ones(3), torch.ones(3)
+        param.grad, plain_param.grad = torch.ones(3), torch.ones(3)
         with on(path):
             optimizer.step()
-        twin.step()
+        plain.step()
         if number < 2:
             exact = torch.tensor([0.9, 0.8][number]).double().expand(3)
             assert_one_rounding(param.detach(), exact)
@@ -194,11 +199,12 @@ def test_momentum_switched_on_later(path, between):
             saved = copy.deepcopy(optimizer.state_dict())
             optimizer = FusedSGD([param], lr=0.1, dampening=0.5)
             optimizer.load_state_dict(saved)
-    assert_one_rounding(param.detach(), twin_param.detach().double())
+    assert_one_rounding(param.detach(), plain_param.detach().double())
 
 
-def test_a_first_gradient_of_zeros_begins_the_history():
-    """As that of a weight behind one that starts at 0."""
+@pytest.mark.parametrize("reloads", [False, True])
+def test_a_first_gradient_of_zeros_begins_the_history(reloads):
+    """As that of a weight behind one that starts at 0, or of an expert without an example."""
     param, twin = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
     optimizers = [
         FusedSGD([param], lr=0.1, momentum=0.9, dampening=0.5),
@@ -208,6 +214,8 @@ def test_a_first_gradient_of_zeros_begins_the_history():
         for optimizer, weight in zip(optimizers, (param, twin), strict=True):
             weight.grad = torch.full_like(weight, grad)
             optimizer.step()
+        if reloads:
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     assert_one_rounding(param.detach(), twin.detach())
 
 

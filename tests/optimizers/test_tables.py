@@ -1,12 +1,16 @@
 """The tables of sizes and addresses that a launch reads: whom they serve, how long they live."""
 
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 
-from apex.ops import _runtime, multi_tensor
+from apex.multi_tensor_apply import release_captured
+from apex.ops import _runtime, multi_tensor, pointer_tables
+from apex.ops.tensor_norms import square_sums
+from apex.optimizers import FusedAdam
 from tests.optimizers.common import EVERY, give_grads, parameters, train
 
 SMALL = ((7,), (33, 5))
@@ -15,20 +19,24 @@ SMALL = ((7,), (33, 5))
 @pytest.fixture
 def built(monkeypatch):
     """What is built from here on."""
-    from apex.kernels import multi_tensor as kernels
-
     made = []
-    for name in ("_layouts", "_tables"):
-        monkeypatch.setattr(multi_tensor, name, multi_tensor._Recent())
-    monkeypatch.setattr(multi_tensor, "_captured", [])
-    for kind in (kernels.Layout, kernels.Table):
+    for kind in (pointer_tables.Layout, pointer_tables.Table):
 
         def build(*arguments, kind=kind):
             made.append(kind(*arguments))
             return made[-1]
 
-        monkeypatch.setattr(kernels, kind.__name__, build)
+        monkeypatch.setattr(pointer_tables, kind.__name__, build)
     return made
+
+
+@pytest.fixture
+def cache(monkeypatch):
+    """Tables of this test alone."""
+    fresh = pointer_tables.TableCache()
+    monkeypatch.setattr(pointer_tables, "TABLES", fresh)
+    monkeypatch.setattr(multi_tensor, "TABLES", fresh)
+    return fresh
 
 
 def stepped():
@@ -45,39 +53,103 @@ def stepped():
     return again
 
 
-def test_each_stream_uploads_its_own(built, monkeypatch):
+def test_each_stream_uploads_its_own(built, cache, monkeypatch):
     """Nobody waits on one stream for what was sent on another."""
     step = stepped()
     before = len(built)
     step()
     assert len(built) == before
-    monkeypatch.setattr(multi_tensor, "_stream", lambda device: 7)
+    monkeypatch.setattr(pointer_tables, "current_stream", lambda device: 7)
     step()
     assert len(built) == before + 4  # layout, gradients, weights, momenta
     step()
     assert len(built) == before + 4
 
 
-def test_a_graph_keeps_what_it_reads(built, monkeypatch):
+def test_a_graph_keeps_what_it_reads_until_that_is_released(built, cache, monkeypatch):
     """And copies from pinned memory again at each replay, if it was captured uploading."""
     step = stepped()
     before = len(built)
-    monkeypatch.setattr(multi_tensor, "_stream", lambda device: 7)
+    monkeypatch.setattr(pointer_tables, "current_stream", lambda device: 7)
     with monkeypatch.context() as patch:
         patch.setattr(_runtime, "capturing", lambda: True)
         step()  # all is there, from another stream
         assert len(built) == before
-        for cache in (multi_tensor._layouts, multi_tensor._tables):
-            cache.clear()
+        cache._tables.clear()
         step()  # uploads: nobody else may read that before the graph runs
     assert len(built) == before + 4
     captured = [weakref.ref(entry) for entry in built[before:]]
     step()
     assert len(built) == before + 8
     built.clear()
-    multi_tensor._layouts.clear()
-    multi_tensor._tables.clear()
+    cache._tables.clear()
     gc.collect()
     for entry in captured:
-        hosts = getattr(entry(), "hosts", None) or [entry().host]
-        assert all(isinstance(host, torch.Tensor) for host in hosts)
+        assert all(isinstance(host, torch.Tensor) for host in entry().hosts)
+    release_captured()
+    gc.collect()
+    assert [entry() for entry in captured] == [None] * 4
+
+
+def test_many_groups_upload_once(built, cache):
+    """Layer-wise decay: 65 groups of one tensor, four columns and a layout each."""
+    params = parameters(shapes=[(8,)] * 65)
+    optimizer = FusedAdam([{"params": [param]} for param in params])
+    train(optimizer, params, range(1), "triton")
+    with _runtime.use("triton"):
+        optimizer.step()
+        built.clear()
+        optimizer.step()
+    assert built == []
+
+
+def test_tables_are_bounded_by_bytes_and_the_oldest_go_first(built):
+    device = torch.device("cpu")
+    cache = pointer_tables.TableCache(limit=3 * 2**20)
+    sizes = [(number, *range(10_000)) for number in range(12)]  # 0.58 MB each
+    for numels in sizes[:6]:
+        cache.table([torch.empty(0)], device)  # used all the time: stays
+        cache._find(pointer_tables.Table, numels, device)
+        assert cache._bytes <= cache._limit
+    kept = {key[1] for key in cache._tables}
+    assert kept == {(0,), *sizes[1:6]}
+    large = tuple(range(100_000))
+    assert cache._find(pointer_tables.Table, large, device) is not None  # alone too large
+    assert [key[1] for key in cache._tables] == [large]
+    cache._find(pointer_tables.Table, (1,), device)
+    assert cache._bytes == sum(
+        pointer_tables._size(numbers, table)
+        for (_, numbers, _), tables in cache._tables.items()
+        for table in tables.values()
+    )
+
+
+def test_other_addresses_and_sizes_are_other_tables(cache):
+    """Where a tensor was freed another one may be, of another size or alignment."""
+    memory = torch.zeros(64)
+    for tensor in (memory[:16], memory[1:17], memory[:32]):
+        with _runtime.use("triton"):
+            assert square_sums([tensor]).item() == 0
+        tensor.add_(1)
+        with _runtime.use("triton"):
+            assert square_sums([tensor]).item() == tensor.numel()
+        memory.zero_()
+
+
+def test_threads_share_the_cache(cache):
+    errors = []
+
+    def work():
+        try:
+            for number in range(200):
+                cache._find(pointer_tables.Table, (number % 7,), torch.device("cpu"))
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(cache._tables) == 7

@@ -7,12 +7,11 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.storage import join
-from apex.optimizers import FusedAdam
+from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb
 from tests.optimizers.common import EVERY, on, parameters, same, train, values
 
 SMALL = ((7,), (33, 5))
 COLUMNS = {"low_bits": "low_bits", "kahan": "error"}
-every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY.keys())
 storages = pytest.mark.parametrize("storage", COLUMNS)
 both_paths = pytest.mark.parametrize("path", ["reference", "triton"])
 
@@ -43,10 +42,13 @@ def columns(optimizer, params):
     return [optimizer.state[param][COLUMNS[optimizer.storage]] for param in params]
 
 
-@every
+CASES = [(make, "reference", load) for make in EVERY.values()]
+CASES += [(EVERY["FusedAdam"], "reference", write) for write in (zero, prune)]
+CASES += [(EVERY["FusedAdam"], "triton", write) for write in (zero, prune, load)]
+
+
 @storages
-@both_paths
-@pytest.mark.parametrize("write", [zero, prune, load])
+@pytest.mark.parametrize(("make", "path", "write"), CASES)
 def test_a_written_weight_is_stepped_as_it_was_written(make, storage, path, write):
     params, optimizer = trained(storage, make, path)
     expected = copy.deepcopy(optimizer)
@@ -141,8 +143,89 @@ def test_a_graph_does_not_forget_at_each_replay(monkeypatch):
         optimizer.step()
 
 
+MASTERED = {
+    "FusedAdam": lambda p: FusedAdam(p, lr=1e-3, capturable=True, master_weights=True),
+    "FusedMixedPrecisionLamb": lambda p: FusedMixedPrecisionLamb(
+        p, lr=1e-3, reduced_precision_dtype=torch.bfloat16
+    ),
+}
+mastered = pytest.mark.parametrize("make", MASTERED.values(), ids=MASTERED.keys())
+
+
+def masters(optimizer, params):
+    return [optimizer.state[param]["master_param"].clone() for param in params]
+
+
+@mastered
+def test_masters_follow_what_is_written(make):
+    params = parameters(torch.bfloat16, SMALL)
+    optimizer = make(params)
+    train(optimizer, params, range(3))
+    before = masters(optimizer, params)
+    with torch.no_grad():
+        params[0][2:4] = 0.3
+    optimizer.state_dict()
+    after = masters(optimizer, params)
+    assert after[0][2:4].tolist() == params[0][2:4].tolist()
+    after[0][2:4] = before[0][2:4]
+    assert same(before, after)
+
+
+@mastered
+def test_masters_keep_their_bits_where_weights_come_back(make):
+    """As with averaged weights, which are put in for an evaluation."""
+    params, others = parameters(torch.bfloat16, SMALL), parameters(torch.bfloat16, SMALL)
+    optimizer, plain = make(params), make(others)
+    train(optimizer, params, range(3))
+    train(plain, others, range(3))
+    kept = values(params)
+    load(params)
+    with torch.no_grad():
+        for param, value in zip(params, kept, strict=True):
+            param.copy_(value)
+    assert same(train(optimizer, params, range(3, 5)), train(plain, others, range(3, 5)))
+
+
+@mastered
+@pytest.mark.parametrize("model_first", [True, False])
+def test_masters_and_models_load_in_any_order(make, model_first):
+    params = parameters(torch.bfloat16, SMALL)
+    optimizer = make(params)
+    train(optimizer, params, range(3))
+    saved, kept = copy.deepcopy(optimizer.state_dict()), values(params)
+    expected = train(optimizer, params, range(3, 5))
+    resumed = make(params)  # of a model that goes on from its checkpoint
+    train(resumed, params, range(2))
+    for is_model in (model_first, not model_first):
+        if not is_model:
+            resumed.load_state_dict(saved)
+            continue
+        with torch.no_grad():
+            for param, value in zip(params, kept, strict=True):
+                param.copy_(value)
+    assert same(train(resumed, params, range(3, 5)), expected)
+
+
 def test_nothing_is_noted_without_a_column():
     params = parameters(torch.bfloat16, SMALL)
     optimizer = FusedAdam(params)
     train(optimizer, params, range(1))
     assert not optimizer._written
+
+
+@pytest.mark.parametrize("storage", [*COLUMNS, "stochastic"])
+def test_a_model_of_another_dtype_needs_a_new_optimizer(storage):
+    params, optimizer = trained(storage)
+    model = torch.nn.ParameterList(params).float()
+    before, saved = values(params), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match=r"has torch\.float32.* make a new optimizer"):
+        train(optimizer, params, range(1))
+    assert same(before, values(params))
+    assert str(optimizer.state_dict()) == str(saved)
+    new = EVERY["FusedAdam"](params)
+    new.load_state_dict(saved)
+    assert not same(before, train(new, params, range(3, 4)))
+    assert {param.dtype for param in params} == {torch.float32}
+    assert not {*COLUMNS.values()} & {*new.state[params[0]]}
+    model.bfloat16()
+    train(optimizer, params, range(3, 4))

@@ -1,6 +1,6 @@
 """The command line: what precision costs and gives on the user's own machine.
 
-Nothing in the library imports this room. The modules here import what the ``bench`` extra
+Nothing in the library imports this package. The modules here import what the ``bench`` extra
 brings only when a command that needs it has been chosen, so that ``apex info`` works with
 torch alone.
 """

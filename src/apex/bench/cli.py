@@ -52,6 +52,9 @@ COMMANDS = {
     "bench kernels": Command(
         "apex.bench.kernel_times", "how long each operation takes, ours and other people's"
     ),
+    "selftest": Command(
+        "apex.bench.selftest.command", "whether what is installed computes right numbers here"
+    ),
     "kernels": Command("apex.bench.kernels", "what the compiler makes of each Triton kernel"),
 }
 

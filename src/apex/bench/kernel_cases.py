@@ -22,8 +22,8 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from apex import optimizers
-from apex.ops.norms import l2_norm
 from apex.ops.scale import axpby_, scale_
+from apex.ops.tensor_norms import l2_norm
 
 __all__ = ["DTYPES", "LISTS", "OPS", "Call", "Op", "Provider", "Shapes"]
 
@@ -127,7 +127,7 @@ def _stepping(
     make: Callable[[Column], torch.optim.Optimizer],
     *,
     states: int,
-    wide: bool,
+    fp32_states: bool,
     more_reads: Callable[[int], float] = lambda size: 0,
 ) -> Provider:
     """An optimizer as a provider.
@@ -136,13 +136,13 @@ def _stepping(
         name: For people.
         make: Makes it.
         states: How many numbers it keeps for each weight.
-        wide: Whether these are float32 whatever the weight is.
+        fp32_states: Whether these are float32 whatever the weight's dtype is.
         more_reads: Bytes of further passes, from the bytes of a weight.
     """
 
     def moved(dtype: torch.dtype) -> float:
         size = dtype.itemsize
-        kept = 4 if wide else size
+        kept = 4 if fp32_states else size
         return 3 * size + 2 * states * kept + more_reads(size)  # gradient; weight and states twice
 
     return Provider(name, lambda params: make(params).step, moved)
@@ -156,26 +156,32 @@ TORCH: dict[str, dict[str, Any]] = {
 
 
 def _beside_torch(
-    name: str, ours: str, twin: str, *, states: int, wide: bool, **numbers: Any
+    name: str, ours: str, theirs: str, *, states: int, fp32_states: bool, **numbers: Any
 ) -> Op:
-    """An optimizer with a twin in torch, both with the same numbers."""
+    """An optimizer that torch has too, both with the same options."""
 
-    def theirs(provider: str, how: dict[str, Any]) -> Provider:
+    def provided(provider: str, implementation: dict[str, Any]) -> Provider:
         def make(params: Column) -> torch.optim.Optimizer:
-            made: torch.optim.Optimizer = getattr(torch.optim, twin)(params, **numbers, **how)
+            made: torch.optim.Optimizer = getattr(torch.optim, theirs)(
+                params, **numbers, **implementation
+            )
             return made
 
-        return _stepping(provider, make, states=states, wide=False)
+        return _stepping(provider, make, states=states, fp32_states=False)
 
-    peers = [theirs(provider, how) for provider, how in TORCH.items()]
-    return Op(name, _parameters, (_ours(ours, states=states, wide=wide, **numbers), *peers))
+    peers = [provided(provider, chosen) for provider, chosen in TORCH.items()]
+    return Op(
+        name,
+        _parameters,
+        (_ours(ours, states=states, fp32_states=fp32_states, **numbers), *peers),
+    )
 
 
 def _ours(
     name: str,
     *,
     states: int,
-    wide: bool,
+    fp32_states: bool,
     more_reads: Callable[[int], float] = lambda size: 0,
     **numbers: Any,
 ) -> Provider:
@@ -183,7 +189,7 @@ def _ours(
         made: torch.optim.Optimizer = getattr(optimizers, name)(params, **numbers)
         return made
 
-    return _stepping("apex", make, states=states, wide=wide, more_reads=more_reads)
+    return _stepping("apex", make, states=states, fp32_states=fp32_states, more_reads=more_reads)
 
 
 def _lamb() -> Op:
@@ -196,28 +202,30 @@ def _lamb() -> Op:
             name,
             lambda params: _timms_lamb(params, foreach),
             states=2,
-            wide=False,
+            fp32_states=False,
             more_reads=more,
         )
 
-    ours = _ours("FusedLAMB", states=2, wide=False, more_reads=more, weight_decay=0.01)
+    ours = _ours("FusedLAMB", states=2, fp32_states=False, more_reads=more, weight_decay=0.01)
     return Op("lamb", _parameters, (ours, theirs("timm foreach", True), theirs("timm loop", False)))
 
 
 def _novograd() -> Op:
     numbers: dict[str, Any] = {"betas": (0.95, 0.98), "weight_decay": 0.01}
 
-    def once_for_the_norm(size: int) -> float:
+    def the_norm_s_read(size: int) -> float:
         return size
 
     theirs = _stepping(
         "timm loop",
         lambda params: _timm("nvnovograd").NvNovoGrad(params, **numbers),
         states=1,
-        wide=False,
-        more_reads=once_for_the_norm,
+        fp32_states=False,
+        more_reads=the_norm_s_read,
     )
-    ours = _ours("FusedNovoGrad", states=1, wide=False, more_reads=once_for_the_norm, **numbers)
+    ours = _ours(
+        "FusedNovoGrad", states=1, fp32_states=False, more_reads=the_norm_s_read, **numbers
+    )
     return Op("novograd", _parameters, (ours, theirs))
 
 
@@ -342,11 +350,18 @@ def _l2norm() -> Op:
 
 
 OPS: tuple[Op, ...] = (
-    _beside_torch("adam", "FusedAdam", "AdamW", states=2, wide=True, weight_decay=0.01),
+    _beside_torch("adam", "FusedAdam", "AdamW", states=2, fp32_states=True, weight_decay=0.01),
     _beside_torch(
-        "sgd", "FusedSGD", "SGD", states=1, wide=False, lr=1e-3, momentum=0.9, weight_decay=1e-4
+        "sgd",
+        "FusedSGD",
+        "SGD",
+        states=1,
+        fp32_states=False,
+        lr=1e-3,
+        momentum=0.9,
+        weight_decay=1e-4,
     ),
-    _beside_torch("adagrad", "FusedAdagrad", "Adagrad", states=1, wide=False, lr=1e-2),
+    _beside_torch("adagrad", "FusedAdagrad", "Adagrad", states=1, fp32_states=False, lr=1e-2),
     _lamb(),
     _novograd(),
     _scale(),

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from apex.bench.kernel_cases import Call, Op, Provider, Shapes
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.ops.group_norm import group_norm
-from apex.ops.layer_norm import layer_norm
-from apex.ops.rms_norm import rms_norm
+from apex.ops.row_norms import layer_norm, rms_norm
 
 __all__ = ["IMAGES", "LAYERS", "MATRICES"]
 

@@ -1,6 +1,6 @@
 """The pictures of the bench: loss, accuracy, time and memory, one PNG each, and all in one.
 
-Drawn from a finished `Report`, with no training in sight. Figures are made without pyplot, so there
+Drawn from a finished `Report`; nothing is trained here. Figures are made without pyplot, so there
 is no display to need and no global state to leave behind. Matplotlib comes with the ``bench`` extra
 and is imported where it is used.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["FILES", "draw"]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart. A bfloat16 level has the
-# lighter shade of its float16 twin's hue, and another marker.
+# lighter shade of the hue of its float16 level (O4 of O1, O5 of O2), and another marker.
 COLOURS = {
     "O0": "#333333", "O1": "#0072B2", "O2": "#D55E00",
     "O3": "#009E73", "O4": "#56B4E9", "O5": "#E69F00",
@@ -161,7 +161,7 @@ def _places(report: Report, axes: "Axes") -> list[Row]:
     labels = [f"{row.level}\n{what}".rstrip() for row, what in zip(made, problems, strict=True)]
     axes.set_xticks(range(len(made)), labels)
     middle = (len(made) - 1) / 2
-    half = max(len(made), 4) / 2 + 0.1  # a bar of one level alone is no wall
+    half = max(len(made), 4) / 2 + 0.1  # a bar of one level alone is not as wide as the plot
     axes.set_xlim(middle - half, middle + half)
     return made
 

@@ -1,4 +1,4 @@
-"""How the bench speaks: a progress bar while it trains, then the table and the plots.
+"""Output of `apex bench`: a progress bar while it trains, then the table and the plots.
 
 It takes a finished `Report` and shows it; it never trains. Rich comes with the ``bench`` extra and
 is imported where it is used.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["progress", "show", "tables"]
 
 NOTHING = "—"
-ROOMY = 100  # columns
+WIDE_ENOUGH = 100  # columns of a terminal for the table in full
 SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -94,7 +94,7 @@ def show(report: Report, folder: Path) -> None:
         console.print("Interrupted before the first run was finished: there is nothing to show.")
         return
     console.print(_title(report), style="bold", markup=False)
-    for table in tables(report, narrow=console.width < ROOMY):
+    for table in tables(report, narrow=console.width < WIDE_ENOUGH):
         console.print(table)
     for line in [*_problems(report), *_warnings(report)]:
         console.print(line, markup=False)

@@ -8,38 +8,36 @@ import triton.language as tl
 from apex.kernels._cases import Case
 from apex.kernels.storage import optimizer_cases
 
+SCALARS = "factor lr beta1 one_minus_beta1 beta2 one_minus_beta2 eps unbias1 unbias2 l2 decay"
+
 
 @triton.jit
-def adam(values, scalars, own):
-    """``(grad, param, exp_avg, exp_avg_sq) -> (param, exp_avg, exp_avg_sq, grad)``.
-
-    Scalars: gradient factor, lr, beta1, 1 - beta1, beta2, 1 - beta2, eps, the
-    inverses of the two bias corrections, the L2 penalty, the decoupled decay.
-    """
+def adam(values, s):
+    """``(grad, param, exp_avg, exp_avg_sq) -> (param, exp_avg, exp_avg_sq, grad)``."""
     grad, param, exp_avg, exp_avg_sq = values[0], values[1], values[2], values[3]
-    grad = grad * scalars[0]
-    total = grad + scalars[9] * param
-    exp_avg = scalars[2] * exp_avg + scalars[3] * total
-    exp_avg_sq = scalars[4] * exp_avg_sq + scalars[5] * total * total
-    root = tl.sqrt_rn(exp_avg_sq * scalars[8]) + scalars[6]
-    update = tl.div_rn(exp_avg * scalars[7], root) + scalars[10] * param
-    return param - scalars[1] * update, exp_avg, exp_avg_sq, grad
+    grad = grad * s.factor
+    total = grad + s.l2 * param
+    exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * total
+    exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * total * total
+    root = tl.sqrt_rn(exp_avg_sq * s.unbias2) + s.eps
+    update = tl.div_rn(exp_avg * s.unbias1, root) + s.decay * param
+    return param - s.lr * update, exp_avg, exp_avg_sq, grad
 
 
 @triton.jit
-def adam_eps_inside(values, scalars, own):
+def adam_eps_inside(values, s):
     """As `adam`, with eps below the root."""
     grad, param, exp_avg, exp_avg_sq = values[0], values[1], values[2], values[3]
-    grad = grad * scalars[0]
-    total = grad + scalars[9] * param
-    exp_avg = scalars[2] * exp_avg + scalars[3] * total
-    exp_avg_sq = scalars[4] * exp_avg_sq + scalars[5] * total * total
-    root = tl.sqrt_rn(exp_avg_sq * scalars[8] + scalars[6])
-    update = tl.div_rn(exp_avg * scalars[7], root) + scalars[10] * param
-    return param - scalars[1] * update, exp_avg, exp_avg_sq, grad
+    grad = grad * s.factor
+    total = grad + s.l2 * param
+    exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * total
+    exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * total * total
+    root = tl.sqrt_rn(exp_avg_sq * s.unbias2 + s.eps)
+    update = tl.div_rn(exp_avg * s.unbias1, root) + s.decay * param
+    return param - s.lr * update, exp_avg, exp_avg_sq, grad
 
 
 def cases() -> Iterator[Case]:
     """What is inspected."""
-    yield from optimizer_cases(adam, states=2, scalars=11)
-    yield from optimizer_cases(adam_eps_inside, states=2, scalars=11)
+    yield from optimizer_cases(adam, states=2, scalars=SCALARS)
+    yield from optimizer_cases(adam_eps_inside, states=2, scalars=SCALARS)

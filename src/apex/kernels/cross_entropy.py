@@ -1,16 +1,20 @@
-"""Cross-entropy of rows of logits; see :mod:`apex.ops.cross_entropy` for the definition.
+"""Cross-entropy of rows of logits on a GPU; see :mod:`apex.ops.cross_entropy` for the definition.
 
 Forward is one read of the logits, whatever their number: the largest logit and the sum of
 exponentials so far are kept, and the sum is rescaled when a larger logit comes (Milakov and
-Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867). Backward is one read and
-one write. Rows whose label is ``padding_idx`` are not read at all.
+Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867). Where rows are fewer
+than multiprocessors several programs share a row. A second, small kernel joins them in a fixed
+order and computes the losses. Backward is one read and one write.
 
-A label outside the row is never used as an address: such a row's loss and gradients are nan.
+Rows whose label is ``padding_idx`` are not read. A label outside the row is never used as an
+address: such a row's loss and gradients are nan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -19,226 +23,223 @@ import triton.language as tl
 from apex.kernels._cases import Case
 
 # Elements per step: two 128-bit loads of 16-bit logits for each of 256 threads, and few enough
-# values in registers (16 a thread) that eight programs fit an SM. Derived, not tuned on a GPU.
-BLOCK = 4096
-WARPS = 8
+# values in registers (16 a thread) that eight programs fit a multiprocessor; half of those are
+# enough to read at full speed. Derived, not tuned on a GPU.
+BLOCK, WARPS, PROGRAMS_PER_MULTIPROCESSOR = 4096, 8, 4
+NO_FUSION = {"enable_fp_fusion": False}  # products and sums are rounded as PyTorch's
 
 
 @triton.jit
-def cross_entropy_forward(
+def _label(logits_ptr, labels_ptr, row, columns):
+    """The label, its logit, and a finite number near the logits: means are taken relative to it."""
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    inside = (label >= 0) & (label < columns)
+    chosen = tl.load(logits_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
+    return label, chosen, tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)
+
+
+@triton.jit
+def _exp(x, largest):
+    """``exp(x - largest)``, which is 0 and not nan where all are -inf."""
+    return tl.exp(x - tl.where(largest == -float("inf"), 0.0, largest))
+
+
+@triton.jit
+def cross_entropy_sums(
     # data
     logits_ptr,
     same_logits_ptr,  # for the label's: a pointer of its own, so that widths of rows are checked
-    labels_ptr,
-    losses_ptr,
-    lse_ptr,
+    labels_ptr, largest_ptr, total_ptr, centered_ptr,
     # shape and scalars
-    row_stride,
-    columns,
-    smoothing,
-    padding_idx,
+    row_stride, columns, width, padding_idx,
     # compile-time
-    SMOOTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One row for each program; see :func:`forward`."""
+    SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Largest logit, sum of exponentials and sum of logits of ``width`` columns of one row."""
     row = tl.program_id(0).to(tl.int64)  # int64: row * row_stride passes 2**31
     lanes = tl.arange(0, BLOCK)
-    label = tl.load(labels_ptr + row).to(tl.int64)
-    if label == padding_idx:
-        tl.store(losses_ptr + row, 0.0)
-        tl.store(lse_ptr + row, 0.0)
-    else:
-        x_row = logits_ptr + row * row_stride
-        inside = (label >= 0) & (label < columns)
-        chosen = tl.load(
-            same_logits_ptr + row * row_stride + label, mask=inside, other=float("nan")
-        ).to(tl.float32)
-        # What the mean is taken from: logits far from zero would round it.
-        base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)
+    label, _, base = _label(same_logits_ptr + row * row_stride, labels_ptr, row, columns)
+    if label != padding_idx:
+        logits_ptr += row * row_stride
         largest = -float("inf")
         total = 0.0
-        plain = tl.zeros((BLOCK,), tl.float32)
-        for at in range(0, columns, BLOCK):
+        centered = tl.zeros((BLOCK,), tl.float32)
+        start = tl.program_id(1) * width
+        for at in range(start, tl.minimum(start + width, columns), BLOCK):
             mask = at + lanes < columns
-            x = tl.load(x_row + at + lanes, mask=mask, other=-float("inf")).to(tl.float32)
+            x = tl.load(logits_ptr + at + lanes, mask=mask, other=-float("inf")).to(tl.float32)
             if SMOOTH:
-                plain += tl.where(mask, x - base, 0.0)
+                centered += tl.where(mask, x - base, 0.0)
             grown = tl.maximum(largest, tl.max(x, axis=0))
-            # A block of -inf before any other number: inf - inf would poison the sum.
-            safe = tl.where(grown == -float("inf"), 0.0, grown)
-            total = total * tl.exp(largest - safe) + tl.sum(tl.exp(x - safe), axis=0)
+            total = total * _exp(largest, grown) + tl.sum(_exp(x, grown), axis=0)
             largest = grown
-        above = tl.log(total)  # what lse rounds away where logits are large
-        loss = largest - chosen + above
+        part = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(largest_ptr + part, largest)
+        tl.store(total_ptr + part, total)
         if SMOOTH:
-            mean = tl.sum(plain, axis=0) / columns
+            tl.store(centered_ptr + part, tl.sum(centered, axis=0))
+
+
+@triton.jit
+def cross_entropy_losses(
+    # data
+    logits_ptr, labels_ptr, largest_ptr, total_ptr, centered_ptr, losses_ptr, lse_ptr,
+    # shape and scalars
+    row_stride, columns, n_parts, smoothing, padding_idx,
+    # compile-time
+    SMOOTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Join the sums of a row's parts."""
+    row = tl.program_id(0).to(tl.int64)
+    label, chosen, base = _label(logits_ptr + row * row_stride, labels_ptr, row, columns)
+    loss = 0.0
+    lse = 0.0
+    if label != padding_idx:
+        parts = row * n_parts + tl.arange(0, PARTS)
+        mask = tl.arange(0, PARTS) < n_parts
+        each = tl.load(largest_ptr + parts, mask=mask, other=-float("inf"))
+        largest = tl.max(each, axis=0)
+        totals = tl.load(total_ptr + parts, mask=mask, other=0.0) * _exp(each, largest)
+        above = tl.log(tl.sum(totals, axis=0))  # what lse rounds away where logits are large
+        loss = largest - chosen + above
+        lse = largest + above
+        if SMOOTH:
+            centered = tl.load(centered_ptr + parts, mask=mask, other=0.0)
+            mean = tl.sum(centered, axis=0) / columns
             loss = (1.0 - smoothing) * loss + smoothing * (largest - base - mean + above)
-        tl.store(losses_ptr + row, loss)
-        tl.store(lse_ptr + row, largest + above)
+    tl.store(losses_ptr + row, loss)
+    tl.store(lse_ptr + row, lse)
 
 
 @triton.jit
 def cross_entropy_backward(
     # data
-    grad_ptr,
-    logits_ptr,
-    lse_ptr,
-    labels_ptr,
-    out_ptr,
+    dy_ptr, logits_ptr, lse_ptr, labels_ptr, out_ptr,
     # shape and scalars
-    grad_stride,
-    row_stride,
-    out_stride,
-    columns,
-    smoothing,
-    padding_idx,
+    dy_stride, row_stride, out_stride, columns, smoothing, padding_idx,
     # compile-time
     BLOCK: tl.constexpr,
-):
-    """``out = grad * (exp(x - lse) - (1 - smoothing) * [column == label] - smoothing / columns)``.
-
-    One block of one row for each program.
-    """
+):  # fmt: skip
+    """One block of one row of the gradient."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < columns
     label = tl.load(labels_ptr + row).to(tl.int64)
-    grad = tl.load(grad_ptr + row * grad_stride).to(tl.float32)
+    dy = tl.load(dy_ptr + row * dy_stride).to(tl.float32)
     lse = tl.load(lse_ptr + row).to(tl.float32)
     counts = label != padding_idx
-    grad = tl.where((label >= 0) & (label < columns), grad, float("nan"))
+    dy = tl.where((label >= 0) & (label < columns), dy, float("nan"))
     x_row = logits_ptr + row * row_stride
     x = tl.load(x_row + at, mask=mask & counts, other=-float("inf")).to(tl.float32)
     target = tl.where(at == label, 1.0 - smoothing, 0.0) + smoothing / columns
-    out = tl.where(counts, grad * (tl.exp(x - lse) - target), 0.0)
+    out = tl.where(counts, dy * (tl.exp(x - lse) - target), 0.0)
     tl.store(out_ptr + row * out_stride + at, out, mask=mask)
 
 
-def forward(
-    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses and the logarithms of the sums of exponentials, float32 ``(rows,)``.
-
-    Args:
-        logits: ``(rows, columns)``; contiguous along columns.
-        labels: ``(rows,)``, contiguous, of any integer dtype.
-        smoothing: Share of the target that is spread over all classes.
-        padding_idx: Label of rows that do not count.
-    """
-    rows, columns = logits.shape
-    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    lse = torch.empty_like(losses)
-    if rows:
-        with torch.cuda.device(logits.device if logits.is_cuda else -1):
-            cross_entropy_forward[(rows,)](
-                logits,
-                logits,
-                labels,
-                losses,
-                lse,
-                logits.stride(0),
-                columns,
-                smoothing,
-                padding_idx,
-                SMOOTH=smoothing != 0.0,
-                BLOCK=_block(columns),
-                num_warps=WARPS,
-            )
-    return losses, lse
+# -- launching -----------------------------------------------------------------------------------
 
 
-def backward(
-    grad: torch.Tensor,
-    logits: torch.Tensor,
-    lse: torch.Tensor,
-    labels: torch.Tensor,
-    smoothing: float,
-    padding_idx: int,
-    out: torch.Tensor,
-) -> None:
-    """Write the gradient with respect to ``logits`` into ``out``, which may be ``logits``.
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # the interpreter: enough for more than one program a row
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
-    Args:
-        grad: ``(rows,)``, of any stride, 0 included.
-        logits: As in :func:`forward`.
-        lse: From :func:`forward`.
-        labels: As in :func:`forward`.
-        smoothing: As in :func:`forward`.
-        padding_idx: As in :func:`forward`.
-        out: Like ``logits``.
-    """
-    rows, columns = logits.shape
-    block = _block(columns)
-    if rows:
-        with torch.cuda.device(logits.device if logits.is_cuda else -1):
-            cross_entropy_backward[(rows, triton.cdiv(columns, block))](
-                grad,
-                logits,
-                lse,
-                labels,
-                out,
-                grad.stride(0),
-                logits.stride(0),
-                out.stride(0),
-                columns,
-                smoothing,
-                padding_idx,
-                BLOCK=block,
-                num_warps=WARPS,
-            )
+
+def _width(rows: int, columns: int, multiprocessors: int) -> int:
+    """Columns of a row that one program takes: all, unless multiprocessors would be idle."""
+    blocks = triton.cdiv(columns, BLOCK)
+    if rows < multiprocessors:
+        blocks = triton.cdiv(blocks * rows, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
+    return int(blocks) * BLOCK
 
 
 def _block(columns: int) -> int:
     return min(BLOCK, max(256, int(triton.next_power_of_2(columns))))
 
 
-_ROW = "one number a row"
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def allocate(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and ``lse``, float32 ``(rows,)``, uninitialized."""
+    losses = logits.new_empty(logits.shape[:1], dtype=torch.float32)
+    return losses, torch.empty_like(losses)
+
+
+def forward(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and ``lse`` of logits, which are copied unless the columns of a row are contiguous."""
+    (rows, columns), smooth = logits.shape, smoothing != 0.0
+    logits, labels, outputs = _rows(logits), labels.contiguous(), allocate(logits)
+    width = _width(rows, columns, _multiprocessors(logits.device))
+    n_parts = triton.cdiv(columns, width)
+    sums = [outputs[0].new_empty(rows, n_parts) for _ in range(3)]
+    stride = logits.stride(0)
+    cross_entropy_sums[(rows, n_parts)](
+        logits, logits, labels, *sums, stride, columns, width, padding_idx, smooth,
+        _block(columns), num_warps=WARPS, **NO_FUSION,
+    )  # fmt: skip
+    cross_entropy_losses[(rows,)](
+        logits, labels, *sums, *outputs, stride, columns, n_parts, smoothing, padding_idx, smooth,
+        triton.next_power_of_2(n_parts), num_warps=1, **NO_FUSION,
+    )  # fmt: skip
+    return outputs
+
+
+def backward(
+    dy: torch.Tensor,
+    needs: Sequence[bool],
+    *,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    smoothing: float,
+    padding_idx: int,
+    out: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """The gradient of the logits, written into ``out`` if given, which may be ``logits``."""
+    (rows, columns), block = logits.shape, _block(logits.shape[1])
+    out = torch.empty_like(logits) if out is None else out
+    logits, written = _rows(logits), _rows(out)
+    cross_entropy_backward[(rows, triton.cdiv(columns, block))](
+        dy, logits, lse.contiguous(), labels.contiguous(), written, dy.stride(0), logits.stride(0),
+        written.stride(0), columns, smoothing, padding_idx, block, num_warps=WARPS, **NO_FUSION,
+    )  # fmt: skip
+    return [out if written is out else out.copy_(written)]
+
+
+# -- what is inspected ---------------------------------------------------------------------------
 
 
 def cases() -> Iterator[Case]:
     """What is inspected."""
-    narrow = {
-        "same_logits_ptr": "the one logit of the label",
-        "labels_ptr": "one label a row",
-        "losses_ptr": _ROW,
-        "lse_ptr": _ROW,
-        "grad_ptr": _ROW,
-    }
     for kind in ("fp32", "fp16", "bf16"):
         for smooth in (False, True):
-            yield Case(
-                cross_entropy_forward,
-                "cross entropy forward",
-                f"{kind} smoothed" if smooth else kind,
-                signature={
-                    "logits_ptr": f"*{kind}", "same_logits_ptr": f"*{kind}", "labels_ptr": "*i64",
-                    "losses_ptr": "*fp32", "lse_ptr": "*fp32", "row_stride": "i32",
-                    "columns": "i32", "smoothing": "fp32", "padding_idx": "i32",
-                },
-                constants={"SMOOTH": smooth, "BLOCK": BLOCK},
-                reads=("logits_ptr",),
-                writes=(),
-                narrow={name: narrow[name] for name in narrow if name != "grad_ptr"},
-                tile=BLOCK,
-                divisible=("row_stride", "columns"),
-                options={"num_warps": WARPS},
-            )  # fmt: skip
-        yield Case(
-            cross_entropy_backward,
-            "cross entropy backward",
-            kind,
-            signature={
-                "grad_ptr": "*fp32", "logits_ptr": f"*{kind}", "lse_ptr": "*fp32",
-                "labels_ptr": "*i64", "out_ptr": f"*{kind}", "grad_stride": "i32",
-                "row_stride": "i32", "out_stride": "i32", "columns": "i32",
-                "smoothing": "fp32", "padding_idx": "i32",
-            },
-            constants={"BLOCK": BLOCK},
-            reads=("logits_ptr",),
-            writes=("out_ptr",),
-            narrow={name: narrow[name] for name in ("grad_ptr", "lse_ptr", "labels_ptr")},
-            tile=BLOCK,
-            divisible=("row_stride", "out_stride", "columns"),
-            options={"num_warps": WARPS},
-        )  # fmt: skip
+            yield _case(cross_entropy_sums, kind, smooth, reads=("logits_ptr",))
+        yield _case(cross_entropy_backward, kind, reads=("logits_ptr",), writes=("out_ptr",))
+    yield _case(cross_entropy_losses, "bf16", True, warps=1)
+
+
+def _case(
+    kernel: Any, kind: str, smooth: bool = False, *, reads: Any = (), writes: Any = (),
+    warps: int = WARPS,
+) -> Case:  # fmt: skip
+    kinds = {"logits_ptr": kind, "same_logits_ptr": kind, "out_ptr": kind, "labels_ptr": "i64"}
+    constants = {"SMOOTH": smooth, "BLOCK": BLOCK, "PARTS": 64}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    runtime = [name for name in kernel.arg_names if name not in constants]
+    pointers = {name: f"*{kinds.get(name, 'fp32')}" for name in runtime if name.endswith("_ptr")}
+    return Case(
+        kernel, kernel.__name__.replace("_", " "), f"{kind} smoothed" if smooth else kind,
+        signature=dict.fromkeys(runtime, "i32") | pointers | (
+            {"smoothing": "fp32"} if "smoothing" in runtime else {}
+        ),
+        constants=constants, reads=reads, writes=writes,
+        narrow=dict.fromkeys({*pointers} - {*reads, *writes}, "one number a row or part"),
+        tile=BLOCK,
+        divisible=tuple({"row_stride", "out_stride", "columns", "width"} & {*runtime}),
+        options={"num_warps": warps, **NO_FUSION},
+    )  # fmt: skip

@@ -1,43 +1,45 @@
 """The two halves of a LAMB step on float32 tiles; see :mod:`apex.ops.lamb` for the definition."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from apex.kernels._cases import Case
-from apex.kernels.multi_tensor import case, rounded
+from apex.kernels._list_cases import case
+from apex.kernels.multi_tensor import rounded
 from apex.kernels.storage import add_error, join_low_bits
 
 
 @triton.jit
-def lamb_term(values, scalars, own):
-    """``(grad, param, exp_avg, exp_avg_sq) -> (term, exp_avg, exp_avg_sq, param^2, term^2)``.
-
-    Scalars: gradient factor, beta1, what enters the moment, beta2, 1 - beta2, eps, the inverses of
-    the two bias corrections, the L2 penalty, the decoupled decay.
-    """
+def lamb_term(values, s):
+    """``(grad, param, exp_avg, exp_avg_sq) -> (term, exp_avg, exp_avg_sq, param^2, term^2)``."""
     grad, param, exp_avg, exp_avg_sq = values[0], values[1], values[2], values[3]
-    total = grad * scalars[0] + scalars[8] * param
-    exp_avg = scalars[1] * exp_avg + scalars[2] * total
-    exp_avg_sq = scalars[3] * exp_avg_sq + scalars[4] * total * total
-    root = tl.sqrt_rn(exp_avg_sq * scalars[7]) + scalars[5]
-    term = tl.div_rn(exp_avg * scalars[6], root) + scalars[9] * param
+    total = grad * s.factor + s.l2 * param
+    exp_avg = s.beta1 * exp_avg + s.grad_share * total
+    exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * total * total
+    root = tl.sqrt_rn(exp_avg_sq * s.unbias2) + s.eps
+    term = tl.div_rn(exp_avg * s.unbias1, root) + s.decay * param
     return term, exp_avg, exp_avg_sq, param * param, term * term
 
 
 @triton.jit
-def lamb_apply(values, scalars, own):
-    """``(term, param) -> (param, term)``; ``own``: learning rate times trust ratio."""
-    return values[1] - own[0] * values[0], values[0]
+def lamb_apply(values, s):
+    """``(term, param) -> (param, term)``."""
+    return values[1] - s.rate * values[0], values[0]
 
 
 def cases() -> Iterator[Case]:
     """What is inspected."""
+    scalars = "factor beta1 grad_share beta2 one_minus_beta2 eps unbias1 unbias2 l2 decay"
     states, sums = ((2, 1), (3, 2)), (3, 4)
 
-    def term(columns: str, *stores: tuple[int, int], **others: object) -> Case:
-        return case(lamb_term, columns, (*stores, *states), 10, on_device=(0,), sums=sums, **others)  # type: ignore[arg-type]
+    def term(columns: str, *stores: tuple[int, int], **others: Any) -> Case:
+        return case(
+            lamb_term, columns, (*stores, *states), scalars,
+            **{"on_device": "factor", "sums": sums, **others},
+        )  # fmt: skip
 
     yield term("fp32 fp32 fp32 fp32", (0, 0))
     for half in ("fp16", "bf16"):
@@ -55,9 +57,14 @@ def cases() -> Iterator[Case]:
         "bf16 bf16 fp32 fp32 fp32 bf16", (4, 0), variant="kahan", write_only=(4,),
         codec=(add_error, rounded),
     )  # fmt: skip
-    yield case(lamb_apply, "fp32 fp32", ((1, 0),), own=1)
-    yield case(lamb_apply, "fp32 fp16", ((1, 0),), own=1)
-    yield case(lamb_apply, "fp32 bf16", ((1, 0),), own=1)
+    for kind in ("fp32", "fp16", "bf16"):  # the first of two calls, with norms from outside
+        yield case(
+            lamb_term, " ".join([kind] * 5), (*states, (4, 0)), scalars,
+            variant="stage 1", per_tensor="decay", write_only=(4,), noop=False,
+        )  # fmt: skip
+    for columns in ("fp32 fp32", "fp32 fp16", "fp32 bf16"):
+        yield case(lamb_apply, columns, ((1, 0),), "rate", per_tensor="rate")
     yield case(
-        lamb_apply, "fp32 fp32 fp16", ((1, 0), (2, 0)), own=1, variant="copies", write_only=(2,)
-    )
+        lamb_apply, "fp32 fp32 fp16", ((1, 0), (2, 0)), "rate",
+        per_tensor="rate", variant="copies", write_only=(2,),
+    )  # fmt: skip

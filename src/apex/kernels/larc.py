@@ -6,23 +6,23 @@ import triton
 import triton.language as tl  # noqa: F401 - the interpreter looks for it
 
 from apex.kernels._cases import Case
-from apex.kernels.multi_tensor import case
+from apex.kernels._list_cases import case
 
 
 @triton.jit
-def larc_squares(values, scalars, own):
+def larc_squares(values, s):
     """``(grad, param) -> (grad^2, param^2)``."""
     return values[0] * values[0], values[1] * values[1]
 
 
 @triton.jit
-def larc(values, scalars, own):
-    """``(grad, param) -> (grad,)``; ``own``: rate and weight decay of each tensor."""
-    return ((values[0] + own[1] * values[1]) * own[0],)
+def larc(values, s):
+    """``(grad, param) -> (grad,)``."""
+    return ((values[0] + s.decay * values[1]) * s.rate,)
 
 
 def cases() -> Iterator[Case]:
     """What is inspected."""
     for dtypes in ("fp32 fp32", "fp16 fp16", "bf16 bf16"):
         yield case(larc_squares, dtypes, (), sums=(0, 1), noop=False)
-        yield case(larc, dtypes, ((0, 0),), own=2, noop=False)
+        yield case(larc, dtypes, ((0, 0),), "rate decay", per_tensor="rate decay", noop=False)

@@ -5,11 +5,14 @@ tensors at one position have the same number of elements (gradient, weight, firs
 The kernel walks all positions in chunks, one program for each chunk. It finds its tensor in a
 table of addresses, so that nothing depends on how many tensors there are.
 
-What is computed is a parameter: ``UPDATE(values, scalars, own)``, a jitted function over float32
-tiles, returns a tuple of new tiles. Each algorithm is thus ten lines and knows nothing of lists,
-masks, dtypes or storage. ``CODEC`` stands between memory and ``UPDATE``: how columns become values
-and how new values become columns (rounding, low bits kept apart, compensated or stochastic
-rounding).
+What is computed is a parameter: ``UPDATE(values, s)``, a jitted function over float32 tiles and
+named scalars (``s.lr``), returns a tuple of new tiles. Each algorithm is thus ten lines and knows
+nothing of lists, masks, dtypes or storage. ``DECODE`` and ``ENCODE`` stand between memory and
+``UPDATE``: how columns become values and how new values become columns (rounding, low bits kept
+apart, compensated or stochastic rounding).
+
+A scalar is a number of the call, one number on the device, or one number for each tensor. The
+names are those of the operation's NamedTuple in `apex.ops`.
 
 Full chunks run without a mask: with a mask whose bound is known only at run time the compiler
 falls back to 16-bit accesses, without one every access is 128 bits wide.
@@ -22,7 +25,10 @@ limit.
 
 from __future__ import annotations
 
+import functools
+from collections import namedtuple
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,14 +36,37 @@ import triton
 import triton.language as tl
 
 from apex.kernels._cases import Case
+from apex.kernels._tables import CHUNK, Layout, Table
+from apex.kernels.partial_sums import OPTIONS, joined, reduced, summed
 
-# Elements per program and per tile. A program lives for some 50 us at this size on an H200, long
-# against the two dependent table reads at its start, and a 10-million-weight model still makes
-# more than a thousand programs. Derived, not yet tuned on a GPU.
-CHUNK = 8192
+# Elements per tile; a program has CHUNK.
 BLOCK = 1024
-WARPS = 4
-OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
+
+
+@dataclass(frozen=True)
+class Named:
+    """Makes a NamedTuple inside of a kernel.
+
+    Not the class itself: Triton 3.7 cannot make a key of one. The names are in the text of this
+    object, and so in the key under which Triton keeps compiled code.
+    """
+
+    names: tuple[str, ...]
+
+    def __call__(self, *values: Any) -> Any:
+        """Name the values."""
+        return _namedtuple(self.names)(*values)
+
+
+@functools.cache
+def _namedtuple(names: tuple[str, ...]) -> Any:
+    return namedtuple("Scalars", names)
+
+
+# Kinds of scalars.
+NUMBER = tl.constexpr(0)  # an argument of the launch
+ON_DEVICE = tl.constexpr(1)  # one number in memory
+PER_TENSOR = tl.constexpr(2)  # a number in memory for each tensor
 
 DTYPES = {
     torch.float32: tl.float32,
@@ -56,33 +85,18 @@ def _pointer(table_ptr, tensor, start, DTYPE: tl.constexpr, ALIGNED: tl.constexp
 
 
 @triton.jit
-def rounded(raw, values, scalars, new, index):
+def rounded(raw, values, new, index, seed):
     """Codec: what is stored is the value rounded to the column's dtype."""
     return new
 
 
 @triton.jit
-def widened(raw, scalars):
+def widened(raw):
     """Codec: every column as float32."""
     values = ()
     for i in tl.static_range(len(raw)):
         values = values + (raw[i].to(tl.float32),)
     return values
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _joined(a, b, LARGEST: tl.constexpr):
-    return _larger(a, b) if LARGEST else a + b
-
-
-@triton.jit
-def _total(values, LARGEST: tl.constexpr):
-    return tl.reduce(values, 0, _larger) if LARGEST else tl.sum(values)
 
 
 @triton.jit
@@ -92,7 +106,7 @@ def _tile(
     mask,
     index,
     scalars,
-    own,
+    seed,
     UPDATE: tl.constexpr,
     DECODE: tl.constexpr,
     ENCODE: tl.constexpr,
@@ -107,8 +121,8 @@ def _tile(
             raw = raw + (tl.load(pointers[i] + offsets, mask=mask, other=0),)
         else:
             raw = raw + (tl.load(pointers[i] + offsets),)
-    values = DECODE(raw, scalars)
-    new = ENCODE(raw, values, scalars, UPDATE(values, scalars, own), index)
+    values = DECODE(raw)
+    new = ENCODE(raw, values, UPDATE(values, scalars), index, seed)
     for i in tl.static_range(len(STORES)):
         pointer = pointers[STORES[i][0]] + offsets
         if MASKED:
@@ -138,7 +152,7 @@ def list_kernel(
     numels_ptr,
     tables,
     scalar_args,
-    own_ptrs,
+    seed_ptr,
     noop_ptr,
     partial_ptr,
     flag_ptr,
@@ -148,11 +162,11 @@ def list_kernel(
     ENCODE: tl.constexpr,
     COLUMNS: tl.constexpr,
     STORES: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
+    SCALARS: tl.constexpr,
+    KINDS: tl.constexpr,
     SUMS: tl.constexpr,
     LARGEST: tl.constexpr,
     FLAGS: tl.constexpr,
-    NOOP: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -163,26 +177,26 @@ def list_kernel(
         blocks_ptr: int64, one for each program: tensor number << 32 | chunk number.
         numels_ptr: int64, elements of each tensor.
         tables: For each column the int64 addresses of its tensors.
-        scalar_args: Numbers, or pointers to 0-dim tensors where ``ON_DEVICE`` says so.
-        own_ptrs: float32 arrays with one number for each tensor.
-        noop_ptr: Where ``NOOP``: a number that skips everything when it is not 0.
+        scalar_args: Numbers, or pointers where ``KINDS`` says so.
+        seed_ptr: int32, for ``ENCODE``; or ``None``.
+        noop_ptr: A number that skips everything when it is not 0; or ``None``.
         partial_ptr: float32 ``(programs, len(SUMS))``: sums over each chunk.
         flag_ptr: Where ``FLAGS``: one element of any dtype.
-        UPDATE: ``(values, scalars, own) -> new values``.
-        DECODE: ``(raw columns, scalars) -> values``.
-        ENCODE: ``(raw, values, scalars, new, index) -> what STORES and SUMS count in``.
+        UPDATE: ``(values, scalars) -> new values``.
+        DECODE: ``(raw columns) -> values``.
+        ENCODE: ``(raw, values, new, index, seed) -> what STORES and SUMS count in``.
         COLUMNS: dtypes of the columns.
         STORES: Pairs (column, number in what ENCODE returned).
-        ON_DEVICE: Which scalars are pointers.
+        SCALARS: The `Named` of what ``UPDATE`` takes.
+        KINDS: For each scalar `NUMBER`, `ON_DEVICE` or `PER_TENSOR`.
         SUMS: Numbers in what ENCODE returned that are to be summed.
         LARGEST: Whether the largest is taken instead of the sum; the values are at least 0.
         FLAGS: Numbers in what ENCODE returned that set the flag to 1 where they are not finite.
-        NOOP: Whether there is a ``noop_ptr``.
         ALIGNED: Whether every address is a multiple of 16.
         CHUNK: Elements of a program, a multiple of BLOCK.
         BLOCK: Elements of a tile.
     """
-    if NOOP:
+    if noop_ptr is not None:
         if tl.load(noop_ptr) != 0:
             return
     program = tl.program_id(0).to(tl.int64)
@@ -193,15 +207,18 @@ def list_kernel(
     pointers = ()
     for i in tl.static_range(len(COLUMNS)):
         pointers = pointers + (_pointer(tables[i], tensor, start, COLUMNS[i], ALIGNED),)
-    scalars = ()
-    for i in tl.static_range(len(ON_DEVICE)):
-        if ON_DEVICE[i]:
-            scalars = scalars + (tl.load(scalar_args[i]),)
+    unnamed = ()
+    for i in tl.static_range(len(KINDS)):
+        if KINDS[i] == PER_TENSOR:
+            unnamed = unnamed + (tl.load(scalar_args[i] + tensor),)
+        elif KINDS[i] == ON_DEVICE:
+            unnamed = unnamed + (tl.load(scalar_args[i]),)
         else:
-            scalars = scalars + (tl.full((), scalar_args[i], tl.float32),)
-    own = ()
-    for i in tl.static_range(len(own_ptrs)):
-        own = own + (tl.load(own_ptrs[i] + tensor),)
+            unnamed = unnamed + (tl.full((), scalar_args[i], tl.float32),)
+    scalars = SCALARS(*unnamed)
+    seed = 0
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)
     lanes = tl.arange(0, BLOCK)
     first = program * CHUNK
     totals = ()
@@ -210,127 +227,65 @@ def list_kernel(
     if left == CHUNK:
         for at in range(0, CHUNK, BLOCK):
             sums = _tile(
-                pointers, at + lanes, None, first + at + lanes, scalars, own,
+                pointers, at + lanes, None, first + at + lanes, scalars, seed,
                 UPDATE, DECODE, ENCODE, STORES, SUMS, FLAGS, False,
             )  # fmt: skip
             new = ()
             for i in tl.static_range(len(totals)):
-                new = new + (_joined(totals[i], sums[i], LARGEST),)
+                new = new + (joined(totals[i], sums[i], LARGEST),)
             totals = new
     else:
         for at in range(0, left, BLOCK):
             sums = _tile(
-                pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, own,
+                pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, seed,
                 UPDATE, DECODE, ENCODE, STORES, SUMS, FLAGS, True,
             )  # fmt: skip
             new = ()
             for i in tl.static_range(len(totals)):
-                new = new + (_joined(totals[i], sums[i], LARGEST),)
+                new = new + (joined(totals[i], sums[i], LARGEST),)
             totals = new
     for i in tl.static_range(len(SUMS)):
-        tl.store(partial_ptr + program * len(SUMS) + i, _total(totals[i], LARGEST))
+        tl.store(partial_ptr + program * len(SUMS) + i, reduced(totals[i], LARGEST))
     if len(FLAGS) > 0:
         tl.store(flag_ptr, 1, mask=tl.sum(totals[len(SUMS)]) > 0)
 
 
-@triton.jit
-def segment_kernel(
-    # data
-    partial_ptr,
-    firsts_ptr,
-    out_ptr,
-    # compile-time
-    SUMS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Add up each tensor's partial sums, always in the same order.
-
-    Args:
-        partial_ptr: float32 ``(programs, SUMS)``.
-        firsts_ptr: int64 ``(tensors + 1,)``: each tensor's first program.
-        out_ptr: float32 ``(SUMS, tensors)``.
-        SUMS: Sums for each program.
-        LARGEST: Whether the largest is taken instead of the sum.
-        BLOCK: Partial sums read at once.
-    """
-    tensor = tl.program_id(0).to(tl.int64)
-    first = tl.load(firsts_ptr + tensor)
-    last = tl.load(firsts_ptr + tensor + 1)
-    lanes = tl.arange(0, BLOCK)
-    for i in tl.static_range(SUMS):
-        total = tl.zeros((BLOCK,), tl.float32)
-        for at in range(first, last, BLOCK):
-            rows = at + lanes
-            some = tl.load(partial_ptr + rows * SUMS + i, mask=rows < last, other=0.0)
-            total = _joined(total, some, LARGEST)
-        tl.store(out_ptr + i * tl.num_programs(0) + tensor, _total(total, LARGEST))
-
-
-class Layout:
-    """Where programs work: what depends on the sizes of the tensors alone.
-
-    Args:
-        numels: Elements of each tensor; none may be 0.
-        device: Where the kernel runs.
-    """
-
-    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
-        blocks: list[int] = []
-        firsts = [0]
-        for tensor, numel in enumerate(numels):
-            chunks = -(-numel // CHUNK)
-            blocks += [tensor << 32 | chunk for chunk in range(chunks)]
-            firsts.append(firsts[-1] + chunks)
-        self.programs = len(blocks)
-        self.tensors = len(firsts) - 1
-        self.device = device
-        hosts = [pinned(blocks, device), pinned(numels, device), pinned(firsts, device)]
-        self.hosts = hosts  # a CUDA graph copies from there at each replay
-        self.blocks, self.numels, self.firsts = (x.to(device, non_blocking=True) for x in hosts)
-
-
-class Table:
-    """The addresses of one column, on the device."""
-
-    def __init__(self, addresses: Sequence[int], device: torch.device) -> None:
-        self.aligned = all(address % 16 == 0 for address in addresses)
-        self.host = pinned(addresses, device)  # a CUDA graph copies from there at each replay
-        self.on_device = self.host.to(device, non_blocking=True)
-
-
-def pinned(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Put the numbers where a copy to the device does not wait for it."""
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
-
-
-def _compile_time(
+def compile_time(
     update: Any,
     columns: Sequence[Any],
     stores: tuple[tuple[int, int], ...],
-    on_device: tuple[bool, ...],
-    noop: bool,
+    names: tuple[str, ...],
+    kinds: tuple[int, ...],
     sums: tuple[int, ...],
     largest: bool,
     flags: tuple[int, ...],
     codec: tuple[Any, Any],
     aligned: bool,
 ) -> dict[str, Any]:
+    """The compile-time arguments of `list_kernel`, for launches and for inspection."""
     return {
         "UPDATE": update,
         "DECODE": codec[0],
         "ENCODE": codec[1],
         "COLUMNS": tuple(columns),
         "STORES": stores,
-        "ON_DEVICE": on_device,
+        "SCALARS": Named(names),
+        "KINDS": kinds,
         "SUMS": sums,
         "LARGEST": largest,
         "FLAGS": flags,
-        "NOOP": noop,
         "ALIGNED": aligned,
         "CHUNK": CHUNK,
         "BLOCK": BLOCK,
     }
+
+
+def _kind(scalar: float | torch.Tensor) -> int:
+    if not isinstance(scalar, torch.Tensor):
+        kind = NUMBER
+    else:
+        kind = ON_DEVICE if scalar.numel() == 1 else PER_TENSOR
+    return int(kind.value)
 
 
 def launch(
@@ -339,12 +294,13 @@ def launch(
     dtypes: Sequence[torch.dtype],
     update: Any,
     stores: tuple[tuple[int, int], ...],
-    scalars: Sequence[float | torch.Tensor] = (),
-    own: Sequence[torch.Tensor] = (),
+    names: tuple[str, ...],
+    scalars: tuple[float | torch.Tensor, ...],
+    *,
     noop: torch.Tensor | None = None,
     sums: tuple[int, ...] = (),
     codec: tuple[Any, Any] = (widened, rounded),
-    *,
+    seed: torch.Tensor | None = None,
     largest: bool = False,
     flag: torch.Tensor | None = None,
     flags: tuple[int, ...] = (),
@@ -352,16 +308,18 @@ def launch(
     """Run ``update`` over the columns in one launch.
 
     Args:
-        layout: Of the columns' sizes.
+        layout: Of the columns' sizes; with at least one program.
         tables: One for each column.
         dtypes: Of the columns.
-        update: Jitted ``(values, scalars, own) -> new values``.
+        update: Jitted ``(values, scalars) -> new values``.
         stores: Pairs (column, number of the new value).
-        scalars: Numbers, or one-element tensors on the device, which are read there.
-        own: float32 tensors with one number for each tensor of a column.
+        names: Of the scalars.
+        scalars: Numbers, or tensors on the device with one element, or with one for each tensor of
+            a column.
         noop: One-element tensor; a value other than 0 leaves everything as it is.
         sums: Numbers of new values to sum over each tensor.
         codec: Jitted functions: columns to values, new values to columns.
+        seed: int32, one element, on the device, for a codec that draws numbers.
         largest: Take the largest of values of at least 0 instead of the sum; nan wins.
         flag: One-element tensor of any dtype that becomes 1 where a new value is not finite.
         flags: Numbers of the new values that are looked at for it.
@@ -379,16 +337,16 @@ def launch(
             layout.numels,
             tuple(table.on_device for table in tables),
             tuple(s if isinstance(s, torch.Tensor) else float(s) for s in scalars),
-            tuple(own),
+            seed,
             noop,
             partial,
             flag,
-            **_compile_time(
+            **compile_time(
                 update,
                 [DTYPES[dtype] for dtype in dtypes],
                 stores,
-                tuple(isinstance(s, torch.Tensor) for s in scalars),
-                noop is not None,
+                names,
+                tuple(map(_kind, scalars)),
                 sums,
                 largest,
                 flags,
@@ -399,120 +357,9 @@ def launch(
         )
         if partial is None:
             return None
-        shape = (len(sums), layout.tensors)
-        out = torch.empty(shape, dtype=torch.float32, device=layout.device)
-        segment_kernel[(layout.tensors,)](
-            partial, layout.firsts, out, SUMS=len(sums), LARGEST=largest, BLOCK=256, **OPTIONS
-        )
-    return out
-
-
-# -- what is inspected ---------------------------------------------------------------------------
-
-
-def case(
-    update: Any,
-    columns: str,
-    stores: tuple[tuple[int, int], ...] = (),
-    scalars: int = 0,
-    *,
-    name: str = "",
-    variant: str = "",
-    write_only: tuple[int, ...] = (),
-    own: int = 0,
-    on_device: tuple[int, ...] = (),
-    noop: bool = True,
-    sums: tuple[int, ...] = (),
-    largest: bool = False,
-    flags: tuple[int, ...] = (),
-    codec: tuple[Any, Any] = (widened, rounded),
-    aligned: bool = True,
-) -> Case:
-    """Describe a launch for inspection; the arguments not listed here are those of `launch`.
-
-    Args:
-        update: What runs.
-        columns: Triton's names of the columns' dtypes: ``"fp16 fp32 fp32 fp32"``.
-        stores: Pairs (column, number of the new value).
-        scalars: How many there are.
-        name: For people; that of ``update`` by default.
-        variant: For people, in addition to ``columns``.
-        write_only: Columns that are written and never read.
-        own: How many there are.
-        on_device: Which scalars are on the device.
-        noop: Whether there is one.
-        sums: Numbers of new values to sum.
-        largest: Whether the largest is taken instead.
-        flags: Numbers of new values that set the flag.
-        codec: Jitted functions.
-        aligned: Whether every address is a multiple of 16.
-    """
-    kinds = columns.split()
-    by_name = {dtype.name.replace("int", "i"): dtype for dtype in DTYPES.values()}
-    devices = tuple(number in on_device for number in range(scalars))
-    constants = _compile_time(
-        update,
-        [by_name[kind] for kind in kinds],
-        stores,
-        devices,
-        noop,
-        sums,
-        largest,
-        flags,
-        codec,
-        aligned,
-    )
-    signature = {
-        "blocks_ptr": "*i64",
-        "numels_ptr": "*i64",
-        "tables": ("*i64",) * len(kinds),
-        "scalar_args": tuple("*fp32" if there else "fp32" for there in devices),
-        "own_ptrs": ("*fp32",) * own,
-        "noop_ptr": "*fp32",
-        "partial_ptr": "*fp32",
-        "flag_ptr": "*i32",
-    }
-    absent = {"noop_ptr": noop, "partial_ptr": bool(sums), "flag_ptr": bool(flags)}
-    behind = [f"tables.{number}[]" for number in range(len(kinds))]
-    narrow = {"blocks_ptr": "one number a program", "numels_ptr": "one number a program"}
-    narrow |= {f"tables.{number}": "one address a program" for number in range(len(kinds))}
-    narrow |= {f"scalar_args.{number}": "a scalar" for number in on_device}
-    narrow |= {f"own_ptrs.{number}": "one number a program" for number in range(own)}
-    narrow |= {"noop_ptr": "a scalar", "partial_ptr": "a few numbers a program"}
-    narrow |= {"flag_ptr": "a scalar"}
-    if not aligned:
-        narrow |= dict.fromkeys(behind, "addresses are those of their elements")
-    return Case(
-        list_kernel,
-        name or update.__name__,
-        " ".join([columns, *([variant] if variant else [])]),
-        signature=signature,
-        constants={**constants, **{key: None for key, here in absent.items() if not here}},
-        reads=tuple(p for number, p in enumerate(behind) if number not in write_only),
-        writes=tuple(behind[number] for number in dict(stores)),
-        tile=BLOCK,
-        narrow=narrow,
-        tables={f"tables.{number}": kind for number, kind in enumerate(kinds)},
-        tail=True,
-        options=OPTIONS,
-    )
+        return summed(partial, layout.firsts, largest=largest)
 
 
 def cases() -> Iterator[Case]:
-    """What is inspected here; each update's file lists its own."""
-    yield Case(
-        segment_kernel,
-        "segment_sums",
-        "fp32",
-        signature={"partial_ptr": "*fp32", "firsts_ptr": "*i64", "out_ptr": "*fp32"},
-        constants={"SUMS": 1, "LARGEST": False, "BLOCK": 256},
-        reads=(),
-        writes=(),
-        tile=256,
-        narrow={
-            "partial_ptr": "one number for 8192 elements of the tensors",
-            "firsts_ptr": "two numbers a tensor",
-            "out_ptr": "one number a tensor",
-        },
-        options=OPTIONS,
-    )
+    """Nothing by itself: each update's file lists what it is run on."""
+    return iter(())

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from apex.kernels._cases import Case
-from apex.kernels.multi_tensor import case, rounded, widened
+from apex.kernels._list_cases import case
+from apex.kernels.multi_tensor import rounded, widened
 
 __all__ = [
     "add_error",
@@ -23,6 +24,7 @@ __all__ = [
     "metered_rounded",
     "metered_stochastically",
     "optimizer_cases",
+    "rounded",
     "rounded_stochastically",
     "split_low_bits",
     "widened",
@@ -38,7 +40,7 @@ def _with_weight(raw, weight):
 
 
 @triton.jit
-def join_low_bits(raw, scalars):
+def join_low_bits(raw):
     """Codec: the weight from its bfloat16 part and the 16 low bits."""
     low = raw[len(raw) - 1].to(tl.int32)
     high = raw[1].to(tl.int16, bitcast=True).to(tl.int32)
@@ -49,7 +51,7 @@ def join_low_bits(raw, scalars):
 
 
 @triton.jit
-def split_low_bits(raw, values, scalars, new, index):
+def split_low_bits(raw, values, new, index, seed):
     """Codec: the weight as bfloat16, rounded half up, and the 16 low bits."""
     # A GPU's own nan has all bits set: rounding up would carry it to -0.
     bits = tl.where(new[0] != new[0], 0x7FC00000, new[0].to(tl.int32, bitcast=True))
@@ -63,13 +65,13 @@ def split_low_bits(raw, values, scalars, new, index):
 
 
 @triton.jit
-def add_error(raw, scalars):
+def add_error(raw):
     """Codec: the weight from its bfloat16 part and the error of rounding."""
     return _with_weight(raw, raw[1].to(tl.float32) + raw[len(raw) - 1].to(tl.float32))
 
 
 @triton.jit
-def keep_error(raw, values, scalars, new, index):
+def keep_error(raw, values, new, index, seed):
     """Codec: the weight as bfloat16 and the error of rounding."""
     weight = new[0].to(tl.bfloat16)
     stored = (weight,)
@@ -79,9 +81,8 @@ def keep_error(raw, values, scalars, new, index):
 
 
 @triton.jit
-def rounded_stochastically(raw, values, scalars, new, index):
+def rounded_stochastically(raw, values, new, index, seed):
     """Codec: the weight as one of its two bfloat16 neighbours, the nearer the likelier."""
-    seed = scalars[len(scalars) - 1].to(tl.int32)
     # The counter is 32 bits wide: what is above goes into the seed.
     noise = tl.randint(seed ^ (index >> 32).to(tl.int32), (index & 0xFFFFFFFF).to(tl.uint32))
     noise = (noise & 0xFFFF).to(tl.int32)
@@ -105,40 +106,40 @@ def _metered(raw, values, new, stored, BESIDE: tl.constexpr):
 
 
 @triton.jit
-def metered_rounded(raw, values, scalars, new, index):
+def metered_rounded(raw, values, new, index, seed):
     """Codec: as ``rounded``, and what was lost."""
-    return _metered(raw, values, new, rounded(raw, values, scalars, new, index), False)
+    return _metered(raw, values, new, rounded(raw, values, new, index, seed), False)
 
 
 @triton.jit
-def metered_low_bits(raw, values, scalars, new, index):
+def metered_low_bits(raw, values, new, index, seed):
     """Codec: as ``split_low_bits``, and what was lost."""
-    return _metered(raw, values, new, split_low_bits(raw, values, scalars, new, index), True)
+    return _metered(raw, values, new, split_low_bits(raw, values, new, index, seed), True)
 
 
 @triton.jit
-def metered_error(raw, values, scalars, new, index):
+def metered_error(raw, values, new, index, seed):
     """Codec: as ``keep_error``, and what was lost."""
-    return _metered(raw, values, new, keep_error(raw, values, scalars, new, index), True)
+    return _metered(raw, values, new, keep_error(raw, values, new, index, seed), True)
 
 
 @triton.jit
-def metered_stochastically(raw, values, scalars, new, index):
+def metered_stochastically(raw, values, new, index, seed):
     """Codec: as ``rounded_stochastically``, and what was lost."""
-    stored = rounded_stochastically(raw, values, scalars, new, index)
+    stored = rounded_stochastically(raw, values, new, index, seed)
     return _metered(raw, values, new, stored, False)
 
 
 def optimizer_cases(
-    update: Any, states: int, scalars: int, *, own: int = 0, sums: tuple[int, ...] = ()
+    update: Any, states: int, scalars: str, *, per_tensor: str = "", sums: tuple[int, ...] = ()
 ) -> Iterator[Case]:
     """Describe an optimizer's update with each storage, as :mod:`apex.ops.storage` runs it.
 
     Args:
         update: ``(grad, param, *states) -> (param, *states, grad)``.
         states: How many there are; they are float32.
-        scalars: Of the update; the first is the gradients' factor, on the device.
-        own: Of the update.
+        scalars: Names of the update's; ``factor`` is on the device.
+        per_tensor: Which of them are a number for each tensor.
         sums: Numbers of new values to sum over each tensor.
     """
     low, kahan = (join_low_bits, split_low_bits), (add_error, keep_error)
@@ -155,10 +156,10 @@ def optimizer_cases(
         more: tuple[tuple[int, int], ...] = (),
         **others: Any,
     ) -> Case:
-        seed = codec is stochastic
         return case(
-            update, columns, (*stores, *more), scalars + seed, variant=variant,
-            on_device=(0, scalars)[: 1 + seed], own=own, codec=codec, **{"sums": sums, **others},
+            update, columns, (*stores, *more), scalars, variant=variant,
+            on_device="factor", per_tensor=per_tensor, codec=codec, seeded=codec is stochastic,
+            **{"sums": sums, **others},
         )  # fmt: skip
 
     yield one("", "fp32 fp32" + all_states)

@@ -6,21 +6,22 @@ import triton
 import triton.language as tl
 
 from apex.kernels._cases import Case
-from apex.kernels.multi_tensor import case
+from apex.kernels._list_cases import case
 
 
 @triton.jit
-def unscale(values, scalars, own):
-    """``(scaled gradient, ...) -> (gradient, its square, scaled gradient)``; scalar: the factor."""
-    grad = (values[0] * scalars[0]).to(tl.float32)
+def unscale(values, s):
+    """``(scaled gradient, ...) -> (gradient, its square, scaled gradient)``."""
+    grad = (values[0] * s.factor).to(tl.float32)
     return grad, grad * grad, values[0]
 
 
 def cases() -> Iterator[Case]:
     """What is inspected."""
     for columns in ("fp32", "fp16", "bf16"):
-        yield case(unscale, columns, ((0, 0),), 1, sums=(1,), flags=(2,), noop=False)
+        yield case(unscale, columns, ((0, 0),), "factor", sums=(1,), flags=(2,), noop=False)
     for columns in ("fp16 fp32", "bf16 fp32"):
         yield case(
-            unscale, columns, ((1, 0),), 1, sums=(1,), flags=(2,), write_only=(1,), noop=False
-        )
+            unscale, columns, ((1, 0),), "factor",
+            sums=(1,), flags=(2,), write_only=(1,), noop=False,
+        )  # fmt: skip

@@ -1,7 +1,12 @@
-"""``multi_tensor_applier``: how functions over lists of tensors are called."""
+"""``multi_tensor_applier``: how functions over lists of tensors are called.
+
+Also :func:`release_captured`, for programs that capture such calls, or optimizer steps, in CUDA
+graphs and delete the graphs.
+"""
 
 from apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply
+from apex.ops.pointer_tables import release_captured
 
-__all__ = ["MultiTensorApply", "multi_tensor_applier"]
+__all__ = ["MultiTensorApply", "multi_tensor_applier", "release_captured"]
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)

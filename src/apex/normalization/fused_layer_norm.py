@@ -1,6 +1,6 @@
 """Layer norm and RMS norm as modules, as functions and as autograd functions.
 
-All of them run on any device; :mod:`apex.ops.layer_norm` and :mod:`apex.ops.rms_norm` hold the
+All of them run on any device; :mod:`apex.ops.row_norms` holds the
 definitions. What differs is the dtypes they take and give, outside of autocast:
 
 =============================  ==================================  ======================
@@ -43,13 +43,19 @@ from apex.normalization._functions import (
     FusedRMSNormAffineFunction,
     FusedRMSNormAffineMixedDtypesFunction,
     FusedRMSNormFunction,
+    _rms_norm,
+    fused_layer_norm,
+    fused_layer_norm_affine,
+    fused_rms_norm,
+    fused_rms_norm_affine,
+    manual_rms_norm,
+    mixed_dtype_fused_layer_norm_affine,
+    mixed_dtype_fused_rms_norm_affine,
 )
-from apex.ops import _scripted
-from apex.ops import layer_norm as layer_norms
-from apex.ops import rms_norm as rms_norms
-from apex.ops._check import refuse_other_dtype, refuse_wider_weight
-from apex.ops._dtypes import NARROW, wide
-from apex.ops._scripted import Shape, left_to_python
+from apex.ops import _scripted, row_norms
+from apex.ops._check import refuse_other_dtype
+from apex.ops._dtypes import NARROW
+from apex.ops._scripted import Shape
 
 __all__ = [
     "FusedLayerNorm",
@@ -81,164 +87,6 @@ __all__ = [
 ]
 
 fused_layer_norm_cuda = None  # programs look whether the name is here; nothing is compiled
-
-
-# -- functions -----------------------------------------------------------------------------------
-
-
-def fused_layer_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """Layer norm with weight and bias; :func:`apex.ops.layer_norm.layer_norm` tells the rest.
-
-    Args:
-        input: ``(..., *normalized_shape)``.
-        weight: ``normalized_shape``, in the input's dtype; or ``None``.
-        bias: The same.
-        normalized_shape: The last dimensions of the input, a sequence.
-        eps: Added to the variance.
-        memory_efficient: Keep the output for the backward, not the input.
-
-    Returns:
-        ``(..., *normalized_shape)``, in the input's dtype.
-
-    Raises:
-        RuntimeError: Dtypes differ outside of autocast, or shapes do not fit.
-    """
-    return _layer_norm(input, weight, bias, normalized_shape, eps, memory_efficient, False)
-
-
-def fused_layer_norm(
-    input: torch.Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """Layer norm without weight and bias; see :func:`fused_layer_norm_affine`."""
-    return _layer_norm(input, None, None, normalized_shape, eps, memory_efficient, False)
-
-
-def mixed_dtype_fused_layer_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """Layer norm whose output has the weight's dtype; see :func:`fused_layer_norm_affine`."""
-    return _layer_norm(input, weight, bias, normalized_shape, eps, memory_efficient, True)
-
-
-@left_to_python
-def _layer_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    shape: Shape,
-    eps: float,
-    memory_efficient: bool,
-    mixed: bool,
-) -> torch.Tensor:
-    x, weight, bias = layer_norms.OP.cast(input, weight, bias)
-    if not mixed:
-        refuse_other_dtype(x, weight, "mixed_dtype_fused_layer_norm_affine")
-    dtype = None if weight is None else weight.dtype
-    return layer_norms.layer_norm(
-        x, weight, bias, shape, eps, memory_efficient=memory_efficient, dtype=dtype
-    )
-
-
-def fused_rms_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """RMS norm with a weight; :func:`apex.ops.rms_norm.rms_norm` tells the rest.
-
-    Args:
-        input: ``(..., *normalized_shape)``.
-        weight: ``normalized_shape``, in the input's dtype or in 16 bits; or ``None``.
-        normalized_shape: The last dimensions of the input, a sequence.
-        eps: Added to the mean square.
-        memory_efficient: Keep the output for the backward, not the input.
-
-    Returns:
-        ``(..., *normalized_shape)``, in the weight's dtype.
-
-    Raises:
-        RuntimeError: A 16-bit input with a wider weight outside of autocast, or shapes that do not
-            fit.
-    """
-    return _rms_norm(input, weight, normalized_shape, eps, memory_efficient, False)
-
-
-def fused_rms_norm(
-    input: torch.Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """RMS norm without a weight; see :func:`fused_rms_norm_affine`."""
-    return _rms_norm(input, None, normalized_shape, eps, memory_efficient, False)
-
-
-def mixed_dtype_fused_rms_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
-    """RMS norm with a weight of any dtype, which is the output's; see the function above."""
-    return _rms_norm(input, weight, normalized_shape, eps, memory_efficient, True)
-
-
-@left_to_python
-def _rms_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    shape: Shape,
-    eps: float,
-    memory_efficient: bool,
-    mixed: bool,
-) -> torch.Tensor:
-    x, weight = rms_norms.OP.cast(input, weight)
-    if not mixed:
-        refuse_wider_weight(x, weight, "mixed_dtype_fused_rms_norm_affine")
-    dtype = None if weight is None else weight.dtype
-    return rms_norms.rms_norm(x, weight, shape, eps, memory_efficient=memory_efficient, dtype=dtype)
-
-
-@left_to_python
-def manual_rms_norm(
-    input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    """RMS norm in plain PyTorch, with the roundings of Apex's; note the order of the arguments.
-
-    Args:
-        input: ``(..., *normalized_shape)``.
-        normalized_shape: The last dimensions of the input.
-        weight: ``normalized_shape``, or ``None``.
-        eps: Added to the mean square.
-
-    Returns:
-        ``(..., *normalized_shape)``: in at least float32 without a weight; with a 16-bit weight in
-        its dtype, rounded before it is multiplied and after.
-    """
-    dims = tuple(range(-len(normalized_shape), 0))
-    to = wide(input)
-    y = input * torch.rsqrt(input.to(to).square().mean(dims, keepdim=True) + eps)
-    if weight is None:
-        return y
-    return weight * (y.to(weight.dtype) if weight.dtype in NARROW else y)
 
 
 # -- modules -------------------------------------------------------------------------------------
@@ -303,10 +151,10 @@ class FusedLayerNorm(torch.nn.Module):
 
     @torch.jit.unused
     def _normalized(self, input: torch.Tensor) -> torch.Tensor:
-        x, weight, bias = layer_norms.OP.cast(input, self.weight, self.bias)
+        x, weight, bias = row_norms.OP.cast(input, self.weight, self.bias)
         if weight is not None and not (x.dtype in NARROW and weight.dtype == torch.float32):
             refuse_other_dtype(x, weight, "MixedFusedLayerNorm")
-        return layer_norms.layer_norm(
+        return row_norms.layer_norm(
             x, weight, bias, self.normalized_shape, self.eps, memory_efficient=self.memory_efficient
         )
 

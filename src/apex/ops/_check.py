@@ -10,6 +10,7 @@ import torch
 from apex.ops._dtypes import NARROW
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _SCALAR_TYPES = dict(zip(FLOATS, ("Half", "BFloat16", "Float", "Double"), strict=True))
 
 
@@ -21,20 +22,29 @@ class ArgumentError(RuntimeError, TypeError, ValueError):
     """
 
 
-def check_tensors(name: str, tensors: Mapping[str, Any], *, floating: Collection[str]) -> None:
+def check_tensors(
+    name: str,
+    tensors: Mapping[str, Any],
+    *,
+    floating: Collection[str],
+    integers: Collection[str] = (),
+    required: Collection[str] = (),
+) -> None:
     """Check types, devices and dtypes.
 
     Args:
         name: Of the operation, for the error.
         tensors: The tensors by name, or None; the first one decides about the device.
         floating: Names of those that have a floating dtype.
+        integers: Names of those that have an integer dtype.
+        required: Names of those that may not be None, besides the first.
 
     Raises:
         ArgumentError: One is no tensor, on another device, or of a dtype that is not taken.
     """
     first = next(iter(tensors))
     for key, tensor in tensors.items():
-        if tensor is None and key != first:
+        if tensor is None and key != first and key not in required:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{name}: {key} is a {type(tensor).__name__}; pass a tensor.")
@@ -48,6 +58,8 @@ def check_tensors(name: str, tensors: Mapping[str, Any], *, floating: Collection
                 f"{name}: {key} is {tensor.dtype}; allowed are float16, bfloat16, float32 and "
                 "float64."
             )
+        if key in integers and tensor.dtype not in INTEGERS:
+            raise ArgumentError(f"{name}: {key} is {tensor.dtype}; pass an integer dtype.")
 
 
 def check_shape(

@@ -48,13 +48,14 @@ class op:  # lower case, like torch.autocast: used as a function
         definition: ``definition(*args) -> y`` in PyTorch functions; rounds to 16 bits once.
         grads: Names of the tensors that the kernel computes gradients for.
         least: Elements of the first argument from which on an eager call on a GPU takes the kernel.
-        kernel: Name of the kernel file, if it is not the operation's.
+        kernel: Name of the kernel file, if it is not the operation's; "" if there is none.
         saves: Names of the tensors that are saved for the backward: arguments, or results. By
             default all arguments and all results but ``y``. If an argument in ``grads`` is not
             among them, its gradient is like ``y``, of the dtype that the last argument,
             ``<name>_dtype``, says to the backward alone; and there are no gradients of gradients.
-        pieces: Forward and backward where no kernel runs, for calls that need them (see ``saves``)
-            and for those of which ``pieces.pays(*args)`` says that they are faster on a CPU.
+        pieces: Forward and backward where no kernel runs, for calls of which ``pieces.pays(*args)``
+            says that they are faster on a CPU; for all calls if there is no ``pays``, or if they
+            need them (see ``saves``).
         autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``), to float32
             (``"float"``) or not at all (``"leave"``). float64 is never cast.
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
@@ -79,7 +80,7 @@ class op:  # lower case, like torch.autocast: used as a function
         self.name, arguments, results = _parsed(schema)
         self.definition, self.grads, self.least, self.pieces = definition, grads, least, pieces
         self.autocast, self.contiguous, self.takes = autocast, contiguous, takes
-        self._kernel_file = kernel or self.name
+        self._kernel_file = self.name if kernel is None else kernel
         self.names = list(arguments)
         self.tensors = [name for name, kind in arguments.items() if kind.startswith("Tensor")]
         self.constants = [name for name in arguments if name not in self.tensors]
@@ -87,8 +88,9 @@ class op:  # lower case, like torch.autocast: used as a function
         # Of the arguments that definition and forward are called with.
         self._count = sum(not name.endswith("_dtype") for name in arguments)
         self.saves = list(saves or [*self.tensors, *self.results[1:]])
-        #: Whether the backward needs something else than the definition does.
-        self.own_backward = not set(grads) <= set(self.saves)
+        #: Whether every call needs the kernel or pieces.
+        always = pieces is not None and not hasattr(pieces, "pays")
+        self.own_backward = always or not set(grads) <= set(self.saves)
         self.operator = _define(schema, self.run, self._allocate)
         kinds = {**dict.fromkeys(self.results, "Tensor"), **arguments}
         rest = [*self.saves, *self.constants]
@@ -154,13 +156,14 @@ class op:  # lower case, like torch.autocast: used as a function
         """Whether the kernel is to run, given that the path is not the definition."""
         if x.dtype not in _runtime.DTYPES or x.numel() < (1 if _runtime.forced() else least):
             return False
-        return _runtime.can_fuse(x.device) and self.takes(x)
+        return bool(self._kernel_file) and _runtime.can_fuse(x.device) and self.takes(x)
 
     def run(self, *args: Any) -> Any:
         """Compute ``y`` and what the backward needs, outside of autograd."""
-        return self._computed(self._implementation(args[0]), args)
+        return self._computed(self.implementation(args[0]), args)
 
-    def _implementation(self, x: torch.Tensor) -> Any:
+    def implementation(self, x: torch.Tensor) -> Any:
+        """What computes ``forward`` and ``backward``: kernels, pieces, or None."""
         return self._kernels() if self._fuses(x) else self.pieces
 
     def _kernels(self) -> Any:
@@ -195,7 +198,7 @@ class op:  # lower case, like torch.autocast: used as a function
         if _runtime.recorded():
             output = self.operator(*args)
         else:
-            ctx.implementation = self._implementation(args[0])  # that of the backward, too
+            ctx.implementation = self.implementation(args[0])  # that of the backward, too
             output = self._computed(ctx.implementation, args)
         outputs = _as_tuple(output)
         self._save(ctx, args, outputs)
@@ -213,30 +216,35 @@ class op:  # lower case, like torch.autocast: used as a function
         known |= zip(self.results, outputs, strict=True)
         ctx.save_for_backward(*[known[name] for name in self.saves])
 
-    def gradients(self, ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
+    def gradients(
+        self, ctx: Any, dy: torch.Tensor | None, *_: Any, needs: Sequence[bool] | None = None
+    ) -> Any:
         """Backward of an ``autograd.Function``: a gradient, or None, for each argument.
 
-        The function's first arguments are the operation's.
+        Args:
+            ctx: Where :meth:`save_and_run` saved what is needed.
+            dy: The gradient of ``y``.
+            needs: Which gradients are wanted, for the first arguments at least.
         """
         if dy is None:  # only another result was used
             return (None,) * len(self.names)
-        needs = dict.fromkeys(self.names, False)
-        needs |= zip(self.tensors, ctx.needs_input_grad, strict=False)
+        needed = dict.fromkeys(self.names, False)
+        needed |= zip(self.tensors, needs or ctx.needs_input_grad, strict=False)
         saved = dict(zip(self.saves, ctx.saved_tensors, strict=True)) | ctx.constants
-        wanted = [name for name in self.tensors if needs[name]]
+        wanted = [name for name in self.tensors if needed[name]]
         with _runtime.without_autocast(dy.device.type):
             again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             if again or not set(wanted) <= set(self.grads):
                 found = self._definition_gradients(dy, saved, wanted)
             else:
-                each = [needs[name] for name in self.grads]
+                each = [needed[name] for name in self.grads]
                 if _runtime.recorded() or _runtime.batched(dy):
                     run = self.backward_operator
                 else:
                     run = functools.partial(self._run_backward, ctx=ctx)
                 each_gradient = _as_tuple(run(dy, each, *saved.values()))
                 found = dict(zip(self.grads, each_gradient, strict=True))
-        return tuple(found[name] if needs[name] else None for name in self.names)
+        return tuple(found[name] if needed[name] else None for name in self.names)
 
     def _run_backward(
         self, dy: torch.Tensor, needs: list[bool], *rest: Any, ctx: Any = None
@@ -246,8 +254,8 @@ class op:  # lower case, like torch.autocast: used as a function
             empty = _as_tuple(self._empty_gradients(dy, needs, *rest))
             return _as_result([gradient.zero_() for gradient in empty])
         first = saved[self.saves[0]]
-        implementation = getattr(ctx, "implementation", None) or self._implementation(first)
-        if implementation is None:
+        implementation = getattr(ctx, "implementation", None) or self.implementation(first)
+        if implementation is None or first.numel() == 0:
             wanted = [name for name, need in zip(self.grads, needs, strict=True) if need]
             by_name = self._definition_gradients(dy, saved, wanted)
             found = [by_name.get(name) for name in self.grads]

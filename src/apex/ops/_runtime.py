@@ -13,14 +13,17 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of the kernels
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # without importing it
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _forced: list[str] = []  # a list and no context variable, which torch.compile cannot trace
 
@@ -119,6 +122,15 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
     if autocasts(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Have ``torch.compile`` call a function as it is, between two graphs.
+
+    Addresses, versions of tensors and launches of kernels are nothing that it could trace. torch's
+    optimizers use the same decorator, which imports the compiler at the first call only.
+    """
+    return cast("_Function", _disable_dynamo(function))
 
 
 def capturing() -> bool:

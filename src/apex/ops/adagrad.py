@@ -12,35 +12,46 @@ Source: Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 12, 2011.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from apex.ops.host import Lists, host_can, on_host
-from apex.ops.multi_tensor import Column, Scalar, Update, Values
-from apex.ops.storage import PLAINLY, How, run_stored
+from apex.ops import cpu_fused
+from apex.ops.columns import Column, Scalar
+from apex.ops.multi_tensor import Update, Values
+from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+
+_List = list[torch.Tensor]
 
 
-def reference(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
-    """Compute the definition; see :meth:`Adagrad.scalars`."""
+class AdagradScalars(NamedTuple):
+    """What the update takes."""
+
+    factor: Scalar
+    lr: Scalar
+    eps: Scalar
+    l2: Scalar
+    decay: Scalar
+
+
+def reference(values: Values, s: AdagradScalars) -> Values:
+    """Compute the definition."""
     grad, param, squares = values[:3]
-    factor, lr, eps, l2, decay = scalars[:5]
-    grad = grad * factor
-    total = grad + l2 * param
+    grad = grad * s.factor
+    total = grad + s.l2 * param
     squares = squares + total * total
-    update = total / (torch.sqrt(squares) + eps) + decay * param
-    return param - lr * update, squares, grad
+    update = total / (torch.sqrt(squares) + s.eps) + s.decay * param
+    return param - s.lr * update, squares, grad
 
 
-ADAGRAD = Update(reference, "adagrad:adagrad")
+ADAGRAD = Update(reference, "adagrad:adagrad", AdagradScalars)
 
 
 @dataclass(frozen=True)
 class Adagrad:
-    """The numbers of one step.
+    """The hyperparameters of one step.
 
     Attributes:
         lr: Learning rate.
@@ -54,40 +65,40 @@ class Adagrad:
     weight_decay: Scalar
     adagrad_w_mode: bool
 
-    def scalars(self, factor: Scalar) -> tuple[Scalar, ...]:
-        """What :func:`reference` and the kernel take."""
+    def scalars(self, factor: Scalar) -> AdagradScalars:
+        """What the update takes."""
         decay = self.weight_decay
         l2, decoupled = (0.0, decay) if self.adagrad_w_mode else (decay, 0.0)
-        return factor, self.lr, self.eps, l2, decoupled
+        return AdagradScalars(factor, self.lr, self.eps, l2=l2, decay=decoupled)
 
 
-def adagrad_(columns: Sequence[Column], numbers: Adagrad, how: How = PLAINLY) -> None:
+def adagrad_(
+    columns: Sequence[Column], hyper: Adagrad, options: StepOptions = DEFAULT_OPTIONS
+) -> None:
     """Take one step, in place.
 
     Args:
         columns: Gradients, weights, sums of squares; each of one dtype, all on one device and of
             the same sizes.
-        numbers: Of the step.
-        how: Scaling, skipping and storage.
+        hyper: Of the step.
+        options: Scaling, skipping and storage.
     """
-    lr, decay = numbers.lr, numbers.weight_decay
-    if not (numbers.adagrad_w_mode and decay) and host_can(columns, how, lr, decay):
-        on_host(functools.partial(_torchs, numbers), columns, how, narrow=True)
+    lr, decay = hyper.lr, hyper.weight_decay
+    decoupled = hyper.adagrad_w_mode and decay
+    if not decoupled and cpu_fused.torch_steps(columns, options, lr, decay):
+        cpu_fused.step_(_torchs(hyper), columns, options, narrow=True)
         return
-    run_stored(ADAGRAD, columns, numbers.scalars(how.factor), how)
+    run_stored(ADAGRAD, columns, hyper.scalars(options.factor), options)
 
 
-def _torchs(numbers: Adagrad, columns: Lists) -> None:
-    """Step columns of one dtype on the CPU by torch's fused kernel."""
-    grads, params, sums = columns
-    torch._fused_adagrad_(
-        params,
-        grads,
-        sums,
-        [torch.ones(())] * len(params),  # the step, which matters with lr_decay only
-        lr=float(numbers.lr),
-        lr_decay=0.0,
-        weight_decay=float(numbers.weight_decay),
-        eps=numbers.eps,
-        maximize=False,
-    )
+def _torchs(hyper: Adagrad) -> Callable[..., None]:
+    """Torch's fused kernel for columns of one dtype on the CPU."""
+    step = torch.ones(())  # which matters with lr_decay only
+
+    def kernel(grads: _List, params: _List, sums: _List) -> None:
+        torch._fused_adagrad_(
+            params, grads, sums, [step] * len(params), lr=float(hyper.lr), lr_decay=0.0,
+            weight_decay=float(hyper.weight_decay), eps=hyper.eps, maximize=False,
+        )  # fmt: skip
+
+    return kernel

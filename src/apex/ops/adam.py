@@ -15,47 +15,63 @@ algorithm 2.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from apex.ops.host import Lists, host_can, on_host
-from apex.ops.multi_tensor import Column, Scalar, Update, Values
-from apex.ops.storage import PLAINLY, How, run_stored
+from apex.ops import cpu_fused
+from apex.ops.columns import Column, Scalar
+from apex.ops.multi_tensor import Update, Values
+from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+
+_List = list[torch.Tensor]
 
 
-def reference(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
-    """Compute the definition; see :meth:`Adam.scalars`."""
+class AdamScalars(NamedTuple):
+    """What the update takes; ``unbias`` are the inverses of the bias corrections."""
+
+    factor: Scalar
+    lr: Scalar
+    beta1: Scalar
+    one_minus_beta1: Scalar
+    beta2: Scalar
+    one_minus_beta2: Scalar
+    eps: Scalar
+    unbias1: Scalar
+    unbias2: Scalar
+    l2: Scalar
+    decay: Scalar
+
+
+def reference(values: Values, s: AdamScalars) -> Values:
+    """Compute the definition."""
     grad, param, exp_avg, exp_avg_sq = values[:4]
-    factor, lr, beta1, rest1, beta2, rest2, eps, unbias1, unbias2, l2, decay = scalars[:11]
-    grad = grad * factor
-    total = grad + l2 * param
-    exp_avg = beta1 * exp_avg + rest1 * total
-    exp_avg_sq = beta2 * exp_avg_sq + rest2 * total * total
-    root = torch.sqrt(exp_avg_sq * unbias2) + eps
-    update = (exp_avg * unbias1) / root + decay * param
-    return param - lr * update, exp_avg, exp_avg_sq, grad
+    grad = grad * s.factor
+    total = grad + s.l2 * param
+    exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * total
+    exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * total * total
+    root = torch.sqrt(exp_avg_sq * s.unbias2) + s.eps
+    update = (exp_avg * s.unbias1) / root + s.decay * param
+    return param - s.lr * update, exp_avg, exp_avg_sq, grad
 
 
-def reference_eps_inside(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
+def reference_eps_inside(values: Values, s: AdamScalars) -> Values:
     """Compute the definition with ``sqrt(exp_avg_sq / c2 + eps)`` in the denominator."""
     grad, param, exp_avg, exp_avg_sq = values[:4]
-    factor, lr, beta1, rest1, beta2, rest2, eps, unbias1, unbias2, l2, decay = scalars[:11]
-    grad = grad * factor
-    total = grad + l2 * param
-    exp_avg = beta1 * exp_avg + rest1 * total
-    exp_avg_sq = beta2 * exp_avg_sq + rest2 * total * total
-    root = torch.sqrt(exp_avg_sq * unbias2 + eps)
-    update = (exp_avg * unbias1) / root + decay * param
-    return param - lr * update, exp_avg, exp_avg_sq, grad
+    grad = grad * s.factor
+    total = grad + s.l2 * param
+    exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * total
+    exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * total * total
+    root = torch.sqrt(exp_avg_sq * s.unbias2 + s.eps)
+    update = (exp_avg * s.unbias1) / root + s.decay * param
+    return param - s.lr * update, exp_avg, exp_avg_sq, grad
 
 
-ADAM = Update(reference, "adam:adam")
-ADAM_EPS_INSIDE = Update(reference_eps_inside, "adam:adam_eps_inside")
+ADAM = Update(reference, "adam:adam", AdamScalars)
+ADAM_EPS_INSIDE = Update(reference_eps_inside, "adam:adam_eps_inside", AdamScalars)
 
 
 def unbiased(beta: float, step: int | torch.Tensor) -> Scalar:
@@ -67,7 +83,7 @@ def unbiased(beta: float, step: int | torch.Tensor) -> Scalar:
 
 @dataclass(frozen=True)
 class Adam:
-    """The numbers of one step.
+    """The hyperparameters of one step.
 
     Attributes:
         lr: Learning rate.
@@ -91,62 +107,51 @@ class Adam:
     step: int | torch.Tensor
     eps_inside_sqrt: bool = False
 
-    def scalars(self, factor: Scalar) -> tuple[Scalar, ...]:
-        """What :func:`reference` and the kernel take."""
-        unbias1: Scalar = 1.0
-        unbias2: Scalar = 1.0
-        if self.bias_correction:
-            unbias1, unbias2 = unbiased(self.beta1, self.step), unbiased(self.beta2, self.step)
-        l2, decay = (0.0, self.weight_decay) if self.adam_w_mode else (self.weight_decay, 0.0)
-        return (
-            factor,
-            self.lr,
-            self.beta1,
-            1 - self.beta1,
-            self.beta2,
-            1 - self.beta2,
-            self.eps,
-            unbias1,
-            unbias2,
-            l2,
-            decay,
+    def scalars(self, factor: Scalar) -> AdamScalars:
+        """What the update takes."""
+        corrected = self.bias_correction
+        return AdamScalars(
+            factor=factor,
+            lr=self.lr,
+            beta1=self.beta1,
+            one_minus_beta1=1 - self.beta1,
+            beta2=self.beta2,
+            one_minus_beta2=1 - self.beta2,
+            eps=self.eps,
+            unbias1=unbiased(self.beta1, self.step) if corrected else 1.0,
+            unbias2=unbiased(self.beta2, self.step) if corrected else 1.0,
+            l2=0.0 if self.adam_w_mode else self.weight_decay,
+            decay=self.weight_decay if self.adam_w_mode else 0.0,
         )
 
 
-def adam_(columns: Sequence[Column], numbers: Adam, how: How = PLAINLY) -> None:
+def adam_(columns: Sequence[Column], hyper: Adam, options: StepOptions = DEFAULT_OPTIONS) -> None:
     """Take one step, in place.
 
     Args:
         columns: Gradients, weights, first moments, second moments; each of one dtype, all on one
             device and of the same sizes.
-        numbers: Of the step.
-        how: Scaling, skipping and storage.
+        hyper: Of the step.
+        options: Scaling, skipping and storage.
     """
-    known = (numbers.lr, numbers.weight_decay, numbers.step)
-    if not numbers.eps_inside_sqrt and host_can(columns, how, *known):
-        on_host(functools.partial(_torchs, numbers), columns, how)
+    known = (hyper.lr, hyper.weight_decay, hyper.step)
+    if not hyper.eps_inside_sqrt and cpu_fused.torch_steps(columns, options, *known):
+        cpu_fused.step_(_torchs(hyper), columns, options)
         return
-    update = ADAM_EPS_INSIDE if numbers.eps_inside_sqrt else ADAM
-    run_stored(update, columns, numbers.scalars(how.factor), how)
+    update = ADAM_EPS_INSIDE if hyper.eps_inside_sqrt else ADAM
+    run_stored(update, columns, hyper.scalars(options.factor), options)
 
 
-def _torchs(numbers: Adam, columns: Lists) -> None:
-    """Step float32 columns of the CPU by torch's fused kernel."""
-    grads, params, exp_avgs, exp_avg_sqs = columns
-    steps = torch.tensor(float(numbers.step) if numbers.bias_correction else math.inf)
-    fused = torch._fused_adamw_ if numbers.adam_w_mode else torch._fused_adam_
-    fused(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [steps] * len(params),
-        lr=float(numbers.lr),
-        beta1=numbers.beta1,
-        beta2=numbers.beta2,
-        weight_decay=float(numbers.weight_decay),
-        eps=numbers.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+def _torchs(hyper: Adam) -> Callable[..., None]:
+    """Torch's fused kernel for float32 columns of the CPU."""
+    step = torch.tensor(float(hyper.step) if hyper.bias_correction else math.inf)
+    fused = torch._fused_adamw_ if hyper.adam_w_mode else torch._fused_adam_
+
+    def kernel(grads: _List, params: _List, exp_avgs: _List, exp_avg_sqs: _List) -> None:
+        fused(
+            params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(params),
+            lr=float(hyper.lr), beta1=hyper.beta1, beta2=hyper.beta2, eps=hyper.eps,
+            weight_decay=float(hyper.weight_decay), amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return kernel

@@ -9,14 +9,16 @@ Source: Pascanu et al., arXiv:1211.5063, algorithm 1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.multi_tensor import Scalar, grouped, run
-from apex.ops.norms import l2_norm, max_norms
-from apex.ops.scale import SCALE
+from apex.ops.columns import Scalar, grouped, local, scalar_on
+from apex.ops.placements import norm_of_all
+from apex.ops.scale import scale_
+from apex.ops.tensor_norms import l2_norm, max_norms
 
 
 @torch.no_grad()
@@ -30,13 +32,13 @@ def clip_(
     """Clip in place.
 
     Args:
-        grads: Gradients; dtypes and devices may be mixed.
+        grads: Gradients; dtypes and devices may be mixed. DTensors are placed as their parameters.
         max_norm: Largest total norm allowed.
         norm_type: Which p-norm. 2 and infinity are one launch for each dtype and device.
         error_if_nonfinite: Whether to raise, which waits.
 
     Returns:
-        The norm before clipping, 0-dim, on the first gradient's device.
+        The norm before clipping over all ranks, 0-dim, on the first gradient's device.
 
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
@@ -50,18 +52,16 @@ def clip_(
             "so it cannot be clipped. To disable this error and scale the gradients by the "
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    if isinstance(max_norm, torch.Tensor):
-        max_norm = max_norm.to(norm.device, non_blocking=True)
+    max_norm = scalar_on(max_norm, norm.device)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).reshape(())
-    if not all(map(_is_plain, grads)):
+    grads = [*map(local, grads)]
+    if not all(map(_is_dense, grads)):
         for grad in grads:
             grad.mul_(coefficient.to(grad.device, non_blocking=True))
         return norm
     for _, (some,) in grouped([grads]):
-        here = coefficient.to(some[0].device, non_blocking=True)
-        if some[0].dtype != torch.float64:
-            here = here.float()
-        run(SCALE, [some], ((0, 0),), (here,))
+        here = coefficient.to(some[0].device, non_blocking=not some[0].is_cpu)
+        scale_(some, some, here if some[0].dtype == torch.float64 else here.float())
     return norm
 
 
@@ -69,25 +69,28 @@ def clipped(grads: Sequence[torch.Tensor], factor: Scalar, max_norm: float) -> S
     """``factor``, times what makes the norm of ``factor * grads`` at most ``max_norm``.
 
     Args:
-        grads: All gradients, of any dtypes and devices.
+        grads: All gradients, of any dtypes, devices and placements.
         factor: What they are multiplied by.
         max_norm: The largest norm; 0 means that there is none.
     """
     if not max_norm or not grads:
         return factor
-    norm = l2_norm(grads, factor=factor)
+    norm = norm_of_all(grads, functools.partial(l2_norm, factor=factor), 2.0)
+    factor = scalar_on(factor, norm.device)
     if not _runtime.waits(norm.device) and not isinstance(factor, torch.Tensor):
         size = norm.item()
         return factor * (max_norm / size) if size > max_norm else factor
-    if isinstance(factor, torch.Tensor):
-        factor = factor.to(norm.device, torch.float32, non_blocking=True).reshape(())
     return factor * torch.where(norm > max_norm, max_norm / norm, 1.0)
 
 
 def total_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Compute the norm of all elements together: float32, or float64 where a gradient is that."""
+    return norm_of_all(grads, functools.partial(_local_norm, norm_type=norm_type), norm_type)
+
+
+def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     wide = any(grad.dtype == torch.float64 for grad in grads)
-    if wide or norm_type not in (2.0, float("inf")) or not all(map(_is_plain, grads)):
+    if wide or norm_type not in (2.0, float("inf")) or not all(map(_is_dense, grads)):
         full = [grad for grad in grads if grad.numel()]  # torch finds no largest among none
         if not full:
             return torch.zeros((), device=grads[0].device, dtype=torch.float64 if wide else None)
@@ -96,6 +99,5 @@ def total_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     return l2_norm(grads) if norm_type == 2.0 else max_norms(grads).amax()
 
 
-def _is_plain(grad: torch.Tensor) -> bool:
-    """Whether ``grad`` holds its own memory: not sparse, not distributed."""
-    return grad.layout == torch.strided and not hasattr(grad, "to_local")
+def _is_dense(grad: torch.Tensor) -> bool:
+    return grad.layout == torch.strided

@@ -17,10 +17,6 @@ neither waits for the host. The term is written **into the gradient**, as in the
 saves a column of scratch. A 16-bit gradient would round it, so there the term has float32 scratch
 of its own and the gradient gets the rounded one beside it.
 
-On a CPU torch's fused Adam computes the term, as if it stepped from 0 with the learning rate -1.
-Tensors go by pieces that stay in the cache, and the ratio of a tensor that is no longer than a
-piece is applied there: 20 ms for the 10 million weights of 293 tensors, where whole lists take 45.
-
 Source: You et al., arXiv:1904.00962, algorithm 2; NVLAMB is NVIDIA's variant, which adapts tensors
 without weight decay too.
 """
@@ -28,64 +24,62 @@ without weight decay too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from apex.ops import _runtime
+from apex.ops import cpu_fused
 from apex.ops.adam import unbiased
-from apex.ops.multi_tensor import (
-    Codec,
-    Column,
-    Scalar,
-    Update,
-    Values,
-    batches,
-    by_length,
-    flattened,
-    run,
-    torch_can,
-    unflattened,
-)
-from apex.ops.norms import segment_squares
-from apex.ops.storage import PLAIN, PLAINLY, How, run_stored
-
-# Elements that are taken at once on a CPU; the scratch is as long, 2 MiB. On an AMD EPYC (32 MiB
-# of L3) the 10 million weights of 293 tensors take 3 % longer with 2**18.
-PIECE = 2**19
-# Elements whose norm torch computes at once; it is off by 1.8e-6 at most, that of 2**24 by 7.6e-4.
-NORMED = 2**18
-# From so many tensors in a piece on, calls count and not passes: weights and norms are taken flat.
-MANY = 16
-SHORT = 1024  # elements of tensors that are taken together with their like
-
-_Adam = Callable[..., None]
+from apex.ops.columns import Column, Scalar
+from apex.ops.multi_tensor import Codec, Update, Values, run
+from apex.ops.storage import DEFAULT_OPTIONS, PLAIN, StepOptions, run_stored
+from apex.ops.tensor_norms import square_sums
 
 
-def _term(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
+class TermScalars(NamedTuple):
+    """What the first launch takes; ``unbias`` are the inverses of the bias corrections."""
+
+    factor: Scalar
+    beta1: Scalar
+    grad_share: Scalar
+    beta2: Scalar
+    one_minus_beta2: Scalar
+    eps: Scalar
+    unbias1: Scalar
+    unbias2: Scalar
+    l2: Scalar
+    decay: Scalar
+
+
+class ApplyScalars(NamedTuple):
+    """Learning rate times trust ratio of each tensor."""
+
+    rate: Scalar
+
+
+def _term(values: Values, s: TermScalars) -> Values:
     grad, param, exp_avg, exp_avg_sq = values[:4]
-    factor, beta1, share, beta2, rest2, eps, unbias1, unbias2, l2, decay = scalars[:10]
-    total = grad * factor + l2 * param
-    exp_avg = beta1 * exp_avg + share * total
-    exp_avg_sq = beta2 * exp_avg_sq + rest2 * total * total
-    root = torch.sqrt(exp_avg_sq * unbias2) + eps
-    term = (exp_avg * unbias1) / root + decay * param
+    total = grad * s.factor + s.l2 * param
+    exp_avg = s.beta1 * exp_avg + s.grad_share * total
+    exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * total * total
+    root = torch.sqrt(exp_avg_sq * s.unbias2) + s.eps
+    term = (exp_avg * s.unbias1) / root + s.decay * param
     return term, exp_avg, exp_avg_sq, param * param, term * term
 
 
-def _apply(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
-    return values[1] - own[0] * values[0], values[0]
+def _apply(values: Values, s: ApplyScalars) -> Values:
+    return values[1] - s.rate * values[0], values[0]
 
 
-TERM = Update(_term, "lamb:lamb_term")
-APPLY = Update(_apply, "lamb:lamb_apply")
+TERM = Update(_term, "lamb:lamb_term", TermScalars)
+APPLY = Update(_apply, "lamb:lamb_apply", ApplyScalars)
 
 
 @dataclass(frozen=True)
 class Lamb:
-    """The numbers of one step.
+    """The hyperparameters of one step.
 
     Attributes:
         lr: Learning rate.
@@ -111,59 +105,54 @@ class Lamb:
     use_nvlamb: bool
     step: int | torch.Tensor
 
-    def scalars(self, factor: Scalar) -> tuple[Scalar, ...]:
-        """What the first half takes."""
-        unbias1: Scalar = 1.0
-        unbias2: Scalar = 1.0
-        if self.bias_correction:
-            unbias1, unbias2 = unbiased(self.beta1, self.step), unbiased(self.beta2, self.step)
-        l2, decay = (0.0, self.weight_decay) if self.adam_w_mode else (self.weight_decay, 0.0)
-        share = 1 - self.beta1 if self.grad_averaging else 1.0
-        return (
-            factor,
-            self.beta1,
-            share,
-            self.beta2,
-            1 - self.beta2,
-            self.eps,
-            unbias1,
-            unbias2,
-            l2,
-            decay,
+    def scalars(self, factor: Scalar) -> TermScalars:
+        """What the first launch takes."""
+        corrected = self.bias_correction
+        return TermScalars(
+            factor=factor,
+            beta1=self.beta1,
+            grad_share=1 - self.beta1 if self.grad_averaging else 1.0,
+            beta2=self.beta2,
+            one_minus_beta2=1 - self.beta2,
+            eps=self.eps,
+            unbias1=unbiased(self.beta1, self.step) if corrected else 1.0,
+            unbias2=unbiased(self.beta2, self.step) if corrected else 1.0,
+            l2=0.0 if self.adam_w_mode else self.weight_decay,
+            decay=self.weight_decay if self.adam_w_mode else 0.0,
         )
 
     @property
     def adapts(self) -> bool:
         """Whether there are trust ratios; a weight decay on a device may turn out to be 0."""
-        return self.use_nvlamb or isinstance(self.weight_decay, torch.Tensor) or self.has_decay
-
-    @property
-    def has_decay(self) -> bool:
-        """Whether the weight decay is known not to be 0."""
-        return not isinstance(self.weight_decay, torch.Tensor) and self.weight_decay != 0
+        known_to_be_0 = not isinstance(self.weight_decay, torch.Tensor) and self.weight_decay == 0
+        return self.use_nvlamb or not known_to_be_0
 
     def rates(self, params: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
         """Learning rate times trust ratio, from the norms of weights and terms."""
-        trusted = (params != 0) & (terms != 0)
-        if not self.use_nvlamb and isinstance(self.weight_decay, torch.Tensor):
-            trusted = trusted & (self.weight_decay != 0)
-        return self.lr * torch.where(trusted, params / terms, 1.0)
+        return trusted_rates(params, terms, self.lr, self.use_nvlamb or self.weight_decay)
 
-    def rate(self, weight: float, term: float) -> float:
-        """As :meth:`rates`, for numbers of the host where :attr:`adapts`."""
-        return float(self.lr) * (weight / term if weight and term else 1.0)
 
-    def hosted(self) -> Lamb | None:
-        """These numbers without tensors, where that does not wait for a device."""
-        numbers = (self.lr, self.weight_decay, self.step)
-        if any(isinstance(x, torch.Tensor) and _runtime.waits(x.device) for x in numbers):
-            return None
-        lr, weight_decay = float(self.lr), float(self.weight_decay)
-        return replace(self, lr=lr, weight_decay=weight_decay, step=int(self.step))
+def trusted_rates(
+    params: torch.Tensor, terms: torch.Tensor, lr: Scalar, adapts: Scalar
+) -> torch.Tensor:
+    """Learning rate times trust ratio for each tensor.
+
+    Args:
+        params: Norms of the weights.
+        terms: Norms of the terms.
+        lr: Learning rate.
+        adapts: Not 0 where there are trust ratios; a tensor is read on its device.
+    """
+    if not isinstance(adapts, torch.Tensor) and not adapts:
+        return lr * torch.ones_like(params)
+    trusted = (params != 0) & (terms != 0)
+    if isinstance(adapts, torch.Tensor):
+        trusted = trusted & (adapts != 0)
+    return lr * torch.where(trusted, params / terms, 1.0)
 
 
 @torch.no_grad()
-def lamb_(columns: Sequence[Column], numbers: Lamb, how: How = PLAINLY) -> None:
+def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS) -> None:
     """Take one step, in place; gradients are left holding the term.
 
     16-bit gradients of weights that have 16-bit copies, and gradients whose elements share memory,
@@ -172,65 +161,49 @@ def lamb_(columns: Sequence[Column], numbers: Lamb, how: How = PLAINLY) -> None:
     Args:
         columns: Gradients, weights, first moments, second moments; each of one dtype, all on one
             device and of the same sizes.
-        numbers: Of the step.
-        how: Scaling, skipping and storage; ``write_grads`` is of no effect.
+        hyper: Of the step.
+        options: Scaling, skipping and storage; ``write_grads`` is of no effect.
     """
     if not columns[0]:
         return
-    known = numbers.hosted()
-    if (
-        known is not None
-        and known.grad_averaging
-        and how.noop is None
-        and how.meter is None
-        and how.storage is PLAIN
-        and not isinstance(how.factor, torch.Tensor)
-        and torch_can(columns)
-    ):
-        _on_host(columns, known, how)
-        return
     grads, params = columns[0], columns[1]
+    known = (hyper.lr, hyper.weight_decay, hyper.step)
+    if hyper.grad_averaging and cpu_fused.torch_steps(columns, options, *known):
+        if options.noop is None or not options.noop.item():
+            _step_on_cpu(columns, hyper, options)
+        return
     terms, stores = grads, [(0, 0), (2, 1), (3, 2)]
     columns = list(columns)
     is_wide = grads[0].dtype in (torch.float32, torch.float64)
     writable = all(map(_is_writable, grads))
     if not is_wide or not writable:
-        terms = [torch.empty_like(p, dtype=_wide(p.dtype)) for p in params]
-        if not writable or how.extra is not None:
+        wide = torch.promote_types(params[0].dtype, torch.float32)
+        terms = [torch.empty_like(p, dtype=wide) for p in params]
+        if not writable or options.extra is not None:
             stores.pop(0)
         stores.append((4, 0))
         columns.append(terms)
-    codec = how.storage.codec
-    if how.storage is not PLAIN and how.extra is not None:
-        columns.append(how.extra)
-        module, names = codec.kernel.split(":")
+    codec = PLAIN.codec()
+    if options.storage is not PLAIN and options.extra is not None:
+        columns.append(options.extra)
         # weights are read as they are stored; none is written yet
-        codec = Codec(codec.decode, _unstored, f"{module}:{names.split(',')[0]},rounded")
-    elif how.storage is not PLAIN:
-        codec = PLAIN.codec
+        decode = options.storage.codec().decode
+        codec = Codec(decode, codec.encode, f"storage:{options.storage.decode},rounded")
     sums = run(
         TERM,
         columns,
         tuple(stores),
-        numbers.scalars(how.factor),
-        noop=how.noop,
-        sums=(3, 4) if numbers.adapts else (),
+        hyper.scalars(options.factor),
+        noop=options.noop,
+        sums=(3, 4) if hyper.adapts else (),
         codec=codec,
     )
     if sums is None:
-        rates = numbers.lr * torch.ones(len(params), device=params[0].device)
+        rates: Scalar = hyper.lr
     else:
-        rates = numbers.rates(*sums.sqrt().unbind())
-    second = replace(how, factor=1.0, write_grads=False)
-    run_stored(APPLY, [terms, params], (), second, own=(rates,))
-
-
-def _unstored(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
-    return new
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+        rates = hyper.rates(*sums.sqrt().unbind())
+    second = replace(options, factor=1.0, write_grads=False)
+    run_stored(APPLY, [terms, params], ApplyScalars(rates), second)
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
@@ -241,127 +214,36 @@ def _is_writable(tensor: torch.Tensor) -> bool:
     return all(stride or size <= 1 for size, stride in pairs)
 
 
-# -- torch's fused Adam on the CPU ---------------------------------------------------------------
+# -- torch's fused Adam on a CPU -----------------------------------------------------------------
 
 
-def _on_host(columns: Sequence[Column], numbers: Lamb, how: How) -> None:
-    for alike in by_length(columns, SHORT):
-        _alike_on_host(alike, numbers, how)
-    if how.extra is not None:
-        torch._foreach_copy_(list(how.extra), list(columns[1]))
+def _step_on_cpu(columns: Sequence[Column], hyper: Lamb, options: StepOptions) -> None:
+    """Step by torch's fused Adam: from 0, with the learning rate -1, its weight is the term.
 
-
-def _alike_on_host(columns: Sequence[Column], numbers: Lamb, how: How) -> None:
-    grads, params = columns[0], columns[1]
-    sizes = [*map(torch.Tensor.numel, params)]
-    factor = float(how.factor)
-    adam = _adam(numbers)
-    scratch = torch.empty(min(PIECE, sum(sizes)))
-    long: dict[int, list[tuple[float, float]]] = {}  # norms of the pieces of a long tensor
-    for where, part in batches(columns, PIECE):
-        if len(where) > MANY:
-            _many_on_host(part, numbers, factor, adam)
-            continue
-        norms = _few_terms(part, numbers, factor, adam, scratch)
-        if sizes[where[0]] > PIECE:
-            long.setdefault(where[0], []).extend(norms)
-            continue
-        for grad, param, both in zip(part[0], part[1], norms, strict=True):
-            param.add_(grad, alpha=-numbers.rate(*both))
-    for number, norms in long.items():
-        weight, size = map(_joined, zip(*norms, strict=True))
-        params[number].add_(grads[number], alpha=-numbers.rate(weight, size))
-
-
-def _few_terms(
-    part: Sequence[list[torch.Tensor]],
-    numbers: Lamb,
-    factor: float,
-    adam: _Adam,
-    scratch: torch.Tensor,
-) -> list[tuple[float, float]]:
-    """Update the moments and put the terms into the gradients.
-
-    Returns:
-        The norms of weights and terms; ones where there are no trust ratios.
+    By pieces that stay in the cache, the 10 million weights of 293 tensors take 20 ms where whole
+    lists take 45 (AMD EPYC, one thread).
     """
-    grads, params, *moments = part
-    decay = float(numbers.weight_decay)
-    if decay and not numbers.adam_w_mode:
-        torch._foreach_mul_(grads, factor)
-        torch._foreach_add_(grads, params, alpha=decay)
-        factor = 1.0
-    terms = unflattened(scratch[: sum(map(torch.Tensor.numel, params))].zero_(), params)
-    adam(terms, grads, *moments, factor)
-    # Whoever reads the weights first waits for memory, a norm least: 1.5 ms of 17 for 10 million.
-    weights = _norms(params) if numbers.adapts else []
-    if decay and numbers.adam_w_mode:  # not 0 times a weight of inf or nan
-        for term, param, grad in zip(terms, params, grads, strict=True):
-            torch.add(term, param, alpha=decay, out=grad)
-    else:
-        torch._foreach_copy_(grads, terms)
-    if not numbers.adapts:
-        return [(1.0, 1.0)] * len(grads)
-    return list(zip(weights, _norms(grads), strict=True))
-
-
-def _norms(column: list[torch.Tensor]) -> list[float]:
-    """The norm of each of a few tensors."""
-    if all(x.numel() <= NORMED for x in column):
-        return [norm.item() for norm in torch._foreach_norm(column)]
-    pieces = [torch.split(x.view(-1), NORMED) for x in column]
-    return [_joined(x.item() for x in torch._foreach_norm(some)) for some in pieces]
-
-
-def _joined(norms: Iterable[float]) -> float:
-    return math.sqrt(sum(x * x for x in norms))
-
-
-def _many_on_host(
-    part: Sequence[list[torch.Tensor]], numbers: Lamb, factor: float, adam: _Adam
-) -> None:
-    """Step many short tensors, joined wherever that saves calls."""
-    grads, params, *moments = part
-    total, weight = flattened(grads).mul_(factor), flattened(params)
-    decay = float(numbers.weight_decay)
-    if decay and not numbers.adam_w_mode:
-        total.add_(weight, alpha=decay)
-    # not 0 times a weight of inf or nan
-    term = weight * decay if decay and numbers.adam_w_mode else torch.zeros_like(weight)
-    terms, totals = unflattened(term, grads), unflattened(total, grads)
-    adam(terms, totals, *moments, 1.0)
-    updated = total  # which is of no more use
-    if numbers.adapts:
-        lengths = torch.tensor([*map(torch.Tensor.numel, grads)])
-        rates = numbers.rates(*(segment_squares(x, lengths).sqrt() for x in (weight, term)))
-        torch.addcmul(weight, term, rates.float().repeat_interleave(lengths), value=-1, out=updated)
-    else:
-        torch.add(weight, term, alpha=-float(numbers.lr), out=updated)
-    torch._foreach_copy_(params, totals)
-    torch._foreach_copy_(grads, terms)
-
-
-def _adam(numbers: Lamb) -> _Adam:
-    """Make a function that updates the moments and adds Adam's update to the terms."""
-    step = torch.tensor(float(numbers.step) if numbers.bias_correction else math.inf)
-
-    def adam(terms: Column, grads: Column, avgs: Column, squares: Column, factor: float) -> None:
+    wide = cpu_fused.as_float32(columns, options)
+    factor, decay = float(options.factor), float(hyper.weight_decay)
+    step = torch.tensor(float(hyper.step) if hyper.bias_correction else math.inf)
+    weights = square_sums(wide[1]).sqrt() if hyper.adapts else None
+    for grads, params, exp_avgs, exp_avg_sqs in cpu_fused.batches(wide):
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+        if decay and not hyper.adam_w_mode:
+            torch._foreach_add_(grads, params, alpha=decay)
+        terms = [torch.zeros_like(param) for param in params]
+        if decay and hyper.adam_w_mode:  # not 0 times a weight of inf or nan
+            terms = list(torch._foreach_mul(params, decay))
         torch._fused_adam_(
-            list(terms),
-            list(grads),
-            list(avgs),
-            list(squares),
-            [],
-            [step] * len(terms),
-            lr=-1.0,
-            beta1=numbers.beta1,
-            beta2=numbers.beta2,
-            weight_decay=0.0,
-            eps=numbers.eps,
-            amsgrad=False,
-            maximize=False,
-            # torch divides by it; the inverse of 0 is to be inf
-            grad_scale=None if factor == 1.0 else torch.tensor(factor).reciprocal(),
-        )
-
-    return adam
+            terms, grads, exp_avgs, exp_avg_sqs, [], [step] * len(terms),
+            lr=-1.0, beta1=hyper.beta1, beta2=hyper.beta2, weight_decay=0.0, eps=hyper.eps,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+        torch._foreach_copy_(grads, terms)
+    rates = [float(hyper.lr)] * len(wide[0])
+    if weights is not None:
+        rates = hyper.rates(weights, square_sums(wide[0]).sqrt()).tolist()
+    for param, term, rate in zip(wide[1], wide[0], rates, strict=True):
+        param.add_(term, alpha=-rate)
+    cpu_fused.store_(columns, wide, options, write_grads=options.extra is None)

@@ -13,24 +13,31 @@ Source: You et al., arXiv:1708.03888, section 5; the clipping is NVIDIA's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from apex.ops.multi_tensor import Column, Scalar, Update, Values, grouped, run
+from apex.ops.columns import Column, Scalar, grouped, scalar_on
+from apex.ops.multi_tensor import Update, Values, run
 
 
-def _squares(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
+class LarcScalars(NamedTuple):
+    """Local learning rate and weight decay of each tensor."""
+
+    rate: Scalar
+    decay: Scalar
+
+
+def _squares(values: Values, s: tuple[()]) -> Values:
     return values[0] * values[0], values[1] * values[1]
 
 
-def _larc(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
-    return ((values[0] + own[1] * values[1]) * own[0],)
+def _larc(values: Values, s: LarcScalars) -> Values:
+    return ((values[0] + s.decay * values[1]) * s.rate,)
 
 
 SQUARES = Update(_squares, "larc:larc_squares")
-LARC = Update(_larc, "larc:larc")
+LARC = Update(_larc, "larc:larc", LarcScalars)
 
 
 @torch.no_grad()
@@ -60,16 +67,12 @@ def larc_(
         assert sums is not None  # asked for
         device = columns[0][0].device
         grad, param = sums.sqrt().unbind()
-        decay = _on(weight_decay, device)
+        decay = scalar_on(weight_decay, device)
         rate = trust_coefficient * param / (grad + decay * param + eps)
         if clip:
-            rate = (rate / _on(lr, device)).clamp(max=1.0)
+            rate = (rate / scalar_on(lr, device)).clamp(max=1.0)
         usual = (grad != 0) & (param != 0)
-        own = torch.where(usual, rate, 1.0), torch.where(usual, decay, 0.0)
-        run(LARC, columns, ((0, 0),), own=own)
-
-
-def _on(value: Scalar, device: torch.device) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        return torch.full((), value, dtype=torch.float32, device=device)
-    return value.to(device, torch.float32, non_blocking=True).reshape(())
+        # float32, whatever the default dtype is
+        decays = torch.where(usual, decay, 0.0).to(torch.float32)
+        scalars = LarcScalars(torch.where(usual, rate, 1.0), decays)
+        run(LARC, columns, ((0, 0),), scalars)

@@ -10,19 +10,22 @@ of ``input``, ``weight`` and ``bias``, and overwritten by the next rows.
 
 When that happens is decided by what is known when:
 
-* For ``mean`` and ``sum`` in float32, float64 and bfloat16 in the forward pass, if gradients are
-  wanted: they are known up to the one factor that backward brings. Three products as in a plain
-  program (Hsu et al., "Liger Kernel", arXiv:2410.10989, section 3.2).
+* For ``mean`` and ``sum`` in float32 and bfloat16 in the forward, if gradients are wanted: they are
+  known up to the one factor that the backward brings. Three products as in a plain program (Hsu et
+  al., "Liger Kernel", arXiv:2410.10989, section 3.2).
 * For ``none`` each row has a factor of its own, and in float16 the factor (a loss scale) is what
-  keeps small gradients from becoming 0. There backward makes the logits once more: four products.
+  keeps small gradients from becoming 0. There the backward makes the logits once more: four
+  products.
 
-Products are torch's, in the inputs' dtype. Logits are rounded to it, as those of a plain program.
-Losses are float32 (float64 for float64). Sums over pieces run in float32.
+Products are PyTorch's, in the inputs' dtype. Logits are rounded to it, as those of a plain program;
+gradients of ``weight`` and ``bias`` add up in float32. Losses are float32. float64, transforms and
+gradients of gradients take the definition, with all logits in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,29 +33,212 @@ import torch.nn.functional as F
 
 from apex.ops import _runtime
 from apex.ops import cross_entropy as rows_op
-from apex.ops._library import batched, define, ordinary, tracing
+from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._dtypes import Optional, wide
+from apex.ops._op import op
 
 REDUCTIONS = ("none", "mean", "sum")
 
 # Logits of a piece: at least 16 MiB of float32, so that products stay large enough to be fast
 # (128 rows of 32,768), at most 256 MiB, above which a GPU's products gain nothing; in between an
-# eighth of all. No more than the least in all are left to torch's plain functions, which are faster
+# eighth of all. No more than the least in all are left to PyTorch's functions, which are faster
 # then. Derived from sizes; 64 to 512 rows differ by less than 10 % on a CPU.
 LEAST, MOST, SHARE = 2**22, 2**26, 8
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def reference(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: Optional,
     targets: torch.Tensor,
     smoothing: float,
     ignore_index: int,
+    *_: Any,
 ) -> torch.Tensor:
     """Compute the definition, one loss for each row, with all logits in memory."""
     return rows_op.reference(F.linear(x, weight, bias), targets, smoothing, ignore_index)
+
+
+def _reduced_reference(*args: Any) -> torch.Tensor:
+    *_, targets, smoothing, ignore_index, mean = args[:7]
+    return _reduced(reference(*args), targets, ignore_index, "mean" if mean else "sum")
+
+
+def _reduced(
+    losses: torch.Tensor, targets: torch.Tensor, ignore_index: int, reduction: str
+) -> torch.Tensor:
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total / (targets != ignore_index).sum() if reduction == "mean" else total
+
+
+# -- piece by piece ------------------------------------------------------------------------------
+
+
+def chunk_rows(rows: int, classes: int) -> int:
+    """How many rows' logits are made at a time."""
+    return max(1, LEAST // classes, min(MOST // classes, -(-rows // SHARE)))
+
+
+def _pieces(
+    x: torch.Tensor, weight: torch.Tensor, bias: Optional, chunk_size: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of rows and their logits, which the next slice's overwrite.
+
+    Functions with ``out`` and in-place ones are left alone by autocast, so none is cast twice.
+    """
+    rows, classes = len(x), len(weight)
+    height = min(rows, chunk_size or chunk_rows(rows, classes))
+    buffer = x.new_empty(height, classes)
+    for start in range(0, rows, max(1, height)):
+        here = slice(start, min(rows, start + height))
+        logits = buffer[: here.stop - start]
+        if bias is None:
+            torch.mm(x[here], weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x[here], weight.t(), out=logits)
+        yield here, logits
+
+
+def _allocate_rows(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    losses = x.new_empty(x.shape[:1], dtype=wide(x))
+    return losses, torch.empty_like(losses)
+
+
+def _allocate_gradients(
+    x: torch.Tensor, weight: torch.Tensor, needs: Sequence[bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of x, weight and bias; those that nobody wants have no element."""
+    to = wide(weight)
+    return (
+        x.new_empty(x.shape if needs[0] else (0,)),
+        weight.new_empty(weight.shape if needs[1] else (0,), dtype=to),
+        weight.new_empty(weight.shape[:1] if needs[2] else (0,), dtype=to),
+    )
+
+
+def _computed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional,
+    targets: torch.Tensor,
+    smoothing: float,
+    ignore_index: int,
+    chunk_size: int,
+    *,
+    dy: Optional = None,
+    lse: Optional = None,
+    needs: Sequence[bool] = (False, False, False),
+) -> tuple[torch.Tensor, ...]:
+    """Losses and ``lse``, unless that is given, and gradients, if there is one number ``dy`` a row.
+
+    Gradients of weight and bias are float32, to be rounded once.
+    """
+    losses, new_lse = _allocate_rows(x)
+    dx, dweight, dbias = _allocate_gradients(x, weight, needs)
+    dweight.zero_()
+    dbias.zero_()
+    loss = rows_op.OP.implementation(x)
+    for rows, logits in _pieces(x, weight, bias, chunk_size):
+        given: Any = {"logits": logits, "labels": targets[rows], "smoothing": smoothing}
+        given["padding_idx"] = ignore_index
+        if lse is None:
+            losses[rows], new_lse[rows] = loss.forward(**given)
+        if dy is None:
+            continue
+        given["lse"] = (new_lse if lse is None else lse)[rows]
+        [slope] = loss.backward(dy[rows], [True], **given, out=logits)
+        if needs[0]:
+            torch.mm(slope, weight, out=dx[rows])
+        if needs[1]:
+            _add_product(dweight, slope, x[rows])
+        if needs[2]:
+            dbias.add_(slope.sum(0, dtype=dbias.dtype))
+    return losses, new_lse, dx, dweight, dbias
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``total += a.T @ b``: in float32 for 16 bits, to which a product would be rounded first."""
+    if a.dtype == total.dtype:
+        total.addmm_(a.t(), b)
+    elif a.is_cuda and not torch.version.hip:
+        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
+    else:
+        # No such product: a copy of the piece. In bfloat16 on a CPU with instructions for it the
+        # whole call takes 1.06 of PyTorch's time (2,048 rows, 32,768 classes), 0.68 with rounding.
+        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+
+
+def _rows_forward(*args: Any) -> tuple[torch.Tensor, ...]:
+    return _computed(*args)[:2]
+
+
+def _rows_backward(
+    dy: torch.Tensor, needs: Sequence[bool], *, weight: torch.Tensor, **saved: Any
+) -> list[Optional]:
+    found = _computed(dy=dy, needs=needs, weight=weight, **saved)[2:]
+    return [t.to(weight.dtype) if need else None for t, need in zip(found, needs, strict=True)]
+
+
+def _allocate_reduced(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+    return x.new_empty((), dtype=wide(x)), *_allocate_gradients(x, weight, rest[-1])
+
+
+def _reduced_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: Optional, targets: torch.Tensor, smoothing: float,
+    ignore_index: int, mean: bool, chunk_size: int, wanted: Sequence[bool],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    factor = torch.ones((), dtype=wide(x), device=x.device)
+    if mean:
+        factor = factor / (targets != ignore_index).sum()
+    losses, _, *gradients = _computed(
+        x, weight, bias, targets, smoothing, ignore_index, chunk_size,
+        dy=factor.expand(len(x)), needs=wanted,
+    )  # fmt: skip
+    return losses.sum() * factor, *gradients
+
+
+def _reduced_backward(
+    dy: torch.Tensor,
+    needs: Sequence[bool],
+    *,
+    x: torch.Tensor,
+    dx: torch.Tensor,
+    dweight: torch.Tensor,
+    dbias: torch.Tensor,
+    **_: Any,
+) -> list[Optional]:
+    def scaled(found: torch.Tensor) -> torch.Tensor:
+        # In one dimension: a 0-dim factor would be rounded to 16 bits. No copy in float32.
+        return torch.mul(found, dy.reshape(1), out=torch.empty_like(found, dtype=x.dtype))
+
+    each = zip((dx, dweight, dbias), needs, strict=True)
+    return [scaled(found) if need else None for found, need in each]
+
+
+_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor targets, float smoothing"
+
+ROWS = op(
+    f"linear_cross_entropy_rows({_TENSORS}, int ignore_index, int chunk_size)"
+    " -> (Tensor losses, Tensor lse)",
+    reference,
+    grads=("x", "weight", "bias"),
+    kernel="",
+    pieces=SimpleNamespace(allocate=_allocate_rows, forward=_rows_forward, backward=_rows_backward),
+    autocast="half",
+)
+REDUCED = op(
+    f"linear_cross_entropy({_TENSORS}, int ignore_index, bool mean, int chunk_size, bool[] wanted)"
+    " -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+    _reduced_reference,
+    grads=("x", "weight", "bias"),
+    kernel="",
+    pieces=SimpleNamespace(
+        allocate=_allocate_reduced, forward=_reduced_forward, backward=_reduced_backward
+    ),
+    autocast="half",
+)
 
 
 def linear_cross_entropy(
@@ -68,438 +254,84 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Compute the loss; see :func:`apex.contrib.xentropy.linear_cross_entropy`."""
     smoothing, ignore_index = float(label_smoothing), int(ignore_index)
-    if tracing():
-        logits, targets = F.linear(x, weight, bias).flatten(0, -2), targets.long()
-        losses = rows_op.reference(logits, targets.flatten(), smoothing, ignore_index)
-        losses = _reduced(losses, targets.flatten(), ignore_index, reduction)
-        return losses.view_as(targets) if reduction == "none" else losses
-    _check(x, weight, targets, bias, smoothing, reduction, chunk_size)
-    x, weight, bias = _as_autocast_wants(x, weight, bias)
+    _check_options(smoothing, reduction, chunk_size)
+    _check_tensors(x, weight, targets, bias)
+    x, weight, bias = ROWS.cast(x, weight, bias)
     _check_dtypes(x, weight, bias)
     shape, targets = targets.shape, targets.long()  # a narrower dtype would wrap ignore_index
     if x.dim() != 2:
         x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    if _plain(x, weight, bias, chunk_size):
-        loss = _in_one_piece(x, weight, bias, targets, smoothing, ignore_index, reduction)
-    else:
-        height = chunk_size or chunk_rows(x.shape[0], weight.shape[0])
-        loss = _in_pieces(x, weight, bias, targets, smoothing, ignore_index, reduction, height)
+    try:
+        loss = _loss(x, weight, bias, targets, smoothing, ignore_index, reduction, chunk_size)
+    except IndexError:  # PyTorch's says neither which row nor what is allowed
+        rows_op.check_labels("linear_cross_entropy", targets, weight.shape[0], ignore_index)
+        raise
     return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
 
 
-def _in_one_piece(
+def _loss(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: Optional,
     targets: torch.Tensor,
     smoothing: float,
     ignore_index: int,
     reduction: str,
+    chunk_size: int | None,
 ) -> torch.Tensor:
-    logits = F.linear(x, weight, bias)
-    try:
-        return F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)),
-            targets.long(),
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=smoothing,
-        )
-    except IndexError:
-        rows_op.check_labels("linear_cross_entropy", targets, weight.shape[0], ignore_index)
-        raise
-
-
-def _in_pieces(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    smoothing: float,
-    ignore_index: int,
-    reduction: str,
-    height: int,
-) -> torch.Tensor:
+    args = (x, weight, bias, targets, smoothing, ignore_index)
+    plain = _runtime.forced() == "reference" or _runtime.transformed()
+    if not plain and chunk_size is None and not torch.compiler.is_compiling():  # a guard there
+        plain = x.shape[0] * weight.shape[0] <= LEAST
+    if plain:
+        with _runtime.without_autocast(x.device.type):
+            return _reduced(reference(*args), targets, ignore_index, reduction)
     wanted = [t is not None and t.requires_grad for t in (x, weight, bias)]
-    at_once = reduction != "none" and x.dtype != torch.float16
-    if at_once and torch.is_grad_enabled() and any(wanted):
-        mean = reduction == "mean"
-        loss: torch.Tensor = REDUCED(
-            x, weight, bias, targets, smoothing, ignore_index, mean, height, *wanted
-        )[0]
-        return loss
-    losses: torch.Tensor = ROWS(x, weight, bias, targets, smoothing, ignore_index, height)[0]
-    return _reduced(losses, targets, ignore_index, reduction)
-
-
-def chunk_rows(rows: int, classes: int) -> int:
-    """How many rows' logits are made at a time."""
-    share = -(-rows // SHARE)
-    return max(1, LEAST // classes, min(MOST // classes, share))
-
-
-def _reduced(
-    losses: torch.Tensor, targets: torch.Tensor, ignore_index: int, reduction: str
-) -> torch.Tensor:
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total / (targets != ignore_index).sum() if reduction == "mean" else total
-
-
-def _plain(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk_size: int | None
-) -> bool:
-    """Whether to call torch's own functions with all logits in memory."""
-    if not torch.compiler.is_compiling() and (
-        _runtime.forced() == "reference" or not ordinary(x, weight, bias)
-    ):
-        return True
-    return chunk_size is None and x.shape[0] * weight.shape[0] <= LEAST
+    known = reduction != "none" and x.dtype != torch.float16  # all but one factor of gradients
+    if not (known and torch.is_grad_enabled() and any(wanted)):
+        return _reduced(ROWS(*args, chunk_size or 0), targets, ignore_index, reduction)
+    return REDUCED(*args, reduction == "mean", chunk_size or 0, wanted)
 
 
 # -- what is refused -----------------------------------------------------------------------------
 
 
-def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    smoothing: float,
-    reduction: str,
-    chunk_size: int | None,
-) -> None:
-    for name, given in (("input", x), ("weight", weight), ("targets", targets)):
-        if not isinstance(given, torch.Tensor):
-            raise TypeError(
-                f"linear_cross_entropy: {name} is of type {type(given).__name__}; pass a tensor."
-            )
-    _check_shapes(x, weight, targets, bias)
+def _check_options(smoothing: float, reduction: str, chunk_size: int | None) -> None:
+    said = None
     if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"linear_cross_entropy: reduction is {reduction!r}; "
-            f"allowed are {', '.join(REDUCTIONS)}."
-        )
-    if not 0.0 <= smoothing <= 1.0:
-        raise ValueError(
-            f"linear_cross_entropy: label_smoothing is {smoothing}; allowed is 0 to 1."
-        )
-    if chunk_size is not None and (isinstance(chunk_size, float) or chunk_size < 1):
-        raise ValueError(
-            f"linear_cross_entropy: chunk_size is {chunk_size!r}; pass at least 1 row, or None."
-        )
-    if targets.dtype not in rows_op.INTEGERS:
-        raise TypeError(
-            f"linear_cross_entropy: targets are {targets.dtype}; "
-            "pass class numbers, an integer dtype."
-        )
+        said = f"reduction is {reduction!r}; allowed are {', '.join(REDUCTIONS)}."
+    elif not 0.0 <= smoothing <= 1.0:
+        said = f"label_smoothing is {smoothing}; allowed is 0 to 1."
+    elif chunk_size is not None and (isinstance(chunk_size, float) or chunk_size < 1):
+        said = f"chunk_size is {chunk_size!r}; pass at least 1 row, or None."
+    if said:
+        raise ArgumentError(f"linear_cross_entropy: {said}")
 
 
-def _check_shapes(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None
+def _check_tensors(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Optional
 ) -> None:
-    if (
-        x.dim() < 1
-        or weight.dim() != 2
-        or weight.shape[1] != x.shape[-1]
-        or not weight.shape[0]
-        or (bias is not None and bias.shape != weight.shape[:1])
-    ):
-        raise ValueError(
-            f"linear_cross_entropy: input has shape {tuple(x.shape)}, weight {tuple(weight.shape)}"
-            f", bias {None if bias is None else tuple(bias.shape)}. "
-            "Pass (..., features), (classes, features) and (classes,)."
+    name = "linear_cross_entropy"
+    tensors = {"input": x, "weight": weight, "targets": targets, "bias": bias}
+    check_tensors(
+        name, tensors, floating=["input", "weight", "bias"], required=["weight", "targets"],
+        integers=["targets"],
+    )  # fmt: skip
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return  # sizes are tensors then; torch's functions, which are traced, check
+    if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
+        raise ArgumentError(
+            f"{name}: input has shape {list(x.shape)} and weight {list(weight.shape)}. "
+            "Pass (..., features) and (classes, features)."
         )
-    if targets.shape != x.shape[:-1]:
-        raise ValueError(
-            f"linear_cross_entropy: targets have shape {tuple(targets.shape)}; "
-            f"for this input pass {tuple(x.shape[:-1])}."
-        )
-    devices = {str(t.device) for t in (x, weight, targets, bias) if t is not None}
-    if len(devices) > 1:
-        raise ValueError(
-            f"linear_cross_entropy: tensors are on {', '.join(sorted(devices))}. Move all to one."
-        )
+    check_shape(name, "bias", bias, weight.shape[:1], f"weight {list(weight.shape)}")
+    check_shape(name, "targets", targets, x.shape[:-1], f"input {list(x.shape)}")
 
 
-def _check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: Optional) -> None:
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
-    if len(dtypes) > 1 or not x.is_floating_point():
-        raise TypeError(
+    if len(dtypes) > 1:
+        raise ArgumentError(
             f"linear_cross_entropy: dtypes are {', '.join(sorted(map(str, dtypes)))}. "
             "Pass one floating dtype for input, weight and bias, or call it under torch.autocast."
         )
-
-
-def _as_autocast_wants(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Cast as ``F.linear`` is cast: everything but float64."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(t: torch.Tensor) -> torch.Tensor:
-        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)
-
-
-# -- piece by piece ------------------------------------------------------------------------------
-
-
-def _pieces(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, height: int
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Slices of rows and their logits, which the next slice's overwrite.
-
-    Functions with ``out`` and in-place ones are left alone by autocast, so none is cast twice.
-    """
-    rows = x.shape[0]
-    if not rows:
-        return
-    buffer = x.new_empty(min(height, rows), weight.shape[0])
-    turned = weight.t()
-    for start in range(0, rows, height):
-        here = slice(start, min(rows, start + height))
-        logits = buffer[: here.stop - start]
-        if bias is None:
-            torch.mm(x[here], turned, out=logits)
-        else:
-            torch.addmm(bias, x[here], turned, out=logits)
-        yield here, logits
-
-
-class _Sums:
-    """Gradients as they grow, piece by piece; those that nobody wants stay empty."""
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        need_x: bool,
-        need_weight: bool,
-        need_bias: bool,
-    ) -> None:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self.x, self.weight = x, weight
-        self.need_x, self.need_weight, self.need_bias = need_x, need_weight, need_bias
-        self.of_x, self.of_weight, self.of_bias = _empty_gradients(
-            x, weight, wide, need_x, need_weight, need_bias
-        )
-        self.of_weight.zero_()
-        self.of_bias.zero_()
-
-    def add(self, rows: slice, slope: torch.Tensor) -> None:
-        """Take up the gradient of some rows' logits."""
-        if self.need_x:
-            torch.mm(slope, self.weight, out=self.of_x[rows])
-        if self.need_weight and self.of_weight.dtype == slope.dtype:
-            self.of_weight.addmm_(slope.t(), self.x[rows])
-        elif self.need_weight:
-            self.of_weight.add_(torch.mm(slope.t(), self.x[rows]))
-        if self.need_bias:
-            self.of_bias.add_(slope.sum(0, dtype=self.of_bias.dtype))
-
-
-def _empty_gradients(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    wide: torch.dtype,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> Gradients:
-    return (
-        x.new_empty(x.shape if need_x else (0,)),
-        weight.new_empty(weight.shape if need_weight else (0,), dtype=wide),
-        weight.new_empty(weight.shape[:1] if need_bias else (0,), dtype=wide),
-    )
-
-
-def _rows(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    smoothing: float,
-    ignore_index: int,
-    height: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and ``lse``, one a row."""
-    rows_op.check_labels("linear_cross_entropy", targets, weight.shape[0], ignore_index)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
-    lse = torch.empty_like(losses)
-    for here, logits in _pieces(x, weight, bias, height):
-        losses[here], lse[here] = rows_op.forward(logits, targets[here], smoothing, ignore_index)
-    return losses, lse
-
-
-def _rows_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    lse: torch.Tensor,
-    smoothing: float,
-    ignore_index: int,
-    height: int,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> Gradients:
-    sums = _Sums(x, weight, need_x, need_weight, need_bias)
-    for here, logits in _pieces(x, weight, bias, height):
-        rows_op.backward_into(
-            logits, grad[here], logits, lse[here], targets[here], smoothing, ignore_index
-        )
-        sums.add(here, logits)
-    return sums.of_x, sums.of_weight.to(weight.dtype), sums.of_bias.to(weight.dtype)
-
-
-def _reduced_at_once(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    smoothing: float,
-    ignore_index: int,
-    mean: bool,
-    height: int,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss and its gradients; those of weight and bias in float32, to be rounded once."""
-    rows_op.check_labels("linear_cross_entropy", targets, weight.shape[0], ignore_index)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
-    factor = torch.ones((), dtype=wide, device=x.device)
-    if mean:
-        factor = factor / (targets != ignore_index).sum()
-    grad = factor.expand(x.shape[0])
-    sums = _Sums(x, weight, need_x, need_weight, need_bias)
-    for here, logits in _pieces(x, weight, bias, height):
-        losses[here], lse = rows_op.forward(logits, targets[here], smoothing, ignore_index)
-        rows_op.backward_into(
-            logits, grad[here], logits, lse, targets[here], smoothing, ignore_index
-        )
-        sums.add(here, logits)
-    return losses.sum() * factor, sums.of_x, sums.of_weight, sums.of_bias
-
-
-# -- as operations of torch ----------------------------------------------------------------------
-
-
-def _rows_fake(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    losses = x.new_empty(x.shape[:1], dtype=torch.promote_types(x.dtype, torch.float32))
-    return losses, torch.empty_like(losses)
-
-
-def _rows_backward_fake(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any
-) -> Gradients:
-    return _empty_gradients(x, weight, weight.dtype, *rest[-3:])
-
-
-def _reduced_fake(
-    x: torch.Tensor, weight: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty((), dtype=wide), *_empty_gradients(x, weight, wide, *rest[-3:])
-
-
-def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, bias, targets, *ctx.numbers = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, weight, bias, targets, output[1])
-
-
-def _keep_reduced(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, bias, targets, *ctx.numbers = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # for those it would be zeros of the weight's size
-    ctx.save_for_backward(x, weight, bias, targets, *output[1:])
-
-
-def _of_rows(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    x, weight, bias, targets, lse = ctx.saved_tensors
-    smoothing, ignore_index, height = ctx.numbers
-    needs = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled():  # create_graph=True
-        losses = reference(x, weight, bias, targets, smoothing, ignore_index)
-        return *_again(losses, grad, (x, weight, bias), needs), None, None, None, None
-    found = ROWS_BACKWARD(
-        grad, x, weight, bias, targets, lse, smoothing, ignore_index, height, *needs
-    )
-    return *_those(found, needs), None, None, None, None
-
-
-def _of_reduced(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 11
-    x, weight, bias, targets, *found = ctx.saved_tensors
-    smoothing, ignore_index, mean, *_rest = ctx.numbers
-    needs = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled():
-        losses = reference(x, weight, bias, targets, smoothing, ignore_index)
-        loss = _reduced(losses, targets, ignore_index, "mean" if mean else "sum")
-        return *_again(loss, grad, (x, weight, bias), needs), *[None] * 8
-    scaled = [
-        _scaled(t, grad, x.dtype) if need else t for t, need in zip(found, needs, strict=True)
-    ]
-    return *_those(scaled, needs), *[None] * 8
-
-
-def _scaled(found: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``found * grad``, computed in float32 and rounded once, without a float32 copy."""
-    if found.dtype == dtype or batched(grad):
-        return (found * grad).to(dtype)
-    out = torch.empty_like(found, dtype=dtype)
-    return torch.mul(found, grad.reshape(1), out=out)
-
-
-def _those(found: Any, needs: tuple[bool, ...]) -> list[torch.Tensor | None]:
-    return [t if need else None for t, need in zip(found, needs, strict=True)]
-
-
-def _again(
-    loss: torch.Tensor,
-    grad: torch.Tensor,
-    inputs: tuple[torch.Tensor | None, ...],
-    needs: tuple[bool, ...],
-) -> list[torch.Tensor | None]:
-    """Gradients that are differentiable themselves, from the definition."""
-    wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-    found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
-    return [next(found) if need else None for need in needs]
-
-
-_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor targets"
-_NEEDS = "bool need_x, bool need_weight, bool need_bias"
-ROWS_BACKWARD = define(
-    f"linear_cross_entropy_rows_backward(Tensor grad, {_TENSORS}, Tensor lse, float smoothing,"
-    f" int ignore_index, int height, {_NEEDS}) -> (Tensor x, Tensor weight, Tensor bias)",
-    _rows_backward,
-    _rows_backward_fake,
-)
-ROWS = define(
-    f"linear_cross_entropy_rows({_TENSORS}, float smoothing, int ignore_index, int height)"
-    " -> (Tensor losses, Tensor lse)",
-    _rows,
-    _rows_fake,
-    keep=_keep_rows,
-    backward=_of_rows,
-)
-REDUCED = define(
-    f"linear_cross_entropy({_TENSORS}, float smoothing, int ignore_index, bool mean, int height,"
-    f" {_NEEDS}) -> (Tensor loss, Tensor of_x, Tensor of_weight, Tensor of_bias)",
-    _reduced_at_once,
-    _reduced_fake,
-    keep=_keep_reduced,
-    backward=_of_reduced,
-)

@@ -21,8 +21,6 @@ way in: 1 / loss scale, times a clipping coefficient.
 
 Norms are computed and kept where the tensors are; nothing waits for them.
 
-On a CPU float32 tensors go by torch's foreach functions, in pieces that stay in the cache.
-
 Source: Ginsburg et al., arXiv:1905.11286, algorithm 1; the decoupled form and the bias corrections
 are those of NVIDIA Apex.
 """
@@ -32,44 +30,49 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from apex.ops.adam import unbiased
-from apex.ops.multi_tensor import (
-    Column,
-    Scalar,
-    Update,
-    Values,
-    batches,
-    torch_can,
-)
-from apex.ops.norms import l2_norms, max_norms
-from apex.ops.storage import PLAINLY, How, run_stored
+from apex.ops.columns import Column, Scalar
+from apex.ops.multi_tensor import Update, Values
+from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.tensor_norms import l2_norms, max_norms
 
 UNSET = -1.0
-# Elements that are taken at once on a CPU: 1 MiB of each column.
-PIECE = 2**18
 
 
-def reference(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
-    """Compute the definition; ``own``: what gradient and moment are divided by."""
+class NovoGradScalars(NamedTuple):
+    """What the update takes: of the divisors one is each tensor's ``scale``, the other 1."""
+
+    factor: Scalar
+    lr: Scalar
+    beta1: Scalar
+    grad_share: Scalar
+    unbias1: Scalar
+    l2: Scalar
+    decay: Scalar
+    grad_divisor: Scalar
+    moment_divisor: Scalar
+
+
+def reference(values: Values, s: NovoGradScalars) -> Values:
+    """Compute the definition."""
     grad, param, exp_avg = values[:3]
-    factor, lr, beta1, share, unbias1, l2, decay = scalars[:7]
-    grad = grad * factor
-    total = grad / own[0] + l2 * param
-    exp_avg = beta1 * exp_avg + share * total
-    update = (exp_avg * unbias1) / own[1] + decay * param
-    return param - lr * update, exp_avg, grad
+    grad = grad * s.factor
+    total = grad / s.grad_divisor + s.l2 * param
+    exp_avg = s.beta1 * exp_avg + s.grad_share * total
+    update = (exp_avg * s.unbias1) / s.moment_divisor + s.decay * param
+    return param - s.lr * update, exp_avg, grad
 
 
-NOVOGRAD = Update(reference, "novograd:novograd")
+NOVOGRAD = Update(reference, "novograd:novograd", NovoGradScalars)
 
 
 @dataclass(frozen=True)
 class NovoGrad:
-    """The numbers of one step.
+    """The hyperparameters of one step.
 
     Attributes:
         lr: Learning rate.
@@ -95,19 +98,20 @@ class NovoGrad:
     bias_correction: bool
     step: int | torch.Tensor
 
-    @property
-    def is_hosted(self) -> bool:
-        """Whether no number is a tensor."""
-        found = (self.lr, self.weight_decay, self.step)
-        return not any(isinstance(number, torch.Tensor) for number in found)
-
-    def scalars(self, factor: Scalar) -> tuple[Scalar, ...]:
-        """What :func:`reference` and the kernel take."""
-        decay = self.weight_decay
-        l2, decoupled = (decay, 0.0) if self.reg_inside_moment else (0.0, decay)
-        share = 1 - self.beta1 if self.grad_averaging else 1.0
-        unbias1 = unbiased(self.beta1, self.step) if self.bias_correction else 1.0
-        return factor, self.lr, self.beta1, share, unbias1, l2, decoupled
+    def scalars(self, factor: Scalar, scales: torch.Tensor) -> NovoGradScalars:
+        """What the update takes."""
+        inside = self.reg_inside_moment
+        return NovoGradScalars(
+            factor=factor,
+            lr=self.lr,
+            beta1=self.beta1,
+            grad_share=1 - self.beta1 if self.grad_averaging else 1.0,
+            unbias1=unbiased(self.beta1, self.step) if self.bias_correction else 1.0,
+            l2=self.weight_decay if inside else 0.0,
+            decay=0.0 if inside else self.weight_decay,
+            grad_divisor=scales if inside else 1.0,
+            moment_divisor=1.0 if inside else scales,
+        )
 
     def blended(self, norms: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
         """The new norms, from those so far and the gradients'."""
@@ -129,7 +133,10 @@ class NovoGrad:
 
 @torch.no_grad()
 def novograd_(
-    columns: Sequence[Column], norms: torch.Tensor, numbers: NovoGrad, how: How = PLAINLY
+    columns: Sequence[Column],
+    norms: torch.Tensor,
+    hyper: NovoGrad,
+    options: StepOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Take one step, in place.
 
@@ -137,44 +144,13 @@ def novograd_(
         columns: Gradients, weights, moments; each of one dtype, all on one device and of the same
             sizes.
         norms: float32 on that device, one for each tensor.
-        numbers: Of the step.
-        how: Scaling, skipping and storage.
+        hyper: Of the step.
+        options: Scaling, skipping and storage.
     """
-    measure = max_norms if numbers.norm_type == 0 else l2_norms
-    new = numbers.blended(norms, measure(columns[0], factor=how.factor))
-    if how.noop is not None:
-        new = torch.where(how.noop.reshape(()) != 0, norms, new)
+    measure = max_norms if hyper.norm_type == 0 else l2_norms
+    new = hyper.blended(norms, measure(columns[0], factor=options.factor))
+    if options.noop is not None:
+        new = torch.where(options.noop.reshape(()) != 0, norms, new)
     norms.copy_(new)
-    scales = numbers.scales(norms)
-    if how.is_bare and numbers.is_hosted and torch_can(columns):
-        _on_host(columns, scales, numbers, how)
-        return
-    ones = torch.ones_like(scales)
-    own = (scales, ones) if numbers.reg_inside_moment else (ones, scales)
-    run_stored(NOVOGRAD, columns, numbers.scalars(how.factor), how, own=own)
-
-
-# -- torch's foreach functions on the CPU --------------------------------------------------------
-
-
-def _on_host(columns: Sequence[Column], scales: torch.Tensor, numbers: NovoGrad, how: How) -> None:
-    """Compute the definition in passes over pieces that stay in the cache."""
-    factor, lr, beta1, share, unbias1, l2, decay = map(float, numbers.scalars(how.factor))
-    own = share * factor if numbers.reg_inside_moment else -lr * unbias1
-    shares = (own / scales.double()).float().tolist()
-    for where, (grads, params, exp_avgs) in batches(columns, PIECE):
-        mine = shares[where.start : where.stop]
-        torch._foreach_mul_(exp_avgs, beta1)
-        if numbers.reg_inside_moment:
-            for exp_avg, grad, part in zip(exp_avgs, grads, mine, strict=True):
-                exp_avg.add_(grad, alpha=part)
-            if l2:  # not 0 times a weight of inf or nan
-                torch._foreach_add_(exp_avgs, params, alpha=share * l2)
-            torch._foreach_add_(params, exp_avgs, alpha=-lr * unbias1)
-            continue
-        torch._foreach_add_(exp_avgs, grads, alpha=share * factor)
-        updates = torch._foreach_mul(params, -lr * decay) if decay else params
-        for update, exp_avg, rate in zip(updates, exp_avgs, mine, strict=True):
-            update.add_(exp_avg, alpha=rate)
-        if decay:  # so the weight is rounded once
-            torch._foreach_add_(params, updates)
+    scalars = hyper.scalars(options.factor, hyper.scales(norms))
+    run_stored(NOVOGRAD, columns, scalars, options)

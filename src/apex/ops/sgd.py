@@ -3,11 +3,11 @@
     g = factor * grad + l2 * param
     buffer = momentum * buffer + (1 - dampening) * g       (g alone where it has no history)
     update = g + momentum * buffer  if nesterov else  buffer
-    param -= lr * (update + after * param)
+    param -= lr * (update + late_decay * param)
 
-Without momentum ``update`` is ``g`` and there is no buffer. ``l2`` or ``after`` is the weight
-decay: ``after`` adds it behind the momentum. ``factor`` is what the gradient is multiplied by on
-the way in: 1 / loss scale, times a clipping coefficient.
+Without momentum ``update`` is ``g`` and there is no buffer. ``l2`` or ``late_decay`` is the weight
+decay: ``late_decay`` is added after the momentum. ``factor`` is what the gradient is multiplied by
+on the way in: 1 / loss scale, times a clipping coefficient.
 
 Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML
 2013, with the learning rate outside of the buffer as in PyTorch.
@@ -15,45 +15,71 @@ Source: Sutskever et al., "On the importance of initialization and momentum in d
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from apex.ops.host import Lists, host_can, on_host
-from apex.ops.multi_tensor import Column, Scalar, Update, Values
-from apex.ops.storage import PLAINLY, How, run_stored
+from apex.ops import cpu_fused
+from apex.ops.columns import Column, Scalar
+from apex.ops.multi_tensor import Update, Values
+from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+
+_List = list[torch.Tensor]
 
 
-def reference(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
-    """Compute the definition with momentum; see :meth:`SGD.scalars`."""
-    grad, param, buffer = values[:3]
-    factor, lr, momentum, rest, l2, after, ahead = scalars[:7]
-    grad = grad * factor
-    total = grad + l2 * param
-    carried = momentum * buffer + rest * total
-    if own:
-        carried = torch.where(own[0] != 0, total, carried)
-    update = total + ahead * carried if ahead else carried
-    return param - lr * (update + after * param), carried, grad
+class SGDScalars(NamedTuple):
+    """What the update without momentum takes."""
+
+    factor: Scalar
+    lr: Scalar
+    weight_decay: Scalar
 
 
-def plain_reference(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
-    """Compute the definition without momentum; scalars: factor, lr, weight decay."""
+class MomentumScalars(NamedTuple):
+    """What the update with momentum takes.
+
+    ``lookahead`` is the momentum once more for Nesterov's update, else 0; ``first`` is not 0 where
+    the buffer has no history.
+    """
+
+    factor: Scalar
+    lr: Scalar
+    momentum: Scalar
+    one_minus_dampening: Scalar
+    l2: Scalar
+    late_decay: Scalar
+    lookahead: Scalar
+    first: Scalar
+
+
+def plain_reference(values: Values, s: SGDScalars) -> Values:
+    """Compute the definition without momentum."""
     grad, param = values[:2]
-    grad = grad * scalars[0]
-    return param - scalars[1] * (grad + scalars[2] * param), grad
+    grad = grad * s.factor
+    return param - s.lr * (grad + s.weight_decay * param), grad
 
 
-MOMENTUM = Update(reference, "sgd:momentum")
-PLAIN = Update(plain_reference, "sgd:sgd")
+def reference(values: Values, s: MomentumScalars) -> Values:
+    """Compute the definition with momentum."""
+    grad, param, buffer = values[:3]
+    grad = grad * s.factor
+    total = grad + s.l2 * param
+    buffer = s.momentum * buffer + s.one_minus_dampening * total
+    if isinstance(s.first, torch.Tensor):
+        buffer = torch.where(s.first != 0, total, buffer)
+    update = total + s.lookahead * buffer if s.lookahead else buffer
+    return param - s.lr * (update + s.late_decay * param), buffer, grad
+
+
+PLAIN = Update(plain_reference, "sgd:sgd", SGDScalars)
+MOMENTUM = Update(reference, "sgd:momentum", MomentumScalars)
 
 
 @dataclass(frozen=True)
 class SGD:
-    """The numbers of one step.
+    """The hyperparameters of one step.
 
     Attributes:
         lr: Learning rate.
@@ -61,7 +87,7 @@ class SGD:
         dampening: What is left out of each gradient that enters the buffer.
         weight_decay: L2 penalty.
         nesterov: Whether the gradient at the point ahead is estimated.
-        wd_after_momentum: Whether the penalty is added behind the momentum.
+        wd_after_momentum: Whether the penalty is added after the momentum.
     """
 
     lr: Scalar
@@ -71,20 +97,27 @@ class SGD:
     nesterov: bool
     wd_after_momentum: bool
 
-    def scalars(self, factor: Scalar) -> tuple[Scalar, ...]:
-        """What the definitions and the kernels take."""
-        if not self.momentum:
-            return factor, self.lr, self.weight_decay
+    def scalars(self, factor: Scalar, first: Scalar = 0.0) -> SGDScalars | MomentumScalars:
+        """What the update takes."""
         decay = self.weight_decay
-        l2, after = (0.0, decay) if self.wd_after_momentum else (decay, 0.0)
-        ahead = self.momentum if self.nesterov else 0.0
-        return factor, self.lr, self.momentum, 1 - self.dampening, l2, after, ahead
+        if not self.momentum:
+            return SGDScalars(factor, self.lr, decay)
+        return MomentumScalars(
+            factor=factor,
+            lr=self.lr,
+            momentum=self.momentum,
+            one_minus_dampening=1 - self.dampening,
+            l2=0.0 if self.wd_after_momentum else decay,
+            late_decay=decay if self.wd_after_momentum else 0.0,
+            lookahead=self.momentum if self.nesterov else 0.0,
+            first=first,
+        )
 
 
 def sgd_(
     columns: Sequence[Column],
-    numbers: SGD,
-    how: How = PLAINLY,
+    hyper: SGD,
+    options: StepOptions = DEFAULT_OPTIONS,
     first: torch.Tensor | None = None,
 ) -> None:
     """Take one step, in place.
@@ -92,33 +125,29 @@ def sgd_(
     Args:
         columns: Gradients, weights, and with momentum buffers; each of one dtype, all on one device
             and of the same sizes.
-        numbers: Of the step.
-        how: Scaling, skipping and storage.
+        hyper: Of the step.
+        options: Scaling, skipping and storage.
         first: float32, a number for each tensor: not 0 where its buffer has no history and becomes
             the gradient itself. Without it a buffer without history holds zeros.
     """
-    lr, decay = numbers.lr, numbers.weight_decay
-    after = numbers.wd_after_momentum and numbers.momentum
-    if first is None and not (after and decay) and host_can(columns, how, lr, decay):
-        on_host(functools.partial(_torchs, numbers), columns, how)
+    lr, decay = hyper.lr, hyper.weight_decay
+    late = hyper.wd_after_momentum and hyper.momentum and decay
+    if first is None and not late and cpu_fused.torch_steps(columns, options, lr, decay):
+        cpu_fused.step_(_torchs(hyper), columns, options)
         return
-    own = () if first is None else (first,)
-    update = MOMENTUM if numbers.momentum else PLAIN
-    run_stored(update, columns, numbers.scalars(how.factor), how, own=own)
+    update = MOMENTUM if hyper.momentum else PLAIN
+    scalars = hyper.scalars(options.factor, 0.0 if first is None else first)
+    run_stored(update, columns, scalars, options)
 
 
-def _torchs(numbers: SGD, columns: Lists) -> None:
-    """Step float32 columns of the CPU by torch's fused kernel."""
-    grads, params, *buffers = columns
-    torch._fused_sgd_(
-        params,
-        grads,
-        buffers[0] if buffers else [],
-        weight_decay=float(numbers.weight_decay),
-        momentum=numbers.momentum,
-        lr=float(numbers.lr),
-        dampening=numbers.dampening,
-        nesterov=numbers.nesterov,
-        maximize=False,
-        is_first_step=False,
-    )
+def _torchs(hyper: SGD) -> Callable[..., None]:
+    """Torch's fused kernel for float32 columns of the CPU."""
+
+    def kernel(grads: _List, params: _List, buffers: Sequence[torch.Tensor] = ()) -> None:
+        torch._fused_sgd_(
+            params, grads, list(buffers),
+            weight_decay=float(hyper.weight_decay), momentum=hyper.momentum, lr=float(hyper.lr),
+            dampening=hyper.dampening, nesterov=hyper.nesterov, maximize=False, is_first_step=False,
+        )  # fmt: skip
+
+    return kernel

@@ -20,14 +20,14 @@ also give stochastic rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from apex.ops.multi_tensor import PLAIN as PLAIN_CODEC
-from apex.ops.multi_tensor import Codec, Column, Scalar, Update, Values, run
+from apex.ops.columns import Column, Scalar
+from apex.ops.multi_tensor import Codec, Update, Values, run
 
 PARAM = 1  # the column of the weight, in every optimizer's update
 
@@ -38,37 +38,51 @@ class Storage:
 
     Attributes:
         name: What users call it.
-        codec: Columns to values and back.
+        widen: ``weight, what is beside it if anything is -> float32 value``.
+        narrow: ``float32 value -> (weight, what is beside it if anything is)``; writing rounds
+            to the dtype of the column.
+        decode: What ``widen`` is called in :mod:`apex.kernels.storage`.
+        encode: What ``narrow`` is called there.
+        metered: As ``encode``, counting lost updates.
         extra: dtype of the column beside the weight, or ``None``.
-        seeded: Whether the last scalar is a seed, on the device: a CUDA graph that is replayed
-            draws another one each time.
+        seeded: Whether the kernel draws numbers, from a seed on the device: a CUDA graph that is
+            replayed draws another one each time.
     """
 
     name: str
-    codec: Codec
+    widen: Callable[..., torch.Tensor]
+    narrow: Callable[[torch.Tensor], Values]
+    decode: str
+    encode: str
+    metered: str
     extra: torch.dtype | None = None
     seeded: bool = False
 
-    def metered(self) -> Codec:
-        """The codec, which appends to what is stored whether an update was lost."""
-        codec, beside = self.codec, self.extra is not None
+    def codec(self, *, metered: bool = False) -> Codec:
+        """How columns are stored: gradients, weights, states, and what is beside the weights.
 
-        def encode(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
-            stored = codec.encode(raw, values, scalars, new)
-            kept = stored[0].to(raw[PARAM].dtype) == raw[PARAM]
+        Args:
+            metered: Append to what is stored whether an update was lost.
+        """
+        beside = self.extra is not None
+
+        def decode(raw: Values) -> Values:
+            others = raw[:-1] if beside else raw
+            weight = self.widen(raw[PARAM], *raw[len(others) :])
+            return _widened(raw[0]), weight, *map(_widened, others[PARAM + 1 :])
+
+        def encode(raw: Values, values: Values, new: Values) -> Values:
+            weight, *more = self.narrow(new[0])
+            stored = weight, *new[1:], *more
+            if not metered:
+                return stored
+            kept = weight.to(raw[PARAM].dtype) == raw[PARAM]
             if beside:
-                kept = kept & (stored[-1].to(raw[-1].dtype) == raw[-1])
+                kept = kept & (more[0].to(raw[-1].dtype) == raw[-1])
             return *stored, (kept & (new[0] != values[PARAM])).float()
 
-        return Codec(codec.decode, encode, _METERED[self.name])
-
-
-_METERED = {
-    "plain": "storage:widened,metered_rounded",
-    "low_bits": "storage:join_low_bits,metered_low_bits",
-    "kahan": "storage:add_error,metered_error",
-    "stochastic": "storage:widened,metered_stochastically",
-}
+        kernel = f"storage:{self.decode},{self.metered if metered else self.encode}"
+        return Codec(decode, encode, kernel)
 
 
 class LostUpdates:
@@ -116,22 +130,20 @@ def _sum(total: Any, more: Any) -> Any:
     return total + more
 
 
-def _others_widened(raw: Values, param: torch.Tensor) -> Values:
-    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in raw[:-1]]
-    wide[PARAM] = param
-    return tuple(wide)
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split float32 into bfloat16, rounded half up, and the 16 low bits as int16.
 
-    A nan loses its payload: rounding up could carry it to -0, and a GPU's own nan does.
+    ``bits = (high << 16) + low``, with a sign: rounding up is carried into ``high``. A nan loses
+    its payload: rounding up could carry it to -0, and a GPU's own nan does.
     """
-    bits = value.contiguous().view(torch.int32)
-    bits = torch.where(value.isnan(), 0x7FC00000, bits)
-    low = bits.bitwise_and(0xFFFF)
-    high = (bits.to(torch.int64) + 0x8000) >> 16
-    return _int16(high).view(torch.bfloat16), _int16(low)
+    inf = float("inf")
+    # CPU: 0.2 ms for 2**19 values, 0.6 with torch.where(value.isnan(), ...).
+    bits = value.nan_to_num(float("nan"), inf, -inf).view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -140,34 +152,20 @@ def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     A zero beside negative low bits, which :func:`split` never makes, is a zero that was written
     over a weight: the bits are ignored, for joined they are nan.
     """
-    top = high.contiguous().view(torch.int16).to(torch.int32)
-    low = low.to(torch.int32)
-    low = torch.where((top.bitwise_and(0x7FFF) == 0) & (low < 0), 0, low)
-    return (((top - (low < 0).to(torch.int32)) << 16) | low.bitwise_and(0xFFFF)).view(torch.float32)
+    top = high.view(torch.int16)
+    # CPU: 0.3 ms for 2**19 values, 1.0 with torch.where((high == 0) & (low < 0), ...).
+    is_not_zero = top.bitwise_and(0x7FFF).clamp(max=1)
+    low = low.clamp(min=0) + low.clamp(max=0) * is_not_zero
+    return ((top.to(torch.int32) << 16) + low).view(torch.float32)
 
 
-def _int16(bits: torch.Tensor) -> torch.Tensor:
-    """The 16 low bits as int16."""
-    bits = bits.bitwise_and(0xFFFF)
-    return torch.where(bits >= 0x8000, bits - 0x10000, bits).to(torch.int16)
+def _corrected(weight: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    return weight.float() + error.float()
 
 
-def _decode_low_bits(raw: Values, scalars: Sequence[Any]) -> Values:
-    return _others_widened(raw, join(raw[PARAM], raw[-1]))
-
-
-def _encode_low_bits(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
-    high, low = split(new[0])
-    return high, *new[1:], low
-
-
-def _decode_kahan(raw: Values, scalars: Sequence[Any]) -> Values:
-    return _others_widened(raw, raw[PARAM].float() + raw[-1].float())
-
-
-def _encode_kahan(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
-    rounded = new[0].to(torch.bfloat16)
-    return rounded, *new[1:], new[0] - rounded.float()
+def _with_error(value: torch.Tensor) -> Values:
+    rounded = value.to(torch.bfloat16)
+    return rounded, value - rounded.float()
 
 
 def round_stochastically(
@@ -185,29 +183,27 @@ def round_stochastically(
     return torch.where(value.isfinite(), rounded, value).to(torch.bfloat16)
 
 
-def _encode_stochastic(raw: Values, values: Values, scalars: Sequence[Any], new: Values) -> Values:
-    return round_stochastically(new[0]), *new[1:]
-
-
-PLAIN = Storage("plain", PLAIN_CODEC)
+PLAIN = Storage("plain", _widened, lambda value: (value,), "widened", "rounded", "metered_rounded")
 LOW_BITS = Storage(
-    "low_bits",
-    Codec(_decode_low_bits, _encode_low_bits, "storage:join_low_bits,split_low_bits"),
-    torch.int16,
+    "low_bits", join, split, "join_low_bits", "split_low_bits", "metered_low_bits", torch.int16
 )
 KAHAN = Storage(
-    "kahan", Codec(_decode_kahan, _encode_kahan, "storage:add_error,keep_error"), torch.bfloat16
+    "kahan", _corrected, _with_error, "add_error", "keep_error", "metered_error", torch.bfloat16
 )
 STOCHASTIC = Storage(
     "stochastic",
-    Codec(PLAIN_CODEC.decode, _encode_stochastic, "storage:widened,rounded_stochastically"),
+    _widened,
+    lambda value: (round_stochastically(value),),
+    "widened",
+    "rounded_stochastically",
+    "metered_stochastically",
     seeded=True,
 )
 STORAGES = {storage.name: storage for storage in (PLAIN, LOW_BITS, KAHAN, STOCHASTIC)}
 
 
 @dataclass(frozen=True, eq=False)
-class How:
+class StepOptions:
     """What surrounds a step, the same for every optimizer.
 
     Attributes:
@@ -227,28 +223,16 @@ class How:
     extra: Column | None = None
     meter: LostUpdates | None = None
 
-    @property
-    def is_bare(self) -> bool:
-        """Whether nothing surrounds the step but a factor that the host knows."""
-        alone = self.noop is None and self.extra is None and self.meter is None
-        known = not isinstance(self.factor, torch.Tensor)
-        return known and alone and self.storage is PLAIN and not self._writes
 
-    @property
-    def _writes(self) -> bool:
-        return self.write_grads and bool(self.factor != 1.0)
-
-
-PLAINLY = How()
+DEFAULT_OPTIONS = StepOptions()
 
 
 def run_stored(
     update: Update,
     columns: Sequence[Column],
-    scalars: Sequence[Scalar],
-    how: How,
+    scalars: tuple[Scalar, ...],
+    options: StepOptions,
     *,
-    own: Sequence[torch.Tensor] = (),
     sums: tuple[int, ...] = (),
 ) -> torch.Tensor | None:
     """Run an optimizer's update on weights stored in some way.
@@ -257,8 +241,7 @@ def run_stored(
         update: Returns the new weight, the new states in order, then the scaled gradient.
         columns: Gradients, weights, states.
         scalars: Of the update.
-        how: Skipping and storage.
-        own: Of the update.
+        options: Skipping and storage.
         sums: Numbers of new values to sum over each position.
 
     Returns:
@@ -266,32 +249,31 @@ def run_stored(
     """
     states = len(columns) - 2
     stores = [(PARAM + i, i) for i in range(1 + states)]
-    if how.write_grads:
+    if options.write_grads:
         stores.append((0, 1 + states))
     columns = list(columns)
-    if how.extra is not None:
-        stores.append((len(columns), 0 if how.storage is PLAIN else 2 + states))
-        columns.append(how.extra)
-    if how.storage.seeded:
+    if options.extra is not None:
+        stores.append((len(columns), 0 if options.storage is PLAIN else 2 + states))
+        columns.append(options.extra)
+    seed = None
+    if options.storage.seeded:
         device = columns[PARAM][0].device
-        seed = torch.randint(0, 1 << 24, (), dtype=torch.float32, device=device)
-        scalars = (*scalars, seed)
-    codec = how.storage.codec
-    if how.meter is not None:
-        codec = how.storage.metered()
+        seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
+    codec = options.storage.codec(metered=options.meter is not None)
+    if options.meter is not None:
         lost = (sums[-1] if sums else 1 + states) + 1
-        sums = (*sums, lost + (how.storage.extra is not None))
+        sums = (*sums, lost + (options.storage.extra is not None))
     found = run(
         update,
         columns,
         tuple(stores),
         scalars,
-        own=own,
-        noop=how.noop,
+        noop=options.noop,
         sums=sums,
         codec=codec,
+        seed=seed,
     )
-    if how.meter is None or found is None:
+    if options.meter is None or found is None:
         return found
-    how.meter.add(found[-1].sum(), 0, how.noop)
+    options.meter.add(found[-1].sum(), 0, options.noop)
     return found[:-1]

@@ -8,22 +8,28 @@ costs. Source: the checks of loss scaling, Micikevicius et al., arXiv:1710.03740
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.multi_tensor import FUSABLE, Column, Scalar, Update, Values, grouped, run
+from apex.ops.columns import Column, Scalar, grouped, scalar_on, set_flag
+from apex.ops.multi_tensor import FUSABLE, Update, Values, run
 
 
-def reference(values: Values, scalars: Sequence[Any], own: Sequence[Any]) -> Values:
+class UnscaleScalars(NamedTuple):
+    """1 / loss scale."""
+
+    factor: Scalar
+
+
+def reference(values: Values, s: UnscaleScalars) -> Values:
     """Compute the definition: the gradient, its square, and what is checked."""
-    grad = values[0] * scalars[0]
+    grad = values[0] * s.factor
     return grad, grad.square(), values[0]
 
 
-UNSCALE = Update(reference, "unscale:unscale")
+UNSCALE = Update(reference, "unscale:unscale", UnscaleScalars)
 
 
 def takes(grads: Column) -> bool:
@@ -59,14 +65,12 @@ def unscale_into(grads: Column, outs: Column, factor: Scalar, flag: torch.Tensor
     for _, (sources, targets) in grouped([grads, outs]):
         device = sources[0].device
         mine = flag if device == flag.device else torch.zeros_like(flag, device=device)
-        here = factor
-        if isinstance(factor, torch.Tensor):
-            here = factor.to(device, torch.float32, non_blocking=True)
         same = all(source is target for source, target in zip(sources, targets, strict=True))
         columns, stores = ([sources], ((0, 0),)) if same else ([sources, targets], ((1, 0),))
-        found = run(UNSCALE, columns, stores, (here,), sums=(1,), flag=mine, flags=(2,))
-        assert found is not None
-        sums = sums + found.sum().to(flag.device, non_blocking=True)
+        scalars = UnscaleScalars(scalar_on(factor, device))
+        found = run(UNSCALE, columns, stores, scalars, sums=(1,), flag=mine, flags=(2,))
+        assert found is not None  # asked for
+        sums = sums + found.sum().to(flag.device, non_blocking=not flag.is_cpu)
         if mine is not flag:
-            flag = flag.copy_(torch.maximum(flag, mine.to(flag.device, non_blocking=True)))
+            set_flag(flag, mine)
     return sums

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from apex.ops.adagrad import Adagrad, adagrad_
-from apex.ops.storage import How
-from apex.optimizers._base import Bucket, FusedOptimizer, scalar
+from apex.ops.storage import StepOptions
+from apex.optimizers._base import FusedOptimizer, scalar
+from apex.optimizers._buckets import Bucket
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -28,7 +29,7 @@ class FusedAdagrad(FusedOptimizer):
             weights), ``"kahan"`` or ``"stochastic"``.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: A parameter that is not a real floating tensor.
 
     Example:
@@ -41,6 +42,7 @@ class FusedAdagrad(FusedOptimizer):
     slots = ("sum",)
     narrow_slots = ("sum",)
     _counts_steps = False
+    _refused_keys = (*FusedOptimizer._refused_keys, "lr_decay")
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class FusedAdagrad(FusedOptimizer):
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         numbers = Adagrad(
             lr=scalar(group["lr"], device),
@@ -65,9 +67,9 @@ class FusedAdagrad(FusedOptimizer):
             weight_decay=scalar(group["weight_decay"], device),
             adagrad_w_mode=self.adagrad_w_mode,
         )
-        adagrad_(self.columns(bucket), numbers, how)
+        adagrad_(self.columns(bucket), numbers, options)
 
-    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group in groups:
             if group.pop("lr_decay", 0):
@@ -76,13 +78,13 @@ class FusedAdagrad(FusedOptimizer):
                     "not do. A torch.optim.lr_scheduler.LambdaLR lowers the learning rate as well."
                 )
             group.pop("initial_accumulator_value", None)  # it is in the sums
-        return super()._from_twin({**state_dict, "param_groups": groups})
+        return super()._from_torch({**state_dict, "param_groups": groups})
 
-    def _as_twin(self, state: dict[str, Any]) -> dict[str, Any]:
-        # The twin's step matters with lr_decay only; here nobody counts.
+    def _torch_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        # torch's step matters with lr_decay only; here nobody counts.
         return {"step": torch.tensor(0.0), **state}
 
-    def _twin_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         if self.adagrad_w_mode and group["weight_decay"]:
             raise ValueError(
                 "FusedAdagrad: torch.optim.Adagrad has no decoupled weight decay; with "

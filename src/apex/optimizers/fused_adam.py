@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from apex.ops.adam import Adam, adam_
-from apex.ops.storage import How
-from apex.optimizers._base import HALF, Bucket, FusedOptimizer, counted, scalar
+from apex.ops.storage import StepOptions
+from apex.optimizers._base import FusedOptimizer, counted, scalar
+from apex.optimizers._buckets import Bucket
+from apex.optimizers._groups import HALF
 
 
 class FusedAdam(FusedOptimizer):
@@ -40,7 +42,7 @@ class FusedAdam(FusedOptimizer):
         use_mt: Ignored: all tensors are in one launch in any case.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, ``master_weights`` without ``capturable``, or a parameter that
             is not a real floating tensor.
 
@@ -53,6 +55,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     slots = ("exp_avg", "exp_avg_sq")
+    _not_in_torch = ("bias_correction",)
 
     def __init__(  # noqa: PLR0913 - the original's signature
         self,
@@ -92,9 +95,9 @@ class FusedAdam(FusedOptimizer):
             )
         self._check_numbers({"max_grad_norm": max_grad_norm})
         self.adam_w_mode = bool(adam_w_mode)
+        self.eps_inside_sqrt = False
+        self.use_mt = use_mt
         self.max_grad_norm = max_grad_norm
-        if max_grad_norm:
-            self._needs_whole = "the norm of all gradients"
         self.capturable = capturable
         self.master_weights = master_weights
         if master_weights:
@@ -109,6 +112,9 @@ class FusedAdam(FusedOptimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {**super()._arguments(), "decoupled_weight_decay": self.adam_w_mode}  # torch's name
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; if ``capturable`` its ``lr`` and ``step`` move to the parameters' device."""
@@ -136,10 +142,11 @@ class FusedAdam(FusedOptimizer):
     def param_groups_master(self) -> list[dict[str, Any]] | None:
         """The masters by group, as the original has them; ``None`` without ``master_weights``.
 
-        Masters are made at the first step, or here: weights written after that are overwritten.
+        Masters are made at the first step, or here. They follow weights that are written later.
         """
         if not self.master_weights:
             return None
+        self._follow_written()
         return [
             {"params": [self._master_or(param) for param in group["params"]]}
             for group in self.param_groups
@@ -181,7 +188,7 @@ class FusedAdam(FusedOptimizer):
     def _largest_norm(self) -> float:
         return float(self.max_grad_norm or 0.0)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         numbers = Adam(
             lr=scalar(group["lr"], device),
@@ -193,7 +200,7 @@ class FusedAdam(FusedOptimizer):
             bias_correction=bool(group["bias_correction"]),
             step=counted(group["step"], device),
         )
-        adam_(self.columns(bucket), numbers, how)
+        adam_(self.columns(bucket), numbers, options)
 
     def _refuse(self, historic: Mapping[str, Any]) -> None:
         given = [name for name, value in historic.items() if value is not None]
@@ -204,7 +211,7 @@ class FusedAdam(FusedOptimizer):
                 "apex.contrib.optimizers.FusedAdam still takes them."
             )
 
-    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         for group in state_dict["param_groups"]:
             decoupled = group.get("decoupled_weight_decay", self.adam_w_mode)
             if bool(decoupled) != self.adam_w_mode and group["weight_decay"]:
@@ -214,9 +221,9 @@ class FusedAdam(FusedOptimizer):
                     f"adam_w_mode={self.adam_w_mode}: the weight decay would be another. Make it "
                     f"with adam_w_mode={bool(decoupled)}."
                 )
-        return super()._from_twin(state_dict)
+        return super()._from_torch(state_dict)
 
-    def _twin_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         group.pop("bias_correction")
         return {
             **group,

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from apex.ops.lamb import Lamb, lamb_
-from apex.ops.storage import How
-from apex.optimizers._base import Bucket, FusedOptimizer, scalar
+from apex.ops.storage import StepOptions
+from apex.optimizers._base import FusedOptimizer, scalar
+from apex.optimizers._buckets import Bucket
 
 
 class FusedLAMB(FusedOptimizer):
@@ -38,7 +39,7 @@ class FusedLAMB(FusedOptimizer):
         storage: How weights are stored, see :class:`apex.optimizers.FusedAdam`.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor or is sharded
             over processes.
 
@@ -96,7 +97,7 @@ class FusedLAMB(FusedOptimizer):
     def _largest_norm(self) -> float:
         return float(self.defaults["max_grad_norm"])
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         step = group["step"]
         numbers = Lamb(
@@ -111,4 +112,4 @@ class FusedLAMB(FusedOptimizer):
             use_nvlamb=bool(self.use_nvlamb),
             step=step.to(device, non_blocking=True) if isinstance(step, torch.Tensor) else step,
         )
-        lamb_(self.columns(bucket), numbers, how)
+        lamb_(self.columns(bucket), numbers, options)

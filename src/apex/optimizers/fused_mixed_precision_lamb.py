@@ -34,7 +34,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced_precision_dtype: dtype of the parameters that get masters; ``None`` for no masters.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor or is sharded
             over processes.
 
@@ -46,6 +46,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         >>> optimizer.step()
     """
+
+    _keeps_saved_dtypes = True
 
     def __init__(  # noqa: PLR0913
         self,
@@ -95,6 +97,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
         """The groups with masters in the place of parameters that have them by now."""
+        self._follow_written()
         return [
             {**group, "params": [self._so_far(param) for param in group["params"]]}
             for group in self.param_groups
@@ -108,15 +111,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return torch.float32 if param.dtype in self._mastered else super()._slot_dtype(slot, param)
 
     def _restore(self, loaded: dict[str, Any]) -> None:
-        """Put back what torch has cast; moments keep the dtype they were saved in."""
         super()._restore(loaded)
-        saved = [number for group in loaded["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(saved, params, strict=True):
-            for slot in self.slots:
-                value = loaded["state"].get(number, {}).get(slot)
-                if value is not None:
-                    self.state[param][slot] = value.detach().clone().to(param.device)
         for group in self.param_groups:  # as numbers, or tensors on another device
             if group["params"]:
                 device = group["params"][0].device

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from apex.ops.multi_tensor import Scalar
+from apex.ops.columns import Scalar, joined, taken
 from apex.ops.novograd import UNSET, NovoGrad, novograd_
-from apex.ops.storage import How
-from apex.optimizers._base import Bucket, FusedOptimizer, Work, counted, scalar
+from apex.ops.storage import StepOptions
+from apex.optimizers._base import FusedOptimizer, GroupGrads, counted, scalar
+from apex.optimizers._buckets import Bucket
 
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
 KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
@@ -42,7 +43,7 @@ class FusedNovoGrad(FusedOptimizer):
             weights), ``"kahan"`` or ``"stochastic"``.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, another ``norm_type``, or a parameter that is not a real floating
             tensor, or is sharded over processes.
 
@@ -86,11 +87,9 @@ class FusedNovoGrad(FusedOptimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
+        self.reg_inside_moment = bool(reg_inside_moment)
         self.moment_mode = 0 if reg_inside_moment else 1
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
-
-    def _group_keys(self) -> set[str]:
-        return super()._group_keys() | {"exp_avg_sq"}
 
     def _check_numbers(self, group: Mapping[str, Any]) -> None:
         super()._check_numbers(group)
@@ -108,9 +107,12 @@ class FusedNovoGrad(FusedOptimizer):
             if param.dtype == kind and "exp_avg" in self.state.get(param, {})
         ]
 
-    def _before(self, work: Sequence[Work], factor: Scalar, noop: torch.Tensor | None) -> None:
+    def _prepare_step(
+        self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
+    ) -> None:
         """Make room for the norms of parameters that are stepped for the first time."""
-        for group, params, _ in work:
+        for group, params, _ in active:
+            self._follow_conversion(group)
             fresh = {param for param in params if "exp_avg" not in self.state.get(param, {})}
             if not fresh:
                 continue
@@ -125,8 +127,34 @@ class FusedNovoGrad(FusedOptimizer):
             for param in params:  # at once, so that entries and parameters stay of one number
                 self._state_of(param)
 
+    def _follow_conversion(self, group: dict[str, Any]) -> None:
+        """Sort the norms by dtype again, if the model was converted, by ``double()`` say.
+
+        Norms of several dtypes are not told apart: the vectors do not say whose they are.
+        """
+        dtypes = {param.dtype for param in group["params"]}
+        vectors = group.get("exp_avg_sq", ())
+        filled = {kind: x for kind, x in zip(KINDS, vectors, strict=False) if x.numel()}
+        if filled.keys() <= dtypes and len(dtypes) == 1:
+            return
+        members = {kind: self._members(group, kind) for kind in KINDS}
+        if {kind: len(some) for kind, some in members.items() if some} == {
+            kind: norms.numel() for kind, norms in filled.items()
+        }:
+            return
+        stepped = [p for p in group["params"] if "exp_avg" in self.state.get(p, {})]
+        if [norms.numel() for norms in filled.values()] == [len(stepped)]:
+            (norms,) = filled.values()
+            kinds = len(KINDS) if dtypes & {*KINDS[2:]} else 2
+            indices = [[i for i, p in enumerate(stepped) if p.dtype == k] for k in KINDS[:kinds]]
+            group["exp_avg_sq"] = [taken(norms, chosen).clone() for chosen in indices]
+        for kind in KINDS:
+            self._norms(group, kind, len(members[kind]))
+
     def _norms(self, group: dict[str, Any], kind: torch.dtype, members: int) -> torch.Tensor:
-        norms: torch.Tensor = group["exp_avg_sq"][KINDS.index(kind)]
+        vectors = group.get("exp_avg_sq", ())
+        found = dict(zip(KINDS, vectors, strict=False))
+        norms: torch.Tensor = found.get(kind, torch.zeros(0))
         if not members:  # the state was cleared
             return norms[:0]
         if norms.numel() != members:
@@ -147,11 +175,12 @@ class FusedNovoGrad(FusedOptimizer):
         if len(every) == len(old):
             return norms
         start = 0.0 if group["init_zero"] else UNSET
-        room = torch.full((len(every),), start, device=every[0].device)
-        kept = [number for number, param in enumerate(every) if param in seen]
-        return room.index_copy_(0, _index(kept, room.device), norms.to(room.device))
+        device = every[0].device
+        new = torch.full((len(every) - len(old),), start, device=device)
+        old_positions, new_positions = _split(every, seen)
+        return joined([(old_positions, norms.to(device)), (new_positions, new)])
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         numbers = NovoGrad(
             lr=scalar(group["lr"], device),
@@ -170,14 +199,13 @@ class FusedNovoGrad(FusedOptimizer):
         norms = self._norms(group, kind, len(members))
         columns = self.columns(bucket)
         if len(members) == len(bucket.params):  # the same ones, in the same order
-            novograd_(columns, norms, numbers, how)
+            novograd_(columns, norms, numbers, options)
             return
-        here = {*bucket.params}
-        index = [number for number, param in enumerate(members) if param in here]
-        entries = _index(index, norms.device)
-        some = norms[entries].to(device, non_blocking=True)
-        novograd_(columns, some, numbers, how)
-        norms.index_copy_(0, entries, some.to(norms.device, non_blocking=True))
+        here, others = _split(members, {*bucket.params})
+        mine = taken(norms, here).to(device, non_blocking=device.type != "cpu", copy=True)
+        novograd_(columns, mine, numbers, options)
+        mine = mine.to(norms.device, non_blocking=not norms.is_cpu)
+        norms.copy_(joined([(here, mine), (others, taken(norms, others))]))
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
@@ -188,5 +216,11 @@ class FusedNovoGrad(FusedOptimizer):
                 group["exp_avg_sq"][number] = norms.to(device, torch.float32)
 
 
-def _index(numbers: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+def _split(
+    params: Sequence[torch.Tensor], chosen: set[torch.Tensor]
+) -> tuple[list[int], list[int]]:
+    """The positions of the chosen parameters, and those of the others."""
+    return (
+        [number for number, param in enumerate(params) if param in chosen],
+        [number for number, param in enumerate(params) if param not in chosen],
+    )

@@ -9,10 +9,11 @@ import torch
 from torch.optim.optimizer import required
 
 from apex.ops import _runtime
-from apex.ops.multi_tensor import Scalar, local
+from apex.ops.columns import Scalar, local
 from apex.ops.sgd import SGD, sgd_
-from apex.ops.storage import How
-from apex.optimizers._base import Bucket, FusedOptimizer, Work, scalar
+from apex.ops.storage import StepOptions
+from apex.optimizers._base import FusedOptimizer, GroupGrads, scalar
+from apex.optimizers._buckets import Bucket
 
 
 class FusedSGD(FusedOptimizer):
@@ -41,7 +42,7 @@ class FusedSGD(FusedOptimizer):
         scale_set_by_backward: Whether ``most_recent_scale`` was set since the last step.
 
     Raises:
-        ValueError: No parameters or ``lr``, an unknown key in a group, a number out of range,
+        ValueError: No parameters or ``lr``, a misspelt key in a group, a number out of range,
             Nesterov's momentum without momentum or with dampening.
         RuntimeError: A parameter that is not a real floating tensor.
 
@@ -54,7 +55,7 @@ class FusedSGD(FusedOptimizer):
 
     slots = ("momentum_buffer",)
     narrow_slots = ("momentum_buffer",)
-    # "first": not 0 on the device while the buffer has no history, see `_before`.
+    # "first": not 0 on the device while the buffer has no history, see `_prepare_step`.
     _more_state = (*FusedOptimizer._more_state, "first")
     _marks = False  # whether a state may have a "first"
     _counts_steps = False
@@ -135,13 +136,15 @@ class FusedSGD(FusedOptimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
-    def _before(self, work: Sequence[Work], factor: Scalar, noop: torch.Tensor | None) -> None:
+    def _prepare_step(
+        self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
+    ) -> None:
         """Mark the buffers that become their first gradient, whole in spite of dampening.
 
         On the device, because a step that is skipped there does not begin their history. A buffer
         of zeros, made by steps without momentum, has none; but see `_begun`: it is looked at once.
         """
-        for group, params, _ in work:
+        for group, params, _ in active:
             if group["momentum"] and group["dampening"]:
                 for param in params:
                     if param not in self._begun or self._is_fresh(param):
@@ -161,10 +164,12 @@ class FusedSGD(FusedOptimizer):
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
-        self._begun.clear()
-        self._marks = any("first" in state for state in self.state.values())
+        # A buffer that was saved with momentum has a history, if only of zeros; or it is marked.
+        having = [group["params"] for group in self.param_groups if group["momentum"]]
+        self._begun = {param for params in having for param in params if not self._is_fresh(param)}
+        self._marks = any("first" in self.state.get(p, {}) for params in having for p in params)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         momentum = float(group["momentum"])
         numbers = SGD(
@@ -177,29 +182,31 @@ class FusedSGD(FusedOptimizer):
         )
         columns = self.columns(bucket)
         if not momentum:
-            sgd_(columns[:2], numbers, how)
+            sgd_(columns[:2], numbers, options)
             return
         states = [self.state[param] for param in bucket.params] if self._marks else []
         if not any("first" in state for state in states):
-            sgd_(columns, numbers, how)
+            sgd_(columns, numbers, options)
             return
         zero = torch.zeros((), device=device)
         first = torch.stack([state.get("first", zero) for state in states])
-        sgd_(columns, numbers, how, first)
+        sgd_(columns, numbers, options, first)
         for state in states:
-            if how.noop is None:
+            if options.noop is None:
                 state.pop("first", None)
             elif "first" in state:
-                state["first"] = torch.where(how.noop.reshape(()) != 0, state["first"], 0.0)
+                state["first"] = torch.where(options.noop.reshape(()) != 0, state["first"], 0.0)
 
-    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {
             number: {key: value for key, value in state.items() if value is not None}
+            if isinstance(state, Mapping)  # else a user's own
+            else state
             for number, state in state_dict["state"].items()
         }
-        return super()._from_twin({**state_dict, "state": states})
+        return super()._from_torch({**state_dict, "state": states})
 
-    def _twin_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         if self.wd_after_momentum and group["weight_decay"] and group["momentum"]:
             raise ValueError(
                 "FusedSGD: torch.optim.SGD adds the weight decay before the momentum; with "

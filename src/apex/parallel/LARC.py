@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from apex.ops import _runtime
+from apex.ops.columns import local
 from apex.ops.larc import larc_
-from apex.ops.multi_tensor import local
+from apex.ops.placements import is_sharded, placed
 
 
 class LARC(torch.optim.Optimizer):
@@ -142,7 +144,8 @@ class LARC(torch.optim.Optimizer):
             What ``closure`` returned, else what the wrapped ``step`` did.
 
         Raises:
-            RuntimeError: A gradient is sparse or complex, or a parameter is sharded.
+            RuntimeError: A gradient is sparse, complex or a DTensor of another mesh than its
+                parameter, or a parameter is sharded over processes.
         """
         loss = None
         if closure is not None:
@@ -153,20 +156,25 @@ class LARC(torch.optim.Optimizer):
         if materialise is not None:  # what amp has left to the step is to be seen here
             materialise()
         with self._without_decay() as decays:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                params = [param for param in group["params"] if param.grad is not None]
-                if params:
-                    larc_(
-                        [local(param.grad) for param in params],
-                        [local(param) for param in params],
-                        lr=group["lr"],
-                        weight_decay=decay,
-                        trust_coefficient=self.trust_coefficient,
-                        eps=self.eps,
-                        clip=bool(self.clip),
-                    )
+            self._scale_gradients(decays)
             result = self.optim.step()
         return result if closure is None else loss
+
+    @_runtime.not_compiled
+    def _scale_gradients(self, decays: list[Any]) -> None:
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                grads = placed("LARC", params, [param.grad for param in params])
+                larc_(
+                    [*map(local, grads)],
+                    [*map(local, params)],
+                    lr=group["lr"],
+                    weight_decay=decay,
+                    trust_coefficient=self.trust_coefficient,
+                    eps=self.eps,
+                    clip=bool(self.clip),
+                )
 
     @contextmanager
     def _without_decay(self) -> Iterator[list[Any]]:
@@ -191,10 +199,10 @@ class LARC(torch.optim.Optimizer):
                     continue
                 if grad.layout != torch.strided or grad.is_complex():
                     raise RuntimeError("LARC does not support sparse or complex gradients.")
-                if any(place.is_shard() for place in getattr(param, "placements", ())):
+                if is_sharded(param):
                     raise RuntimeError(
                         "LARC needs the norm of a whole tensor, and a parameter is sharded over "
-                        "processes."
+                        "processes. Step it with the wrapped optimizer alone."
                     )
 
 

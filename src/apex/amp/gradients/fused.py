@@ -96,7 +96,7 @@ class FusedGradients:
 
     def _measure(self) -> None:
         """Measure the unscaled norm and look for inf and nan; nothing is written."""
-        from apex.ops.norms import square_sums
+        from apex.ops.tensor_norms import square_sums
 
         grads = list(self._grads().values())
         first = grads[0] if grads else torch.as_tensor(self._scale)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from apex.ops.clip import clip_
+from apex.ops.placements import placed
 
 
 def clip_grad_norm_(
@@ -21,6 +22,9 @@ def clip_grad_norm_(
     run in float32. Every gradient is multiplied by ``min(1, max_norm / (norm + 1e-6))``, in any
     case, so nothing waits to know the norm.
 
+    Gradients of DTensors are brought to the placements of their parameters first, and the norm is
+    that over all ranks: call it on each of them.
+
     Args:
         parameters: Tensors whose ``grad`` is clipped; those without one are passed over.
         max_norm: Largest total norm allowed.
@@ -28,10 +32,11 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise when the norm is inf or nan, before anything changes. This waits.
 
     Returns:
-        The total norm before clipping, 0-dim, on the first gradient's device.
+        The total norm before clipping, 0-dim, on the first gradient's device; no DTensor.
 
     Raises:
-        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or only one of a
+            parameter and its gradient is a DTensor.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -40,5 +45,6 @@ def clip_grad_norm_(
         tensor(5.)
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [parameter.grad for parameter in listed if parameter.grad is not None]
+    having = [parameter for parameter in listed if parameter.grad is not None]
+    grads = placed("clip_grad_norm_", having, [parameter.grad for parameter in having])  # type: ignore[misc]
     return clip_(grads, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)

@@ -11,7 +11,7 @@ import torch
 from apex.normalization._functions import FusedLayerNormAffineMixedDtypesFunction
 from apex.ops import _scripted
 from apex.ops._check import refuse_wider_weight
-from apex.ops.layer_norm import OP, layer_norm
+from apex.ops.row_norms import OP, layer_norm
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
 

@@ -11,10 +11,12 @@ import torch
 
 from apex.contrib.optimizers._old_step import OldStep
 from apex.ops.adam import Adam, adam_, unbiased
-from apex.ops.multi_tensor import Scalar, local
-from apex.ops.norms import l2_norm
-from apex.ops.storage import How
-from apex.optimizers._base import Bucket, Work, scalar
+from apex.ops.columns import Scalar
+from apex.ops.placements import norm_of_all
+from apex.ops.storage import StepOptions
+from apex.ops.tensor_norms import l2_norm
+from apex.optimizers._base import GroupGrads, scalar
+from apex.optimizers._buckets import Bucket
 
 
 class FusedAdam(OldStep):
@@ -42,7 +44,7 @@ class FusedAdam(OldStep):
         amp_scale_adjustment: What gradients are divided by in addition, under amp.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
         RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor.
 
     Example:
@@ -53,6 +55,7 @@ class FusedAdam(OldStep):
     """
 
     slots = ("exp_avg", "exp_avg_sq")
+    _not_in_torch = ("bias_correction", "max_grad_norm")
     _counts_steps = False  # in the groups; here each parameter has its own
 
     def __init__(
@@ -73,9 +76,10 @@ class FusedAdam(OldStep):
             raise RuntimeError(
                 "FusedAdam does not support the AMSGrad variant; leave amsgrad=False."
             )
+        self.eps_inside_sqrt = bool(eps_inside_sqrt)
         self.eps_mode = 0 if eps_inside_sqrt else 1
-        self._use_multi_tensor = use_mt
-        self._amp_scale_adjustment = amp_scale_adjustment
+        self.use_mt = use_mt
+        self.amp_scale_adjustment = amp_scale_adjustment
         self._factors: dict[int, Scalar] = {}
         defaults = {
             "lr": lr,
@@ -87,21 +91,23 @@ class FusedAdam(OldStep):
         }
         super().__init__(params, defaults)
 
-    def _before(self, work: Sequence[Work], factor: Scalar, noop: torch.Tensor | None) -> None:
+    def _prepare_step(
+        self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
+    ) -> None:
         """Find what each group's gradients are multiplied by."""
         if hasattr(self, "_amp_stash"):
-            factor = factor / self._amp_scale_adjustment
+            factor = factor / self.amp_scale_adjustment
         self._factors = {}
-        for number, (group, params, grads) in enumerate(work):
+        for number, (group, params, grads) in enumerate(active):
             clip = factor
             if group["max_grad_norm"] > 0 and params:
                 norm = self._grad_norms and self._grad_norms[number]
                 if norm is None:
-                    norm = l2_norm([*map(local, grads)])
+                    norm = norm_of_all(grads, l2_norm, 2.0)
                 clip = _clipped(factor, norm, group["max_grad_norm"])
             self._factors[id(group)] = clip
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, how: How) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
         factor = self._factors[id(group)]
         if isinstance(factor, torch.Tensor):
@@ -109,7 +115,7 @@ class FusedAdam(OldStep):
         columns = self.columns(bucket)
         lr = scalar(group["lr"], device)
         beta1, beta2 = group["betas"]
-        for step, members in self._by_step(bucket, how.noop):
+        for step, members in self._by_step(bucket, options.noop):
             rate: Scalar = lr
             if group["bias_correction"]:
                 unbias2 = unbiased(beta2, step)
@@ -126,9 +132,9 @@ class FusedAdam(OldStep):
                 step=step,
                 eps_inside_sqrt=self.eps_mode == 0,
             )
-            extra = None if how.extra is None else [how.extra[i] for i in members]
+            extra = None if options.extra is None else [options.extra[i] for i in members]
             part = [[column[i] for i in members] for column in columns]
-            adam_(part, numbers, replace(how, factor=factor, extra=extra))
+            adam_(part, numbers, replace(options, factor=factor, extra=extra))
 
     def _by_step(
         self, bucket: Bucket, noop: torch.Tensor | None
@@ -145,8 +151,8 @@ class FusedAdam(OldStep):
             members.append(number)
         return list(found.values())
 
-    def _from_twin(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        found = super()._from_twin(state_dict)
+    def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        found = super()._from_torch(state_dict)
         for number, state in state_dict["state"].items():
             if isinstance(state, dict) and "step" in state:
                 found["state"][number]["step"] = int(state["step"])
@@ -162,8 +168,8 @@ def _next(
     """The next step, on the device where that may be skipped there."""
     if noop is None:
         return before + 1
-    landed = (noop.to(device, non_blocking=True).reshape(()) == 0).to(torch.int32)
-    return landed + before
+    taken = (noop.to(device, non_blocking=True).reshape(()) == 0).to(torch.int32)
+    return taken + before
 
 
 def _clipped(factor: Scalar, norm: Any, largest: float) -> Scalar:

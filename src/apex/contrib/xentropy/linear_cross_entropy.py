@@ -27,7 +27,7 @@ def linear_cross_entropy(
 
     The logits are made for ``chunk_size`` rows at a time, so that at 32,768 classes a forward and
     backward pass needs less than a quarter of the memory. How, and at which cost:
-    :mod:`apex.ops.linear_cross_entropy`. Gradients of gradients make all logits at once.
+    :mod:`apex.ops.linear_cross_entropy`. Gradients of gradients and float64 make all at once.
 
     Args:
         input: ``(..., features)``.
@@ -43,8 +43,8 @@ def linear_cross_entropy(
         0-dim, or ``(...)`` for ``"none"``; float32, or float64 for float64 input.
 
     Raises:
-        TypeError: A dtype is not what it should be, or dtypes differ outside of autocast.
-        ValueError: A shape, a device or an option is not.
+        ArgumentError: A dtype, shape, device or option is not what it should be, or dtypes differ
+            outside of autocast. It is a TypeError, a ValueError and a RuntimeError.
         IndexError: A target is out of range, on the CPU; on a device the loss is nan, or torch's
             own function stops with an assertion there.
 

@@ -58,18 +58,13 @@ class SoftmaxCrossEntropyLoss(_Chosen):
         """Compute the losses; what the compiler traces, and what a subclass inherits."""
         smoothing, padding_idx = float(smoothing), int(padding_idx)
         ops.check("SoftmaxCrossEntropyLoss", logits, labels, smoothing)
-        losses: torch.Tensor
-        losses, lse = ops.OP(logits, labels, smoothing, padding_idx)
-        ctx.save_for_backward(logits, labels, lse)
-        ctx.smoothing, ctx.padding_idx = smoothing, padding_idx
+        losses: torch.Tensor = ops.OP.save_and_run(ctx, logits, labels, smoothing, padding_idx)
         return losses
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
         """Compute the gradient of the logits; ``grad_loss`` stays as it is."""
-        logits, labels, lse = ctx.saved_tensors
-        found = ops.gradient(grad_loss, logits, lse, labels, ctx.smoothing, ctx.padding_idx)
-        return found, None, None, None, None
+        return *ops.OP.gradients(ctx, grad_loss), None  # for half_to_float
 
 
 def _apply(

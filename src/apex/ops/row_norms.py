@@ -1,25 +1,24 @@
-"""Layer norm over the last dimensions.
+"""Layer norm and RMS norm over the last dimensions, which make a row.
 
-    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias,    var biased
+    layer norm: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias,    var biased
+    RMS norm:   y = x / sqrt(mean(x ** 2) + eps) * weight
 
-``reference`` is the definition and, in float64, the oracle of the tests. All paths compute in
-float32 and round once. On a CPU float32 is PyTorch's own function: with rows added up one after the
-other its gradients of weight and bias are 30 roundings off for 2,000 rows, 45 for 4,000. In 16 bits
-it would round each sum to 16 bits, so that it is called in float32, or `norm_pieces` is.
+All paths compute in float32 and round once. On a CPU float32 layer norm is PyTorch's own function,
+which adds up the gradients of weight and bias row by row: they are 30 roundings off for 2,000 rows,
+45 for 4,000. In 16 bits it would round each sum to 16 bits, so that it is called in float32.
 
-Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450, eq. 3 and 4.
+Sources: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450, eq. 3 and 4; Zhang and
+Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
-from apex.ops import norm_pieces
+from apex.ops import row_norm_pieces
 from apex.ops._check import check_norm
 from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
 from apex.ops._op import op
@@ -35,15 +34,24 @@ from apex.ops._op import op
 LEAST = 2**23
 
 
-def reference(
+def layer_norm_reference(
     x: torch.Tensor, weight: Optional, bias: Optional, shape: Sequence[int], eps: float
 ) -> torch.Tensor:
-    """Compute the definition in the dtype of ``x``."""
+    """Compute the definition in the dtype of ``x``: in float64, the oracle of the tests."""
     dims = tuple(range(-len(shape), 0))
     centered = x - x.mean(dims, keepdim=True)
     y = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: Optional, shape: Sequence[int], eps: float
+) -> torch.Tensor:
+    """Compute the definition in the dtype of ``x``: in float64, the oracle of the tests."""
+    dims = tuple(range(-len(shape), 0))
+    y = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+    return y if weight is None else y * weight
 
 
 def _definition(
@@ -52,38 +60,39 @@ def _definition(
     bias: Optional,
     shape: Sequence[int],
     eps: float,
+    centered: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     same = x.dtype == dtype and (weight is None or weight.dtype == dtype)
-    if not same or (x.is_cpu and dtype in NARROW):
+    if not same or (centered and x.is_cpu and dtype in NARROW):
         to = wide(x, weight)
         x, weight, bias = x.to(to), to_dtype(weight, to), to_dtype(bias, to)
-    return F.layer_norm(x, list(shape), weight, bias, eps).to(dtype)
+    if centered:
+        return F.layer_norm(x, list(shape), weight, bias, eps).to(dtype)
+    return F.rms_norm(x, list(shape), weight, eps).to(dtype)
 
 
-_PIECES = {
-    "allocate": norm_pieces.allocate_layer_norm,
-    "forward": norm_pieces.layer_norm,
-    "backward": functools.partial(norm_pieces.backward, centered=True),
-}
-_ARGUMENTS = "Tensor x, Tensor? weight, Tensor? bias, SymInt[] shape, float eps, ScalarType dtype"
-_RESULTS = "(Tensor y, Tensor mean, Tensor rstd)"
-
+_ARGUMENTS = (
+    "Tensor x, Tensor? weight, Tensor? bias, SymInt[] shape, float eps, bool centered, "
+    "ScalarType dtype"
+)
 OP = op(
-    f"layer_norm({_ARGUMENTS}) -> {_RESULTS}",
+    f"row_norm({_ARGUMENTS}) -> (Tensor y, Tensor mean, Tensor rstd)",
     _definition,
     grads=("x", "weight", "bias"),
     least=LEAST,
-    pieces=SimpleNamespace(**_PIECES, pays=norm_pieces.pays_in_16_bits),
+    kernel="row_norms",
+    pieces=row_norm_pieces,
     autocast="half",
 )
 MEMORY_EFFICIENT = op(
-    f"layer_norm_from_output({_ARGUMENTS}, ScalarType x_dtype) -> {_RESULTS}",
+    f"row_norm_from_output({_ARGUMENTS}, ScalarType x_dtype)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
     _definition,
     grads=("x", "weight", "bias"),
-    kernel="layer_norm",
+    kernel="row_norms",
     saves=("y", "weight", "bias", "rstd"),
-    pieces=SimpleNamespace(**_PIECES),
+    pieces=row_norm_pieces,
     autocast="half",
 )
 
@@ -107,7 +116,8 @@ def layer_norm(
         shape: The last dimensions of ``x``, which make a row.
         eps: Added to the variance.
         memory_efficient: Keep the output for the backward rather than the input, which can then be
-            freed. Gradients are those of an input made again from the rounded output.
+            freed. Gradients are those of an input made again from the rounded output, where a
+            weight smaller than ``eps`` counts as ``eps``.
         dtype: Of the output; by default that of ``x``. Under ``torch.autocast`` tensors are cast to
             its dtype first.
 
@@ -120,5 +130,22 @@ def layer_norm(
     x, weight, bias = OP.cast(x, weight, bias)
     check_norm("layer_norm", x, weight, bias, shape)
     if memory_efficient:
-        return MEMORY_EFFICIENT(x, weight, bias, shape, eps, dtype or x.dtype, x.dtype)
-    return OP(x, weight, bias, shape, eps, dtype or x.dtype)
+        return MEMORY_EFFICIENT(x, weight, bias, shape, eps, True, dtype or x.dtype, x.dtype)
+    return OP(x, weight, bias, shape, eps, True, dtype or x.dtype)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: Optional,
+    shape: Sequence[int],
+    eps: float,
+    *,
+    memory_efficient: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Scale each row to a root mean square of 1, then by ``weight``; see :func:`layer_norm`."""
+    x, weight = OP.cast(x, weight)
+    check_norm("rms_norm", x, weight, None, shape)
+    if memory_efficient:
+        return MEMORY_EFFICIENT(x, weight, None, shape, eps, False, dtype or x.dtype, x.dtype)
+    return OP(x, weight, None, shape, eps, False, dtype or x.dtype)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from apex.ops import adagrad, adam, host, sgd
-from apex.ops.storage import How
+from apex.ops import adagrad, adam, cpu_fused, sgd
+from apex.ops.storage import StepOptions
 from tests.optimizers.common import assert_pooled
 
 ADAM = {
@@ -21,17 +21,17 @@ SGD = {"lr": 0.05, "dampening": 0.1, "weight_decay": 0.1, "wd_after_momentum": F
 
 def adams(*, adam_w_mode):
     numbers = adam.Adam(**ADAM, adam_w_mode=adam_w_mode)
-    return adam, lambda columns, how: adam.adam_(columns, numbers, how)
+    return adam, lambda columns, options: adam.adam_(columns, numbers, options)
 
 
 def sgds(*, momentum, nesterov):
     numbers = sgd.SGD(**SGD, momentum=momentum, nesterov=nesterov)
-    return sgd, lambda columns, how: sgd.sgd_(columns, numbers, how)
+    return sgd, lambda columns, options: sgd.sgd_(columns, numbers, options)
 
 
 def adagrads():
     numbers = adagrad.Adagrad(lr=0.05, eps=1e-10, weight_decay=0.1, adagrad_w_mode=False)
-    return adagrad, lambda columns, how: adagrad.adagrad_(columns, numbers, how)
+    return adagrad, lambda columns, options: adagrad.adagrad_(columns, numbers, options)
 
 
 STEPS = {  # the module, its step, how many states
@@ -53,7 +53,7 @@ KINDS = [
     (WIDE, torch.bfloat16, WIDE, None),
     (WIDE, WIDE, WIDE, None),
 ]
-# With pieces of 300 and short ones of 20: lots of many and of few, whole ones and pieces.
+# With pieces of 300: batches of many tensors and of few, whole ones and pieces.
 SHAPES = ((), (1,), (0,), *[(5,)] * 40, (33, 5), (100,), (1001,), (17, 3), (20, 30), (2, 3, 4, 5))
 
 
@@ -80,8 +80,7 @@ def doubled(columns):
 
 @pytest.fixture
 def cut(monkeypatch):
-    monkeypatch.setattr(host, "PIECE", 300)
-    monkeypatch.setattr(host, "SHORT", 20)
+    monkeypatch.setattr(cpu_fused, "PIECE", 300)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -92,9 +91,11 @@ def test_one_rounding(name, kind, factor, write_grads, cut, monkeypatch):
     columns, copies = made(kind, states)
     before = [grad.clone() for grad in columns[0]]
     exact = doubled(columns)
-    step(exact, How(factor=factor, write_grads=True))  # the definition: torch has none for float64
+    step(
+        exact, StepOptions(factor=factor, write_grads=True)
+    )  # the definition: torch has none for float64
     monkeypatch.setattr(module, "run_stored", None)  # not to be called
-    step(columns, How(factor=factor, write_grads=write_grads, extra=copies))
+    step(columns, StepOptions(factor=factor, write_grads=write_grads, extra=copies))
     pairs = []
     for number, (some, wanted) in enumerate(zip(columns[1:], exact[1:], strict=True)):
         pairs += [(number, a, e) for a, e in zip(some, wanted, strict=True)]
@@ -115,11 +116,14 @@ def test_numbers_of_the_host_are_read(name, monkeypatch):
     module, step, states = STEPS[name]
     monkeypatch.setattr(module, "run_stored", None)
     found = []
-    for how in (How(factor=0.5), How(factor=torch.tensor(0.5), noop=torch.zeros(1))):
+    for options in (
+        StepOptions(factor=0.5),
+        StepOptions(factor=torch.tensor(0.5), noop=torch.zeros(1)),
+    ):
         columns, _ = made(KINDS[1], states)
-        step(columns, how)
+        step(columns, options)
         found.append([x.nan_to_num() for some in columns for x in some])
     assert all(map(torch.equal, *found))
-    step(columns, How(noop=torch.ones(1)))
+    step(columns, StepOptions(noop=torch.ones(1)))
     skipped = [x.nan_to_num() for some in columns for x in some]
     assert all(map(torch.equal, skipped, found[1]))

@@ -7,7 +7,7 @@
 Load, widen to float32, compute, round once on the store. A row that fits into registers is read
 once; a wider one is walked twice in blocks, and the second walk finds it in the cache. Weight
 gradients take two stages, so that all multiprocessors work on them and two runs give the same
-bits: each program adds up some of the rows in float32, and `add_up` adds up the programs. Rows
+bits: each program adds up some of the rows in float32, and `row_norm_add_up` the programs. Rows
 wider than a tile of the backward have a kernel of their own for the first stage, which reads the
 matrices again: 4 bytes an element in 16 bits, where sums in memory would be 16.
 
@@ -65,7 +65,7 @@ def _rstd(variance, eps):
 
 
 @triton.jit
-def forward(
+def row_norm_forward(
     # data
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
     # shape and scalars
@@ -100,7 +100,7 @@ def forward(
 
 
 @triton.jit
-def forward_wide(
+def row_norm_forward_wide(
     # data
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
     # shape and scalars
@@ -155,7 +155,7 @@ def _away_from_zero(weight, eps):
 
 
 @triton.jit
-def backward(
+def row_norm_backward(
     # data
     dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     # shape and scalars
@@ -232,7 +232,7 @@ def _block(
 
 
 @triton.jit
-def backward_wide(
+def row_norm_backward_wide(
     # data
     dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dx_ptr,
     # shape and scalars
@@ -273,7 +273,7 @@ def backward_wide(
 
 
 @triton.jit
-def weight_sums(
+def row_norm_weight_sums(
     # data
     dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dweight_ptr, dbias_ptr,
     # shape and scalars
@@ -313,7 +313,7 @@ def weight_sums(
 
 
 @triton.jit
-def add_up(
+def row_norm_add_up(
     dweight_partial_ptr, dbias_partial_ptr, dweight_ptr, dbias_ptr, n_partials, n_cols,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -373,78 +373,55 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def allocate(
-    x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``y``, and ``rstd``: float32, one number a row; uninitialized."""
-    n_rows = math.prod(x.shape[: x.dim() - len(shape)])
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(n_rows, dtype=torch.float32)
-
-
-def launch_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    shape: Sequence[int],
-    eps: float,
+    x: torch.Tensor, weight: Any, bias: Any, shape: Sequence[int], eps: float, centered: bool,
     dtype: torch.dtype,
-    *,
-    centered: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Normalize contiguous ``x`` over its last dimensions, ``shape``.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``y``, and float32, one number a row: ``mean``, empty for RMS norm, and ``rstd``."""
+    n_rows = math.prod(x.shape[: x.dim() - len(shape)])
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), rstd.new_empty(n_rows if centered else 0), rstd
 
-    Returns:
-        ``y`` of ``dtype``, and float32 ``(rows,)``: the mean if ``centered``, and ``1 / sigma``.
-    """
+
+def forward(
+    x: torch.Tensor, weight: Any, bias: Any, shape: Sequence[int], eps: float, centered: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As :func:`allocate`, computed; ``x`` is contiguous."""
     n_cols = math.prod(shape)
-    y, rstd = allocate(x, shape, dtype)
-    mean = torch.empty_like(rstd) if centered else None
+    y, mean, rstd = allocate(x, weight, bias, shape, eps, centered, dtype)
     n_rows = rstd.numel()
     data = (x, weight, bias, y, mean, rstd)
     if n_cols * x.element_size() <= WIDEST_FORWARD_BYTES:
         rows, block, warps = _tile(n_cols)
-        forward[(triton.cdiv(n_rows, rows),)](
+        row_norm_forward[(triton.cdiv(n_rows, rows),)](
             *data, n_rows, n_cols, eps, centered, rows, block, num_warps=warps
         )
     else:
-        forward_wide[(n_rows,)](*data, n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS)
+        row_norm_forward_wide[(n_rows,)](
+            *data, n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS
+        )
     return y, mean, rstd
 
 
-def launch_backward(
+def backward(
     dy: torch.Tensor,
     needs: Sequence[bool],
     *,
-    centered: bool,
-    rstd: torch.Tensor,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    rstd: torch.Tensor,
     shape: Sequence[int],
     eps: float,
-    bias: torch.Tensor | None = None,
+    centered: bool,
     x: torch.Tensor | None = None,
     mean: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    x_dtype: torch.dtype | None = None,
+    **dtypes: torch.dtype,
 ) -> list[torch.Tensor | None]:
-    """Gradients of :func:`launch_forward`; all tensors are contiguous.
+    """Gradients of x, weight and bias; all tensors are contiguous.
 
-    Args:
-        dy: Gradient of the output.
-        needs: Which gradients are wanted: of x, weight and bias.
-        centered: Layer norm rather than RMS norm.
-        rstd: From the forward.
-        weight: As in the forward.
-        shape: As in the forward.
-        eps: As in the forward; with ``y`` also the least that the output is divided by.
-        bias: As in the forward.
-        x: The input, or
-        mean: From the forward, with ``x``.
-        y: the output, from which the normalized input is computed again.
-        dtype: As in the forward.
-        x_dtype: Of the input, with ``y``.
-
-    Returns:
-        Gradients of x, weight and bias, if there is one.
+    From ``x`` and ``mean``, or from the output ``y``, of which the normalized input is computed
+    again: then a weight smaller than ``eps`` counts as ``eps``.
     """
     from_output = x is None
     saved = y if x is None else x
@@ -459,7 +436,7 @@ def launch_backward(
     else:
         height, most = max(rows, ROWS_PER_PROGRAM), multiprocessors * RESIDENT_WARPS // warps
     n_programs = min(most, triton.cdiv(n_rows, height))
-    dx = dy.new_empty(dy.shape, dtype=x_dtype or saved.dtype)
+    dx = dy.new_empty(dy.shape, dtype=dtypes.get("x_dtype", saved.dtype))
     dweight = torch.empty_like(weight) if weight is not None and any(needs[1:]) else None
     dbias = torch.empty_like(bias) if bias is not None and dweight is not None else None
     sums = dy.new_empty((2, n_programs, n_cols), dtype=torch.float32)
@@ -467,44 +444,43 @@ def launch_backward(
     data = (dy, saved, mean, rstd, weight, bias)
     if wide:
         if needs[0]:
-            backward_wide[(n_rows,)](
+            row_norm_backward_wide[(n_rows,)](
                 *data, dx, n_cols, eps, centered, from_output, WIDE_BACKWARD, num_warps=WIDE_WARPS
             )
         if dweight is not None:
-            weight_sums[(n_programs, across)](
+            row_norm_weight_sums[(n_programs, across)](
                 *data, *partials, n_rows, n_cols, eps, centered, from_output, TILE_ROWS,
                 TILE_COLUMNS, num_warps=TILE_WARPS,
             )  # fmt: skip
     else:
-        backward[(n_programs,)](
+        row_norm_backward[(n_programs,)](
             *data, dx, *partials, n_rows, n_cols, eps, centered, from_output, rows, block,
             _stages(rows * block, saved.element_size()), num_warps=warps,
         )  # fmt: skip
     if dweight is not None:
         rows, columns = _sum_tile(n_cols, multiprocessors)
-        add_up[(triton.cdiv(n_cols, columns),)](
+        row_norm_add_up[(triton.cdiv(n_cols, columns),)](
             *partials, dweight, dbias, n_programs, n_cols, rows, columns, num_warps=4
         )
-    return [dx, dweight, dbias][: len(needs)]
+    return [dx, dweight, dbias]
 
 
 # -- what is inspected ---------------------------------------------------------------------------
 
-TYPES = ("fp32", "fp16", "bf16")
 STATISTICS = "one number a row"
 SHARED_ROW = "one row for several of the tile"
 
 
-def cases(name: str, *, centered: bool) -> Iterator[Case]:
-    """Cases of every kernel, as layer norm or as RMS norm: types of x, weight and y."""
-    same = [(kind, kind, kind) for kind in TYPES]
-    for types in [*same, ("fp32", "bf16", "bf16"), ("fp32", "fp16", "fp16")]:
-        for affine in (True, False) if types in same else (True,):
-            yield from _forward_cases(name, *types, affine, centered)
-            yield from _backward_cases(name, *types, affine, False, centered)
-        yield from _backward_cases(name, *types, True, True, centered)
-    for kind in ("fp32", "bf16"):
-        yield _add_up_case(name, kind, centered)
+def cases() -> Iterator[Case]:
+    """What is inspected: types of x, weight and y."""
+    same = [(kind, kind, kind) for kind in ("fp32", "fp16", "bf16")]
+    for name, centered in (("layer_norm", True), ("rms_norm", False)):
+        for types in [*same, ("fp32", "bf16", "bf16"), ("fp32", "fp16", "fp16")]:
+            for affine in (True, False) if types in same else (True,):
+                yield from _forward_cases(name, *types, affine, centered)
+                yield from _backward_cases(name, *types, affine, False, centered)
+            yield from _backward_cases(name, *types, True, True, centered)
+        yield from (_add_up_case(name, kind, centered) for kind in ("fp32", "bf16"))
 
 
 def _case(
@@ -555,11 +531,11 @@ def _forward_cases(
         rows, block, warps = _tile(columns)
         shared = dict.fromkeys(("weight_ptr", "bias_ptr"), SHARED_ROW) if rows > 1 else {}
         yield _case(
-            forward, name, f"forward {columns} {words}", pointers, tile=(rows, block), warps=warps,
-            reads=reads, writes=writes, narrow=narrow | shared, CENTERED=centered,
+            row_norm_forward, name, f"forward {columns} {words}", pointers, tile=(rows, block),
+            warps=warps, reads=reads, writes=writes, narrow=narrow | shared, CENTERED=centered,
         )  # fmt: skip
     yield _case(
-        forward_wide, name, f"forward wide {words}", pointers, tile=(1, WIDE_FORWARD),
+        row_norm_forward_wide, name, f"forward wide {words}", pointers, tile=(1, WIDE_FORWARD),
         warps=WIDE_WARPS, reads=reads, writes=writes, narrow=narrow, CENTERED=centered,
     )  # fmt: skip
 
@@ -585,20 +561,20 @@ def _backward_cases(
         rows, block, warps = _backward_tile(columns, from_output)
         once = ("weight_ptr", "bias_ptr", *sums) if rows > 1 else ()
         yield _case(
-            backward, name, f"backward {columns} {words}", matrices | {"dx_ptr": x} | sums,
+            row_norm_backward, name, f"backward {columns} {words}", matrices | {"dx_ptr": x} | sums,
             tile=(rows, block), warps=warps, reads=reads, writes=("dx_ptr", *sums),
             narrow=narrow | dict.fromkeys(once, SHARED_ROW), **flags,
             STAGES=_stages(rows * block, BITS[y if from_output else x] // 8),
         )  # fmt: skip
     yield _case(
-        backward_wide, name, f"backward wide {words}", matrices | {"dx_ptr": x},
+        row_norm_backward_wide, name, f"backward wide {words}", matrices | {"dx_ptr": x},
         tile=(1, WIDE_BACKWARD), warps=WIDE_WARPS, reads=reads, writes=("dx_ptr",), narrow=narrow,
         **flags,
     )  # fmt: skip
     if affine:
         once = ("weight_ptr", "bias_ptr", *sums)
         yield _case(
-            weight_sums, name, f"weight sums {words}", matrices | sums,
+            row_norm_weight_sums, name, f"weight sums {words}", matrices | sums,
             tile=(TILE_ROWS, TILE_COLUMNS), warps=TILE_WARPS, reads=reads[:2],
             narrow=narrow | dict.fromkeys(once, SHARED_ROW), **flags,
         )  # fmt: skip
@@ -608,6 +584,6 @@ def _add_up_case(name: str, kind: str, centered: bool) -> Case:
     partials = {"dweight_partial_ptr": "fp32", "dbias_partial_ptr": "fp32" if centered else None}
     sums = {"dweight_ptr": kind, "dbias_ptr": kind if centered else None}
     return _case(
-        add_up, name, f"second stage {kind}", partials | sums, tile=_sum_tile(1024, 132), warps=4,
-        reads=tuple(partials), narrow=dict.fromkeys(sums, "one row in all"),
+        row_norm_add_up, name, f"second stage {kind}", partials | sums, tile=_sum_tile(1024, 132),
+        warps=4, reads=tuple(partials), narrow=dict.fromkeys(sums, "one row in all"),
     )  # fmt: skip

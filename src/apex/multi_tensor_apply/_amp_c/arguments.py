@@ -1,4 +1,4 @@
-"""What the functions of ``amp_C`` expect of their lists of tensors, checked before anything runs.
+"""What the functions of ``amp_C`` take, checked before anything runs: lists, numbers, flags.
 
 The original walks raw memory, so it compares numbers of elements only. Lists are taken here as it
 takes them, and messages hold its words, which callers match.
@@ -7,11 +7,20 @@ takes them, and messages hold its words, which callers match.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 
-from apex.ops.multi_tensor import Scalar, local
+from apex.ops import _runtime
+from apex.ops.columns import Scalar, flag_on, local, scalar_on, set_flag
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+Lists = Sequence[Sequence[torch.Tensor]]
+Number = float | torch.Tensor
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
@@ -31,9 +40,20 @@ _NAMES = {
 }
 
 
-def checked(
-    name: str, lists: Sequence[Sequence[torch.Tensor]], depths: Sequence[int]
-) -> list[list[torch.Tensor]]:
+def entry(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Make a function of ``amp_C``: no gradients, and called as it is by what is compiled."""
+    eager = torch.no_grad()(function)
+    uncompiled = _runtime.not_compiled(eager)  # imports the compiler when it is called: 1.5 s
+
+    @functools.wraps(function)
+    def call(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        chosen = uncompiled if torch.compiler.is_compiling() else eager
+        return chosen(*arguments, **keywords)
+
+    return call
+
+
+def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.Tensor]]:
     """Check lists of tensors and make those at one position equal in shape.
 
     Args:
@@ -125,25 +145,60 @@ def number(value: object, device: torch.device) -> Scalar:
     Raises:
         TypeError: Anything else.
     """
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        return value.detach().to(device, torch.float32, non_blocking=True).reshape(())
+    if isinstance(value, torch.Tensor):
+        return scalar_on(value, device)
     return float(value)  # type: ignore[arg-type]  # it says itself what it cannot take
 
 
+def step_number(step: int | torch.Tensor, device: torch.device) -> int | torch.Tensor:
+    """Take the number of the step: one on the CPU as an int, another one on ``device``."""
+    if not isinstance(step, torch.Tensor) or step.is_cpu:
+        return int(step)
+    return step.detach().to(device, non_blocking=device.type != "cpu")
+
+
+def one_each(name: str, numbers: torch.Tensor, column: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Take a number for each tensor of ``column``: float32 ``(tensors,)`` on its device.
+
+    Raises:
+        RuntimeError: Another number of them.
+    """
+    if numbers.numel() != len(column):
+        raise RuntimeError(f"{name} has {numbers.numel()} elements for {len(column)} tensors.")
+    numbers, device = numbers.detach().reshape(-1), column[0].device
+    if numbers.is_cpu and device.type == "cuda":  # from pageable memory the host would wait
+        numbers = numbers.float().pin_memory()
+    return numbers.to(device, torch.float32, non_blocking=device.type != "cpu")
+
+
+def is_decoupled(name: str, mode: int) -> bool:
+    """Take ``mode``, the kind of weight decay: whether it is decoupled.
+
+    Raises:
+        RuntimeError: Neither 0 nor 1.
+    """
+    if mode not in (0, 1):
+        raise RuntimeError(
+            f"{name}: mode was {mode}; allowed are 0 (weight decay in the gradient) and 1 "
+            "(decoupled)."
+        )
+    return bool(mode)
+
+
 @contextlib.contextmanager
-def raising(flag: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
-    """Lend a one-element flag that is on ``device``; what is set there is set in ``flag``."""
+def flag_to_set(flag: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+    """A one-element flag on ``device``; what is set there in this block is set in ``flag``."""
     first = flag.detach().reshape(-1)[:1]
     if first.numel() != 1:
         raise RuntimeError("The noop_flag is empty; a tensor of one element is needed.")
     if first.device == device:
         yield first
         return
-    lent = torch.zeros_like(first, device=device)
-    yield lent
-    first.masked_fill_(lent.to(first.device, non_blocking=True) != 0, 1)
+    there = torch.zeros_like(first, device=device)
+    yield there
+    set_flag(first, there)
 
 
-def lowered(flag: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Give the flag to be read on ``device``."""
-    return flag.detach().reshape(-1)[:1].to(device, non_blocking=True)
+def flag_to_read(flag: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The flag, to be read on ``device``; one on the CPU is read here, as it is now."""
+    return flag_on(flag.detach().reshape(-1)[:1], device)

@@ -1,0 +1,155 @@
+"""A small training at every level: the loss falls, weights are finite, numbers are the level's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from apex import amp
+from apex.bench import tolerance
+from apex.bench.selftest.check import Check, Measured, Setting, same_again
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from apex.normalization import FusedLayerNorm
+from apex.optimizers import FusedAdam
+
+__all__ = ["LEVELS", "Level", "Trainer", "checks"]
+
+AREA = "training"
+STEPS = 8
+FEATURES, WIDTH, CLASSES, BATCH = 16, 32, 5, 32
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a level promises.
+
+    Attributes:
+        weights: dtype of the model's weights.
+        stepped: dtype of what the optimizer steps: masters where weights are 16 bits wide.
+        computes: dtype of a linear layer's output.
+        scale: Loss scale of the first step.
+    """
+
+    weights: torch.dtype
+    stepped: torch.dtype
+    computes: torch.dtype
+    scale: float
+
+
+_32, _16, _B16 = torch.float32, torch.float16, torch.bfloat16
+LEVELS = {
+    "O0": Level(_32, _32, _32, 1.0),
+    "O1": Level(_32, _32, _16, 2.0**16),
+    "O2": Level(_16, _32, _16, 2.0**16),
+    "O3": Level(_16, _16, _16, 1.0),
+    "O4": Level(_32, _32, _B16, 1.0),
+    "O5": Level(_B16, _32, _B16, 1.0),
+}
+
+
+def checks() -> Iterator[Check]:
+    """The checks of this module."""
+    for level in LEVELS:
+        yield Check(AREA, f"training at {level}, FusedAdam", _trained(level))
+    for level in ("O1", "O2", "O5"):
+        yield Check(AREA, f"training at {level}, fused_step and clipping", _fused(level))
+
+
+class Trainer:
+    """A network with a layer norm, a loss and an optimizer of ours, on data that can be learnt."""
+
+    def __init__(self, level: str, setting: Setting, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)  # of the layers
+        centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator)
+        labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+        noise = torch.randn(BATCH, FEATURES, generator=generator)
+        self.x = (centres[labels] + noise).to(setting.device)
+        self.labels = labels.to(setting.device)
+        self.first = nn.Linear(FEATURES, WIDTH)
+        network = nn.Sequential(
+            self.first, FusedLayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, CLASSES)
+        ).to(setting.device)
+        optimizer = FusedAdam(network.parameters(), lr=0.05, weight_decay=0.01)
+        made = amp.initialize(network, optimizer, opt_level=level, verbosity=0, **options)
+        self.model, self.optimizer = made
+
+    def step(self, max_norm: float = 0.0) -> torch.Tensor:
+        """Take one step and return the loss, on its device."""
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = SoftmaxCrossEntropyLoss.apply(
+            self.model(self.x), self.labels, 0.0, -1
+        ).mean()
+        with amp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        if max_norm:
+            amp.clip_grad_norm_(self.optimizer, max_norm)
+        self.optimizer.step()
+        return loss.detach()
+
+    def weights(self) -> list[torch.Tensor]:
+        """Copies of the model's weights."""
+        return [param.detach().clone() for param in self.model.parameters()]
+
+
+def _trained(level: str) -> Callable[[Setting], Iterator[Measured]]:
+    def run(setting: Setting) -> Iterator[Measured]:
+        ends = []
+        for first in (True, False):
+            try:
+                trainer = Trainer(level, setting)
+                if first:
+                    yield from _numbers(trainer, LEVELS[level])
+                losses = [trainer.step() for _ in range(STEPS)]
+                ends.append(trainer.weights())
+            finally:
+                amp.reset()
+        finite = sum(int((~weight.isfinite()).sum()) for weight in ends[0])
+        ratio = float(losses[-1]) / float(losses[0])
+        yield Measured("last loss / first loss", ratio, tolerance.LOSS_FALLS, "")
+        yield Measured("weights that are not finite", finite, 0, "elements")
+        yield same_again("second run", *ends)
+
+    return run
+
+
+def _numbers(trainer: Trainer, level: Level) -> Iterator[Measured]:
+    """Look at dtypes and loss scale before the first step."""
+    seen: list[torch.dtype] = []
+    handle = trainer.first.register_forward_hook(lambda _, __, y: seen.append(y.dtype))
+    trainer.model(trainer.x)
+    handle.remove()
+    stepped = [p.dtype for group in trainer.optimizer.param_groups for p in group["params"]]
+    weights = [param.dtype for param in trainer.first.parameters()]
+    for what, found, expected in (
+        ("weights", weights, level.weights),
+        ("weights of the optimizer", stepped, level.stepped),
+        ("output of a linear layer", seen, level.computes),
+    ):
+        wrong = sum(dtype != expected for dtype in found)
+        yield Measured(f"{what} not {str(expected)[6:]}", wrong, 0, "tensors")
+    scale = float(amp.state_dict()["loss_scaler0"]["loss_scale"])
+    yield Measured(f"loss scale beside {level.scale:g}", abs(scale - level.scale), 0, "off")
+
+
+def _fused(level: str) -> Callable[[Setting], Iterator[Measured]]:
+    """Gradients that stay scaled until the step give the losses of the default."""
+
+    def run(setting: Setting) -> Iterator[Measured]:
+        losses = []
+        for fused in (False, True):
+            try:
+                trainer = Trainer(level, setting, fused_step=fused)
+                losses.append([float(trainer.step(max_norm=0.5)) for _ in range(STEPS)])
+            finally:
+                amp.reset()
+        ratio = losses[1][-1] / losses[1][0]
+        yield Measured("last loss / first loss", ratio, tolerance.LOSS_FALLS, "")
+        apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+        yield Measured("losses beside the default's", apart, tolerance.SAME_LOSSES, "of a loss")
+
+    return run

@@ -1,0 +1,110 @@
+"""Adding up what the programs of a launch over lists of tensors leave, tensor by tensor.
+
+Always in the same order, so that a sum is repeated bit for bit.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from apex.kernels._cases import Case
+
+# As the definition in plain PyTorch computes: multiplications and additions are not contracted.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# Partial sums that are added at a time: 33 million elements, so that the largest embedding (2**30
+# elements, 131,072 partial sums) takes 32 steps that wait for each other. The same number for every
+# tensor, so that its sum does not depend on what else is in the list.
+PARTIALS = 4096
+
+
+@triton.jit
+def joined(a, b, LARGEST: tl.constexpr):
+    """Add, or take the larger one; nan wins."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL) if LARGEST else a + b
+
+
+@triton.jit
+def _largest(values):
+    nan = tl.sum((values != values).to(tl.int32)) > 0  # `tl.max` passes over them
+    return tl.where(nan, float("nan"), tl.max(values))
+
+
+@triton.jit
+def reduced(values, LARGEST: tl.constexpr):
+    """Add all values up, or take the largest one; nan wins."""
+    return _largest(values) if LARGEST else tl.sum(values)
+
+
+@triton.jit
+def segment_kernel(
+    # data
+    partial_ptr,
+    firsts_ptr,
+    out_ptr,
+    # compile-time
+    SUMS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add up each tensor's partial sums, always in the same order.
+
+    Args:
+        partial_ptr: float32 ``(programs, SUMS)``.
+        firsts_ptr: int64 ``(tensors + 1,)``: each tensor's first program.
+        out_ptr: float32 ``(SUMS, tensors)``.
+        SUMS: Sums for each program.
+        LARGEST: Whether the largest is taken instead of the sum.
+        BLOCK: Partial sums read at once.
+    """
+    tensor = tl.program_id(0).to(tl.int64)
+    first = tl.load(firsts_ptr + tensor)
+    last = tl.load(firsts_ptr + tensor + 1)
+    lanes = tl.arange(0, BLOCK)
+    for i in tl.static_range(SUMS):
+        total = tl.zeros((BLOCK,), tl.float32)
+        for at in range(first, last, BLOCK):
+            rows = at + lanes
+            some = tl.load(partial_ptr + rows * SUMS + i, mask=rows < last, other=0.0)
+            total = joined(total, some, LARGEST)
+        tl.store(out_ptr + i * tl.num_programs(0) + tensor, reduced(total, LARGEST))
+
+
+def summed(partial: torch.Tensor, firsts: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+    """Add up partial sums in one launch, on the device that is current.
+
+    Args:
+        partial: float32 ``(programs, sums)``.
+        firsts: int64 ``(tensors + 1,)``: each tensor's first program.
+        largest: Whether the largest is taken instead of the sum.
+
+    Returns:
+        float32 ``(sums, tensors)``.
+    """
+    sums, tensors = partial.shape[1], len(firsts) - 1
+    out = torch.empty((sums, tensors), dtype=torch.float32, device=partial.device)
+    segment_kernel[(tensors,)](
+        partial, firsts, out, SUMS=sums, LARGEST=largest, BLOCK=PARTIALS, **OPTIONS
+    )
+    return out
+
+
+def cases() -> Iterator[Case]:
+    """What is inspected."""
+    yield Case(
+        segment_kernel,
+        "segment_sums",
+        "fp32",
+        signature={"partial_ptr": "*fp32", "firsts_ptr": "*i64", "out_ptr": "*fp32"},
+        constants={"SUMS": 1, "LARGEST": False, "BLOCK": PARTIALS},
+        reads=(),
+        writes=(),
+        tile=PARTIALS,
+        narrow={
+            "partial_ptr": "one number for 8192 elements of the tensors",
+            "firsts_ptr": "two numbers a tensor",
+            "out_ptr": "one number a tensor",
+        },
+        options=OPTIONS,
+    )

@@ -1,0 +1,155 @@
+"""Columns: lists of tensors, of which those at one position belong together.
+
+What every operation over lists needs: splitting by device and dtype, numbers on the right device,
+and vectors with a number for each position taken apart and put together. Nothing here is uploaded
+from pageable memory, which would wait, and which CUDA forbids while a graph is captured: vectors
+are sliced and joined by lists of the host, and numbers are arguments of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, itemgetter
+
+import torch
+
+from apex.ops import _runtime
+
+Column = Sequence[torch.Tensor]
+Scalar = float | torch.Tensor
+
+_DTYPE, _DEVICE, _IS_CPU = map(attrgetter, ("dtype", "device", "is_cpu"))
+
+
+def grouped(columns: Sequence[Column]) -> Iterable[tuple[list[int], list[list[torch.Tensor]]]]:
+    """Split into lists of one device and one dtype for each column.
+
+    Yields:
+        The positions, in order, and the columns at these positions.
+    """
+    if len({*map(len, columns)}) == 1 and of_one_kind(columns):
+        yield list(range(len(columns[0]))), [list(column) for column in columns]
+        return
+    groups: dict[object, list[int]] = {}
+    for number, position in enumerate(zip(*columns, strict=True)):
+        key = (position[0].device, *(tensor.dtype for tensor in position))
+        groups.setdefault(key, []).append(number)
+    for positions in groups.values():
+        yield positions, [[column[i] for i in positions] for column in columns]
+
+
+def of_one_kind(columns: Sequence[Column]) -> bool:
+    """Whether the columns have tensors, on one device, and each is of one dtype.
+
+    By functions in C: 1,000 tensors in 0.1 ms.
+    """
+    first = columns[0]
+    if first and first[0].is_cpu:
+        if not all(map(_IS_CPU, first)):  # half the time of comparing devices
+            return False
+    elif len({*map(_DEVICE, first)}) != 1:
+        return False
+    return all(len({*map(_DTYPE, column)}) == 1 for column in columns)
+
+
+def taken(vector: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    """``vector[positions]`` for increasing positions; without an index that is uploaded."""
+    if len(positions) == len(vector):
+        return vector
+    slices = [vector[first:last] for first, last in _runs(positions)]
+    return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+
+def joined(parts: Iterable[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
+    """Undo :func:`taken`: make one vector of those of several groups.
+
+    Args:
+        parts: Increasing positions, and the numbers there; every position is in one part.
+    """
+    slices: list[tuple[int, torch.Tensor]] = []
+    for positions, vector in parts:
+        start = 0
+        for first, last in _runs(positions):
+            slices.append((first, vector[start : start + last - first]))
+            start += last - first
+    if len(slices) == 1:
+        return slices[0][1]
+    return torch.cat([vector for _, vector in sorted(slices, key=itemgetter(0))])
+
+
+def _runs(positions: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Where positions follow each other: the first, and the one behind the last."""
+    first = last = positions[0] if positions else 0
+    for position in positions:
+        if position != last:
+            yield first, last
+            first = position
+        last = position + 1
+    yield first, last
+
+
+def scalar_on(value: Scalar, device: torch.device) -> Scalar:
+    """A number for work on ``device``, without waiting for a device.
+
+    Args:
+        value: A number, or a one-element tensor. One on the CPU is read here, and is then a number
+            of the host: a CUDA graph that is being captured keeps it as it is now.
+        device: Where it is used.
+
+    Returns:
+        A float, or a 0-dim float32 tensor on ``device``.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not _runtime.waits(value.device):
+        return float(value)
+    there = value.detach().to(device, torch.float32, non_blocking=device.type != "cpu")
+    return there.reshape(())
+
+
+def flag_on(flag: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A one-element flag to be read on ``device``; one on the CPU is read here, as it is now."""
+    if flag.device == device:
+        return flag
+    if not _runtime.waits(flag.device):
+        return torch.full(flag.shape, flag.item(), dtype=flag.dtype, device=device)
+    return flag.to(device, non_blocking=device.type != "cpu")
+
+
+def set_flag(flag: torch.Tensor, found: torch.Tensor) -> None:
+    """Set ``flag`` to 1 where the one-element ``found`` is not 0; waits only for a CPU's flag."""
+    here = found.to(flag.device, non_blocking=not flag.is_cpu)  # a copy to the CPU has to arrive
+    flag.masked_fill_(here.reshape(()) != 0, 1)
+
+
+def have_one_dense_layout(columns: Sequence[Column]) -> bool:
+    """Whether memory holds the elements of each position in one order, without gaps."""
+    for column in columns:
+        if not all(map(torch.Tensor.is_contiguous, column)):
+            return all(map(_share_dense_layout, zip(*columns, strict=True)))
+    return True
+
+
+def _share_dense_layout(position: Sequence[torch.Tensor]) -> bool:
+    first = position[0]
+    if all(tensor.is_contiguous() for tensor in position):
+        return True
+    dense = any(
+        first.dim() == dims and first.is_contiguous(memory_format=layout)
+        for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d))
+    )
+    return dense and all(tensor.stride() == first.stride() for tensor in position)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds the memory: the local part of a DTensor, else ``tensor`` itself.
+
+    An address taken from a wrapper is that of nothing. The local part may be a wrapper itself, of
+    what a collective has not sent yet.
+    """
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    part = to_local()
+    whole: torch.Tensor = part.wait() if hasattr(part, "wait") else part
+    return whole

@@ -1,0 +1,123 @@
+"""Optimizers' steps by torch's fused CPU kernels, for 16-bit columns and scaled gradients too.
+
+torch's kernels are the fastest there is for float32. Of 16-bit weights, that of Adam wants 16-bit
+moments, and that of SGD in torch 2.13 leaves the weights as they are, but for the last few of each
+tensor. So what is not float32 is widened, a piece at a time that stays in the cache, stepped there,
+and rounded once on the way back; what a storage splits is joined, so that it takes the same code as
+float32. The 10 million bfloat16 weights of 293 tensors take FusedAdam 13 ms, and 74 by the
+definition; FusedSGD 12, and 44 (AMD EPYC, one thread).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import repeat
+
+import torch
+
+from apex.ops import _runtime
+from apex.ops.columns import Column, Scalar, have_one_dense_layout
+from apex.ops.storage import PARAM, PLAIN, StepOptions
+
+# Elements that are widened at once, 2 MiB of a column. FusedAdam's 10 million bfloat16 weights take
+# 6 % longer with 2**18, 60 % with 2**16.
+PIECE = 2**19
+DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
+
+Lists = list[list[torch.Tensor]]
+
+
+def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: Scalar) -> bool:
+    """Whether :func:`step_` takes the columns: on a CPU, with numbers that the host can read."""
+    if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu:
+        return False
+    tensors = [x for x in (options.factor, options.noop, *numbers) if isinstance(x, torch.Tensor)]
+    every = list(columns) if options.extra is None else [*columns, options.extra]
+    known = not any(_runtime.waits(x.device) for x in tensors)
+    return (
+        known and {column[0].dtype for column in every} <= DTYPES and have_one_dense_layout(every)
+    )
+
+
+@torch.no_grad()
+def step_(
+    kernel: Callable[..., None],
+    columns: Sequence[Column],
+    options: StepOptions,
+    *,
+    narrow: bool = False,
+) -> None:
+    """Take one step, in place.
+
+    Args:
+        kernel: Steps columns (gradients, weights, states) of float32 tensors.
+        columns: The same, of dtypes that :func:`torch_steps` allows.
+        options: Of the step, of the kind that it allows.
+        narrow: Whether ``kernel`` takes columns of one 16-bit dtype too, and rounds once.
+    """
+    if options.noop is not None and options.noop.item():
+        return
+    factor, extra = float(options.factor), options.extra
+    every = [list(column) for column in (columns if extra is None else [*columns, extra])]
+    dtypes = {column[0].dtype for column in columns}
+    whole = factor == 1.0 and options.storage is PLAIN
+    if whole and (dtypes == {torch.float32} or (narrow and len(dtypes) == 1 and extra is None)):
+        kernel(*every[: len(columns)])
+        if extra is not None:
+            torch._foreach_copy_(every[-1], every[PARAM])
+        return
+    for pieces in batches(every):
+        part = pieces[: len(columns)]
+        here = options if extra is None else replace(options, extra=pieces[-1])
+        values = as_float32(part, here)
+        if factor != 1.0:
+            values[0] = list(torch._foreach_mul(values[0], factor))
+        kernel(*values)
+        store_(part, values, here, write_grads=options.write_grads and factor != 1.0)
+
+
+def as_float32(columns: Sequence[Column], options: StepOptions) -> Lists:
+    """The columns as float32: those that are it already are returned themselves."""
+    wide = [[x.float() for x in column] for column in columns]
+    if options.storage is not PLAIN:
+        wide[PARAM] = [*map(options.storage.widen, *_weights(columns, options))]
+    return wide
+
+
+def store_(
+    columns: Sequence[Column], wide: Lists, options: StepOptions, *, write_grads: bool
+) -> None:
+    """Round what :func:`as_float32` returned, once it was stepped, into the columns."""
+    stored: Iterable[Column] = repeat(wide[PARAM])
+    if options.storage is not PLAIN:
+        stored = zip(*map(options.storage.narrow, wide[PARAM]), strict=True)
+    pairs = list(zip(_weights(columns, options), stored, strict=False))
+    pairs += zip(columns[PARAM + 1 :], wide[PARAM + 1 :], strict=True)
+    pairs += [(columns[0], wide[0])] if write_grads else []
+    for column, new in pairs:
+        if new[0] is not column[0]:
+            torch._foreach_copy_(list(column), list(new))
+
+
+def _weights(columns: Sequence[Column], options: StepOptions) -> list[Column]:
+    """The columns in which weights are stored."""
+    return [columns[PARAM]] if options.extra is None else [columns[PARAM], options.extra]
+
+
+def batches(columns: Sequence[Column]) -> Iterable[Lists]:
+    """Cut columns of dense tensors into lists of together at most ``PIECE`` elements."""
+    batch: list[tuple[torch.Tensor, ...]] = []
+    left = PIECE
+    for position in zip(*columns, strict=True):
+        positions: Iterable[tuple[torch.Tensor, ...]] = [position]
+        if position[0].numel() > PIECE:
+            flat = (x.as_strided((x.numel(),), (1,)) for x in position)
+            positions = zip(*(torch.split(x, PIECE) for x in flat), strict=True)
+        for piece in positions:
+            left -= piece[0].numel()
+            if left < 0:
+                yield [list(column) for column in zip(*batch, strict=True)]
+                batch, left = [], PIECE - piece[0].numel()
+            batch.append(piece)
+    yield [list(column) for column in zip(*batch, strict=True)]

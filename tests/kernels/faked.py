@@ -1,0 +1,393 @@
+"""Optimizers' steps, list operations and direct launches on fake CUDA tensors; see fake_cuda.py.
+
+    python faked.py [NAME ...]
+
+For each case and device, four calls: the first, another one, one while a CUDA graph is being
+captured, and a first one in a capture. The current device is always the other one. Prints JSON, a
+line when a case starts and a line with what was noted, so that whoever reads knows in which case
+the process was aborted.
+"""
+
+import functools
+import json
+import os
+import sys
+
+import amp_C
+import fast_layer_norm
+import fused_layer_norm_cuda
+import group_norm_cuda
+import torch
+import triton
+import triton.language as tl
+import xentropy_cuda
+
+from apex.contrib.clip_grad import clip_grad_norm_
+from apex.ops.unscale import unscale_into
+from apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
+from apex.parallel import LARC
+from tests.kernels.fake_cuda import fake_cuda
+
+FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+SHAPES = ((9000,), (3, 5), (1,))
+CALLS = ("first", "again", "captured", "first, captured")
+
+
+def column(device, dtype=FLOAT, shapes=SHAPES):
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def parameters(device, dtype=FLOAT, shapes=SHAPES):
+    params = [torch.nn.Parameter(tensor) for tensor in column(device, dtype, shapes)]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    return params
+
+
+def mixed(device):
+    """Three dtypes in one list."""
+    return [*parameters(device), *parameters(device, HALF), *parameters(device, BRAIN)]
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+def stepped(make, dtype=FLOAT, **attributes):
+    """``attributes`` are set to tensors on the device, as torch's GradScaler does."""
+
+    def prepare(device):
+        optimizer = make(parameters(device, dtype))
+        for name, value in attributes.items():
+            setattr(optimizer, name, torch.full((), value, device=device))
+        return optimizer.step
+
+    return prepare
+
+
+def metered(device):
+    optimizer = FusedAdam(parameters(device, BRAIN))
+    optimizer.count_lost_updates()
+    return optimizer.step
+
+
+def with_tensor_lr(device):
+    optimizer = FusedAdam(parameters(device), capturable=True)
+    optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device=device)  # a constructor reads it
+    return optimizer.step
+
+
+def of_several_dtypes(make):
+    return lambda device: make(mixed(device)).step
+
+
+def in_groups(make):
+    def prepare(device):
+        groups = [{"params": parameters(device), "lr": 0.1 * number} for number in (1, 2, 3)]
+        return make(groups).step
+
+    return prepare
+
+
+def on_both_devices(make):
+    return lambda device: make([*parameters("cuda:0"), *parameters("cuda:1")]).step
+
+
+def optimizers():
+    makers = {
+        "adam": FusedAdam,
+        "sgd": functools.partial(FusedSGD, lr=0.1),
+        "momentum": functools.partial(FusedSGD, lr=0.1, momentum=0.9),
+        "adagrad": FusedAdagrad,
+        "lamb": FusedLAMB,
+        "novograd": FusedNovoGrad,
+    }
+    scaler = {"grad_scale": 8.0, "found_inf": 0.0}
+    for name, make in makers.items():
+        yield name, stepped(make)
+        yield f"{name}, scaled", stepped(make, HALF, **scaler)
+        yield f"{name}, dtypes", of_several_dtypes(make)
+        yield f"{name}, groups", in_groups(make)
+        yield f"{name}, devices", on_both_devices(make)
+    for storage in ("low_bits", "kahan", "stochastic"):
+        yield f"adam, {storage}", stepped(functools.partial(FusedAdam, storage=storage), BRAIN)
+    masters = functools.partial(FusedAdam, capturable=True, master_weights=True)
+    yield "adam, masters", stepped(masters, HALF, **scaler)
+    yield "adam, clipped", stepped(functools.partial(FusedAdam, max_grad_norm=1.0))
+    yield "adam, metered", metered
+    yield "adam, tensor lr", with_tensor_lr
+    yield "novograd, largest", stepped(functools.partial(FusedNovoGrad, norm_type=0))
+    wide = functools.partial(FusedMixedPrecisionLamb, reduced_precision_dtype=HALF)
+    yield "lamb, masters", stepped(wide, HALF, **scaler)
+    yield "larc", stepped(lambda params: LARC(FusedSGD(params, lr=0.1, weight_decay=0.1)))
+
+
+# -- lists ---------------------------------------------------------------------------------------
+
+
+def listed(function, dtypes, *arguments, per_tensor=0, shapes=SHAPES):
+    """A function of amp_C on lists of the dtypes; arguments may be made on the device.
+
+    ``per_tensor`` is how many arguments follow that have one number for each tensor.
+    """
+
+    def prepare(device):
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        if dtypes == "mixed":
+            lists = [[param.detach() for param in mixed(device)] for _ in range(2)]
+            lists = lists[: 1 if "norm" in function.__name__ else 2]
+        else:
+            lists = [column(device, dtype, shapes) for dtype in dtypes]
+        numbers = [torch.empty(len(lists[0]), device=device) for _ in range(per_tensor)]
+        made = [argument(device) if callable(argument) else argument for argument in arguments]
+        return lambda: function(65536, flag, lists, *numbers, *made)
+
+    return prepare
+
+
+def number(device):
+    return torch.full((), 2.0, device=device)
+
+
+def count(device):
+    return torch.full((), 2, dtype=torch.int32, device=device)
+
+
+def hysteresis(device):
+    scale, counters = torch.ones(1, device=device), [count(device).reshape(1) for _ in range(2)]
+    found = torch.zeros(1, device=device)
+    return lambda: amp_C.update_scale_hysteresis(scale, *counters, found, 2.0, 0.5, 2000, 1)
+
+
+def clipped(norm_type, make=parameters):
+    def prepare(device):
+        params = make(device)
+        return lambda: clip_grad_norm_(params, 1.0, norm_type)
+
+    return prepare
+
+
+def unscaled(device):
+    grads, outs = mixed(device), column(device, shapes=SHAPES * 3)
+    flag, factor = torch.zeros(1, dtype=torch.int32, device=device), number(device)
+    return lambda: unscale_into([grad.detach() for grad in grads], outs, factor, flag)
+
+
+def lists():
+    one, two, three, four, five = ([FLOAT] * number for number in range(1, 6))
+    adam = (0.9, 0.99, 1e-8)
+    yield "scale", listed(amp_C.multi_tensor_scale, two, 0.5)
+    yield "scale, tensor", listed(amp_C.multi_tensor_scale, two, number)
+    yield "scale, dtypes", listed(amp_C.multi_tensor_scale, "mixed", 0.5)
+    empty = (*SHAPES, (0,), (4,))
+    yield "scale, empty", listed(amp_C.multi_tensor_scale, two, 0.5, shapes=empty)
+    yield "axpby", listed(amp_C.multi_tensor_axpby, three, 1.0, 2.0, -1)
+    yield "l2norm", listed(amp_C.multi_tensor_l2norm, one, True)
+    yield "l2norm, dtypes", listed(amp_C.multi_tensor_l2norm, "mixed", True)
+    yield "l2norm, empty", listed(amp_C.multi_tensor_l2norm, one, True, shapes=empty)
+    yield "l2norm_scale", listed(amp_C.multi_tensor_l2norm_scale, two, 0.5, True)
+    yield "unscale_l2norm", listed(amp_C.multi_tensor_unscale_l2norm, one, number, True)
+    sgd = (0.1, 0.9, 0.0, 0.1, False, False, False, 1.0)
+    yield "amp_C sgd", listed(amp_C.multi_tensor_sgd, three, *sgd)
+    first = (*sgd[:5], True, *sgd[6:])
+    yield "amp_C sgd, first", listed(amp_C.multi_tensor_sgd, three, *first)
+    rest = (*adam, 1, 1, 1, 0.1)
+    yield "amp_C adam", listed(amp_C.multi_tensor_adam, four, 0.1, *rest)
+    rest = (*adam, count, 1, 1, 0.1, number)
+    yield "amp_C adam, capturable", listed(amp_C.multi_tensor_adam_capturable, four, number, *rest)
+    yield (
+        "amp_C adam, masters",
+        listed(amp_C.multi_tensor_adam_capturable_master, [HALF, HALF, *three], number, *rest),
+    )
+    yield "amp_C adagrad", listed(amp_C.multi_tensor_adagrad, three, 0.1, 1e-8, 0, 0.1)
+    rest = (0.1, *adam, 1, 1, 0.1, 1, 0, 2)
+    yield "amp_C novograd", listed(amp_C.multi_tensor_novograd, three, *rest, per_tensor=1)
+    rest = (0.1, *adam, 1, 1, 0.1, 1, 1, number, 1.0, False)
+    yield "amp_C lamb", listed(amp_C.multi_tensor_lamb, four, *rest)
+    rest = (number, *adam, count, 1, 0.1, 1, 1, number, number, False, None, number)
+    yield "amp_C lamb, masters", listed(amp_C.multi_tensor_lamb_mp, [*four, HALF], *rest)
+    rest = (0, *adam, number, 1.0)
+    stage1 = amp_C.multi_tensor_lamb_stage1_cuda
+    yield "lamb stage 1", listed(stage1, five, *rest, per_tensor=1)
+    stage2 = amp_C.multi_tensor_lamb_stage2_cuda
+    yield "lamb stage 2", listed(stage2, two, 0.1, 0.1, False, per_tensor=2)
+    yield "hysteresis", hysteresis
+    yield "unscale, dtypes", unscaled
+    yield "clip", clipped(2.0)
+    yield "clip, largest", clipped(float("inf"))
+    yield "clip, dtypes", clipped(2.0, mixed)
+
+
+# -- tensors: forward and backward, without autograd ---------------------------------------------
+
+
+def layer_norm(rows, columns, dtype, from_output):
+    def prepare(device):
+        x = torch.empty(rows, columns, dtype=dtype, device=device)
+        weight, bias = (torch.empty(columns, dtype=dtype, device=device) for _ in range(2))
+
+        def both():
+            y, mean, rstd = fused_layer_norm_cuda.forward_affine(x, (columns,), weight, bias, 1e-5)
+            saved, mean = (y, None) if from_output else (x, mean)
+            fused_layer_norm_cuda.backward_affine(
+                y, mean, rstd, saved, (columns,), weight, bias, 1e-5, from_output
+            )
+
+        return both
+
+    return prepare
+
+
+def rms_norm(rows, columns, dtype, from_output):
+    def prepare(device):
+        x = torch.empty(rows, columns, dtype=dtype, device=device)
+        weight = torch.empty(columns, dtype=dtype, device=device)
+
+        def both():
+            y, rstd = fused_layer_norm_cuda.rms_forward_affine(x, (columns,), weight, 1e-5)
+            fused_layer_norm_cuda.rms_backward_affine(
+                y, rstd, y if from_output else x, (columns,), weight, 1e-5, from_output
+            )
+
+        return both
+
+    return prepare
+
+
+def fast_norm(device):
+    x = torch.empty(8192, 2048, dtype=HALF, device=device)
+    weight, bias = (torch.empty(2048, dtype=HALF, device=device) for _ in range(2))
+
+    def both():
+        z, mean, rstd = fast_layer_norm.ln_fwd(x, weight, bias, 1e-5)
+        fast_layer_norm.ln_bwd(z, x, mean, rstd, weight, bias, False)
+
+    return both
+
+
+def group_norm(device):
+    x = torch.empty(8, 320, 64, 64, dtype=HALF, device=device)
+    x = x.to(memory_format=torch.channels_last)
+    weight, bias = (torch.empty(320, device=device) for _ in range(2))
+
+    def both():
+        y, sums = group_norm_cuda.forward(x, 32, weight, bias, 1e-5, 0, True)
+        group_norm_cuda.backward(y, sums, x, 32, weight, bias, 1e-5, 0, True)
+
+    return both
+
+
+def cross_entropy(rows, classes):
+    def prepare(device):
+        logits = torch.empty(rows, classes, dtype=HALF, device=device)
+        labels = torch.empty(rows, dtype=torch.long, device=device)
+
+        def both():
+            losses, logsumexp = xentropy_cuda.forward(logits, labels, 0.1, True)
+            xentropy_cuda.backward(losses, logits, logsumexp, labels, 0.1)
+
+        return both
+
+    return prepare
+
+
+def tensors():
+    for name, norm in (("layer norm", layer_norm), ("rms norm", rms_norm)):
+        yield name, norm(8192, 4096, HALF, False)
+        yield f"{name}, from output", norm(8192, 4096, BRAIN, True)
+        yield f"{name}, wide", norm(256, 65536, FLOAT, False)
+    yield "fast_layer_norm", fast_norm
+    yield "group norm", group_norm
+    yield "cross-entropy", cross_entropy(4096, 32000)
+    yield "cross-entropy, few rows", cross_entropy(64, 256000)
+
+
+# -- what is planted -----------------------------------------------------------------------------
+
+
+def planted():
+    """Uploads and waits of every kind, a launch on the wrong device, and an abort."""
+
+    def on_device(function):
+        return lambda device: lambda: function(torch.empty(4, device=device))
+
+    yield "planted: a list", on_device(lambda x: torch.tensor([1.0, 2.0], device=x.device))
+    yield "planted: a number", on_device(lambda x: torch.as_tensor(True, device=x.device))
+    pageable = {"non_blocking": True}
+    yield "planted: pageable", on_device(lambda x: torch.zeros(3).to(x.device, **pageable))
+    yield "planted: copy_", on_device(lambda x: x.copy_(torch.zeros(4), non_blocking=True))
+    yield "planted: index", on_device(lambda x: x[[0, 2]])
+    yield "planted: CPU index", on_device(lambda x: x[torch.tensor([0, 2])])
+    yield "planted: element", on_device(lambda x: x.__setitem__(0, 2.0))
+    yield "planted: item", on_device(lambda x: x[0].item())
+    yield "planted: bool", on_device(lambda x: bool(x[0] > 0))
+    yield "planted: nonzero", on_device(lambda x: x.nonzero())
+    yield "planted: cpu", on_device(lambda x: x.cpu())
+    yield "planted: pinned", on_device(lambda x: torch.zeros(3, pin_memory=True).to(x.device))
+    yield (
+        "planted: freed",
+        on_device(lambda x: torch.zeros(3, pin_memory=True).to(x.device, **pageable)),
+    )
+    yield "planted: no guard", lambda device: lambda: unguarded(device)
+    yield "planted: abort", on_device(lambda x: os.abort())
+    yield "planted: nothing", kept
+
+
+def kept(device):
+    source = torch.zeros(3, pin_memory=True)
+    return lambda: source.to(device, non_blocking=True)
+
+
+@triton.jit
+def copied(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    tl.store(y_ptr + lanes, tl.load(x_ptr + lanes))
+
+
+def unguarded(device):
+    copied[(1,)](torch.empty(8, device=device), torch.empty(8, device=device), BLOCK=8)
+
+
+def cases():
+    yield from optimizers()
+    yield from lists()
+    yield from tensors()
+
+
+def noted(prepare, number, devices, log):
+    """What each call on a device launched, uploaded, waited for and freed."""
+    devices.current = 1 - number
+    found = {}
+    for name in CALLS:
+        devices.capturing = False
+        if "first" in name:
+            call = prepare(f"cuda:{number}")
+        devices.capturing = "captured" in name
+        log.__init__()
+        error = ""
+        try:
+            call()
+        except Exception as caught:  # noqa: BLE001  (reported)
+            error = f"{type(caught).__name__}: {caught}"[:300]
+        found[name] = {**log.noted(), "error": error}
+    return found
+
+
+def main(names):
+    every = [*cases(), *planted()]
+    with fake_cuda() as (devices, log):
+        for name, prepare in every:
+            if name in names:
+                print(json.dumps({"start": name}), flush=True)
+                found = [noted(prepare, number, devices, log) for number in (0, 1)]
+                print(json.dumps({"case": name, "found": found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,177 @@
+"""On a GPU nothing is uploaded from pageable memory, nothing waits, and guards are right.
+
+See fake_cuda.py (how that is known without a GPU) and faked.py (what is run, and how often).
+"""
+
+import fcntl
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+if sys.platform != "linux":
+    pytest.skip("needs libc10.so", allow_module_level=True)
+
+PROGRAM = pathlib.Path(__file__).with_name("faked.py")
+ROOT = PROGRAM.parents[2]
+
+OPTIMIZERS = {
+    **dict.fromkeys(("adam", "sgd", "momentum", "adagrad"), 1),
+    "lamb": 5,  # norm of all gradients, terms, weights
+    "novograd": 3,
+}
+# Launches of a call, the same on each device, for each call and in a capture.
+LAUNCHES = {
+    **OPTIMIZERS,
+    **{f"{name}, scaled": number for name, number in OPTIMIZERS.items()},
+    **{f"{name}, dtypes": 3 * number for name, number in OPTIMIZERS.items()},
+    **{f"{name}, groups": 3 * number for name, number in OPTIMIZERS.items()},
+    **{f"{name}, devices": 2 * number for name, number in OPTIMIZERS.items()},
+    "lamb, groups": 2 + 3 * 3,
+    **dict.fromkeys(("adam, low_bits", "adam, kahan", "adam, stochastic", "adam, masters"), 1),
+    "adam, clipped": 3,
+    "adam, metered": 2,
+    "adam, tensor lr": 1,
+    "novograd, largest": 3,
+    "lamb, masters": 5,
+    "larc": 4,
+    **dict.fromkeys(("scale", "scale, tensor", "scale, empty", "axpby"), 1),
+    "scale, dtypes": 3,
+    **dict.fromkeys(("l2norm", "l2norm, empty", "l2norm_scale", "unscale_l2norm"), 2),
+    "l2norm, dtypes": 6,
+    **dict.fromkeys(("amp_C sgd", "amp_C sgd, first", "amp_C adagrad"), 1),
+    **dict.fromkeys(("amp_C adam", "amp_C adam, capturable", "amp_C adam, masters"), 1),
+    **dict.fromkeys(("amp_C novograd", "amp_C lamb", "amp_C lamb, masters"), 3),
+    **dict.fromkeys(("lamb stage 1", "lamb stage 2"), 1),
+    "hysteresis": 0,  # torch's functions
+    "unscale, dtypes": 6,
+    **dict.fromkeys(("clip", "clip, largest"), 3),
+    "clip, dtypes": 9,
+    **{  # one forward, two backward; a wide row's gradients of the weight are a pass of their own
+        f"{norm}{which}": 4 if which == ", wide" else 3
+        for norm in ("layer norm", "rms norm")
+        for which in ("", ", from output", ", wide")
+    },
+    "fast_layer_norm": 3,
+    "group norm": 6,
+    **dict.fromkeys(("cross-entropy", "cross-entropy, few rows"), 3),
+}
+
+# Defects of issue 11, B.3; whoever mends one deletes its line.
+
+
+def ran(names):
+    """Run cases in a child process; after an abort, the rest in another one."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(ROOT)])
+    left, found = list(names), {}
+    while left:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", str(PROGRAM), *left],
+            capture_output=True, text=True, check=False, env=environment,
+        )  # fmt: skip
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        found |= {line["case"]: line["found"] for line in lines if "case" in line}
+        started = [line["start"] for line in lines if "start" in line]
+        assert started, done.stderr
+        left = left[left.index(started[-1]) + 1 :]
+        if done.returncode:
+            found[started[-1]] = f"aborted with {done.returncode}: {done.stderr}"
+    return found
+
+
+@pytest.fixture(scope="session")
+def faked(tmp_path_factory):
+    """What was noted of every case; the processes of pytest-xdist share it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with open(folder / "faked.json", "a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        text = file.read()
+        if not text:
+            text = json.dumps(ran([*LAUNCHES, *PLANTED]))
+            file.write(text)
+    return json.loads(text)
+
+
+def calls(found):
+    """(device number, name of the call, what was noted)."""
+    assert not isinstance(found, str), found
+    return [
+        (number, name, noted)
+        for number, by_call in enumerate(found)
+        for name, noted in by_call.items()
+    ]
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_have_their_guards_and_nothing_waits(name, faked):
+    for number, call, noted in calls(faked[name]):
+        assert (noted["error"], noted["waits"], noted["freed"]) == ("", [], 0), (number, call)
+        assert len(noted["launches"]) == LAUNCHES[name], (number, call)
+        wrong = [launch for launch in noted["launches"] if not guarded(*launch)]
+        assert wrong == [], (number, call)
+        if "devices" not in name:
+            assert {launch[2] for launch in noted["launches"]} <= {f"cuda:{number}"}
+
+
+def guarded(kernel, tensors, current, stream):
+    """Whether a launch is on the device of its tensors and on the current stream there."""
+    return tensors == [current] and stream == 0x1000 * (int(current[-1]) + 1)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_nothing_is_uploaded_from_pageable_memory(name, faked):
+    assert {
+        call: noted["uploads"] for _, call, noted in calls(faked[name]) if noted["uploads"]
+    } == {}
+
+
+# -- what is planted -----------------------------------------------------------------------------
+
+PLANTED = {
+    "planted: a list": ("uploads", "(2,) of torch.float32 to cuda:1"),
+    "planted: a number": ("uploads", "() of torch.bool to cuda:1"),
+    "planted: pageable": ("uploads", "(3,) of torch.float32 to cuda:1"),
+    "planted: copy_": ("uploads", "(4,) of torch.float32 to cuda:1"),
+    "planted: index": ("uploads", "(2,) of torch.int64 to cuda:1"),
+    "planted: CPU index": ("uploads", "aten.index.Tensor with an index or a value on the CPU"),
+    "planted: element": ("uploads", "() of torch.float32 to cuda:1"),
+    "planted: item": ("waits", "aten._local_scalar_dense.default reads a tensor of the device"),
+    "planted: bool": ("waits", "aten._local_scalar_dense.default reads a tensor of the device"),
+    "planted: nonzero": ("waits", "aten.nonzero.default reads a tensor of the device"),
+    "planted: cpu": ("waits", "a copy of (4,) to the CPU"),
+    "planted: pinned": ("waits", "a blocking copy of (3,) to cuda:1"),
+    "planted: freed": ("freed", 1),
+    "planted: no guard": ("launches", ["copied", ["cuda:1"], "cuda:0", 0x1000]),
+    "planted: abort": ("", ""),
+    "planted: nothing": ("", ""),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_is_found(name, faked):
+    kind, word = PLANTED[name]
+    if name == "planted: abort":
+        assert faked[name].startswith("aborted with -6")
+        return
+    for number, call, noted in calls(faked[name]):
+        found = {key: noted[key] for key in ("uploads", "waits", "launches", "freed") if noted[key]}
+        if kind == "freed" and "captured" not in call:
+            assert found == {}
+        elif number == 1:
+            assert found == ({kind: word if kind == "freed" else [word]} if kind else {})
+            assert kind != "launches" or not guarded(*word)
+
+
+def test_every_case_is_judged():
+    from tests.kernels import faked as program  # not above: it compiles kernels where it is run
+
+    names = [name for name, _ in (*program.cases(), *program.planted())]
+    assert sorted(names) == sorted([*LAUNCHES, *PLANTED])
