@@ -90,7 +90,7 @@ def test_more_than_64k_classes(path, monkeypatch):
     if path == "triton":
         from apex.kernels import cross_entropy as kernels
 
-        monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
+        monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
     logits, labels, grad = _data((3, 2**16 + 5), torch.float32)
     labels[0] = 2**16 + 4
     with contextlib.nullcontext() if path is None else _runtime.use(path):
@@ -171,7 +171,7 @@ def test_infinite_logits(path, first):
             from apex.kernels import cross_entropy as kernels
 
             patch.setattr(kernels, "BLOCK", 256)
-            patch.setattr(kernels, "_multiprocessors", lambda device: 99 * (path != "triton"))
+            patch.setattr(kernels, "multiprocessors", lambda device: 99 * (path != "triton"))
         losses = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.0, -1)
         losses.sum().backward()
     exact, exact_grad = _exact(logits, labels, torch.ones(2), 0.0, -1)

@@ -296,6 +296,16 @@ def test_many_programs_for_one_image(monkeypatch):
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("groups", [1, 2, 32])
+def test_partial_sums_are_joined_in_few_steps(groups):
+    from apex.kernels import group_norm as kernels
+
+    shape = kernels._Shape(torch.empty(1, 512, 512, 512, device="meta"), groups)
+    assert shape.parts > 100
+    assert shape.parts / shape.joins["PARTS"] <= kernels.STEPS
+
+
+@NEEDS_TRITON
 def test_a_large_mean_does_not_cancel_the_variance():
     """Sums of squares in float32 would lose all; rounding the mean costs its size / spread."""
     x = (torch.randn(1, 16, 8, 8) * 0.01 + 100).contiguous(memory_format=LAST)

@@ -34,6 +34,15 @@ IN_PIECES = op(
     "in_pieces(Tensor x) -> Tensor y", torch.clone, grads=("x",), kernel="", pieces=PIECES
 )
 
+# Its kernel subtracts where the definition adds, and takes what is contiguous.
+IF_DENSE = op(
+    "if_dense(Tensor x) -> Tensor y",
+    lambda x: x + 1,
+    grads=("x",),
+    contiguous=False,
+    takes=torch.Tensor.is_contiguous,
+)
+
 
 @pytest.fixture(autouse=True)
 def _kernel_file(monkeypatch):
@@ -51,6 +60,21 @@ def test_a_gradient_that_the_kernel_lacks(path):
     PRODUCT(x, factor).sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 5) @ factor.t())
     assert torch.equal(factor.grad, x.t() @ torch.ones(3, 5))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_kernel_that_takes_some_tensors(compiled, monkeypatch):
+    kernels = types.SimpleNamespace(
+        allocate=torch.empty_like, forward=lambda x: x - 1, backward=lambda dy, needs, x: [-dy]
+    )
+    monkeypatch.setitem(sys.modules, "apex.kernels.if_dense", kernels)
+    call = torch.compile(IF_DENSE, fullgraph=True, backend="aot_eager") if compiled else IF_DENSE
+    with _runtime.use("triton"):
+        for x, sign in ((torch.ones(2, 3), -1.0), (torch.ones(3, 2).t(), 1.0)):
+            y = call(x.requires_grad_())
+            y.sum().backward()
+            assert torch.equal(y, x + sign)
+            assert torch.equal(x.grad, torch.full((2, 3), sign))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

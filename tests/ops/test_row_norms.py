@@ -305,7 +305,7 @@ def test_more_programs_than_the_second_stage_adds_at_a_time(name, columns, monke
     monkeypatch.setattr(kernels, "ROWS_PER_PROGRAM", 1)
     monkeypatch.setattr(kernels, "TILE_ROWS", 2)
     monkeypatch.setattr(kernels, "SUM_TILE", 64)
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 128)
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 128)
     _check(name, "triton", _inputs(name, (70, columns), (columns,), torch.float32), (columns,))
 
 

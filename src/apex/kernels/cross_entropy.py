@@ -12,7 +12,6 @@ address: such a row's loss and gradients are nan.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._cases import Case
+from apex.kernels._device import multiprocessors
 
 # Elements per step: two 128-bit loads of 16-bit logits for each of 256 threads, and few enough
 # values in registers (16 a thread) that eight programs fit a multiprocessor; half of those are
@@ -139,13 +139,6 @@ def cross_entropy_backward(
 # -- launching -----------------------------------------------------------------------------------
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2  # the interpreter: enough for more than one program a row
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _width(rows: int, columns: int, multiprocessors: int) -> int:
     """Columns of a row that one program takes: all, unless multiprocessors would be idle."""
     blocks = triton.cdiv(columns, BLOCK)
@@ -174,7 +167,7 @@ def forward(
     """Losses and ``lse`` of logits, which are copied unless the columns of a row are contiguous."""
     (rows, columns), smooth = logits.shape, smoothing != 0.0
     logits, labels, outputs = _rows(logits), labels.contiguous(), allocate(logits)
-    width = _width(rows, columns, _multiprocessors(logits.device))
+    width = _width(rows, columns, multiprocessors(logits.device))
     n_parts = triton.cdiv(columns, width)
     sums = [outputs[0].new_empty(rows, n_parts) for _ in range(3)]
     stride = logits.stride(0)

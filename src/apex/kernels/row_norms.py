@@ -4,17 +4,16 @@
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),   g = dy * weight
     dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 
-A row that fits into registers is read
-once; a wider one is walked twice in blocks, and the second walk finds it in the cache. Weight
-gradients take two stages, so that all multiprocessors work on them and two runs give the same
-bits: each program adds up some of the rows in float32, and `row_norm_add_up` the programs. Rows
-wider than a tile of the backward have a kernel of their own for the first stage, which reads the
-matrices again: 4 bytes an element in 16 bits, where sums in memory would be 16.
+A row that fits into registers is read once; a wider one is walked twice in blocks, and the second
+walk finds it in the cache. Weight gradients take two stages, so that all multiprocessors work on
+them and two runs give the same bits: each program adds up some of the rows in float32, and
+`row_norm_add_up` the programs. Rows wider than a tile of the backward have a kernel of their own
+for the first stage, which reads the matrices again: 4 bytes an element in 16 bits, where sums in
+memory would be 16.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 import triton
 
 from apex.kernels._cases import BITS, Case
+from apex.kernels._device import multiprocessors
 from apex.kernels._row_norm_kernels import (
     row_norm_add_up,
     row_norm_backward,
@@ -32,6 +32,7 @@ from apex.kernels._row_norm_kernels import (
     row_norm_weight_sums,
 )
 
+ROUNDED = {"enable_fp_fusion": False}  # every product is rounded, as in PyTorch's functions
 # A program has at most 1,024 threads: 32 warps, or 16 wavefronts on AMD.
 WARPS = 16 if torch.version.hip else 32
 ELEMENTS_PER_WARP = 512  # 16 elements a thread, until there are WARPS
@@ -54,7 +55,7 @@ SUM_TILE, SUM_COLUMNS = 2048, 64  # of the second stage: elements, and columns a
 ROWS_PER_PROGRAM = 8  # backward: fewer would make partial sums a large part of the traffic
 # Warps of the backward that a multiprocessor holds at a time: of its 65,536 registers each thread
 # has 128, which every case of the backward keeps to (tests/kernels/test_compiled.py).
-RESIDENT_WARPS, REGISTERS = 16, 128
+RESIDENT_WARPS = 16
 
 
 # -- launching -----------------------------------------------------------------------------------
@@ -88,13 +89,6 @@ def _sum_tile(n_cols: int, multiprocessors: int) -> tuple[int, int]:
     return SUM_TILE // columns, columns
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2  # the interpreter: enough for more than one partial sum
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def allocate(
     x: torch.Tensor, weight: Any, bias: Any, shape: Sequence[int], eps: float, centered: bool,
     dtype: torch.dtype,
@@ -117,11 +111,11 @@ def forward(
     if n_cols * x.element_size() <= WIDEST_FORWARD_BYTES:
         rows, block, warps = _tile(n_cols)
         row_norm_forward[(triton.cdiv(n_rows, rows),)](
-            *data, n_rows, n_cols, eps, centered, rows, block, num_warps=warps
+            *data, n_rows, n_cols, eps, centered, rows, block, num_warps=warps, **ROUNDED
         )
     else:
         row_norm_forward_wide[(n_rows,)](
-            *data, n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS
+            *data, n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS, **ROUNDED
         )
     return y, mean, rstd
 
@@ -152,12 +146,12 @@ def backward(
     n_rows, n_cols = rstd.numel(), math.prod(shape)
     rows, block, warps = _backward_tile(n_cols, from_output)
     wide = n_cols > (WIDEST_FROM_OUTPUT if from_output else WIDEST_BACKWARD)
-    multiprocessors = _multiprocessors(dy.device)
+    processors = multiprocessors(dy.device)
     if wide:
         height, across = TILE_ROWS, triton.cdiv(n_cols, TILE_COLUMNS)
-        most = triton.cdiv(multiprocessors * RESIDENT_WARPS // TILE_WARPS, across)
+        most = triton.cdiv(processors * RESIDENT_WARPS // TILE_WARPS, across)
     else:
-        height, most = max(rows, ROWS_PER_PROGRAM), multiprocessors * RESIDENT_WARPS // warps
+        height, most = max(rows, ROWS_PER_PROGRAM), processors * RESIDENT_WARPS // warps
     n_programs = min(most, triton.cdiv(n_rows, height))
     dx = dy.new_empty(dy.shape, dtype=dtypes.get("x_dtype", saved.dtype))
     dweight = torch.empty_like(weight) if weight is not None and any(needs[1:]) else None
@@ -168,22 +162,30 @@ def backward(
     if wide:
         if needs[0]:
             row_norm_backward_wide[(n_rows,)](
-                *data, dx, n_cols, eps, centered, from_output, WIDE_BACKWARD, num_warps=WIDE_WARPS
+                *data,
+                dx,
+                n_cols,
+                eps,
+                centered,
+                from_output,
+                WIDE_BACKWARD,
+                num_warps=WIDE_WARPS,
+                **ROUNDED,
             )
         if dweight is not None:
             row_norm_weight_sums[(n_programs, across)](
                 *data, *partials, n_rows, n_cols, eps, centered, from_output, TILE_ROWS,
-                TILE_COLUMNS, num_warps=TILE_WARPS,
+                TILE_COLUMNS, num_warps=TILE_WARPS, **ROUNDED,
             )  # fmt: skip
     else:
         row_norm_backward[(n_programs,)](
             *data, dx, *partials, n_rows, n_cols, eps, centered, from_output, rows, block,
-            _stages(rows * block, saved.element_size()), num_warps=warps,
+            _stages(rows * block, saved.element_size()), num_warps=warps, **ROUNDED,
         )  # fmt: skip
     if dweight is not None:
-        rows, columns = _sum_tile(n_cols, multiprocessors)
+        rows, columns = _sum_tile(n_cols, processors)
         row_norm_add_up[(triton.cdiv(n_cols, columns),)](
-            *partials, dweight, dbias, n_programs, n_cols, rows, columns, num_warps=4
+            *partials, dweight, dbias, n_programs, n_cols, rows, columns, num_warps=4, **ROUNDED
         )
     return [dx, dweight, dbias]
 
@@ -234,7 +236,7 @@ def _case(
         reads=tuple(key for key in reads if key in present and key not in narrow),
         writes=tuple(key for key in writes if key in present and key not in narrow),
         narrow={key: why for key, why in narrow.items() if key in present},
-        tile=tile[0] * tile[1], divisible=("n_cols",), options={"num_warps": warps},
+        tile=tile[0] * tile[1], divisible=("n_cols",), options={"num_warps": warps, **ROUNDED},
         amd={"num_warps": min(warps, 16)},
     )  # fmt: skip
 
