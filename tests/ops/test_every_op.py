@@ -34,11 +34,7 @@ class Case:
         reference: The definition in the dtype of its tensors, of the tensors and all constants.
         dtype: Of the result, from that of the tensors.
         terms: How many terms of both signs make a gradient of a gradient, if they cancel.
-<<<<<<< HEAD
-        layout: How the first tensor lies in memory.
-=======
         layout: Of the first tensor in memory.
->>>>>>> gnorm
     """
 
     name: str
@@ -49,14 +45,11 @@ class Case:
     dtype: Callable = lambda dtype: dtype
     terms: int = 1
     layout: torch.memory_format = torch.contiguous_format
-<<<<<<< HEAD
-=======
 
     @property
     def fuses(self):
         """Whether there is a kernel for the first tensor."""
         return HAS_TRITON and self.op.takes(self.tensors()[0])
->>>>>>> gnorm
 
     def arguments(self, *tensors):
         return (*tensors, *self.constants(tensors[0]))
@@ -146,20 +139,8 @@ CASES = [
         dtype=_at_least_float32,
         terms=SHAPE[1],
     ),
-<<<<<<< HEAD
-    Case("group_norm", group_norm.OP, _images, _of_group, group_norm.reference),
-    Case(
-        "group_norm of channels last",
-        group_norm.OP,
-        _images,
-        _of_group,
-        group_norm.reference,
-        layout=torch.channels_last,
-    ),
-=======
     Case("group_norm, channels first", *_GROUP_NORM),
     Case("group_norm, channels last", *_GROUP_NORM, layout=torch.channels_last),
->>>>>>> gnorm
 ]
 
 
