@@ -59,8 +59,5 @@ def backward(
         )
     stats = sums.view(input.shape[0], groups, 2)
     needs = [True, weight is not None, bias is not None]
-    return list(
-        OP.backward_operator(
-            grad_output, needs, input, weight, bias, stats, groups, eps, with_swish
-        )
-    )
+    rest = (input, weight, bias, stats, groups, eps, with_swish)
+    return list(OP.backward_operator(grad_output, needs, *rest))
