@@ -110,7 +110,7 @@ class FusedNovoGrad(FusedOptimizer):
     def _prepare_step(
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
     ) -> None:
-        """Make room for the norms of parameters that are stepped for the first time."""
+        """Append norms of parameters that are stepped for the first time."""
         for group, params, _ in active:
             self._follow_conversion(group)
             fresh = {param for param in params if "exp_avg" not in self.state.get(param, {})}
