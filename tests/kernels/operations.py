@@ -22,6 +22,7 @@ from apex.optimizers import (
     FusedAdagrad,
     FusedAdam,
     FusedLAMB,
+    FusedLion,
     FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
@@ -138,6 +139,7 @@ def lists():
         "sgd": lambda params, **more: FusedSGD(params, lr=0.1, **more),
         "adagrad": lambda params, **more: FusedAdagrad(params, **more),
         "lamb": lambda params, **more: FusedLAMB(params, **more),
+        "lion": lambda params, **more: FusedLion(params, weight_decay=0.1, **more),
         "novograd": lambda params, **more: FusedNovoGrad(params, **more),
     }
     for name, make in makers.items():
