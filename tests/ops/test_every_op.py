@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex.ops import _runtime, cross_entropy, group_norm, row_norms
+from apex.ops import _runtime, cross_entropy, group_norm, row_norms, swiglu
 from apex.ops._op import op
 from apex.ops.row_norms import MEMORY_EFFICIENT, OP
 from tests.tolerance import assert_one_rounding
@@ -141,6 +141,7 @@ CASES = [
     ),
     Case("group_norm, channels first", *_GROUP_NORM),
     Case("group_norm, channels last", *_GROUP_NORM, layout=torch.channels_last),
+    Case("swiglu", swiglu.OP, lambda shape: (shape, shape), lambda gate: (), swiglu.reference),
 ]
 
 

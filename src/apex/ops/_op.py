@@ -257,7 +257,10 @@ class op:  # lower case, like torch.autocast: used as a function
         implementation = getattr(ctx, "implementation", None) or self.implementation(first)
         if implementation is None or first.numel() == 0:
             wanted = [name for name, need in zip(self.grads, needs, strict=True) if need]
-            by_name = self._definition_gradients(dy, saved, wanted)
+            # A dispatch mode runs operators without autograd. No gradients of these gradients.
+            key = torch._C.DispatchKey.AutogradFunctionality
+            with torch.no_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+                by_name = self._definition_gradients(dy, saved, wanted)
             found = [by_name.get(name) for name in self.grads]
         else:
             dense = dict(zip(saved, self._dense([*saved.values()]), strict=True))
