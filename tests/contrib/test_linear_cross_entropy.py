@@ -1,6 +1,7 @@
 """``apex.contrib.xentropy.linear_cross_entropy``: never all logits in memory."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -95,6 +96,8 @@ def test_leading_dimensions():
         one = call(x[0], targets=targets[0], reduction="none")
         assert one.shape == ()
         torch.testing.assert_close(one, flat[0])
+    no_feature = linear_cross_entropy(cube[..., :0], weight[:, :0], grid)
+    torch.testing.assert_close(no_feature.item(), math.log(20))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
