@@ -281,6 +281,16 @@ def test_two_runs_and_two_backwards_are_bitwise_equal(reduction):
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_evaluation_has_the_bits_of_training(reduction):
+    for rows in range(20, 60):  # sum * (1 / rows) is not always sum / rows
+        x, weight, bias, targets = _data(rows, 8, 11, torch.float32)
+        options = {"reduction": reduction, "chunk_size": 7}
+        loss = linear_cross_entropy(x, weight, targets, bias, **options)
+        with torch.no_grad():
+            assert torch.equal(linear_cross_entropy(x, weight, targets, bias, **options), loss)
+
+
 def test_operations_are_registered_in_full():
     x, weight, bias, targets = _data(5, 4, 6, torch.float32)
     numbers, plain = (0.1, IGNORED), [t.detach() for t in (x, weight, bias)]

@@ -196,7 +196,8 @@ def _reduced_forward(
         x, weight, bias, targets, smoothing, ignore_index, chunk_size,
         dy=factor.expand(len(x)), needs=wanted,
     )  # fmt: skip
-    return losses.sum() * factor, *gradients
+    # Not losses.sum() * factor, which is not always what evaluation gives.
+    return _reduced(losses, targets, ignore_index, "mean" if mean else "sum"), *gradients
 
 
 def _reduced_backward(
