@@ -38,9 +38,10 @@ class op:  # lower case, like torch.autocast: used as a function
 
         allocate(*args) -> (y, *more)          uninitialized; also called with fake tensors
         forward(*args) -> (y, *more)           the same, computed
-        backward(dy, needs, **saved) -> [...]  gradients in the order of grads; None where needs is
-                                               False or the tensor is absent. saved: the tensors
-                                               in saves and all arguments that are no tensors
+        backward(dy, needs, **saved) -> [...]  gradients in the order of grads; None where the
+                                               tensor is absent, anything where needs is False.
+                                               saved: the tensors in saves and all arguments that
+                                               are no tensors
 
     Args:
         schema: ``name(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor more)``, without
