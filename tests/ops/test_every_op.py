@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable
 
@@ -225,6 +226,18 @@ def test_noncontiguous_tensors(case, path):
 
 
 @every_path
+def test_a_sign_that_is_not_in_memory_yet(case, path):
+    """``z.conj().imag`` is ``z.imag`` with a flag, which kernels do not see."""
+    tensors = case.tensors()
+    y = case(*tensors)
+    dy = random(*y.shape)
+    wanted = [y, *torch.autograd.grad(y, tensors, dy)]
+    flagged = [torch._neg_view(-tensor.detach()).requires_grad_() for tensor in tensors]
+    y = case(*flagged)
+    assert_same_bits([y, *torch.autograd.grad(y, flagged, torch._neg_view(-dy))], wanted)
+
+
+@every_path
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5), (3, 0)], ids=str)
 def test_size_zero(case, path, shape):
     tensors = case.tensors(shape)
@@ -311,8 +324,10 @@ def test_opcheck(case, path):
     known |= zip(case.op.names, [a.detach() if isinstance(a, torch.Tensor) else a
                                  for a in case.arguments(*tensors)], strict=True)  # fmt: skip
     rest = [known[name] for name in (*case.op.saves, *case.op.constants)]
-    needs = [True] * len(case.op.grads)
-    torch.library.opcheck(case.op.backward_operator, (strided(y.shape), needs, *rest))
+    for needs in itertools.product([True, False], repeat=len(case.op.grads)):
+        args = (strided(y.shape), list(needs), *rest)
+        torch.library.opcheck(case.op.backward_operator, args, test_utils="test_faketensor")
+    torch.library.opcheck(case.op.backward_operator, (strided(y.shape), [True] * len(needs), *rest))
 
 
 @every_path
