@@ -2,15 +2,18 @@
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import itertools
 import math
+import pkgutil
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex.ops import __path__ as PATH
 from apex.ops import _runtime, cross_entropy, group_norm, row_norms, swiglu
 from apex.ops._op import op
 from apex.ops.row_norms import MEMORY_EFFICIENT, OP
@@ -312,6 +315,15 @@ def test_gradients_of_gradients_where_one_argument_comes_from_another(case, path
         return
     exact = second(case.exact, *double([x]))
     assert_one_rounding(second(case, x), exact, added=64 * 64)  # terms of both signs cancel
+
+
+def test_no_operation_is_left_out():
+    """The linear cross-entropies have no kernel, and tests of their own in tests/contrib."""
+    modules = [importlib.import_module(m.name) for m in pkgutil.iter_modules(PATH, "apex.ops.")]
+    found = {x.name for module in modules for x in vars(module).values() if isinstance(x, op)}
+    assert found - {"linear_cross_entropy", "linear_cross_entropy_rows"} == {
+        case.op.name for case in CASES
+    }
 
 
 @every_path

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import apex.ops
+from apex import optimizers
 from apex.ops import _runtime
 from apex.ops.adagrad import Adagrad, adagrad_
 from apex.ops.adam import Adam, adam_
@@ -147,6 +148,11 @@ STEPS = {  # makes the step, and how many states there are
 }
 steps = pytest.mark.parametrize("name", STEPS)
 paths = pytest.mark.parametrize("path", PATHS)
+
+
+def test_no_optimizer_is_left_out():
+    names = {name.removeprefix("Fused").lower() for name in optimizers.__all__}
+    assert names - {"mixedprecisionlamb"} <= STEPS.keys()  # LAMB's update
 
 
 def _columns(name, dtype=torch.float32, grad_scale=1.0):

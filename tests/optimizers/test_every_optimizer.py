@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from apex import amp
+from apex import amp, optimizers
 from apex.contrib import optimizers as contrib
 from apex.ops import _runtime
 from apex.optimizers import FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad
@@ -853,6 +853,11 @@ def test_keys_that_change_the_maths(make, key):
 
 
 OTHERS = (FusedMixedPrecisionLamb, contrib.FusedAdam, contrib.FusedLAMB)
+
+
+def test_no_optimizer_is_left_out():
+    kinds = {kind.__name__ for kind in (*(kind for kind, _ in MODES.values()), *OTHERS)}
+    assert {*optimizers.__all__} <= kinds
 
 
 @pytest.mark.parametrize("kind", [*dict.fromkeys(kind for kind, _ in MODES.values()), *OTHERS])
