@@ -119,7 +119,7 @@ class FusedNovoGrad(FusedOptimizer):
             kinds = len(KINDS) if {param.dtype for param in fresh} & {*KINDS[2:]} else 2
             vectors = list(group.get("exp_avg_sq", ()))
             while len(vectors) < kinds:
-                vectors.append(torch.zeros(0, device=params[0].device))
+                vectors.append(torch.zeros(0, dtype=torch.float32, device=params[0].device))
             group["exp_avg_sq"] = vectors
             group["exp_avg_sq"] = [
                 self._with_room(group, kind, fresh) for kind in KINDS[: len(vectors)]
@@ -176,7 +176,7 @@ class FusedNovoGrad(FusedOptimizer):
             return norms
         start = 0.0 if group["init_zero"] else UNSET
         device = every[0].device
-        new = torch.full((len(every) - len(old),), start, device=device)
+        new = torch.full((len(every) - len(old),), start, dtype=torch.float32, device=device)
         old_positions, new_positions = _split(every, seen)
         return joined([(old_positions, norms.to(device)), (new_positions, new)])
 
