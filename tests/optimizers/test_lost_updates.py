@@ -8,7 +8,6 @@ from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.optimizers.common import PATHS, on
 
 
-
 def weights(dtype, values):
     param = torch.nn.Parameter(torch.tensor(values, dtype=dtype))
     param.grad = -torch.ones_like(param)  # upwards, where the interpreter truncates too

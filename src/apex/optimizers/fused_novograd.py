@@ -111,8 +111,9 @@ class FusedNovoGrad(FusedOptimizer):
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
     ) -> None:
         """Make room for the norms of parameters that are stepped for the first time."""
-        for group, params, _ in active:
+        for group, _, _ in active:  # all checks before anything changes
             self._follow_conversion(group)
+        for group, params, _ in active:
             fresh = {param for param in params if "exp_avg" not in self.state.get(param, {})}
             if not fresh:
                 continue
@@ -136,6 +137,8 @@ class FusedNovoGrad(FusedOptimizer):
         vectors = group.get("exp_avg_sq", ())
         filled = {kind: x for kind, x in zip(KINDS, vectors, strict=False) if x.numel()}
         if filled.keys() <= dtypes and len(dtypes) == 1:
+            (kind,) = dtypes
+            self._norms(group, kind, len(self._members(group, kind)))
             return
         members = {kind: self._members(group, kind) for kind in KINDS}
         if {kind: len(some) for kind, some in members.items() if some} == {
