@@ -105,9 +105,11 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
 
 
 def _norm_of_one(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    norm: torch.Tensor
     if grad.dtype in _runtime.DTYPES and _is_dense(grad):
-        return torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)
-    norm: torch.Tensor = torch.nn.utils.get_total_norm([grad], norm_type)
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)
+    else:
+        norm = torch.nn.utils.get_total_norm([grad], norm_type)
     return norm
 
 
