@@ -32,7 +32,10 @@ NOT_YET = {
     "apex.deprecated_warning": "warnings.warn",
     "apex.fp16_utils": 'apex.amp.initialize(model, optimizer, opt_level="O2")',
     "apex.fused_dense": "torch.nn.Linear, with torch.nn.GELU",
-    "apex.mlp": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
+    "apex.mlp.MLP": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
+    "apex.mlp.MlpFunction": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
+    "apex.mlp.mlp": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
+    "apex.mlp.mlp_function": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "torch.nn.functional.softmax or "
     "torch.nn.functional.scaled_dot_product_attention; for parallel models "

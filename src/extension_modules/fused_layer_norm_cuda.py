@@ -176,6 +176,7 @@ def norm_backward(
     centered: bool = True,
 ) -> list[Tensor]:
     """``[dx, dgamma, dbeta]``, empty where there is no parameter; for ``fast_layer_norm`` too."""
+    check_norm("fused_layer_norm_cuda", saved, gamma, beta, shape)
     statistics: dict[str, Tensor | None] = {"invvar": invvar}
     if centered and not memory_efficient:
         statistics["mean"] = mean

@@ -1,6 +1,7 @@
 """``apex.contrib.xentropy.linear_cross_entropy``: never all logits in memory."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -95,6 +96,8 @@ def test_leading_dimensions():
         one = call(x[0], targets=targets[0], reduction="none")
         assert one.shape == ()
         torch.testing.assert_close(one, flat[0])
+    no_feature = linear_cross_entropy(cube[..., :0], weight[:, :0], grid)
+    torch.testing.assert_close(no_feature.item(), math.log(20))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -276,6 +279,16 @@ def test_two_runs_and_two_backwards_are_bitwise_equal(reduction):
         return loss, *once
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_evaluation_has_the_bits_of_training(reduction):
+    for rows in range(20, 60):  # sum * (1 / rows) is not always sum / rows
+        x, weight, bias, targets = _data(rows, 8, 11, torch.float32)
+        options = {"reduction": reduction, "chunk_size": 7}
+        loss = linear_cross_entropy(x, weight, targets, bias, **options)
+        with torch.no_grad():
+            assert torch.equal(linear_cross_entropy(x, weight, targets, bias, **options), loss)
 
 
 def test_operations_are_registered_in_full():

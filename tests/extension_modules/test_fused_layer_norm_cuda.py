@@ -119,6 +119,14 @@ def test_what_would_be_read_beyond_its_end_is_refused():
         cuda.rms_backward(dy, invvar[1:], x, (4, 6), EPS, False)
     with pytest.raises(RuntimeError, match="dout has shape"):
         cuda.rms_backward(dy[1:], invvar, x, (4, 6), EPS, False)
+    with pytest.raises(RuntimeError, match=r"weight has shape \[2, 6\]"):
+        cuda.rms_backward_affine(dy, invvar, x, (4, 6), gamma[2:], EPS, False)
+    with pytest.raises(RuntimeError, match=r"bias has shape \[2, 6\]"):
+        cuda.backward_affine(dy, mean, invvar, x, (4, 6), gamma, beta[2:], EPS, False)
+    with pytest.raises(RuntimeError, match=r"expected input with shape \[\*, 8, 6\]"):
+        cuda.backward(dy, mean, invvar, x, (8, 6), EPS, False)
+    with pytest.raises(RuntimeError, match=r"expected input with shape \[\*, 5\]"):
+        fast_layer_norm.ln_bwd(dy, x, mean, invvar, gamma[0, :5], None, False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

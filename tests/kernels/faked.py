@@ -28,6 +28,7 @@ from apex.optimizers import (
     FusedAdagrad,
     FusedAdam,
     FusedLAMB,
+    FusedLion,
     FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
@@ -106,6 +107,7 @@ def optimizers():
         "momentum": functools.partial(FusedSGD, lr=0.1, momentum=0.9),
         "adagrad": FusedAdagrad,
         "lamb": FusedLAMB,
+        "lion": FusedLion,
         "novograd": FusedNovoGrad,
     }
     scaler = {"grad_scale": 8.0, "found_inf": 0.0}

@@ -16,11 +16,13 @@ from apex.contrib.clip_grad import clip_grad_norm_
 from apex.contrib.group_norm import GroupNorm
 from apex.contrib.optimizers import FusedAdam as ContribFusedAdam
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
+from apex.mlp import swiglu
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.optimizers import (
     FusedAdagrad,
     FusedAdam,
     FusedLAMB,
+    FusedLion,
     FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
@@ -137,6 +139,7 @@ def lists():
         "sgd": lambda params, **more: FusedSGD(params, lr=0.1, **more),
         "adagrad": lambda params, **more: FusedAdagrad(params, **more),
         "lamb": lambda params, **more: FusedLAMB(params, **more),
+        "lion": lambda params, **more: FusedLion(params, weight_decay=0.1, **more),
         "novograd": lambda params, **more: FusedNovoGrad(params, **more),
     }
     for name, make in makers.items():
@@ -219,6 +222,14 @@ def linearly_lost(rows, features, classes, dtype=FLOAT):
     return run
 
 
+def gated(*shape, dtype=FLOAT):
+    def run():
+        gate, up = (random(*shape, dtype=dtype, seed=seed).requires_grad_() for seed in (1, 2))
+        return gradients(swiglu(gate, up), gate, up)
+
+    return run
+
+
 def tensors():
     sizes = ((19, 100), (2, 8200))  # the latter in blocks, backward
     for cls, (rows, columns) in itertools.product((FusedLayerNorm, FusedRMSNorm), sizes):
@@ -233,6 +244,7 @@ def tensors():
     yield "cross-entropy", lost(5, 100, HALF, 0.1, 0, True)
     yield "cross-entropy, in blocks", lost(2, 13_001)
     yield "cross-entropy, programs share a row", lost(1, 13_001)
+    yield "swiglu", gated(9, 1000, dtype=HALF)
     yield "linear cross-entropy", linearly_lost(5, 8, 33)
 
 

@@ -20,7 +20,7 @@ PROGRAM = pathlib.Path(__file__).with_name("faked.py")
 ROOT = PROGRAM.parents[2]
 
 OPTIMIZERS = {
-    **dict.fromkeys(("adam", "sgd", "momentum", "adagrad"), 1),
+    **dict.fromkeys(("adam", "sgd", "momentum", "adagrad", "lion"), 1),
     "lamb": 5,  # norm of all gradients, terms, weights
     "novograd": 3,
 }

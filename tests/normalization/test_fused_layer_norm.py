@@ -152,6 +152,8 @@ def test_a_16_bit_input_of_float32_parameters():
     for module in (FusedLayerNorm(16), FusedRMSNorm(16)):
         with pytest.raises(RuntimeError, match="input is torch.int64; allowed are float16"):
             module(torch.ones(3, 16, dtype=torch.int64))
+        with pytest.raises(TypeError, match="x is a NoneType; pass a tensor"):
+            module(None)
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex.ops import _runtime, cross_entropy, group_norm, row_norms
+from apex.ops import _runtime, cross_entropy, group_norm, row_norms, swiglu
 from apex.ops._op import op
 from apex.ops.row_norms import MEMORY_EFFICIENT, OP
 from tests.tolerance import assert_one_rounding
@@ -141,6 +142,7 @@ CASES = [
     ),
     Case("group_norm, channels first", *_GROUP_NORM),
     Case("group_norm, channels last", *_GROUP_NORM, layout=torch.channels_last),
+    Case("swiglu", swiglu.OP, lambda shape: (shape, shape), lambda gate: (), swiglu.reference),
 ]
 
 
@@ -221,6 +223,18 @@ def test_noncontiguous_tensors(case, path):
     tensors = case.tensors(step=2)
     assert not any(tensor.is_contiguous() for tensor in tensors)
     assert_exact(case, tensors, path, strided)
+
+
+@every_path
+def test_a_sign_that_is_not_in_memory_yet(case, path):
+    """``z.conj().imag`` is ``z.imag`` with a flag, which kernels do not see."""
+    tensors = case.tensors()
+    y = case(*tensors)
+    dy = random(*y.shape)
+    wanted = [y, *torch.autograd.grad(y, tensors, dy)]
+    flagged = [torch._neg_view(-tensor.detach()).requires_grad_() for tensor in tensors]
+    y = case(*flagged)
+    assert_same_bits([y, *torch.autograd.grad(y, flagged, torch._neg_view(-dy))], wanted)
 
 
 @every_path
@@ -310,8 +324,10 @@ def test_opcheck(case, path):
     known |= zip(case.op.names, [a.detach() if isinstance(a, torch.Tensor) else a
                                  for a in case.arguments(*tensors)], strict=True)  # fmt: skip
     rest = [known[name] for name in (*case.op.saves, *case.op.constants)]
-    needs = [True] * len(case.op.grads)
-    torch.library.opcheck(case.op.backward_operator, (strided(y.shape), needs, *rest))
+    for needs in itertools.product([True, False], repeat=len(case.op.grads)):
+        args = (strided(y.shape), list(needs), *rest)
+        torch.library.opcheck(case.op.backward_operator, args, test_utils="test_faketensor")
+    torch.library.opcheck(case.op.backward_operator, (strided(y.shape), [True] * len(needs), *rest))
 
 
 @every_path

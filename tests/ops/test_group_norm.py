@@ -136,6 +136,17 @@ def test_a_frozen_input_compiled(act):
     torch.testing.assert_close(found, torch.autograd.grad(norm(x, *weights), weights, dy))
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compiled_for_an_unknown_number_of_images():
+    def norm(x, chosen):
+        return group_norm(x[chosen], 2)
+
+    torch._dynamo.reset()
+    x, chosen = torch.randn(4, 6), torch.tensor([True, False, True, True])
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, chosen), norm(x, chosen))
+
+
 @paths
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

@@ -11,6 +11,7 @@ from apex.ops import _runtime
 from apex.ops.adagrad import Adagrad, adagrad_
 from apex.ops.adam import Adam, adam_
 from apex.ops.lamb import Lamb, lamb_
+from apex.ops.lion import LionScalars, lion_
 from apex.ops.multi_tensor import Update, run
 from apex.ops.novograd import NovoGrad, novograd_
 from apex.ops.sgd import SGD, sgd_
@@ -110,6 +111,14 @@ def _lamb(late):
     return lambda columns, options: lamb_(columns, hyper, options)
 
 
+def _lion(late):
+    def step(columns, options):
+        decay = 0.125 if late else 0.0  # there is no other
+        lion_(columns, LionScalars(options.factor, 0.25, decay, 0.875, 0.125, 0.75, 0.25), options)
+
+    return step
+
+
 def _novograd(late, norm_type=2):
     hyper = NovoGrad(
         **COMMON, **BETAS, reg_inside_moment=not late, grad_averaging=True, norm_type=norm_type
@@ -132,6 +141,7 @@ STEPS = {  # makes the step, and how many states there are
     "first step": (lambda late: _sgd(late, first=torch.tensor([1.0, 0.0, 1.0, 1.0])), 1),
     "adagrad": (_adagrad, 1),
     "lamb": (_lamb, 2),
+    "lion": (_lion, 1),
     "novograd": (_novograd, 1),
     "novograd, largest": (lambda late: _novograd(late, norm_type=0), 1),
 }

@@ -11,6 +11,7 @@ from apex.optimizers import (
     FusedAdagrad,
     FusedAdam,
     FusedLAMB,
+    FusedLion,
     FusedNovoGrad,
     FusedSGD,
 )
@@ -30,6 +31,7 @@ MODES = {  # each with state, and with weight decay in both of its modes
     "FusedNovoGrad, inside": (FusedNovoGrad, {"lr": 0.02, "reg_inside_moment": True}),
     "FusedLAMB": (FusedLAMB, {"lr": 0.02}),
     "FusedLAMB, L2": (FusedLAMB, {"lr": 0.02, "adam_w_mode": False}),
+    "FusedLion": (FusedLion, {"lr": 0.02}),
 }
 
 

@@ -25,6 +25,7 @@ import torch
 from torch.library import Library, register_autograd, register_fake, register_vmap
 
 from apex.ops import _runtime
+from apex.ops._check import ArgumentError
 
 _LIBRARY = Library("apex", "FRAGMENT")  # type: ignore[no-untyped-call]
 _NEVER = 2**63 - 1
@@ -37,9 +38,10 @@ class op:  # lower case, like torch.autocast: used as a function
 
         allocate(*args) -> (y, *more)          uninitialized; also called with fake tensors
         forward(*args) -> (y, *more)           the same, computed
-        backward(dy, needs, **saved) -> [...]  gradients in the order of grads; None where needs is
-                                               False or the tensor is absent. saved: the tensors
-                                               in saves and all arguments that are no tensors
+        backward(dy, needs, **saved) -> [...]  gradients in the order of grads; None where the
+                                               tensor is absent, anything where needs is False.
+                                               saved: the tensors in saves and all arguments that
+                                               are no tensors
 
     Args:
         schema: ``name(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor more)``, without
@@ -123,6 +125,9 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def cast(self, *args: Any) -> tuple[Any, ...]:
         """Cast tensors as autocast does, if it is on for the device of the first."""
+        if not isinstance(args[0], torch.Tensor):
+            found = type(args[0]).__name__
+            raise ArgumentError(f"{self.name}: {self.names[0]} is a {found}; pass a tensor.")
         device_type = args[0].device.type
         if self.autocast == "leave" or not _runtime.autocasts(device_type):
             return args
@@ -187,9 +192,11 @@ class op:  # lower case, like torch.autocast: used as a function
         return source.allocate(*self._dense(args[: self._count]))
 
     def _dense(self, args: Sequence[Any]) -> list[Any]:
+        """Arguments as kernels read them: no ``z.conj().imag``, whose sign is not in memory yet."""
+        dense = [a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args]
         if not self.contiguous:
-            return list(args)
-        return [a.contiguous() if isinstance(a, torch.Tensor) else a for a in args]
+            return dense
+        return [a.contiguous() if isinstance(a, torch.Tensor) else a for a in dense]
 
     # -- autograd ----------------------------------------------------------------------------------
 
@@ -257,13 +264,17 @@ class op:  # lower case, like torch.autocast: used as a function
         implementation = getattr(ctx, "implementation", None) or self.implementation(first)
         if implementation is None or first.numel() == 0:
             wanted = [name for name, need in zip(self.grads, needs, strict=True) if need]
-            by_name = self._definition_gradients(dy, saved, wanted)
+            # A dispatch mode runs operators without autograd. No gradients of these gradients.
+            key = torch._C.DispatchKey.AutogradFunctionality
+            with torch.no_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+                by_name = self._definition_gradients(dy, saved, wanted)
             found = [by_name.get(name) for name in self.grads]
         else:
             dense = dict(zip(saved, self._dense([*saved.values()]), strict=True))
-            dy = dy.contiguous() if self.contiguous else dy
-            found = _call(implementation.backward, first, dy, needs, **dense)
-        return _as_result([dy.new_empty(0) if grad is None else grad for grad in found])
+            found = _call(implementation.backward, first, *self._dense([dy]), needs, **dense)
+        # What is not needed may have been computed on the way: the sums of weight and bias are one.
+        kept = [grad if need else None for grad, need in zip(found, needs, strict=True)]
+        return _as_result([dy.new_empty(0) if grad is None else grad for grad in kept])
 
     def _empty_gradients(self, dy: torch.Tensor, needs: list[bool], *rest: Any) -> Any:
         saved = dict(zip([*self.saves, *self.constants], rest, strict=True))

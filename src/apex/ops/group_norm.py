@@ -80,7 +80,7 @@ def _like(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _definition(
     x: torch.Tensor, weight: Optional, bias: Optional, groups: int, eps: float, silu: bool
 ) -> torch.Tensor:
-    if not _runtime.transformed() and x.numel() == 0:
+    if not _runtime.transformed() and _is_empty(x):
         return _of_no_pixel(x, weight, bias)
     to = wide(x, weight, bias)
     if silu:
@@ -92,6 +92,14 @@ def _definition(
         x.to(to).contiguous(), groups, to_dtype(weight, to), to_dtype(bias, to), eps
     )
     return _like(y, x)
+
+
+def _is_empty(x: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling():  # an unknown size, as of x[mask], counts as another than 0
+        from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy
+
+        return guard_or_false(x.numel() == 0)
+    return x.numel() == 0
 
 
 def _of_no_pixel(x: torch.Tensor, *weights: Optional) -> torch.Tensor:

@@ -196,7 +196,8 @@ def _reduced_forward(
         x, weight, bias, targets, smoothing, ignore_index, chunk_size,
         dy=factor.expand(len(x)), needs=wanted,
     )  # fmt: skip
-    return losses.sum() * factor, *gradients
+    # Not losses.sum() * factor, which is not always what evaluation gives.
+    return _reduced(losses, targets, ignore_index, "mean" if mean else "sum"), *gradients
 
 
 def _reduced_backward(
@@ -260,7 +261,7 @@ def linear_cross_entropy(
     _check_dtypes(x, weight, bias)
     shape, targets = targets.shape, targets.long()  # a narrower dtype would wrap ignore_index
     if x.dim() != 2:
-        x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+        x, targets = x.flatten(0, -2) if x.dim() > 1 else x[None], targets.reshape(-1)
     try:
         loss = _loss(x, weight, bias, targets, smoothing, ignore_index, reduction, chunk_size)
     except IndexError:  # PyTorch's says neither which row nor what is allowed

@@ -8,6 +8,7 @@ from apex._missing import explain_attributes
 from apex.optimizers.fused_adagrad import FusedAdagrad
 from apex.optimizers.fused_adam import FusedAdam
 from apex.optimizers.fused_lamb import FusedLAMB
+from apex.optimizers.fused_lion import FusedLion
 from apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from apex.optimizers.fused_novograd import FusedNovoGrad
 from apex.optimizers.fused_sgd import FusedSGD
@@ -16,6 +17,7 @@ __all__ = [
     "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
+    "FusedLion",
     "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",

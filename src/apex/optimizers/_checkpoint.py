@@ -64,6 +64,22 @@ def has_slots_and_numbers(
     )
 
 
+def check_numbers_are_known(
+    optimizer: str, saved: Mapping[str, Any], numbers: Collection[str]
+) -> None:
+    """Raise ``ValueError`` if saved groups have a number that only other algorithms have.
+
+    Adam's state and groups contain all that Lion keeps; ``eps`` tells them apart.
+    """
+    others = {key for group in saved["param_groups"] for key in group}
+    others &= {"eps", "momentum"} - {*numbers}
+    if others and saved["state"]:
+        raise ValueError(
+            f"{optimizer}: the saved groups have {others.pop()}, and this optimizer keeps "
+            f"{', '.join(numbers)}. Load the state into the kind of optimizer that saved it."
+        )
+
+
 def check_states(
     optimizer: str,
     loaded: Mapping[str, Any],

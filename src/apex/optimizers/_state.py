@@ -202,6 +202,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             loaded.update(self._from_torch(given))
             for group in loaded["param_groups"]:
                 self._check_numbers(group)
+            _checkpoint.check_numbers_are_known(name, given, self.defaults)
             _checkpoint.check_states(
                 name,
                 loaded,

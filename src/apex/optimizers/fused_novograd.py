@@ -110,7 +110,7 @@ class FusedNovoGrad(FusedOptimizer):
     def _prepare_step(
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
     ) -> None:
-        """Make room for the norms of parameters that are stepped for the first time."""
+        """Append norms of parameters that are stepped for the first time."""
         for group, _, _ in active:  # all checks before anything changes
             self._follow_conversion(group)
         for group, params, _ in active:

@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Formula", "Step", "adagrad", "adam", "adam_eps_inside", "lamb", "novograd", "sgd"]
+__all__ = [
+    "Formula",
+    "Step",
+    "adagrad",
+    "adam",
+    "adam_eps_inside",
+    "lamb",
+    "lion",
+    "novograd",
+    "sgd",
+]
 
 State = dict[str, torch.Tensor]
 
@@ -98,6 +108,15 @@ def adagrad(step: Step) -> tuple[torch.Tensor, State]:
     grad = step.grad + group["weight_decay"] * step.param
     total = step.state.get("sum", torch.zeros_like(grad)) + grad**2
     return step.param - group["lr"] * grad / (total.sqrt() + group["eps"]), {"sum": total}
+
+
+def lion(step: Step) -> tuple[torch.Tensor, State]:
+    """Lion."""
+    group, before = step.group, step.state.get("exp_avg", torch.zeros_like(step.grad))
+    beta1, beta2 = group["betas"]
+    update = (beta1 * before + (1 - beta1) * step.grad).sign() + group["weight_decay"] * step.param
+    exp_avg = beta2 * before + (1 - beta2) * step.grad
+    return step.param - group["lr"] * update, {"exp_avg": exp_avg}
 
 
 def novograd(step: Step) -> tuple[torch.Tensor, State]:

@@ -132,6 +132,7 @@ VARIANTS = (
         "FusedSGD with LARC", optimizers.FusedSGD, formulas.sgd, options=MOMENTUM, larc=True
     ),
     Variant("FusedAdagrad", optimizers.FusedAdagrad, formulas.adagrad, EVERY),
+    Variant("FusedLion", optimizers.FusedLion, formulas.lion, EVERY),
     Variant("FusedNovoGrad", optimizers.FusedNovoGrad, formulas.novograd, EVERY),
     Variant("FusedLAMB", optimizers.FusedLAMB, formulas.lamb, EVERY, max_norm=1.0),
     Variant(

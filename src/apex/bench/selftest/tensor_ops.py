@@ -26,6 +26,7 @@ from apex.bench.selftest.check import (
 from apex.contrib.group_norm import GroupNorm
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
+from apex.mlp import swiglu
 from apex.normalization import fused_layer_norm as norms
 
 __all__ = ["OPS", "Op", "checks"]
@@ -159,6 +160,11 @@ def _images(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs:
     return x.to(memory_format=torch.channels_last), weight, bias
 
 
+def _gated(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs:
+    gate = random(shape, dtype, setting, scale=2.0)
+    return gate, random(shape, dtype, setting, seed=1)
+
+
 def _logits(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs:
     labels = torch.randint(shape[1], shape[:1], generator=torch.Generator().manual_seed(1))
     labels[1] = PADDING
@@ -242,6 +248,10 @@ def _torchs_linear_cross_entropy(
     return F.cross_entropy(F.linear(x, weight), labels, ignore_index=PADDING)
 
 
+def _torchs_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
 def _without(last: int, make: Callable[..., Inputs]) -> Callable[..., Inputs]:
     return lambda *args: make(*args)[:-last]
 
@@ -304,4 +314,5 @@ OPS = (
         _torchs_linear_cross_entropy, ((33, 24, 100),), ((1024, 256, 32_768),),
         in_eps=tolerance.PRODUCTS,
     ),
+    Op("SwiGLU", _gated, swiglu, _torchs_swiglu, ROWS, MANY_ROWS),
 )  # fmt: skip

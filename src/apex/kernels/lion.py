@@ -1,0 +1,25 @@
+"""The Lion update on float32 tiles; see :mod:`apex.ops.lion` for the definition."""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from apex.kernels._cases import Case
+from apex.kernels.storage import optimizer_cases
+
+
+@triton.jit
+def lion(values, s):
+    """``(grad, param, average) -> (param, average, grad)``."""
+    grad, param, average = values[0] * s.factor, values[1], values[2]
+    mean = s.beta1 * average + s.rest1 * grad
+    update = tl.where(mean > 0, 1.0, tl.where(mean < 0, -1.0, mean))  # nan stays nan
+    param = param - s.lr * (update + s.weight_decay * param)
+    return param, s.beta2 * average + s.rest2 * grad, grad
+
+
+def cases() -> Iterator[Case]:
+    """What is inspected."""
+    scalars = "factor lr weight_decay beta1 rest1 beta2 rest2"
+    yield from optimizer_cases(lion, states=1, scalars=scalars)

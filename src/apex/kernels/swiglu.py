@@ -1,0 +1,102 @@
+"""SwiGLU, forward and backward: each program computes one block of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from apex.kernels._cases import Case
+
+BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _sigmoid(x):
+    small = tl.exp(-tl.abs(x))  # at most 1: exp(-x) overflows below -88
+    return tl.div_rn(tl.where(x >= 0, 1.0, small), 1 + small)
+
+
+@triton.jit
+def _forward_block(gate_ptr, up_ptr, y_ptr, offsets, mask):
+    gate = tl.load(gate_ptr + offsets, mask).to(tl.float32)
+    up = tl.load(up_ptr + offsets, mask).to(tl.float32)
+    y = gate * _sigmoid(gate) * up
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _forward(gate_ptr, up_ptr, y_ptr, size, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= size:  # so that accesses without a mask are 128 bits wide
+        _forward_block(gate_ptr, up_ptr, y_ptr, offsets, None)
+    else:
+        _forward_block(gate_ptr, up_ptr, y_ptr, offsets, offsets < size)
+
+
+@triton.jit
+def _backward_block(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, offsets, mask):
+    dy = tl.load(dy_ptr + offsets, mask).to(tl.float32)
+    gate = tl.load(gate_ptr + offsets, mask).to(tl.float32)
+    sigmoid = _sigmoid(gate)
+    if dgate_ptr is not None:
+        up = tl.load(up_ptr + offsets, mask).to(tl.float32)
+        dgate = dy * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+        tl.store(dgate_ptr + offsets, dgate.to(dgate_ptr.dtype.element_ty), mask)
+    if dup_ptr is not None:
+        dup = dy * (gate * sigmoid)
+        tl.store(dup_ptr + offsets, dup.to(dup_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, size, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= size:
+        _backward_block(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, offsets, None)
+    else:
+        _backward_block(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, offsets, offsets < size)
+
+
+def allocate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the result, uninitialized."""
+    return torch.empty_like(gate)
+
+
+def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Compute the result."""
+    y = allocate(gate, up)
+    _forward[(triton.cdiv(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK, **OPTIONS)
+    return y
+
+
+def backward(
+    dy: torch.Tensor, needs: list[bool], *, gate: torch.Tensor, up: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Compute the gradients of ``gate`` and ``up`` that are needed."""
+    grads = [
+        torch.empty_like(x) if need else None for x, need in zip((gate, up), needs, strict=True)
+    ]
+    grid = (triton.cdiv(dy.numel(), BLOCK),)
+    _backward[grid](dy, gate, up, *grads, dy.numel(), BLOCK, **OPTIONS)
+    return grads
+
+
+def cases() -> Iterator[Case]:
+    """What is compiled and inspected."""
+    more: dict[str, Any] = {"tile": BLOCK, "tail": True, "options": OPTIONS}
+    for dtype in ("fp16", "bf16", "fp32"):
+        for kernel, reads, writes in (
+            (_forward, ("gate_ptr", "up_ptr"), ("y_ptr",)),
+            (_backward, ("dy_ptr", "gate_ptr", "up_ptr"), ("dgate_ptr", "dup_ptr")),
+        ):
+            yield Case(
+                kernel, "swiglu", f"{kernel.__name__[1:]} {dtype}",
+                signature=dict.fromkeys((*reads, *writes), f"*{dtype}") | {"size": "i32"},
+                constants={"BLOCK": BLOCK}, reads=reads, writes=writes, **more,
+            )  # fmt: skip

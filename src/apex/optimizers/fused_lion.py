@@ -1,0 +1,62 @@
+"""``FusedLion``: Lion in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex.ops.lion import LionScalars, lion_
+from apex.ops.storage import StepOptions
+from apex.optimizers._base import FusedOptimizer, scalar
+from apex.optimizers._buckets import Bucket
+
+
+class FusedLion(FusedOptimizer):
+    """Lion: each weight moves by ``lr``, in the direction of an average's sign.
+
+    See :mod:`apex.ops.lion` for the formula. Weight decay is decoupled. The average is float32,
+    float64 for float64 parameters.
+
+    Args:
+        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        lr: Learning rate, 3 to 10 times smaller than AdamW's; a tensor is read on its device.
+        betas: Decays of the average in the update's sign, and of the average that is kept.
+        weight_decay: Its size, 3 to 10 times AdamW's; a tensor is read on its device.
+        set_grad_none: Accepted as in the other optimizers; gradients are freed in any case.
+        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
+            weights), ``"kahan"`` or ``"stochastic"``.
+
+    Raises:
+        ValueError: No parameters, a misspelt key in a group, a number out of range.
+        RuntimeError: A parameter that is not a real floating tensor.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = FusedLion(model.parameters(), lr=1e-4, weight_decay=0.1)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    slots = ("exp_avg",)
+    _counts_steps = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float | torch.Tensor = 0.0,
+        set_grad_none: bool = True,
+        *,
+        storage: str = "plain",
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
+        device = bucket.weights[0].device
+        beta1, beta2 = group["betas"]
+        lr, decay = (scalar(group[key], device) for key in ("lr", "weight_decay"))
+        numbers = LionScalars(options.factor, lr, decay, beta1, 1 - beta1, beta2, 1 - beta2)
+        lion_(self.columns(bucket), numbers, options)

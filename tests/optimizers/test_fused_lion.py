@@ -1,0 +1,55 @@
+"""FusedLion: the formula."""
+
+import pytest
+import torch
+
+from apex.optimizers import FusedLion
+from tests.optimizers.common import DTYPES, PATHS, check_steps, fuzz, in_two_groups, on, parameters
+
+paths = pytest.mark.parametrize("path", PATHS)
+
+
+def oracle(group, number, grad, param, state, norm):
+    beta1, beta2 = group["betas"]
+    mean = beta1 * state["exp_avg"] + (1 - beta1) * grad
+    update = torch.where(mean.isnan(), mean, torch.sign(mean))
+    param = param - group["lr"] * (update + group["weight_decay"] * param)
+    return param, {"exp_avg": beta2 * state["exp_avg"] + (1 - beta2) * grad}
+
+
+@paths
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_formula(dtype, path, decay):
+    optimizer = FusedLion(in_two_groups(parameters(dtype)), 0.05, weight_decay=decay)
+    check_steps(optimizer, oracle, 2 if path == "triton" else 20, path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_awkward_lists(seed, dtype):
+    fuzz(lambda params: FusedLion(params, weight_decay=0.1), seed, dtype, "triton")
+
+
+@paths
+def test_by_hand(path):
+    """The gradient's sign, then that of the average; 0 moves by the decay alone; nan shows."""
+    param = torch.nn.Parameter(torch.tensor([4.0, 4.0, 4.0, 4.0]))
+    optimizer = FusedLion([param], lr=0.25, betas=(0.75, 0.5), weight_decay=0.5)
+    param.grad = torch.tensor([2.0, -8.0, 0.0, torch.nan])
+    with on(path):
+        optimizer.step()  # 4 - 0.25 * (sign + 2)
+        first = param.detach().clone()
+        param.grad = torch.tensor([-2.0, 32.0, 0.0, 0.0])  # averages 1, -4, 0, nan
+        optimizer.step()  # signs of 0.75 - 0.5 and -3 + 8
+    nan = torch.nan
+    assert first.nan_to_num(9).tolist() == [3.25, 3.75, 3.5, 9]
+    second = torch.tensor([3.25 - 0.25 * 2.625, 3.75 - 0.25 * 2.875, 3.5 - 0.25 * 1.75, nan])
+    assert torch.equal(param.detach().nan_to_num(9), second.nan_to_num(9))
+    average = optimizer.state[param]["exp_avg"]
+    assert torch.equal(average.nan_to_num(9), torch.tensor([-0.5, 14.0, 0.0, 9.0]))
+
+
+def test_torch_has_no_lion():
+    with pytest.raises(NotImplementedError, match="torch.optim has no FusedLion"):
+        FusedLion(parameters()).torch_state_dict()
