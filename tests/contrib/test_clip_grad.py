@@ -108,3 +108,30 @@ def test_sparse_gradients_take_the_slow_way():
             clip_grad_norm_([param], 1.0)
     else:
         assert clip_grad_norm_([param], 1.0).item() == theirs.item()
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("norm_type", [1.0, 3.0])
+def test_other_norms_of_16_bits_are_float32(kind, norm_type):
+    """torch's has the gradients' dtype: that of 100,000 float16 ones is inf, and clips to 0."""
+    params = [torch.nn.Parameter(torch.ones(size, dtype=kind)) for size in (50_000, 50_000)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    norm = clip_grad_norm_(params, 5e4, norm_type)
+    assert norm.dtype == torch.float32
+    exact_norm = torch.tensor(1e5, dtype=torch.float64) ** (1 / norm_type)
+    assert_one_rounding(norm, exact_norm, added=100_000)
+    assert params[0].grad.eq(0.5 if norm_type == 1 else 1).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_complex_gradients_as_torch_clips_them(path):
+    results = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        param = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+        param.grad = torch.tensor([3 + 4j, 0, 12j])
+        with on(path):
+            norm = clip([param], 1.0)
+        results.append((norm, param.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])

@@ -353,6 +353,21 @@ def test_other_data_with_the_old_state_is_refused(make, path):
 
 
 @every
+@paths
+def test_a_transposed_gradient_is_refused(make, path):
+    """As many elements, but each would meet another one's gradient."""
+    params = parameters(shapes=[(1, 6), (2, 3)])
+    optimizer = make(params)
+    for param in params:
+        param.grad = torch.ones(param.shape)
+        param.data = torch.ones(param.shape[::-1])
+    with pytest.raises(RuntimeError, match=r"the gradient of .*\(1, 6\).*\(6, 1\)"), on(path):
+        optimizer.step()
+    assert all(param.eq(1).all() for param in params)
+    assert not optimizer.param_groups[0].get("step")
+
+
+@every
 def test_transposed_data_with_the_old_state_are_refused(make):
     """As many elements, but each would meet another one's moments."""
     params = parameters(shapes=[(2, 3)])

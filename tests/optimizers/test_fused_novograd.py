@@ -198,6 +198,18 @@ def test_a_converted_model_is_stepped_on(loaded):
     assert sizes == [0, 0, 0, 2]
 
 
+def test_a_parameter_taken_out_by_hand_is_refused_before_anything_changes():
+    """The norms do not say whose they are."""
+    params = parameters(shapes=(*SMALL, *SMALL))
+    optimizer = FusedNovoGrad([{"params": params[:2]}, {"params": params[2:]}])
+    before = train(optimizer, params, range(1))
+    del optimizer.param_groups[1]["params"][0]
+    with pytest.raises(ValueError, match="holds 2 norms .* and 1 of its parameters"):
+        optimizer.step()
+    assert same(values(params), before)
+    assert [group["step"] for group in optimizer.param_groups] == [1, 1]
+
+
 def test_a_converted_model_of_two_dtypes_is_refused():
     params = parameters(shapes=SMALL) + parameters(torch.float64, SMALL)
     optimizer = FusedNovoGrad(params)

@@ -5,8 +5,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
-
-PATHS = ["reference", "triton"]
+from tests.optimizers.common import PATHS, on
 
 
 def weights(dtype, values):
@@ -21,17 +20,17 @@ def test_half_of_the_updates_are_below_half_an_ulp(path):
     param = weights(torch.bfloat16, [1.0, 1.0, 0.25, 0.25])
     optimizer = FusedSGD([param], lr=2.0**-9)
     meter = optimizer.count_lost_updates()
-    with _runtime.use(path):
+    with on(path):
         optimizer.step()
     assert meter.share == 0.5
     param.grad.zero_()  # nothing to lose
-    with _runtime.use(path):
+    with on(path):
         optimizer.step()
     assert meter.share == 0.25
     meter.reset()
     assert meter.share == 0.0
     assert optimizer.count_lost_updates(False) is None
-    with _runtime.use(path):
+    with on(path):
         optimizer.step()
     assert meter.share == 0.0
 
@@ -45,12 +44,12 @@ def test_what_each_storage_loses(storage, most, least, path):
     param = weights(torch.bfloat16, [1.0] * 512)
     optimizer = FusedAdam([param], lr=1e-3, storage=storage)
     meter = optimizer.count_lost_updates()
-    with _runtime.use(path):
+    with on(path):
         optimizer.step()
     assert least <= meter.share <= most
 
 
-@pytest.mark.parametrize("path", [None, *PATHS])
+@pytest.mark.parametrize("path", PATHS)
 def test_float32_loses_nothing_and_a_skipped_step_neither(path):
     param = weights(torch.float32, [1.0] * 8)
     optimizer = FusedAdam([param], lr=1e-3)
@@ -69,7 +68,7 @@ def test_other_optimizers_count_too(path):
     param = weights(torch.bfloat16, [1.0] * 8)
     optimizer = FusedLAMB([param], lr=1e-6)
     meter = optimizer.count_lost_updates()
-    with _runtime.use(path):
+    with on(path):
         optimizer.step()
     assert meter.share == 1.0
 
@@ -80,7 +79,7 @@ def test_a_step_that_the_device_skips_is_not_counted(path, monkeypatch):
     param = weights(torch.bfloat16, [1.0, 0.25])
     optimizer = FusedSGD([param], lr=2.0**-9)  # lost at the first
     meter = optimizer.count_lost_updates()
-    with _runtime.use(path):
+    with on(path):
         for skipped in (1.0, 0.0, 1.0, 1.0):
             optimizer.step_scaled(1.0, torch.tensor(skipped))
     assert meter.share == 0.5

@@ -50,4 +50,5 @@ class Table:
 
 def pinned(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """Put the numbers where a copy to the device does not wait for it."""
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    on_cuda = device.type == "cuda"
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=on_cuda)

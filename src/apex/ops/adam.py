@@ -144,7 +144,9 @@ def adam_(columns: Sequence[Column], hyper: Adam, options: StepOptions = DEFAULT
 
 def _torchs(hyper: Adam) -> Callable[..., None]:
     """Torch's fused kernel for float32 columns of the CPU."""
-    step = torch.tensor(float(hyper.step) if hyper.bias_correction else math.inf)
+    step = torch.tensor(
+        float(hyper.step) if hyper.bias_correction else math.inf, dtype=torch.float32, device="cpu"
+    )
     fused = torch._fused_adamw_ if hyper.adam_w_mode else torch._fused_adam_
 
     def kernel(grads: _List, params: _List, exp_avgs: _List, exp_avg_sqs: _List) -> None:

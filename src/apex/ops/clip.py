@@ -89,14 +89,28 @@ def total_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    wide = any(grad.dtype == torch.float64 for grad in grads)
-    if wide or norm_type not in (2.0, float("inf")) or not all(map(_is_dense, grads)):
-        full = [grad for grad in grads if grad.numel()]  # torch finds no largest among none
-        if not full:
-            return torch.zeros((), device=grads[0].device, dtype=torch.float64 if wide else None)
-        norm: torch.Tensor = torch.nn.utils.get_total_norm(full, norm_type)
-        return norm
-    return l2_norm(grads) if norm_type == 2.0 else max_norms(grads).amax()
+    usual = all(grad.dtype in _runtime.DTYPES and _is_dense(grad) for grad in grads)
+    if usual and norm_type == 2.0:
+        return l2_norm(grads)
+    if usual and norm_type == float("inf"):
+        return max_norms(grads).amax()
+    full = [grad for grad in grads if grad.numel()]  # torch finds no largest among none
+    if not full:
+        wide = any(grad.dtype == torch.float64 for grad in grads)
+        dtype = torch.float64 if wide else torch.float32
+        return torch.zeros((), device=grads[0].device, dtype=dtype)
+    norms = [_norm_of_one(grad, norm_type) for grad in full]
+    norm: torch.Tensor = torch.nn.utils.get_total_norm(norms, norm_type)
+    return norm
+
+
+def _norm_of_one(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    norm: torch.Tensor
+    if grad.dtype in _runtime.DTYPES and _is_dense(grad):
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)
+    else:
+        norm = torch.nn.utils.get_total_norm([grad], norm_type)
+    return norm
 
 
 def _is_dense(grad: torch.Tensor) -> bool:

@@ -29,8 +29,10 @@ Lists = list[list[torch.Tensor]]
 
 
 def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: Scalar) -> bool:
-    """Whether :func:`step_` takes the columns: on a CPU, with numbers that the host can read."""
+    """Whether :func:`step_` takes them: on a CPU, unmetered, with numbers of the host."""
     if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu:
+        return False
+    if options.meter is not None:  # these kernels do not tell what was lost
         return False
     tensors = [x for x in (options.factor, options.noop, *numbers) if isinstance(x, torch.Tensor)]
     every = list(columns) if options.extra is None else [*columns, options.extra]

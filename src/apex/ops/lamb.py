@@ -225,7 +225,9 @@ def _step_on_cpu(columns: Sequence[Column], hyper: Lamb, options: StepOptions) -
     """
     wide = cpu_fused.as_float32(columns, options)
     factor, decay = float(options.factor), float(hyper.weight_decay)
-    step = torch.tensor(float(hyper.step) if hyper.bias_correction else math.inf)
+    step = torch.tensor(
+        float(hyper.step) if hyper.bias_correction else math.inf, dtype=torch.float32, device="cpu"
+    )
     weights = square_sums(wide[1]).sqrt() if hyper.adapts else None
     for grads, params, exp_avgs, exp_avg_sqs in cpu_fused.batches(wide):
         if factor != 1.0:

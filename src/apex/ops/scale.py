@@ -113,14 +113,14 @@ def _scale_on_cpu(x: Column, out: Column, factor: Scalar, flag: torch.Tensor | N
     Returns:
         Whether that was done: nothing forced, dense, and rounded once.
     """
-    narrow = out[0].dtype not in (torch.float32, x[0].dtype) or x[0].dtype == torch.float64
-    if _runtime.forced() or not x[0].is_cpu or narrow or not have_one_dense_layout([x, out]):
+    known = x[0].dtype in _runtime.DTYPES and out[0].dtype in (torch.float32, x[0].dtype)
+    if _runtime.forced() or not x[0].is_cpu or not known or not have_one_dense_layout([x, out]):
         return False
-    found = torch.zeros(1)
+    found = torch.zeros(1, dtype=torch.float32, device="cpu")
     if any(a.data_ptr() != b.data_ptr() for a, b in zip(x, out, strict=True)):
         torch._foreach_copy_(list(out), list(x))
     torch._amp_foreach_non_finite_check_and_unscale_(
-        list(out), found, torch.tensor([float(factor)])
+        list(out), found, found.new_tensor([float(factor)])
     )
     if flag is not None and found.item():
         flag.fill_(1)

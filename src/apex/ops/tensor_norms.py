@@ -161,6 +161,7 @@ def _square_sums_on_cpu(tensors: Column, factor: float) -> torch.Tensor:
     ends = short if factor == 1.0 else torch._foreach_mul(short, factor)
     sums = torch.stack(torch._foreach_norm(ends)).double().square_()
     if norms:
-        places = torch.tensor(owners).repeat_interleave(torch.tensor([*map(len, norms)]))
+        counts = torch.tensor([*map(len, norms)], device="cpu")
+        places = torch.tensor(owners, device="cpu").repeat_interleave(counts)
         sums.index_add_(0, places, torch.cat(norms).double().square_())
     return sums.float()

@@ -19,7 +19,7 @@ from apex.ops.columns import local, of_one_kind
 
 _T = TypeVar("_T")
 _DTYPE, _DEVICE, _SHAPE = map(attrgetter, ("dtype", "device", "shape"))
-_NUMEL, _GET_DEVICE = torch.Tensor.numel, torch.Tensor.get_device
+_GET_DEVICE = torch.Tensor.get_device
 _OWN_MEMORY = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -91,9 +91,9 @@ def check_places(
 ) -> None:
     """Raise if what is stepped together does not fit, or is on different devices.
 
-    Kernels take addresses: they would write beyond, or into what is not theirs. Slots are compared
-    by shape: after ``param.data = param.data.t().contiguous()`` an element would meet another one's
-    state.
+    Kernels take addresses: they would write beyond, or into what is not theirs. The number of
+    elements is not enough: after ``param.data = param.data.t().contiguous()`` an element would meet
+    another one's gradient and state.
 
     Args:
         optimizer: Name of the class, for messages.
@@ -110,12 +110,10 @@ def check_places(
     devices = [*map(_GET_DEVICE, params)] if _runtime.has_accelerator() else []
 
     def check(name: str, column: Sequence[torch.Tensor], wanted: Sequence[torch.Size]) -> None:
-        fits = [*map(_SHAPE, column)] == wanted or (
-            name not in slots and [*map(_NUMEL, column)] == [*map(torch.Size.numel, wanted)]
-        )
+        fits = [*map(_SHAPE, column)] == wanted
         is_near = not column or column[0].device == params[0].device
         if not (fits and is_near) or (devices and [*map(_GET_DEVICE, column)] != devices):
-            _refuse(optimizer, name, params, column, wanted, exactly=name in slots)
+            _refuse(optimizer, name, params, column, wanted)
 
     grads, weights, *kept = columns
     check("gradient", grads, shapes)
@@ -135,14 +133,10 @@ def _refuse(
     params: Sequence[torch.Tensor],
     column: Sequence[torch.Tensor],
     shapes: Sequence[torch.Size],
-    *,
-    exactly: bool,
 ) -> None:
-    """Raise for the first parameter that something does not fit, of the same shape if `exactly`."""
+    """Raise for the first parameter that something does not fit."""
     for param, tensor, shape in zip(params, column, shapes, strict=True):
-        if tensor.device == param.device and (
-            tensor.shape == shape or (not exactly and tensor.numel() == shape.numel())
-        ):
+        if tensor.device == param.device and tensor.shape == shape:
             continue
         raise RuntimeError(
             f"{optimizer}: the {name} of a parameter has shape {tuple(tensor.shape)} on "

@@ -103,7 +103,7 @@ class FusedAdam(FusedOptimizer):
         if master_weights:
             self._mastered = frozenset(HALF)
         if capturable and not isinstance(lr, torch.Tensor):
-            lr = torch.tensor(lr, dtype=torch.float32)
+            lr = torch.tensor(lr, dtype=torch.float32, device="cpu")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -125,10 +125,10 @@ class FusedAdam(FusedOptimizer):
         """Move ``lr`` and ``step`` to the device if ``capturable``; drop masters of no use."""
         if self.capturable and group["params"]:
             device = group["params"][0].device
-            lr = torch.as_tensor(group["lr"], dtype=torch.float32)
-            group["lr"] = lr.clone().to(device)
-            step = torch.as_tensor(group.get("step", 0), dtype=torch.int32)
-            group["step"] = step.clone().reshape(1).to(device)
+            lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            group["lr"] = lr.clone()
+            step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device)
+            group["step"] = step.clone().reshape(1)
         if not self.master_weights:
             for param in group["params"]:
                 self.state.get(param, {}).pop("master_param", None)

@@ -89,10 +89,10 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         group = self.param_groups[-1]
         group.setdefault("step", self._first_step)
         device = group["params"][0].device if group["params"] else torch.device("cpu")
-        lr = torch.as_tensor(group["lr"], dtype=torch.float32)
-        step = torch.as_tensor(group["step"], dtype=torch.int32)
-        group["lr"] = lr.detach().clone().to(device).reshape(())
-        group["step"] = step.detach().clone().to(device).reshape(1)
+        lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+        step = torch.as_tensor(group["step"], dtype=torch.int32, device=device)
+        group["lr"] = lr.detach().clone().reshape(())
+        group["step"] = step.detach().clone().reshape(1)
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
@@ -115,6 +115,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         for group in self.param_groups:  # as numbers, or tensors on another device
             if group["params"]:
                 device = group["params"][0].device
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
-                step = torch.as_tensor(group.get("step", 0), dtype=torch.int32)
-                group["step"] = step.to(device).reshape(1)
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+                step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device)
+                group["step"] = step.reshape(1)

@@ -111,15 +111,16 @@ class FusedNovoGrad(FusedOptimizer):
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
     ) -> None:
         """Append norms of parameters that are stepped for the first time."""
-        for group, params, _ in active:
+        for group, _, _ in active:  # all checks before anything changes
             self._follow_conversion(group)
+        for group, params, _ in active:
             fresh = {param for param in params if "exp_avg" not in self.state.get(param, {})}
             if not fresh:
                 continue
             kinds = len(KINDS) if {param.dtype for param in fresh} & {*KINDS[2:]} else 2
             vectors = list(group.get("exp_avg_sq", ()))
             while len(vectors) < kinds:
-                vectors.append(torch.zeros(0, device=params[0].device))
+                vectors.append(torch.zeros(0, dtype=torch.float32, device=params[0].device))
             group["exp_avg_sq"] = vectors
             group["exp_avg_sq"] = [
                 self._with_room(group, kind, fresh) for kind in KINDS[: len(vectors)]
@@ -136,6 +137,8 @@ class FusedNovoGrad(FusedOptimizer):
         vectors = group.get("exp_avg_sq", ())
         filled = {kind: x for kind, x in zip(KINDS, vectors, strict=False) if x.numel()}
         if filled.keys() <= dtypes and len(dtypes) == 1:
+            (kind,) = dtypes
+            self._norms(group, kind, len(self._members(group, kind)))
             return
         members = {kind: self._members(group, kind) for kind in KINDS}
         if {kind: len(some) for kind, some in members.items() if some} == {
@@ -176,7 +179,7 @@ class FusedNovoGrad(FusedOptimizer):
             return norms
         start = 0.0 if group["init_zero"] else UNSET
         device = every[0].device
-        new = torch.full((len(every) - len(old),), start, device=device)
+        new = torch.full((len(every) - len(old),), start, dtype=torch.float32, device=device)
         old_positions, new_positions = _split(every, seen)
         return joined([(old_positions, norms.to(device)), (new_positions, new)])
 

@@ -156,7 +156,7 @@ class FusedSGD(FusedOptimizer):
         state = self.state[param]
         buffer = state.get("momentum_buffer")
         if buffer is None:
-            state["first"] = torch.ones((), device=param.device)
+            state["first"] = torch.ones((), dtype=torch.float32, device=param.device)
         elif buffer.numel():
             is_zero = local(buffer).any().logical_not()
             if _runtime.waits(is_zero.device) or is_zero:
@@ -188,7 +188,7 @@ class FusedSGD(FusedOptimizer):
         if not any("first" in state for state in states):
             sgd_(columns, numbers, options)
             return
-        zero = torch.zeros((), device=device)
+        zero = torch.zeros((), dtype=torch.float32, device=device)
         first = torch.stack([state.get("first", zero) for state in states])
         sgd_(columns, numbers, options, first)
         for state in states:

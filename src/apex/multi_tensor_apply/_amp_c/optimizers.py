@@ -65,9 +65,9 @@ def multi_tensor_sgd(
     factor, noop = number(scale, device), flag_to_read(noop_flag, device)
     for positions, some in grouped(columns):
         options = StepOptions(factor, noop, extra=some[3] if len(some) == 4 else None)
-        first = torch.ones(len(positions), device=device) if first_run else None
+        first = torch.ones(len(positions), dtype=torch.float32, device=device)
         taking_part = some[:3] if hyper.momentum else some[:2]
-        sgd_(taking_part, hyper, options, first if hyper.momentum else None)
+        sgd_(taking_part, hyper, options, first if first_run and hyper.momentum else None)
 
 
 def _check_sgd_types(columns: Sequence[Column]) -> None:
