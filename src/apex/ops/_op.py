@@ -299,6 +299,8 @@ class op:  # lower case, like torch.autocast: used as a function
                 f"{self.name}: memory_efficient=True keeps no {missing}, so that gradients of "
                 "gradients (create_graph=True) cannot be computed; pass memory_efficient=False."
             )
+        if not wanted:
+            return {}
         create = torch.is_grad_enabled()
         args = [saved[name] for name in self.names]
         with torch.enable_grad():
