@@ -153,14 +153,14 @@ def backward(
     else:
         height, most = max(rows, ROWS_PER_PROGRAM), processors * RESIDENT_WARPS // warps
     n_programs = min(most, triton.cdiv(n_rows, height))
-    dx = dy.new_empty(dy.shape, dtype=dtypes.get("x_dtype", saved.dtype))
+    dx = dy.new_empty(dy.shape, dtype=dtypes.get("x_dtype", saved.dtype)) if needs[0] else None
     dweight = torch.empty_like(weight) if weight is not None and any(needs[1:]) else None
     dbias = torch.empty_like(bias) if bias is not None and dweight is not None else None
     sums = dy.new_empty((2, n_programs, n_cols), dtype=torch.float32)
     partials = (None if dweight is None else sums[0], None if dbias is None else sums[1])
     data = (dy, saved, mean, rstd, weight, bias)
     if wide:
-        if needs[0]:
+        if dx is not None:
             row_norm_backward_wide[(n_rows,)](
                 *data,
                 dx,
