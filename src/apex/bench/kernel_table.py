@@ -1,17 +1,13 @@
 """The tables that `apex bench kernels` prints."""
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from apex.bench.console import NOTHING, number
 from apex.bench.kernel_model import Model
 from apex.bench.kernel_rows import Row
 
-__all__ = ["console", "table"]
-
-
-NOTHING = "—"
+__all__ = ["table"]
 
 
 class _Column(NamedTuple):
@@ -25,13 +21,13 @@ COLUMNS = (
     _Column("provider", lambda row: row.provider, left=True),
     _Column("ms", lambda row: _three(row.p50_ms)),
     _Column("p20–p80", lambda row: f"{_three(row.p20_ms)}–{_three(row.p80_ms)}"),
-    _Column("apex / it", lambda row: _number(None if row.ours else row.ratio, ".2f")),
-    _Column("B/element", lambda row: _number(row.bytes_per_element, "g")),
+    _Column("apex / it", lambda row: number(None if row.ours else row.ratio, ".2f")),
+    _Column("B/element", lambda row: number(row.bytes_per_element, "g")),
     _Column("GB/s", lambda row: _three(row.gb_s)),
-    _Column("of copy", lambda row: _number(row.of_copy, ".0%")),
+    _Column("of copy", lambda row: number(row.of_copy, ".0%")),
     _Column("peak MiB", lambda row: _three(row.peak_mib)),
     _Column("host ms", lambda row: _three(row.host_ms)),
-    _Column("launches", lambda row: _number(row.launches, "d")),
+    _Column("launches", lambda row: number(row.launches, "d")),
     _Column("model", lambda row: _model(row.model), left=True),
     _Column("", lambda row: "failed" if row.problem else "", left=True),
 )
@@ -56,15 +52,6 @@ def table(rows: Sequence[Row]) -> Any:
     return table
 
 
-def console() -> Any:
-    """Make what the tables are printed on."""
-    from rich.console import Console
-
-    # Rich takes a file or a pipe to be 80 wide, which would break long rows.
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150
-    return Console(width=wide, highlight=False)
-
-
 def _model(model: Model | None) -> str:
     if model is None:
         return NOTHING
@@ -72,10 +59,6 @@ def _model(model: Model | None) -> str:
     fit = " ".join(map(str, model.programs.values())) or NOTHING
     launches = f"{model.launches} launch{'es' * (model.launches != 1)}"
     return "none" if model.problem else f"{moved}{launches}, {fit} / SM"
-
-
-def _number(value: float | None, spec: str) -> str:
-    return NOTHING if value is None else f"{value:{spec}}"
 
 
 def _three(value: float | None) -> str:

@@ -19,14 +19,15 @@ import torch
 from apex.bench import kernel_cases
 from apex.bench.cli import UsageError
 from apex.bench.clocks import copy_gb_s
+from apex.bench.console import console
 from apex.bench.kernel_cases import DTYPES, Op
 from apex.bench.kernel_model import NOTE, Asked, Model, models
 from apex.bench.kernel_rows import HUGE_PAGES, Row, how_measured, measure
-from apex.bench.kernel_table import console, table
+from apex.bench.kernel_table import table
 from apex.bench.layer_cases import LAYERS
 from apex.bench.options import (
     at_least,
-    check_folder,
+    check_file,
     environment,
     pick_device,
     terminated_like_interrupted,
@@ -104,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
     """
     importlib.import_module("rich")  # now and not after minutes of work
     device = pick_device(args.device)
-    if args.json.is_dir():
-        raise UsageError(f"--json {args.json}: is a folder, and a file is needed")
-    check_folder("--json", args.json.parent)
+    check_file("--json", args.json)
     _models(args.model, [])  # now and not after minutes of work
     with _threads(args.threads):
         bench = _Bench(args, device)
@@ -183,7 +182,7 @@ class _Bench:
         self._save()
 
     def show(self) -> None:
-        to = console()
+        to = console(150)
         if not self.rows:
             to.print("Interrupted before the first case was finished: nothing to show.")
             return

@@ -11,12 +11,12 @@ import importlib
 import importlib.util
 import json
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from apex.bench.cli import UsageError
+from apex.bench.console import console
 
 if TYPE_CHECKING:
     from apex.kernels._inspect import Finding
@@ -91,19 +91,16 @@ def _unique(names: Iterable[str]) -> list[str]:
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    # Rich takes a file or a pipe to be 80 wide, which would break long rows.
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 180
-    console = Console(width=wide, highlight=False)
+    to = console(180)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading in NUMBERS else "left")
     for finding in findings:
         table.add_row(*_row(finding))
-    console.print(table)
-    console.print(
+    to.print(table)
+    to.print(
         "Bytes spilled are of a thread, bytes of shared memory of a program. Programs: so many fit "
         "on a multiprocessor at once, a model. Accesses are counted in the code: how many × bits "
         "for one thread; main is the path without masks, tiles only.",
@@ -112,9 +109,9 @@ def _show(findings: Sequence[Finding]) -> None:
     for finding in findings:
         where = f"{finding.kernel} ({finding.variant}), {finding.target}"
         for problem in finding.problems:
-            console.print(f"{where}: {problem}", markup=False, style="red")
+            to.print(f"{where}: {problem}", markup=False, style="red")
         for advice in finding.advice:
-            console.print(f"{where}: {advice}", markup=False, style="yellow")
+            to.print(f"{where}: {advice}", markup=False, style="yellow")
 
 
 def _row(finding: Finding) -> list[Any]:

@@ -18,6 +18,7 @@ from apex.bench.cli import UsageError
 
 __all__ = [
     "at_least",
+    "check_file",
     "check_folder",
     "environment",
     "pick_device",
@@ -98,6 +99,17 @@ def check_folder(option: str, folder: Path) -> None:
         raise UsageError(f"{option} {folder}: is a file, and a folder is needed") from None
     except OSError as error:
         raise UsageError(f"{option} {folder}: cannot be written ({error.strerror})") from None
+
+
+def check_file(option: str, file: Path) -> None:
+    """Check that the file of an option can be written, and make its folder.
+
+    Raises:
+        UsageError: It is a folder, or its folder cannot be made or written.
+    """
+    if file.is_dir():
+        raise UsageError(f"{option} {file}: is a folder, and a file is needed")
+    check_folder(option, file.parent)
 
 
 def unique(values: Iterable[T]) -> list[T]:

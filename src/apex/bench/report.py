@@ -4,25 +4,22 @@ It takes a finished `Report` and shows it; it never trains. Rich comes with the 
 is imported where it is used.
 """
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from apex.bench.console import NOTHING, console, number
 from apex.bench.plots import FILES, draw
 from apex.bench.results import Report, Row, Run, Spread, rows
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
 
 __all__ = ["progress", "show", "tables"]
 
-NOTHING = "—"
 WIDE_ENOUGH = 100  # columns of a terminal for the table in full
 SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
@@ -89,28 +86,20 @@ def progress(runs: int, steps: int) -> Iterator[_Bar]:
 
 def show(report: Report, folder: Path) -> None:
     """Print the table on standard output and draw the plots into ``folder``."""
-    console = _console()
+    to = console(120)
     if not report.runs:
-        console.print("Interrupted before the first run was finished: there is nothing to show.")
+        to.print("Interrupted before the first run was finished: there is nothing to show.")
         return
-    console.print(_title(report), style="bold", markup=False)
-    for table in tables(report, narrow=console.width < WIDE_ENOUGH):
-        console.print(table)
+    to.print(_title(report), style="bold", markup=False)
+    for table in tables(report, narrow=to.width < WIDE_ENOUGH):
+        to.print(table)
     for line in [*_problems(report), *_warnings(report)]:
-        console.print(line, markup=False)
+        to.print(line, markup=False)
     for name, note in report.notes.items():
-        console.print(f"{name}: {note}.", style="dim", markup=False)
+        to.print(f"{name}: {note}.", style="dim", markup=False)
     draw(report, folder)
     files = ", ".join(["results.json", *FILES])
-    console.print(f"In {folder}: {files}", markup=False)
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    # Rich takes a file or a pipe to be 80 wide, which would break long rows.
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
-    return Console(width=wide, highlight=False)
+    to.print(f"In {folder}: {files}", markup=False)
 
 
 def _problems(report: Report) -> list[str]:
@@ -147,12 +136,12 @@ COLUMNS = (
     _Column("dtype", lambda row: row.dtype, left=True),
     _Column("ms per\nstep", lambda row: _three(row.ms_median)),
     _Column("p10–p90", lambda row: _range(row.ms_p10, row.ms_p90)),
-    _Column("speed\n/ O0", lambda row: _number(row.speed, ".2f", "×")),
+    _Column("speed\n/ O0", lambda row: number(row.speed, ".2f", "×")),
     _Column("peak\nMiB", lambda row: _three(row.peak_mib)),
-    _Column("memory\n/ O0", lambda row: _number(row.memory, ".2f", "×")),
+    _Column("memory\n/ O0", lambda row: number(row.memory, ".2f", "×")),
     _Column("final\nloss", lambda row: _spread(row.loss, ".4f")),
     _Column("test\nacc. %", lambda row: _spread(row.accuracy, ".2f")),
-    _Column("steps\nskipped", lambda row: _number(row.skipped, "d")),
+    _Column("steps\nskipped", lambda row: number(row.skipped, "d")),
     _Column("loss\nscale", lambda row: _ends(row.loss_scale)),
     _Column("", lambda row: (row.problem or "").partition(":")[0], left=True),
 )
@@ -211,10 +200,6 @@ def _title(report: Report) -> str:
 
 def _count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
-
-
-def _number(value: float | None, spec: str, unit: str = "") -> str:
-    return NOTHING if value is None else f"{value:{spec}}{unit}"
 
 
 def _three(value: float | None) -> str:

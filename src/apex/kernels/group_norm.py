@@ -17,9 +17,16 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from apex.kernels._cases import Case
+from apex.kernels._group_norm_kernels import (
+    group_norm_backward,
+    group_norm_forward,
+    group_norm_grad_stats,
+    group_norm_grad_sums,
+    group_norm_stats,
+    group_norm_sums,
+)
 
 # Elements of a tile: 16 for each of 128 threads, two 128-bit loads of 16-bit images; with two
 # images and two sums that is some 100 registers. Derived, not tuned on a GPU.
@@ -29,241 +36,6 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 PROGRAMS = 1024
 # Joining partial sums, one program a group: elements at a time, and dependent steps at most.
 JOINED, STEPS = 2048, 64
-
-
-@triton.jit
-def _place(parts, rows, step, CHANNELS: tl.constexpr):
-    """Image, first and last row, and channels of a program."""
-    image = (tl.program_id(0) // parts).to(tl.int64)
-    first = (tl.program_id(0) % parts) * step
-    last = tl.minimum(first + step, rows)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    return image, first, last, channel
-
-
-@triton.jit
-def _tile(image, at, last, rows, channels, channel, ROWS: tl.constexpr):
-    """Offsets and mask of the tile of ``ROWS`` rows from ``at`` on."""
-    row = at + tl.arange(0, ROWS)
-    start = (image * rows + row.to(tl.int64)) * channels
-    mask = (row < last)[:, None] & (channel < channels)[None, :]
-    return start[:, None] + channel[None, :], mask
-
-
-@triton.jit
-def _of_channels(pointer, channel, channels, default):
-    """Weights or biases of a tile's channels, or the default if there are none."""
-    values = tl.full(channel.shape, default, tl.float32)
-    if pointer is not None:
-        values = tl.load(pointer + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    return values
-
-
-@triton.jit
-def _of_groups(stats_ptr, image, channel, channels, groups):
-    """The two numbers that each channel's group has."""
-    width = channels // groups
-    inside = channel < channels
-    at = (image * groups + channel // width) * 2
-    first = tl.load(stats_ptr + at, mask=inside, other=0.0)
-    second = tl.load(stats_ptr + at + 1, mask=inside, other=0.0)
-    return first, second
-
-
-@triton.jit
-def _group(channels, groups, WIDTH: tl.constexpr):
-    """Image and channels of the group of a program."""
-    image = (tl.program_id(0) // groups).to(tl.int64)
-    width = channels // groups
-    lane = tl.arange(0, WIDTH)
-    return image, tl.program_id(0) % groups * width + lane, lane < width, width
-
-
-@triton.jit
-def _store_pair(pointer, one, two):
-    """Write a group's two numbers."""
-    at = pointer + tl.program_id(0).to(tl.int64) * 2
-    tl.store(at, one)
-    tl.store(at + 1, two)
-
-
-@triton.jit
-def _store_sums(partial_ptr, channels, channel, one, two):
-    """Write a program's sums as two rows of ``partial``."""
-    at = partial_ptr + tl.program_id(0).to(tl.int64) * 2 * channels + channel
-    tl.store(at, one, mask=channel < channels)
-    tl.store(at + channels, two, mask=channel < channels)
-
-
-@triton.jit
-def _joined(
-    partial_ptr, image, channel, inside, channels, parts,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Both sums of a group's channels, over all programs of the image."""
-    one = tl.zeros((PARTS, WIDTH), tl.float32)
-    two = tl.zeros((PARTS, WIDTH), tl.float32)
-    for at in range(0, parts, PARTS):
-        part = at + tl.arange(0, PARTS)
-        mask = (part < parts)[:, None] & inside[None, :]
-        start = (image * parts + part) * 2 * channels
-        pointers = partial_ptr + start[:, None] + channel[None, :]
-        one += tl.load(pointers, mask=mask, other=0.0)
-        two += tl.load(pointers + channels, mask=mask, other=0.0)
-    return tl.sum(one, axis=0), tl.sum(two, axis=0)
-
-
-@triton.jit
-def group_norm_sums(
-    # data
-    x_ptr, origin_ptr, partial_ptr,
-    # shape
-    rows, channels, parts, step,
-    # compile-time
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Sums over rows of ``x - x[first pixel]`` and of its square, for each channel."""
-    image, first, last, channel = _place(parts, rows, step, CHANNELS)
-    origin = origin_ptr + image * rows * channels + channel
-    shift = tl.load(origin, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
-    one = tl.zeros((ROWS, CHANNELS), tl.float32)
-    two = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for at in range(first, last, ROWS):
-        offsets, mask = _tile(image, at, last, rows, channels, channel, ROWS)
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        x = tl.where(mask, x - shift, 0.0)
-        one += x
-        two += x * x
-    _store_sums(partial_ptr, channels, channel, tl.sum(one, axis=0), tl.sum(two, axis=0))
-
-
-@triton.jit
-def group_norm_stats(
-    # data
-    origin_ptr, partial_ptr, stats_ptr,
-    # shape and scalars
-    rows, channels, groups, parts, eps,
-    # compile-time
-    PARTS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Mean and reciprocal deviation of a group, from the sums of its channels."""
-    image, channel, inside, width = _group(channels, groups, WIDTH)
-    s, q = _joined(partial_ptr, image, channel, inside, channels, parts, PARTS, WIDTH)
-    origin = origin_ptr + image * rows * channels + channel
-    shift = tl.load(origin, mask=inside, other=0.0).to(tl.float32)
-    means = tl.where(inside, shift + s / rows, 0.0)
-    mean = tl.sum(means, axis=0) / width
-    apart = tl.where(inside, means - mean, 0.0)
-    spread = tl.where(inside, q - s * s / rows, 0.0) / rows
-    variance = tl.sum(spread + apart * apart, axis=0) / width
-    # A rounding may leave a constant group a negative variance; a nan is to stay one.
-    variance = tl.where(variance < 0.0, 0.0, variance)
-    _store_pair(stats_ptr, mean, 1.0 / tl.sqrt_rn(variance + eps))
-
-
-@triton.jit
-def group_norm_forward(
-    # data
-    x_ptr, weight_ptr, bias_ptr, stats_ptr, y_ptr,
-    # shape
-    rows, channels, groups, parts, step,
-    # compile-time
-    SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """``y = act((x - mean) * rstd * weight + bias)``."""
-    image, first, last, channel = _place(parts, rows, step, CHANNELS)
-    mean, rstd = _of_groups(stats_ptr, image, channel, channels, groups)
-    weight = _of_channels(weight_ptr, channel, channels, 1.0)
-    bias = _of_channels(bias_ptr, channel, channels, 0.0)
-    for at in range(first, last, ROWS):
-        offsets, mask = _tile(image, at, last, rows, channels, channel, ROWS)
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        y = (x - mean[None, :]) * rstd[None, :] * weight[None, :] + bias[None, :]
-        if SILU:
-            y = y / (1.0 + tl.exp(-y))
-        tl.store(y_ptr + offsets, y, mask=mask)
-
-
-@triton.jit
-def _slope(dy_ptr, x_ptr, offsets, mask, mean, rstd, weight, bias, SILU: tl.constexpr):
-    """Normalized input, and gradient with respect to what the activation is applied to."""
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    dz = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    x_hat = (x - mean[None, :]) * rstd[None, :]
-    if SILU:
-        z = x_hat * weight[None, :] + bias[None, :]
-        gate = 1.0 / (1.0 + tl.exp(-z))
-        dz = dz * gate * (1.0 + z * (1.0 - gate))
-    return x_hat, dz
-
-
-@triton.jit
-def group_norm_grad_sums(
-    # data
-    dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, partial_ptr,
-    # shape
-    rows, channels, groups, parts, step,
-    # compile-time
-    SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Sums over rows of ``dz`` and of ``dz * x_hat``, for each channel."""
-    image, first, last, channel = _place(parts, rows, step, CHANNELS)
-    mean, rstd = _of_groups(stats_ptr, image, channel, channels, groups)
-    weight = _of_channels(weight_ptr, channel, channels, 1.0)
-    bias = _of_channels(bias_ptr, channel, channels, 0.0)
-    one = tl.zeros((ROWS, CHANNELS), tl.float32)
-    two = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for at in range(first, last, ROWS):
-        offsets, mask = _tile(image, at, last, rows, channels, channel, ROWS)
-        x_hat, dz = _slope(dy_ptr, x_ptr, offsets, mask, mean, rstd, weight, bias, SILU)
-        one += tl.where(mask, dz, 0.0)
-        two += tl.where(mask, dz * x_hat, 0.0)
-    _store_sums(partial_ptr, channels, channel, tl.sum(one, axis=0), tl.sum(two, axis=0))
-
-
-@triton.jit
-def group_norm_grad_stats(
-    # data
-    partial_ptr, weight_ptr, sums_ptr, means_ptr,
-    # shape
-    rows, channels, groups, parts,
-    # compile-time
-    PARTS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Join partial sums: those of each channel, and the means over a group times the weight."""
-    image, channel, inside, width = _group(channels, groups, WIDTH)
-    a, b = _joined(partial_ptr, image, channel, inside, channels, parts, PARTS, WIDTH)
-    out = sums_ptr + image * 2 * channels + channel
-    tl.store(out, a, mask=inside)
-    tl.store(out + channels, b, mask=inside)
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-        a *= weight
-        b *= weight
-    count = rows * 1.0 * width
-    _store_pair(means_ptr, tl.sum(a, axis=0) / count, tl.sum(b, axis=0) / count)
-
-
-@triton.jit
-def group_norm_backward(
-    # data
-    dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, means_ptr, dx_ptr,
-    # shape
-    rows, channels, groups, parts, step,
-    # compile-time
-    SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """``dx = rstd * (weight * dz - mean(weight * dz) - x_hat * mean(weight * dz * x_hat))``."""
-    image, first, last, channel = _place(parts, rows, step, CHANNELS)
-    mean, rstd = _of_groups(stats_ptr, image, channel, channels, groups)
-    level, tilt = _of_groups(means_ptr, image, channel, channels, groups)
-    weight = _of_channels(weight_ptr, channel, channels, 1.0)
-    bias = _of_channels(bias_ptr, channel, channels, 0.0)
-    for at in range(first, last, ROWS):
-        offsets, mask = _tile(image, at, last, rows, channels, channel, ROWS)
-        x_hat, dz = _slope(dy_ptr, x_ptr, offsets, mask, mean, rstd, weight, bias, SILU)
-        dx = rstd[None, :] * (dz * weight[None, :] - level[None, :] - x_hat * tilt[None, :])
-        tl.store(dx_ptr + offsets, dx, mask=mask)
 
 
 # -- launching -----------------------------------------------------------------------------------
@@ -290,7 +62,7 @@ class _Shape:
         self.joins: dict[str, Any] = {"PARTS": joined, "WIDTH": width, **OPTIONS}
 
     def empty(self, x: torch.Tensor, *shape: int) -> torch.Tensor:
-        """Room for two numbers of everything in ``shape`` for each image."""
+        """Uninitialized float32 ``(images, *shape)``."""
         return x.new_empty((self.images, *shape), dtype=torch.float32)
 
 

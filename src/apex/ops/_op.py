@@ -36,7 +36,8 @@ class op:  # lower case, like torch.autocast: used as a function
 
     A kernel file, and ``pieces``, offer::
 
-        allocate(*args) -> (y, *more)          uninitialized; also called with fake tensors
+        allocate(*args) -> (y, *more)          uninitialized; also called with fake tensors; y
+                                               alone, and no tuple, if there is nothing more
         forward(*args) -> (y, *more)           the same, computed
         backward(dy, needs, **saved) -> [...]  gradients in the order of grads; None where the
                                                tensor is absent, anything where needs is False.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["Bar", "as_json", "console", "progress", "show"]
+__all__ = ["Bar", "as_json", "progress", "show"]
 
 NOTHING = "—"
 
@@ -61,15 +59,6 @@ def progress(total: int) -> Iterator[Bar]:
         disable=not to.is_terminal,
     ) as bar:
         yield Bar(bar, total)
-
-
-def console() -> Console:
-    """Make what the table is printed on."""
-    from rich.console import Console
-
-    # Rich takes a file or a pipe to be 80 wide, which would break long rows.
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
-    return Console(width=wide, highlight=False)
 
 
 def show(to: Console, results: Sequence[Result], headings: dict[str, str]) -> None:
