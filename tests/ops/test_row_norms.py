@@ -326,6 +326,7 @@ def test_the_second_stage_has_a_program_for_each_multiprocessor(columns, program
     ("change", "match"),
     [
         ({"shape": ()}, "at least 1-dimensional"),
+        ({"shape": 8}, r"normalized_shape is 8, a number; pass .*: \[8\]"),
         ({"shape": (7,)}, r"Given normalized_shape=\[7\], expected input with shape \[\*, 7\], "
                           r"but got input of size\[3, 8\]"),
         ({"x": torch.zeros(3, 8, dtype=torch.int32)}, "input is torch.int32; allowed"),
@@ -335,7 +336,7 @@ def test_the_second_stage_has_a_program_for_each_multiprocessor(columns, program
         ({"weight": None}, "weight is None and bias torch.float32"),
         ({"bias": torch.ones(8).half()}, "weight is torch.float32 and bias torch.float16"),
     ],
-    ids=["no dimension", "other row", "integers", "other weight", "integer weight",
+    ids=["no dimension", "a number", "other row", "integers", "other weight", "integer weight",
          "other device", "bias alone", "other bias"],
 )  # fmt: skip
 def test_bad_input(change, match):

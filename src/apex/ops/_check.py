@@ -97,6 +97,11 @@ def check_norm(
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return  # sizes are tensors then; torch's functions, which are traced, check
+    if isinstance(shape, int):
+        raise ArgumentError(
+            f"{name}: normalized_shape is {shape}, a number; pass the last dimensions of the "
+            f"input: [{shape}]."
+        )
     row = tuple(shape)
     if not row:
         raise ArgumentError(
