@@ -48,13 +48,18 @@ INTERPRETED_BFLOAT16 = 3.5
 
 
 # Roundings of a float32 sum of n terms of both signs that are added one after the other, over the
-# root of n, as torch's layer norm on a CPU adds up weight gradients. Seen: 11.4 of 300 rows, 31 of
-# 2,048, 45 of 4,096.
+# root of n. Torch's layer norm on a CPU adds up weight gradients so: 11.4 of 300 rows, 31 of 2,048,
+# 45 of 4,096, but with other seeds up to 1.24 times the root: its own tests compare with it.
 ADDED_ONE_BY_ONE = 0.8
 
 
 def assert_one_rounding(
-    actual: torch.Tensor, exact: torch.Tensor, *, interpreted=False, added=1
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    *,
+    interpreted=False,
+    added=1,
+    torchs: torch.Tensor | None = None,
 ) -> None:
     """Assert that ``actual`` is float64 ``exact`` but for about one rounding to its dtype.
 
@@ -63,12 +68,15 @@ def assert_one_rounding(
         exact: Its definition in float64.
         interpreted: Whether Triton's interpreter stored it.
         added: How many terms torch added up, one after the other, in float32.
+        torchs: What torch's own function computes in float32: ours may be as far off.
     """
     assert actual.shape == exact.shape
     assert exact.dtype == torch.float64
     allowed = ROUNDINGS[actual.dtype]
     if actual.dtype == torch.float32:
         allowed = max(allowed, ADDED_ONE_BY_ONE * added**0.5)
+        if torchs is not None:
+            allowed = max(allowed, roundings(torchs, exact))
     if interpreted and actual.dtype == torch.bfloat16 and not torch.cuda.is_available():
         allowed = INTERPRETED_BFLOAT16
     found = roundings(actual, exact)
