@@ -33,6 +33,7 @@ ALLOWED = {  # package -> other packages it may import
     "bench": {"amp", "kernels", "ops", "fp16_utils", *ABOVE_OPS},
     **{name: {"ops"} for name in ABOVE_OPS},
     "contrib": {"ops", "optimizers", "normalization"},  # the same under older names
+    "parallel": {"amp", "ops"},  # the wrapper sends masters to all ranks
 }
 TRITON_PACKAGE = "kernels"
 

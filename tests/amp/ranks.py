@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from apex import amp
+from apex import amp, parallel
 
 RANKS = 2
 SECONDS = 60  # waiting for answers, all cells of a pair together
@@ -71,6 +71,7 @@ class Cell(NamedTuple):
     options: tuple = ()  # of DistributedDataParallel, as pairs
     spare: bool = False  # the model has a layer that no forward uses
     compiled: str = ""  # with amp torch.compile takes the "model" or the "wrapper" around it
+    ours: str = ""  # with amp the wrapper is apex's, made "after" amp.initialize or "before" it
 
 
 class Step(NamedTuple):
@@ -117,7 +118,11 @@ class WithAmp:
         if cell.dynamic:
             options.update(loss_scale="dynamic", init_scale=SCALE, growth_interval=WINDOW)
         optimizer = _sgd(model.parameters())
-        self.model, self.optimizer = amp.initialize(model, optimizer, **options)
+        self.wrapper = None
+        if cell.ours == "before":
+            self.wrapper = parallel.DistributedDataParallel(model, **dict(cell.options))
+        amp.initialize(self.wrapper or model, optimizer, **options)
+        self.model, self.optimizer = model, optimizer
 
     def forward(self, wrapper, x):
         return wrapper(x).float()
@@ -212,10 +217,11 @@ def _start(cell, rank, side):
     """The seed of the model, and whether it loads the checkpoint "before" or "after" wrapping.
 
     By hand all ranks begin with what rank 0 has at the first forward. The exception is what only
-    rank 0 loads after wrapping, where there are no masters: plain torch leaves that on rank 0.
+    rank 0 loads after wrapping: where there are no masters, plain torch leaves that on rank 0.
     """
     who, _, when = cell.start.partition("_")
-    if side is ByHand and (cell.start != "rank0_after" or cell.level in HAS_MASTERS):
+    arrives = cell.start != "rank0_after" or cell.level in HAS_MASTERS or cell.ours
+    if side is ByHand and arrives:
         return CHECKPOINT_SEED if when else 0, ""
     return rank if cell.start == "seeds" else 0, when if who == "all" or rank == 0 else ""
 
@@ -239,7 +245,7 @@ def _train(cell, rank, side):
         run.model.load_state_dict(checkpoint)
     is_ddp = way.reduce == "by ddp"
     model = _compile_if(cell.compiled == "model" and side is WithAmp, run.model)
-    wrapper = DistributedDataParallel(model, **dict(cell.options)) if is_ddp else model
+    wrapper = _wrapped(cell, side, run, model) if is_ddp else model
     forward = _compile_if(cell.compiled == "wrapper" and side is WithAmp, wrapper)
     if load == "after":
         run.model.load_state_dict(checkpoint)
@@ -264,8 +270,17 @@ def _train(cell, rank, side):
                 run.load(checkpoint)
             elif rank == 0:
                 run.model.load_state_dict(checkpoint)
-            forward = wrapper = DistributedDataParallel(model, **dict(cell.options))
+            forward = wrapper = _wrapped(cell, side, run, model)
     return steps
+
+
+def _wrapped(cell, side, run, model):
+    if not cell.ours:
+        return DistributedDataParallel(model, **dict(cell.options))
+    if side is ByHand:  # our options change nothing that torch's wrapper is to do
+        return DistributedDataParallel(model, find_unused_parameters=cell.spare)
+    early, run.wrapper = run.wrapper, None
+    return early or parallel.DistributedDataParallel(model, **dict(cell.options))
 
 
 def _record(run, taken):

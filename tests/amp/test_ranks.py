@@ -32,8 +32,9 @@ def pair(tmp_path_factory):
 
 
 def _ids(cell):
-    words = [cell.level, cell.way, cell.overflow, cell.start, *(name for name, _ in cell.options)]
-    return "-".join(word for word in words if word not in ("none", "same"))
+    words = [cell.level, cell.way, cell.overflow, cell.start, cell.ours]
+    words += [name for name, _ in cell.options]
+    return "-".join(word for word in words if word not in ("", "none", "same"))
 
 
 def _assert_equal(left, right, what):
@@ -140,10 +141,49 @@ def test_options_of_ddp(pair, cell):
     _assert_right(pair.run(cell))
 
 
+BY_DDP = [way for way in REDUCING if WAYS[way].reduce == "by ddp"]
+OURS = [
+    *(
+        Cell(level, way, overflow, start="seeds", ours=when)
+        for level in LEVELS
+        for way in BY_DDP
+        for overflow in ("none", "first", "last")
+        for when in ("after", "before")
+        if overflow != "first" or WAYS[way].passes > 1
+    ),
+    *(
+        Cell(level, "ddp", steps=2, start=start, ours=when)
+        for level in LEVELS
+        for start in STARTS[1:]
+        for when in ("after", "before")
+    ),
+    *(Cell(level, "ddp", again=True, ours="after") for level in LEVELS),
+    *(
+        Cell("O2", way, start="seeds", options=(option,), spare=True, ours="after")
+        for way in ("ddp", "no_sync")
+        for option in (
+            ("message_size", 20),
+            ("delay_allreduce", True),
+            ("retain_allreduce_buffers", True),
+            ("allreduce_always_fp32", True),
+            ("gradient_predivide_factor", 2.0),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("cell", OURS, ids=_ids)
+def test_apexs_own_wrapper(pair, cell):
+    """Made before or after ``initialize``; by hand it is torch's, which computes the same."""
+    _assert_right(pair.run(cell))
+
+
+@pytest.mark.parametrize("ours", ["", "after"])
 @pytest.mark.parametrize("compiled", ["model", "wrapper"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
-def test_what_torch_compile_traces(pair, level, compiled):
-    _assert_right(pair.run(Cell(level, "no_sync", start="seeds", compiled=compiled)))
+def test_what_torch_compile_traces(pair, level, compiled, ours):
+    cell = Cell(level, "no_sync", start="seeds", compiled=compiled, ours=ours)
+    _assert_right(pair.run(cell))
 
 
 def _assert_same_end(answers):

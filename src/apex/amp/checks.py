@@ -13,6 +13,7 @@ import torch
 from apex.amp import _speech
 from apex.amp._amp_state import _amp_state, warn_or_err
 from apex.amp.casting import models as modules
+from apex.amp.gradients import distributed
 from apex.amp.policy import HALF_TYPES, Properties, opt_levels
 
 
@@ -125,9 +126,9 @@ def unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module
 
 
 def inner(model: Any) -> Any:
-    """What a parallel wrapper of torch's holds; anything else itself."""
-    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", torch.nn.DataParallel)
-    return model.module if isinstance(model, (torch.nn.DataParallel, ddp)) else model
+    """What a parallel wrapper holds; anything else itself."""
+    parallel = isinstance(model, torch.nn.DataParallel) or distributed.is_wrapper(model)
+    return model.module if parallel else model
 
 
 def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> None:

@@ -1,18 +1,28 @@
-"""What amp knows of other ranks: torch's DistributedDataParallel, and whether there are any.
+"""What amp knows of other ranks: wrappers that reduce gradients, and whether there are any ranks.
 
-DistributedDataParallel copies the 16-bit weights of rank 0 to all ranks when it is made. Ranks
-whose masters were different (other seeds, a checkpoint on rank 0 alone) would keep other low bits.
-So the masters of rank 0 are broadcast too, at the first training forward inside the wrapper, and
-with them the float32 weights, so that all of a checkpoint that rank 0 alone has loaded arrives.
+A wrapper is torch's DistributedDataParallel or :class:`apex.parallel.DistributedDataParallel`.
+Torch's copies the 16-bit weights of rank 0 to all ranks when it is made. Ranks whose masters were
+different (other seeds, a checkpoint on rank 0 alone) would keep other low bits. So the masters of
+rank 0 are broadcast too, at the first training forward inside the wrapper, and with them the
+float32 weights, so that all of a checkpoint that rank 0 alone has loaded arrives.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from apex.amp.gradients.masters import table
+from apex.ops import flat
+
+
+class _Active:
+    """The wrapper of apex whose forward runs now; torch's keeps its own."""
+
+    wrapper: Any = None
 
 
 def _distributed() -> Any:
@@ -35,17 +45,21 @@ def several_ranks() -> bool:
 
 
 def reduces_all(wrapper: Any) -> bool:
-    """Whether a DistributedDataParallel reduces everything, over all ranks, in the usual way."""
+    """Whether a wrapper reduces everything, over all ranks, in the usual way."""
     module = _distributed()
-    if wrapper.parameters_to_ignore or getattr(wrapper, "_comm_hooks", ()):
+    if getattr(wrapper, "parameters_to_ignore", ()) or getattr(wrapper, "_comm_hooks", ()):
         return False
     return bool(module.get_world_size(wrapper.process_group) == module.get_world_size())
 
 
+def is_wrapper(module: Any) -> bool:
+    """Whether ``module`` is a DistributedDataParallel, of torch or of apex."""
+    return isinstance(module, torch.nn.Module) and hasattr(module, "require_backward_grad_sync")
+
+
 def wrappers_inside(model: torch.nn.Module) -> list[Any]:
-    """Every DistributedDataParallel that is a part of ``model``."""
-    ddp = torch.nn.parallel.DistributedDataParallel
-    return [module for module in model.modules() if isinstance(module, ddp)]
+    """Every wrapper that is a part of ``model``."""
+    return [module for module in model.modules() if is_wrapper(module)]
 
 
 def refuse_join(wrapper: Any) -> None:
@@ -58,41 +72,60 @@ def refuse_join(wrapper: Any) -> None:
         )
 
 
+@contextlib.contextmanager
+def inside(wrapper: Any) -> Iterator[None]:
+    """Make ``wrapper``, of apex, the active one while its module's forward runs."""
+    before, _Active.wrapper = _Active.wrapper, wrapper
+    try:
+        yield
+    finally:
+        _Active.wrapper = before
+
+
 def active_wrapper() -> Any:
-    """The DistributedDataParallel whose forward runs now, if any."""
+    """The wrapper whose forward runs now, if any."""
     if not is_initialized():
         return None
+    if _Active.wrapper is not None:
+        return _Active.wrapper
     wrapper = torch.nn.parallel.DistributedDataParallel
     return wrapper._get_active_ddp_module()  # type: ignore[no-untyped-call]
 
 
-@torch.no_grad()
 def broadcast_masters(model: torch.nn.Module, wrapper: Any) -> None:
     """Give all ranks the parameters of the first one: its masters, and weights that equal them.
 
-    Does nothing for a model without masters: there DistributedDataParallel has copied all bits.
+    Does nothing for a model without masters: there the wrapper has copied all bits.
 
     Args:
         model: The model, or a part of it, that ``wrapper`` wraps.
-        wrapper: The DistributedDataParallel.
+        wrapper: The wrapper.
     """
-    weights = list(model.parameters())
-    masters = [table.get(weight) for weight in weights]
-    if not any(masters):
+    if not any(map(table.get, model.parameters())):
         return
-    module, group = _distributed(), wrapper.process_group
-    first = module.get_global_rank(group, 0)
     ignored = {
         id(parameter)
         for name, parameter in wrapper.module.named_parameters()
-        if name in wrapper.parameters_to_ignore
+        if name in getattr(wrapper, "parameters_to_ignore", ())
     }
+    weights = [weight for weight in model.parameters() if id(weight) not in ignored]
+    broadcast_parameters(weights, wrapper.process_group)
+
+
+@torch.no_grad()
+def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
+    """Give all ranks of ``group`` the first one's masters, and weights that equal them.
+
+    Args:
+        weights: Model parameters, with and without masters, in the same order on every rank.
+        group: A process group; ``None`` is the default one.
+    """
+    masters = [table.get(weight) for weight in weights]
     for weight, master in zip(weights, masters, strict=True):
-        if id(weight) in ignored:
-            continue
-        if master is None:
-            module.broadcast(weight.data, first, group=group)
-            continue
-        master.refresh(weight)
-        module.broadcast(master.tensor.detach(), first, group=group)
-        weight.data.copy_(master.tensor)  # a forward may have saved the weight for its backward
+        if master is not None:
+            master.refresh(weight)
+    rows = zip(weights, masters, strict=True)
+    flat.broadcast([w if master is None else master.tensor for w, master in rows], group)
+    for weight, master in zip(weights, masters, strict=True):
+        if master is not None:  # .data: a forward may have saved the weight for its backward
+            weight.data.copy_(master.tensor)

@@ -1,0 +1,160 @@
+"""Collectives on flat copies of lists of tensors, under the names of NVIDIA's Apex; ``Reducer``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from apex.ops import flat
+
+__all__ = [
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "flatten",
+    "split_by_type",
+    "split_half_float_double",
+    "unflatten",
+]
+
+_SPLIT_ORDER = (torch.float16, torch.float32, torch.float64)
+
+
+def flatten(bucket: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copy dense tensors one after the other into a 1-dimensional tensor; view one alone."""
+    return flat.flatten(bucket)
+
+
+def unflatten(coalesced: torch.Tensor, bucket: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """View a 1-dimensional tensor as tensors of the shapes of ``bucket``.
+
+    Raises:
+        RuntimeError: ``coalesced`` has fewer elements than ``bucket``.
+    """
+    return flat.unflatten(coalesced, bucket)
+
+
+@torch.no_grad()
+def apply_flat_dist_call(
+    bucket: Sequence[torch.Tensor],
+    call: Callable[..., Any],
+    extra_args: tuple[Any, ...] | None = None,
+) -> None:
+    """Run one collective on a flat copy of ``bucket``, and copy the result back.
+
+    After ``torch.distributed.all_reduce``, and after no other collective, the result is divided by
+    the number of ranks.
+
+    Args:
+        bucket: Dense tensors of one dtype and device; overwritten.
+        call: Takes the flat tensor and ``extra_args``, for example
+            ``torch.distributed.broadcast``.
+        extra_args: More positional arguments of ``call``: ``(0,)`` is the source of a broadcast.
+    """
+    coalesced = flatten(bucket)
+    call(coalesced, *(extra_args or ()))
+    if call is torch.distributed.all_reduce:
+        coalesced /= torch.distributed.get_world_size()
+    torch._foreach_copy_([tensor.data for tensor in bucket], unflatten(coalesced, bucket))
+
+
+def flat_dist_call(
+    tensors: Sequence[torch.Tensor],
+    call: Callable[..., Any],
+    extra_args: tuple[Any, ...] | None = None,
+) -> None:
+    """Run :func:`apply_flat_dist_call` once for each dtype and device of ``tensors``."""
+    for bucket in flat.by_kind(tensors):
+        apply_flat_dist_call(bucket, call, extra_args)
+
+
+def split_by_type(tensors: Iterable[torch.Tensor]) -> OrderedDict[str, list[torch.Tensor]]:
+    """Group tensors by ``tensor.type()``, for example ``"torch.FloatTensor"``, in order."""
+    groups: OrderedDict[str, list[torch.Tensor]] = OrderedDict()
+    for tensor in tensors:
+        groups.setdefault(tensor.type(), []).append(tensor)
+    return groups
+
+
+def split_half_float_double(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors by dtype: float16, float32, float64, then others as they first appear.
+
+    The original dropped the others, bfloat16 for example; and tensors on a CPU.
+    """
+    groups = flat.by_kind(tensors)
+    last = len(_SPLIT_ORDER)
+    order = {dtype: place for place, dtype in enumerate(_SPLIT_ORDER)}
+    return sorted(groups, key=lambda group: order.get(group[0].dtype, last))
+
+
+def extract_tensors(maybe_tensor: Any, tensor_list: list[torch.Tensor]) -> None:
+    """Append to ``tensor_list`` the tensors in nested iterables; other objects are passed over."""
+    if isinstance(maybe_tensor, torch.Tensor):
+        tensor_list.append(maybe_tensor)
+    elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, (str, bytes)):
+        for item in maybe_tensor:
+            extract_tensors(item, tensor_list)
+
+
+class Reducer:
+    """Average gradients over all ranks when the program says so, with no hooks.
+
+    Args:
+        module_or_grads_list: A module, whose parameters are broadcast from rank 0 now; or gradients
+            in nested iterables, which have to stay the same tensors: use
+            ``zero_grad(set_to_none=False)``.
+
+    Raises:
+        TypeError: There is no module and no tensor.
+        RuntimeError: No process group was made.
+
+    Example:
+        >>> reducer = Reducer(model)  # doctest: +SKIP
+        >>> loss.backward()  # doctest: +SKIP
+        >>> reducer.reduce()  # doctest: +SKIP
+        >>> optimizer.step()  # doctest: +SKIP
+    """
+
+    def __init__(self, module_or_grads_list: Any) -> None:
+        check_process_group("Reducer")
+        self.module: torch.nn.Module | None = None
+        self.grads: list[torch.Tensor] = []
+        if isinstance(module_or_grads_list, torch.nn.Module):
+            self.module = module_or_grads_list
+            flat.broadcast(list(self.module.parameters()))
+            return
+        extract_tensors(module_or_grads_list, self.grads)
+        if not self.grads:
+            raise TypeError(
+                f"Reducer got {module_or_grads_list!r:.80}, which is no module and holds no "
+                "tensor. Pass a torch.nn.Module or a list of gradients."
+            )
+
+    def reduce(self) -> None:
+        """Overwrite the gradients by their mean over all ranks; ranks need the same gradients."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        flat_dist_call(grads, torch.distributed.all_reduce)
+
+
+def check_process_group(name: str) -> None:
+    """Raise unless the default process group was made.
+
+    Args:
+        name: What needs it, for the error.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    module = torch.distributed
+    if not module.is_available() or not module.is_initialized():
+        raise RuntimeError(
+            f"{name} needs a process group, and this process has none. Call "
+            'torch.distributed.init_process_group("nccl") before (on a CPU: "gloo"), with the '
+            "environment that torchrun sets, or with rank=, world_size= and init_method=."
+        )

@@ -1,0 +1,375 @@
+"""``DistributedDataParallel``: gradients averaged over ranks during the backward pass.
+
+:mod:`apex.parallel._reduction` reduces gradients. This module has the arguments, and keeps ranks
+equal:
+
+* Rank 0's parameters and buffers are sent to all ranks at construction, and again before the first
+  training forward, so that what rank 0 alone has loaded in between arrives. Where
+  ``amp.initialize`` has made float32 masters, these are sent, and weights follow them.
+* Rank 0's buffers are sent at the end of each pass that reduces. After the first training forward
+  no forward communicates, and one without gradients never does: an evaluation on one rank cannot
+  hang.
+
+Left out: sparse gradients and DTensors; communication inside of one compiled graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from apex.amp.casting.containers import applier
+from apex.amp.gradients import distributed as amp
+from apex.ops import flat
+from apex.parallel._flat_calls import (
+    Reducer,
+    apply_flat_dist_call,
+    check_process_group,
+    extract_tensors,
+    flat_dist_call,
+    flatten,
+    split_by_type,
+    split_half_float_double,
+    unflatten,
+)
+from apex.parallel._reduction import Options, Reduction
+
+__all__ = [
+    "DistributedDataParallel",
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "flatten",
+    "split_by_type",
+    "split_half_float_double",
+    "unflatten",
+]
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Average the gradients of ``module`` over all ranks while they are computed.
+
+    Wrap before or after ``amp.initialize``, at every level, or with no amp. Each process computes
+    on its own device and its own part of the batch. Call this object, not ``module``, in training.
+
+    Unused parameters, several forwards and backwards for a step, and parameters that are frozen,
+    unfrozen or cast between steps need no option; ranks have to do the same to their parameters. Of
+    two wrappers around one module, the one that ran the last training forward reduces.
+
+    Keys of the state dict have the prefix ``module.``. ``copy.deepcopy`` works, and so does
+    pickling for the default process group.
+
+    Args:
+        module: The module to train, on its device.
+        message_size: How many elements a bucket has at least.
+        delay_allreduce: Reduce everything at the end of the backward pass.
+        shared_param: Has no effect: parameters that are used twice need no option.
+        allreduce_trigger_params: Parameters of ``module`` that end a bucket each; then
+            ``message_size`` has no effect.
+        retain_allreduce_buffers: Keep the reduced buckets in ``allreduce_buffers`` until the next
+            pass; gradients are views of them.
+        allreduce_always_fp32: Reduce 16-bit gradients in float32.
+        num_allreduce_streams: Has no effect: ``torch.distributed`` has its own streams.
+        allreduce_communicators: ``(groups, streams)``, as many as ``num_allreduce_streams``. The
+            first group is used.
+        gradient_average: Divide by the number of ranks; ``False`` leaves sums, divided by
+            ``gradient_predivide_factor``.
+        gradient_predivide_factor: Divide by this before the reduction, and for an average multiply
+            by it afterwards: against overflow of float16 sums.
+        gradient_average_split_factor: The older name of ``gradient_predivide_factor``.
+        prof: Has no effect: ``torch.profiler`` records collectives.
+        process_group: The ranks to reduce over; ``None`` is the default group.
+
+    Raises:
+        RuntimeError: No process group was made, or parameters or buffers are others than on rank 0.
+        ValueError: Arguments that exclude each other, or parameters that cannot be reduced.
+        TypeError: ``module`` is none.
+
+    Example:
+        >>> torch.distributed.init_process_group("nccl")  # doctest: +SKIP
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")  # doctest: +SKIP
+        >>> model = DistributedDataParallel(model)  # doctest: +SKIP
+    """
+
+    def __init__(  # noqa: PLR0913  (the original's arguments)
+        self,
+        module: torch.nn.Module,
+        message_size: int = 10000000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Iterable[torch.nn.Parameter] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: tuple[Sequence[Any], Sequence[Any]] | None = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+        *,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__()
+        check_process_group("DistributedDataParallel")
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"DistributedDataParallel: module is a {type(module).__name__}; it must be a "
+                "torch.nn.Module."
+            )
+        _warn_of_idle(shared_param, num_allreduce_streams, prof)
+        if allreduce_communicators is not None:
+            if process_group is not None:
+                raise ValueError(_EXCLUDE.format("allreduce_communicators", "process_group"))
+            process_group = _first_group(allreduce_communicators, num_allreduce_streams)
+        if gradient_average_split_factor is not None:
+            if gradient_predivide_factor != 1.0:
+                raise ValueError(
+                    _EXCLUDE.format("gradient_average_split_factor", "gradient_predivide_factor")
+                )
+            gradient_predivide_factor = gradient_average_split_factor
+        if not gradient_predivide_factor > 0:
+            raise ValueError(
+                "DistributedDataParallel: gradient_predivide_factor is "
+                f"{gradient_predivide_factor}; it must be above 0."
+            )
+        if allreduce_trigger_params is not None and delay_allreduce:
+            raise ValueError(_EXCLUDE.format("allreduce_trigger_params", "delay_allreduce"))
+        self.module = module
+        self.process_group: Any = process_group or torch.distributed.group.WORLD
+        _check_tensors(module, self.process_group)
+        self._options = Options(
+            message_size=message_size,
+            triggers=_indices(module, allreduce_trigger_params),
+            delay=bool(delay_allreduce),
+            retain=bool(retain_allreduce_buffers),
+            always_fp32=bool(allreduce_always_fp32),
+            average=bool(gradient_average),
+            predivide=float(gradient_predivide_factor),
+        )
+        #: Whether the gradients of a forward are reduced in its backward; see :meth:`no_sync`.
+        self.require_backward_grad_sync = True
+        self._ranks_agree()
+        self._reduction = Reduction(module, self.process_group, self._options)
+        self._starts_equal = False
+        self._broadcast()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; ``inputs`` and ``kwargs`` are its own.
+
+        Raises:
+            RuntimeError: An earlier backward pass failed in the middle of its communication.
+        """
+        watches = torch.is_grad_enabled()
+        if watches:
+            self._before_forward()
+        with amp.inside(self):
+            output = self.module(*inputs, **kwargs)
+        if watches:
+            self._watch(output)
+        return output
+
+    @_disable_dynamo  # torch.compiler.disable would import Dynamo now
+    def _before_forward(self) -> None:
+        self._reduction.enabled = self.require_backward_grad_sync
+        self._reduction.refresh()
+        if self.training and not self._starts_equal:
+            self._broadcast()
+            self._starts_equal = True
+
+    @_disable_dynamo
+    def _watch(self, output: Any) -> None:
+        """Have the reduction told when a backward pass comes to ``output``."""
+        reduction, reduces = self._reduction, self.require_backward_grad_sync
+
+        def begin(grad: torch.Tensor) -> None:
+            reduction.begin(reduces)
+
+        def watch(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                value.register_hook(begin)  # type: ignore[no-untyped-call]
+            return value
+
+        applier(output, watch)
+
+    # -- whether gradients are reduced ---------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing: forwards in this block leave their gradients on this rank.
+
+        The backward pass of the first forward outside of the block reduces the whole sum.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def disable_allreduce(self) -> None:
+        """Stop reducing the gradients of the forwards that follow."""
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        """Reduce the gradients of the forwards that follow, and what has accumulated before."""
+        self.require_backward_grad_sync = True
+
+    # -- ranks start equal ---------------------------------------------------------------------
+
+    def _broadcast(self) -> None:
+        amp.broadcast_parameters(list(self.module.parameters()), self.process_group)
+        flat.broadcast(list(self.module.buffers()), self.process_group)
+
+    def _ranks_agree(self) -> None:
+        """Raise on all ranks where names, shapes or dtypes are not the same on all."""
+        named = (*self.module.named_parameters(), *self.module.named_buffers())
+        described = [(name, *t.shape, str(t.dtype), t.requires_grad) for name, t in named]
+        device = named[0][1].device if named else torch.device("cpu")
+        mine = torch.tensor(zlib.crc32(repr(described).encode()), device=device)
+        all_ = [torch.empty_like(mine) for _ in range(self.process_group.size())]
+        torch.distributed.all_gather(all_, mine, group=self.process_group)
+        others = [rank for rank, one in enumerate(all_) if one.item() != all_[0].item()]
+        if others:
+            raise RuntimeError(
+                f"DistributedDataParallel: the module of ranks {others} differs from that of rank "
+                "0 in the names, shapes, dtypes or requires_grad of its parameters and buffers. "
+                "Build the same module on every rank."
+            )
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not torch.distributed.group.WORLD:
+            raise RuntimeError(
+                "DistributedDataParallel: only a wrapper of the default process group can be "
+                "pickled. Save its state_dict(), or pickle its module."
+            )
+        return {**vars(self), "process_group": None, "_reduction": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        check_process_group("DistributedDataParallel")
+        self.process_group = self.process_group or torch.distributed.group.WORLD
+        self._reduction = Reduction(self.module, self.process_group, self._options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        state = {**vars(self), "process_group": None, "_reduction": None}
+        new.__setstate__({**copy.deepcopy(state, memo), "process_group": self.process_group})
+        return new
+
+    # -- names of the original's own parts -----------------------------------------------------
+
+    @property
+    def allreduce_buffers(self) -> list[torch.Tensor]:
+        """With ``retain_allreduce_buffers``: the flat reduced buckets of the last pass."""
+        return self._reduction.retained
+
+    def create_hooks(self) -> None:
+        """Put hooks on parameters that are trained now; a forward does so too."""
+        self._reduction.refresh()
+
+    def comm_ready_buckets(self, param: torch.nn.Parameter) -> None:
+        """Note that the gradient of ``param`` is complete; called by its hook."""
+        self._reduction.ready(param)
+
+    def sync_bucket_structure(self) -> None:
+        """Make buckets in the reverse order of parameters; all ranks have to call it."""
+        self._reduction.learn([])
+
+    def allreduce_bucket(
+        self, bucket: Sequence[torch.Tensor], bucket_idx: int, force_default_stream: bool
+    ) -> torch.Tensor:
+        """Reduce ``bucket``, gradients of one dtype, and return the flat result.
+
+        Args:
+            bucket: Dense tensors; left as they are.
+            bucket_idx: Not used.
+            force_default_stream: Not used: collectives have their own streams.
+        """
+        wide = self._options.always_fp32
+        summed = torch.cat(
+            [t.detach().reshape(-1).to(torch.float32 if wide else t.dtype) for t in bucket]
+        )
+        return self._reduction.end(self._reduction.start(summed), summed).to(bucket[0].dtype)
+
+    def allreduce_maybe_retain(
+        self, bucket: Sequence[torch.Tensor], bucket_idx: int, force_default_stream: bool = False
+    ) -> None:
+        """Reduce ``bucket`` and write the result back; see :meth:`allreduce_bucket`."""
+        reduced = self.allreduce_bucket(bucket, bucket_idx, force_default_stream)
+        torch._foreach_copy_([t.detach() for t in bucket], unflatten(reduced, bucket))
+
+    def allreduce_fallback(self) -> None:
+        """Reduce all gradients now, in one bucket for each dtype; ranks need the same gradients."""
+        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        for number, bucket in enumerate(split_half_float_double(grads)):
+            self.allreduce_maybe_retain(bucket, number)
+
+
+_EXCLUDE = "DistributedDataParallel: {} and {} exclude each other. Pass one of the two."
+
+
+def _warn_of_idle(shared_param: bool | None, streams: int, prof: bool) -> None:
+    idle = {
+        "shared_param": shared_param is not None and "parameters used twice need no option",
+        "num_allreduce_streams": streams != 1 and "torch.distributed has streams of its own",
+        "prof": prof and "torch.profiler records collectives",
+    }
+    for name, reason in idle.items():
+        if reason:
+            warnings.warn(f"DistributedDataParallel: {name} has no effect: {reason}.", stacklevel=3)
+
+
+def _first_group(communicators: tuple[Sequence[Any], Sequence[Any]], streams: int) -> Any:
+    groups, their_streams = communicators
+    if streams < 2 or len(groups) != streams or len(their_streams) != streams:
+        raise ValueError(
+            f"DistributedDataParallel: allreduce_communicators has {len(groups)} groups and "
+            f"{len(their_streams)} streams, and num_allreduce_streams is {streams}. It must be 2 "
+            "or more, and as many of each."
+        )
+    return groups[0]
+
+
+def _check_tensors(module: torch.nn.Module, group: Any) -> None:
+    if torch.distributed.get_rank(group) < 0:
+        raise ValueError("DistributedDataParallel: this rank is not in process_group.")
+    nccl = torch.distributed.get_backend(group) == "nccl"
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        problem = (
+            ("a DTensor", "use fully_shard")
+            if hasattr(tensor, "placements")
+            else ("without a shape", "run one forward of the lazy module before")
+            if torch.nn.parameter.is_lazy(tensor)
+            else (f"on {tensor.device}, and the group is nccl", "call module.cuda() before")
+            if nccl and not tensor.is_cuda
+            else None
+        )
+        if problem is not None:
+            raise ValueError(
+                f"DistributedDataParallel: '{name}' is {problem[0]}, which cannot be reduced: "
+                f"{problem[1]}."
+            )
+
+
+def _indices(
+    module: torch.nn.Module, triggers: Iterable[torch.nn.Parameter] | None
+) -> frozenset[int]:
+    index = {id(param): number for number, param in enumerate(module.parameters())}
+    found = [index.get(id(param)) for param in triggers or ()]
+    if None in found:
+        raise ValueError(
+            "DistributedDataParallel: allreduce_trigger_params holds something that is no "
+            "parameter of the module. Pass parameters of the module."
+        )
+    return frozenset(number for number in found if number is not None)
