@@ -1,4 +1,4 @@
-"""Training on two ranks: a pair of gloo processes, with amp and with mixed precision by hand.
+"""Training on two ranks, with amp and with mixed precision by hand.
 
 A test sends a ``Cell`` to both processes of a ``Pair``. Each of them trains it twice, ``ByHand``
 and ``WithAmp``, and sends back what it had after every step. ``ByHand`` is plain torch; it shares
@@ -6,15 +6,9 @@ nothing with the library. Both are driven by the same loop, ``_train``: the user
 """
 
 import contextlib
-import itertools
+import functools
 import math
-import multiprocessing
-import multiprocessing.connection
-import pickle
-import time
-import traceback
 import warnings
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -24,10 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp, parallel
+from tests.ranks import Ranks
 
-RANKS = 2
-SECONDS = 60  # waiting for answers, all cells of a pair together
-COLLECTIVE = timedelta(seconds=20)  # a collective that the other rank never calls ends with this
 HAS_MASTERS = ("O2", "O5")
 SCALE, WINDOW = 2.0**8, 2  # two clean steps let the scale grow
 OVERFLOW_STEP = 1
@@ -299,7 +291,7 @@ class Answer(NamedTuple):
     warnings: list
 
 
-def _answer(cell, rank):
+def answer(cell, rank):
     try:
         hand = _train(cell, rank, ByHand)
         with warnings.catch_warnings(record=True) as caught:
@@ -311,95 +303,9 @@ def _answer(cell, rank):
     return Answer(with_amp, hand, [str(w.message) for w in caught if "amp" in str(w.message)])
 
 
-def _connect(path, rank):
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    store = dist.FileStore(path, RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=COLLECTIVE)
+class Pair(Ranks):
+    """Two ranks that take a ``Cell`` for a job too, and send back an ``Answer`` each."""
 
-
-def _work(rank, jobs):
-    """What each process runs: answer jobs until the process is killed."""
-    torch.set_num_threads(1)
-    while True:
-        job = jobs.recv()
-        try:
-            if callable(job):
-                answer = job(rank)
-            else:
-                answer = _answer(job, rank) if isinstance(job, Cell) else _connect(job, rank)
-        except Exception as error:  # noqa: BLE001  # the test is to see every error
-            answer = "".join(traceback.format_exception(error)[-8:])
-        jobs.send_bytes(pickle.dumps(answer))  # send() would put tensors into shared memory
-
-
-class PairError(Exception):
-    """A rank raised, died or did not answer in time."""
-
-
-class Pair:
-    """Two processes that talk over gloo. Use as a context manager.
-
-    After an error the process group is made anew, because one rank may still have been in a
-    collective. After a hang or the end of a process every ``run`` raises at once.
-    """
-
-    def __init__(self, folder, seconds=SECONDS):
-        self._stores = (str(folder / f"store{number}") for number in itertools.count())
-        self._left, self._broken = seconds, None
-        context = multiprocessing.get_context("spawn")
-        self._pipes, theirs = zip(*(context.Pipe() for _ in range(RANKS)), strict=True)
-        self._processes = [
-            context.Process(target=_work, args=job, daemon=True) for job in enumerate(theirs)
-        ]
-        for process, pipe in zip(self._processes, theirs, strict=True):
-            process.start()
-            pipe.close()  # so that the end of the process ends the pipe
-
-    def __enter__(self):
-        self._ask(next(self._stores))
-        return self
-
-    def __exit__(self, *error):
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def run(self, cell):
-        """The ``Answer`` of each rank, or what ``cell(rank)`` returns if it is a function.
-
-        Raises:
-            PairError: A rank raised, which the text quotes, or there is no answer.
-        """
-        answers = self._ask(cell)
-        errors = [f"rank {r}: {text}" for r, text in enumerate(answers) if isinstance(text, str)]
-        if errors:
-            self._ask(next(self._stores))
-            raise PairError("\n".join(errors))
-        return answers
-
-    def _ask(self, job):
-        if self._broken is None:
-            try:
-                return self._answers(job)
-            except (EOFError, OSError, TimeoutError) as error:
-                self._broken = f"{job}: {error or 'a process died'}"
-                self.__exit__()
-                raise PairError(self._broken) from None
-        raise PairError(f"not run, because of an earlier cell, {self._broken}")
-
-    def _answers(self, job):
-        began = time.monotonic()
-        for pipe in self._pipes:
-            pipe.send(job)
-        found = {}
-        while len(found) < RANKS:
-            left = self._left - (time.monotonic() - began)
-            waiting = [pipe for pipe in self._pipes if pipe not in found]
-            ready = multiprocessing.connection.wait(waiting, max(left, 0.0))
-            if not ready:
-                ranks = [self._pipes.index(pipe) for pipe in waiting]
-                raise TimeoutError(f"ranks {ranks} hang; the seconds for all cells are over")
-            found.update((pipe, pickle.loads(pipe.recv_bytes())) for pipe in ready)
-        self._left -= time.monotonic() - began
-        return [found[pipe] for pipe in self._pipes]
+    def run(self, job):
+        """See ``Ranks.run``."""
+        return super().run(functools.partial(answer, job) if isinstance(job, Cell) else job)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.amp import rank_programs as programs
-from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, WAYS, Cell, Pair, PairError
+from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, WAYS, Cell, Pair
+from tests.ranks import RankError
 
 pytestmark = pytest.mark.dist
 
@@ -223,14 +224,14 @@ def test_programs_that_keep_ranks_equal(pair, number, level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_clipping_before_the_synchronising_pass_is_refused(pair, level):
     job = functools.partial(programs.clipped_before_the_synchronising_pass, level=level)
-    with pytest.raises(PairError, match="(?s)before the synchronising pass.*before the synchron"):
+    with pytest.raises(RankError, match="(?s)before the synchronising pass.*before the synchron"):
         pair.run(job)
 
 
 def test_uneven_inputs(pair):
     answers = pair.run(functools.partial(programs.joined, level="O1"))
     assert all(map(_same, answers[0][0], answers[1][0]))
-    with pytest.raises(PairError, match="(?s)Use O1 or O4, or give.*Use O1 or O4, or give"):
+    with pytest.raises(RankError, match="(?s)Use O1 or O4, or give.*Use O1 or O4, or give"):
         pair.run(functools.partial(programs.joined, level="O2"))
 
 
@@ -242,6 +243,6 @@ def test_ranks_without_reduction_are_seen_to_differ(pair):
 
 
 def test_errors_are_told_and_the_next_cell_runs(pair):
-    with pytest.raises(PairError, match=r"(?s)rank 0: .*no such way.*rank 1: .*no such way"):
+    with pytest.raises(RankError, match=r"(?s)rank 0: .*no such way.*rank 1: .*no such way"):
         pair.run(Cell("O0", "no such way"))
     _assert_right(pair.run(Cell("O0", "ddp")))
