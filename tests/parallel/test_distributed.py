@@ -1,0 +1,134 @@
+"""``apex.parallel.DistributedDataParallel`` on two ranks: exact sums, and ranks that stay equal."""
+
+import functools
+
+import pytest
+import torch
+
+from apex.parallel import DistributedDataParallel, Reducer
+from tests.parallel import wrapper_programs as programs
+from tests.ranks import RankError, Ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    with Ranks(tmp_path_factory.mktemp("wrapper")) as both:
+        yield both
+
+
+def _name(program):
+    if isinstance(program, str):
+        return ""
+    function = getattr(program, "func", program).__name__
+    words = [str(word) for word in getattr(program, "keywords", {}).values()]
+    return " ".join([function, *words])
+
+
+def _same(one, other):
+    return one is other or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("program", programs.PROGRAMS, ids=_name)
+def test_ranks_are_equal(ranks, program):
+    first, second = ranks.run(program)
+    assert len(first) == len(second) > 0
+    assert all(map(_same, first, second))
+
+
+@pytest.mark.parametrize(
+    ("options", "early"),
+    [
+        ((), 0),
+        ((("message_size", 4),), 3),
+        ((("message_size", 8),), 1),
+        ((("delay_allreduce", True),), 0),
+    ],
+)
+def test_buckets_are_reduced_while_backward_goes_on(ranks, options, early):
+    ranks.run(functools.partial(programs.reduced_early, options=options, early=early))
+
+
+def test_what_differs_between_ranks_on_purpose(ranks):
+    ranks.run(programs.in_a_group)
+    ranks.run(programs.wide_communication)
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (programs.other_modules, r"module of ranks \[1\] differs from that of rank 0"),
+        (programs.sparse_gradients, "'weight' has layout torch.sparse_coo.*sparse=False"),
+        (
+            functools.partial(programs.sums_that_are_accumulated, sync=True),
+            "'w[0-9]', which is a sum over ranks already",
+        ),
+        (
+            functools.partial(programs.sums_that_are_accumulated, sync=False),
+            "'w[0-9]', which is a sum over ranks already",
+        ),
+        (
+            functools.partial(programs.failing_backward, reduced=True),
+            "an earlier backward pass failed after it had reduced a part",
+        ),
+    ],
+    ids=_name,
+)
+def test_refused_on_all_ranks(ranks, program, text):
+    with pytest.raises(RankError, match=f"(?s)rank 0: .*{text}.*rank 1: .*{text}"):
+        ranks.run(program)
+
+
+@pytest.mark.parametrize("make", [DistributedDataParallel, Reducer])
+def test_without_a_process_group(make):
+    with pytest.raises(RuntimeError, match=r'torch.distributed.init_process_group\("nccl"\)'):
+        make(torch.nn.Linear(1, 1))
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_arguments():
+    layer = torch.nn.Linear(1, 1)
+    for options, text in (
+        ({"allreduce_trigger_params": [layer.weight], "delay_allreduce": True}, "exclude each"),
+        ({"allreduce_trigger_params": [torch.ones(1)]}, "no parameter of the module"),
+        ({"gradient_predivide_factor": 0.0}, "is 0.0; it must be above 0"),
+        (
+            {"gradient_predivide_factor": 2.0, "gradient_average_split_factor": 2.0},
+            "exclude each other",
+        ),
+        ({"allreduce_communicators": ([None], [None])}, "1 groups and 1 streams"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            DistributedDataParallel(layer, **options)
+    with pytest.raises(TypeError, match=r"module is a list; it must be a torch.nn.Module"):
+        DistributedDataParallel([layer])
+    with pytest.raises(ValueError, match="'weight' is without a shape, which cannot be reduced"):
+        DistributedDataParallel(torch.nn.LazyLinear(1))
+    for options, text in (
+        ({"shared_param": True}, "shared_param has no effect"),
+        ({"num_allreduce_streams": 2}, "num_allreduce_streams has no effect"),
+        ({"prof": True}, "prof has no effect"),
+    ):
+        with pytest.warns(UserWarning, match=text):
+            DistributedDataParallel(layer, **options)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_hooks_go_with_the_wrapper():
+    layer = torch.nn.Linear(1, 1)
+    DistributedDataParallel(layer)
+    layer(torch.ones(1, 1)).backward()
+    assert not layer.weight._post_accumulate_grad_hooks
+    wrapper = DistributedDataParallel(layer)
+    with torch.no_grad():
+        wrapper(torch.ones(1, 1))
+    assert len(layer.weight._post_accumulate_grad_hooks) == 1
