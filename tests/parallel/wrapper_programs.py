@@ -146,6 +146,10 @@ def accumulates(rank, how):
             wrapper(_xs(rank, 1)).backward()
         elif how == "one backward of two forwards":
             (wrapper(_xs(rank, 0)) + wrapper(_xs(rank, 1))).backward()
+        elif how == "one backward of two forwards, one in no_sync":
+            first_loss = wrapper(_xs(rank, 0))
+            with wrapper.no_sync():
+                (first_loss + wrapper(_xs(rank, 1))).backward()
         elif how == "two forwards, two backwards":
             losses = wrapper(_xs(rank, 0)), wrapper(_xs(rank, 1))
             losses[0].backward()
@@ -188,8 +192,8 @@ def unused_parameters(rank, options):
     model = Scales()
     wrapper = DistributedDataParallel(model, **dict(options))
     plans = [
+        [{0, 1, 2, 4}, {0, 1, 5}],  # gradients arrive in another order: rank 0's is taken
         [{0, 1, 2, 4}, {0, 1, 2, 4}],
-        [{0, 1, 2, 4}, {0, 1, 2}],
         [{3, 7}, {1, 6}],
         [set(range(8)), set(range(8))],
         [{5}, {0}],
@@ -243,14 +247,17 @@ def all_frozen_and_empty(rank):
 
 
 def cast_between_steps(rank):
-    """Torch's wrapper silently stops reducing after a cast."""
+    """Torch's wrapper silently stops reducing after a cast. The rest stays exact in float32."""
     model = Scales(dtypes=(torch.float32,))
     wrapper = DistributedDataParallel(model, message_size=6)
+    cast = [0, 4, 7]
+    factors = [1.0 if n in cast else 1.0 + 2.0**-12 for n in range(8)]  # 13 bits
     for step, dtype in enumerate([torch.float32, torch.bfloat16, torch.float64, torch.float16]):
         model.zero_grad()
-        model.to(dtype)
-        wrapper(_xs(rank, step)).backward()
-        _check(model, [total / 2 for total in _sums(step)])
+        for number, weight in enumerate(model.parameters()):
+            weight.data = weight.data.to(dtype) if number in cast else weight.data
+        wrapper([x * f for x, f in zip(_xs(rank, step), factors, strict=True)]).backward()
+        _check(model, [total * f / 2 for total, f in zip(_sums(step), factors, strict=True)])
     return _grads(model)
 
 
@@ -565,6 +572,7 @@ ACCUMULATIONS = (
     "disable_allreduce",
     "forward in no_sync, backward outside",
     "one backward of two forwards",
+    "one backward of two forwards, one in no_sync",
     "two forwards, two backwards",
     "both reduce",
     "past the wrapper",
