@@ -68,6 +68,7 @@ def test_what_differs_between_ranks_on_purpose(ranks):
             functools.partial(programs.sums_that_are_accumulated, sync=False),
             "'w[0-9]', which is a sum over ranks already",
         ),
+        (programs.loaded_by_rank_1_alone, r"ranks \[1\] have optimizer state.*rank 0 has none"),
         (
             functools.partial(programs.failing_backward, reduced=True),
             "an earlier backward pass failed after it had reduced a part",

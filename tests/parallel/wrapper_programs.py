@@ -567,6 +567,73 @@ def trained_at_o2(rank, level, steps):
     return [t.detach().clone() for t in tensors] + [scale]
 
 
+def resumed(rank, level, who, when):
+    """Ranks save after four steps; a new job that loads goes on as if it had not stopped."""
+
+    def start():
+        amp.reset()
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        options = {"loss_scale": "dynamic", "init_scale": 2.0**10, "growth_interval": 3}
+        return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+    def train(wrapper, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            x = _numbers(rank, step, 8, 6)
+            loss = nn.functional.cross_entropy(wrapper(x).float(), x[:, 0].gt(0).long())
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+
+    def everything(model, optimizer):
+        tensors = [*amp.master_params(optimizer), *model.parameters(), *model.buffers()]
+        tensors += [v for state in optimizer.state.values() for v in state.values()]
+        scale = torch.tensor(list(amp.state_dict()["loss_scaler0"].values()))
+        return [t.detach().clone() for t in tensors] + [scale]
+
+    model, optimizer = start()
+    wrapper = DistributedDataParallel(model)
+    train(wrapper, optimizer, range(4))
+    saved = io.BytesIO()
+    torch.save([wrapper.state_dict(), optimizer.state_dict(), amp.state_dict()], saved)
+    train(wrapper, optimizer, range(4, 8))
+    wanted = everything(model, optimizer)
+
+    model, optimizer = start()
+    wrapper = DistributedDataParallel(model) if when == "after" else None
+    if who == "all" or rank == 0:
+        saved.seek(0)
+        state, optimizer_state, amp_state = torch.load(saved)
+        if wrapper is None:
+            model.load_state_dict({k.removeprefix("module."): v for k, v in state.items()})
+        else:
+            wrapper.load_state_dict(state)
+        optimizer.load_state_dict(optimizer_state)
+        amp.load_state_dict(amp_state)
+    train(wrapper or DistributedDataParallel(model), optimizer, range(4, 8))
+    for one, other in zip(everything(model, optimizer), wanted, strict=True):
+        assert torch.equal(one, other)
+    return wanted
+
+
+def loaded_by_rank_1_alone(rank):
+    amp.reset()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    if rank == 1:
+        other = torch.optim.SGD([torch.ones(1, requires_grad=True)] * 2, lr=0.1, momentum=0.9)
+        state = other.state_dict()
+        state["state"] = {0: {"momentum_buffer": torch.ones(2, 2)}}
+        state["param_groups"][0]["params"] = [0, 1]
+        optimizer.load_state_dict(state)
+    DistributedDataParallel(model)(torch.ones(1, 2))
+
+
 ACCUMULATIONS = (
     "no_sync",
     "disable_allreduce",
@@ -613,5 +680,11 @@ PROGRAMS = [
     wrapped_twice,
     functools.partial(failing_backward, reduced=False),
     methods_of_the_original,
+    *(
+        functools.partial(resumed, level=level, who=who, when=when)
+        for level in ("O0", "O1", "O2", "O5")
+        for who in ("all", "rank 0")
+        for when in ("before", "after")
+    ),
     *(functools.partial(trained_at_o2, level=level, steps=100) for level in ("O1", "O2", "O5")),
 ]

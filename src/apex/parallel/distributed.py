@@ -27,6 +27,7 @@ from torch._compile import _disable_dynamo
 
 from apex.amp.casting.containers import applier
 from apex.amp.gradients import distributed as amp
+from apex.amp.ranks import share_state
 from apex.ops import flat
 from apex.parallel._flat_calls import (
     Reducer,
@@ -182,6 +183,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._reduction.refresh()
         if self.training and not self._starts_equal:
             self._broadcast()
+            share_state(list(self.module.parameters()), self.process_group)
             self._starts_equal = True
 
     @_disable_dynamo
