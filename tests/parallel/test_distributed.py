@@ -68,6 +68,8 @@ def test_what_differs_between_ranks_on_purpose(ranks):
             functools.partial(programs.sums_that_are_accumulated, sync=False),
             "'w[0-9]', which is a sum over ranks already",
         ),
+        (programs.taken_by_another_hook, "another hook has taken the gradient of .*'weight'"),
+        (programs.loaded_by_rank_0_alone_in_eval, "parameters differ between ranks"),
         (programs.loaded_by_rank_1_alone, r"ranks \[1\] have optimizer state.*rank 0 has none"),
         (
             functools.partial(programs.failing_backward, reduced=True),

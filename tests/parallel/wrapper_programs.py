@@ -363,6 +363,39 @@ def loaded_by_rank_0_alone(rank):
     return [p.clone() for p in model.parameters()] + _grads(model)
 
 
+def loaded_by_rank_0_alone_in_eval(rank):
+    """Nothing may communicate in a forward in ``eval()``, so that the first backward tells."""
+    model = _normed(rank)
+    wrapper = DistributedDataParallel(model).eval()
+    if rank == 0:
+        model.load_state_dict(_normed(5).state_dict())
+    wrapper(_numbers(rank, 0, 4, 3)).sum().backward()
+
+
+def trained_in_eval(rank):
+    model = _normed(rank)
+    wrapper = DistributedDataParallel(model).eval()
+    for step in range(2):
+        wrapper(_numbers(rank, step, 4, 3)).sum().backward()
+    return [p.clone() for p in model.parameters()] + _grads(model)
+
+
+def taken_by_another_hook(rank):
+    layer = nn.Linear(2, 2)
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    DistributedDataParallel(layer)(torch.ones(1, 2)).sum().backward()
+
+
+def complex_gradients(rank):
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    module = nn.ParameterList([weight, nn.Parameter(torch.zeros(2))])
+    wrapper = DistributedDataParallel(module)
+    (weight * torch.tensor([1.0, 2j * rank, 3.0])).real.sum().backward()
+    assert weight.grad.tolist() == [1.0, -1j, 3.0]
+    assert wrapper.module[1].grad is None
+    return [weight.grad]
+
+
 def copies(rank):
     """A deep copy and an unpickled wrapper reduce their own gradients alone."""
     wrapper = DistributedDataParallel(Scales(), message_size=6)
@@ -673,6 +706,8 @@ PROGRAMS = [
     buffers_stay_equal,
     evaluation_on_one_rank,
     loaded_by_rank_0_alone,
+    trained_in_eval,
+    complex_gradients,
     copies,
     state_dicts,
     functools.partial(recomputed, use_reentrant=True),

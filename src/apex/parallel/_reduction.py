@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex.ops.flat import broadcast, flatten, unflatten
+from apex.ops.flat import broadcast, unflatten
+from apex.parallel._bucket import Bucket
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -54,16 +55,6 @@ class Options:
 
 
 @dataclass(eq=False, slots=True)
-class _Started:
-    """A bucket on its way: the gradients as they were, their flat copy, and the collective."""
-
-    params: list[torch.nn.Parameter]
-    grads: list[torch.Tensor | None]
-    flat: torch.Tensor
-    work: Any
-
-
-@dataclass(eq=False, slots=True)
 class _Pass:
     """One backward pass.
 
@@ -79,7 +70,7 @@ class _Pass:
     reduces: bool
     arrived: list[int] = field(default_factory=list)
     missing: list[set[int]] = field(default_factory=list)
-    started: list[_Started | None] = field(default_factory=list)
+    started: list[Bucket | None] = field(default_factory=list)
 
 
 class Reduction:
@@ -92,6 +83,7 @@ class Reduction:
 
     Attributes:
         enabled: Whether passes reduce whose forward did not run in the wrapper.
+        starts_equal: Whether the wrapper has made parameters equal since they could be loaded.
         retained: The reduced buckets of the last pass, with ``options.retain``.
     """
 
@@ -100,14 +92,15 @@ class Reduction:
         self.group = group
         self.options = options
         self.enabled = True
+        self.starts_equal = False
         self.retained: list[torch.Tensor] = []
         self.world = torch.distributed.get_world_size(group)
         self.buckets: list[list[int]] | None = None
         self._params: list[torch.nn.Parameter] = []
-        self._index: dict[int, int] = {}  # by the id of a parameter, like the next
-        self._hooks: dict[int, Any] = {}
+        self._hooks: dict[int, Any] = {}  # by the id of a parameter
         self._kinds: list[Any] = []  # dtype and device of each parameter, when buckets were made
         self._bucket_of: dict[int, int] = {}
+        self._made: dict[int, Bucket] = {}  # by number
         self._overlaps = True
         self._pass: _Pass | None = None
         self._sums: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -127,10 +120,9 @@ class Reduction:
         ):
             _remove(self._hooks)
             self._params, self.buckets = params, None
-            self._index = {id(param): index for index, param in enumerate(params)}
-        for param in params:
+        for index, param in enumerate(params):
             if id(param) not in self._hooks and param.requires_grad:
-                self._take(param)
+                self._take(index, param)
 
     def _forget_failed(self) -> None:
         if self._pass is None or self._pass.end() is not None:
@@ -143,7 +135,7 @@ class Reduction:
                 "checkpoint."
             )
 
-    def _take(self, param: torch.nn.Parameter) -> None:
+    def _take(self, index: int, param: torch.nn.Parameter) -> None:
         before = _owners.get(param)
         owner = None if before is None else before()
         if owner is not None and owner is not self:
@@ -153,7 +145,7 @@ class Reduction:
         def hook(param: torch.Tensor) -> None:
             reduction = this()
             if reduction is not None:
-                reduction.ready(param)
+                reduction.ready(index)
 
         handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._hooks[id(param)] = handle
@@ -190,42 +182,44 @@ class Reduction:
         one.reduces = one.reduces or reduces
         return one
 
-    @torch.no_grad()
-    def ready(self, param: torch.Tensor) -> None:
-        """Note that the gradient of ``param`` is complete, and start complete buckets.
+    def ready(self, index: int) -> None:
+        """Note that the gradient of a parameter is complete, and start complete buckets.
+
+        Args:
+            index: Of the parameter.
 
         Raises:
             RuntimeError: The gradient cannot be reduced.
         """
-        self._forget_failed()
-        one = self._pass or self.begin(self.enabled)
-        grad = param.grad
-        if grad is None:  # another hook has taken it
-            return
-        if not self.options.average:
-            self._check_sum(param, grad)
+        one = self._pass
+        if one is None or one.end() is None:
+            one = self.begin(self.enabled)
+        param = self._params[index]
+        if self._sums:
+            self._check_sum(param)
         if not one.reduces:
             return
-        if grad.layout is not torch.strided:
+        if param.grad is None:
             raise RuntimeError(
-                f"DistributedDataParallel: the gradient of {self._name(param)} has layout "
-                f"{grad.layout}; only dense ones are reduced. Make the layer with sparse=False."
+                f"DistributedDataParallel: another hook has taken the gradient of "
+                f"{self._name(param)} before it was reduced (an optimizer that steps in the "
+                "backward pass?). Take gradients after the backward pass."
             )
-        index = self._index[id(param)]
         one.arrived.append(index)
         if not one.missing:
             return
         assert self.buckets is not None
-        bucket = self._bucket_of[index]
-        if bucket < len(one.started):
+        number, next_ = self._bucket_of[index], len(one.started)
+        if number < next_:
             raise RuntimeError(
-                f"DistributedDataParallel: {self._name(param)} got a gradient again in this "
-                "backward pass after it was reduced (reentrant checkpointing of a shared "
+                f"DistributedDataParallel: {self._name(param)} got a gradient again "
+                "in this backward pass after it was reduced (reentrant checkpointing of a shared "
                 "parameter?). Use delay_allreduce=True, or checkpoint with use_reentrant=False."
             )
-        one.missing[bucket].discard(index)
-        while len(one.started) < len(self.buckets) and not one.missing[len(one.started)]:
-            one.started.append(self._start(self.buckets[len(one.started)]))
+        one.missing[number].discard(index)
+        while next_ < len(self.buckets) and not one.missing[next_]:
+            one.started.append(self._start(next_))
+            next_ += 1
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -237,14 +231,30 @@ class Reduction:
         if self.buckets is None:
             self.learn(one.arrived)
         assert self.buckets is not None
-        for bucket in self.buckets[len(one.started) :]:
-            one.started.append(self._start(bucket))
+        for number in range(len(one.started), len(self.buckets)):
+            one.started.append(self._start(number))
         self.retained = []
-        for started in one.started:
-            if started is not None:
-                self._end(started)
+        for bucket in one.started:
+            if bucket is not None:
+                self._end(bucket)
         broadcast(list(self.module.buffers()), self.group)
+        if not self.starts_equal:
+            self._check_equal()
         self._pass = None
+
+    def _check_equal(self) -> None:
+        """Compare the bits of parameters over ranks, once, where no training forward was first."""
+        self.starts_equal = True
+        sums = [param.detach().reshape(-1).view(torch.uint8).sum() for param in self._params]
+        mine = torch.stack([one.to(self.device()) for one in sums])
+        every = [torch.empty_like(mine) for _ in range(self.world)]
+        torch.distributed.all_gather(every, mine, group=self.group)
+        if any(not torch.equal(one, every[0]) for one in every):
+            raise RuntimeError(
+                "DistributedDataParallel: parameters differ between ranks. Load a checkpoint on "
+                "all ranks, or before wrapping; what rank 0 alone loads later is sent with the "
+                "first forward in train(), and there was none."
+            )
 
     # -- buckets -------------------------------------------------------------------------------
 
@@ -276,22 +286,32 @@ class Reduction:
                 sizes[kind] = 0
         self.buckets = [*full, *growing.values()]
         self._bucket_of = {i: number for number, b in enumerate(self.buckets) for i in b}
+        self._made = {}
 
-    def _start(self, bucket: list[int]) -> _Started | None:
-        params = [self._params[index] for index in bucket if self._is_mine(index)]
+    @torch.no_grad()
+    def _start(self, number: int) -> Bucket | None:
+        """Send the gradients of a bucket on their way."""
+        assert self.buckets is not None
+        params = [self._params[index] for index in self.buckets[number] if self._is_mine(index)]
         if not params:
             return None
-        grads = [param.grad for param in params]
-        flags = params[0].new_ones(len(params))
-        parts = []
-        for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            if grad is None:
-                flags[place].zero_()
-            parts.append(torch.zeros_like(param) if grad is None else grad.to(param.dtype))
-        flat = flatten([*parts, flags])
-        if self.options.always_fp32 and flat.dtype in _NARROW:
-            flat = flat.float()
-        return _Started(params, grads, flat, self.start(flat, len(params)))
+        for param in params:
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"DistributedDataParallel: the gradient of {self._name(param)} has layout "
+                    f"{param.grad.layout}; only dense ones are reduced. Make the layer with "
+                    "sparse=False."
+                )
+        bucket = self._made.get(number)
+        if bucket is None or [*map(id, bucket.params)] != [*map(id, params)]:
+            dtype = params[0].dtype
+            wide = self.options.always_fp32 and dtype in _NARROW
+            bucket = Bucket(params, torch.float32 if wide else dtype)
+            if not self.options.retain:  # gradients become views of its memory
+                self._made[number] = bucket
+        bucket.fill()
+        bucket.work = self.start(bucket.flat, len(params))
+        return bucket
 
     def start(self, flat: torch.Tensor, flags: int = 0) -> Any:
         """Begin to sum ``flat`` over ranks; its last ``flags`` numbers are not divided before."""
@@ -309,37 +329,26 @@ class Reduction:
             values.mul_(self.options.predivide / self.world)
         return values
 
-    def _end(self, started: _Started) -> None:
+    def _end(self, bucket: Bucket) -> None:
         """Write the reduced gradients of a bucket back."""
-        params, flat = started.params, started.flat
-        values = self.end(started.work, flat, len(params)).to(params[0].dtype)
-        views = unflatten(values, params)
+        self.end(bucket.work, bucket.flat, len(bucket.params))
+        bucket.work = None
+        bucket.write_back()
         if self.options.retain:
+            values = bucket.values.to(bucket.params[0].dtype)
             self.retained.append(values)
-        absent = any(grad is None for grad in started.grads)
-        used = flat[-len(params) :].tolist() if absent else [1.0] * len(params)
-        old, new = [], []
-        for param, grad, view, count in zip(params, started.grads, views, used, strict=True):
-            if not count:
-                continue
-            if self.options.retain:
-                param.grad = view
-            elif grad is None:
-                param.grad = torch.empty_like(param).copy_(view)
-            else:
-                old.append(grad)
-                new.append(view)
-        if old:
-            torch._foreach_copy_(old, new)
+            for param, view in zip(bucket.params, unflatten(values, bucket.params), strict=True):
+                param.grad = None if param.grad is None else view
         if not self.options.average:
-            for param in params:
+            for param in bucket.params:
                 if param.grad is not None:
                     self._sums[id(param)] = weakref.ref(param.grad), param.grad._version
 
-    def _check_sum(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+    def _check_sum(self, param: torch.nn.Parameter) -> None:
         """Raise where a gradient was added to a sum over ranks, which would be summed again."""
         sum_, version = self._sums.pop(id(param), (lambda: None, 0))
-        if sum_() is grad and grad._version == version + 1:
+        grad = param.grad
+        if grad is not None and sum_() is grad and grad._version == version + 1:
             raise RuntimeError(
                 "DistributedDataParallel: gradient_average=False, and a backward pass has added to "
                 f"the gradient of {self._name(param)}, which is a sum over ranks already. "
@@ -355,9 +364,9 @@ class Reduction:
             return tensor.device
         return torch.device("cpu")
 
-    def indices(self, params: Sequence[torch.nn.Parameter]) -> list[int | None]:
-        """The index of each parameter, ``None`` for one of another module."""
-        return [self._index.get(id(param)) for param in params]
+    def index_of(self, param: torch.nn.Parameter) -> int:
+        """The index of a parameter of the module."""
+        return next(index for index, one in enumerate(self._params) if one is param)
 
     def _name(self, param: torch.Tensor) -> str:
         names = (name for name, one in self.module.named_parameters() if one is param)

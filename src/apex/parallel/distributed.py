@@ -159,7 +159,6 @@ class DistributedDataParallel(torch.nn.Module):
         self.require_backward_grad_sync = True
         self._ranks_agree()
         self._reduction = Reduction(module, self.process_group, self._options)
-        self._starts_equal = False
         self._broadcast()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -181,10 +180,10 @@ class DistributedDataParallel(torch.nn.Module):
     def _before_forward(self) -> None:
         self._reduction.enabled = self.require_backward_grad_sync
         self._reduction.refresh()
-        if self.training and not self._starts_equal:
+        if self.training and not self._reduction.starts_equal:
             self._broadcast()
             share_state(list(self.module.parameters()), self.process_group)
-            self._starts_equal = True
+            self._reduction.starts_equal = True
 
     @_disable_dynamo
     def _watch(self, output: Any) -> None:
@@ -282,7 +281,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def comm_ready_buckets(self, param: torch.nn.Parameter) -> None:
         """Note that the gradient of ``param`` is complete; called by its hook."""
-        self._reduction.ready(param)
+        self._reduction.ready(self._reduction.index_of(param))
 
     def sync_bucket_structure(self) -> None:
         """Make buckets in the reverse order of parameters; all ranks have to call it."""

@@ -1,0 +1,158 @@
+"""What a data-parallel step costs, against torch's wrapper with mixed precision by hand.
+
+Two processes on this machine, gloo. Ours is ``apex.amp`` at a level and
+``apex.parallel.DistributedDataParallel``; theirs is ``torch.nn.parallel.DistributedDataParallel``
+with ``torch.autocast`` and torch's scaler (O1, O4), with float32 masters written by hand (O2, O5),
+in 16 bits (O3) or plain (O0). Both train the same model in the same processes, step by step in
+turn; the ratio is the median of the ratios of neighbouring steps, on rank 0.
+
+    python benchmarks/parallel.py [--levels O0 O2 ...] [--models convnet many mlp] [--steps 60]
+
+Models: ``convnet`` is the tutorial's (two convolutions, batch of 100 28x28 images), ``many`` has
+300 tensors of 16x16, ``mlp`` four layers of 1024x1024.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+
+from apex import amp, parallel
+
+RANKS = 2
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+HALF = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O0": torch.float32}
+
+
+def convnet() -> tuple[nn.Module, torch.Tensor]:
+    """Return the tutorial's network and a batch."""
+
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        norm = nn.BatchNorm2d(outputs)
+        return [nn.Conv2d(inputs, outputs, 5, padding=2), norm, nn.ReLU(), nn.MaxPool2d(2)]
+
+    layers = [*block(1, 16), *block(16, 32), nn.Flatten(), nn.Linear(7 * 7 * 32, 10)]
+    return nn.Sequential(*layers), torch.randn(100, 1, 28, 28)
+
+
+def many() -> tuple[nn.Module, torch.Tensor]:
+    """Return 150 small layers and a batch."""
+    layers = [layer for _ in range(150) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    return nn.Sequential(*layers), torch.randn(8, 16)
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    """Return four wide layers and a batch."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    return nn.Sequential(*layers), torch.randn(32, 1024)
+
+
+MODELS = {"convnet": convnet, "many": many, "mlp": mlp}
+
+
+def ours(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
+    """Return a step written with apex."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    wrapper = parallel.DistributedDataParallel(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = wrapper(x).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def by_hand(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
+    """Return a step written with torch's wrapper."""
+    dtype = HALF.get(level, torch.bfloat16)
+    stepped = weights = list(model.parameters())
+    if level in ("O2", "O5"):
+        stepped = [p.detach().clone().requires_grad_() for p in weights]
+    if level in ("O2", "O3", "O5"):
+        model.to(dtype)
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d) and level != "O3":
+                module.float()
+        x = x.to(dtype)
+    optimizer = torch.optim.SGD(stepped, lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", enabled=level in ("O1", "O2"))
+    wrapper = nn.parallel.DistributedDataParallel(model)
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=level in ("O1", "O4")):
+            loss = wrapper(x).float().square().mean()
+        scaler.scale(loss).backward()
+        if stepped is not weights:
+            for weight, master in zip(weights, stepped, strict=True):
+                master.grad = weight.grad.float()
+        scaler.step(optimizer)
+        scaler.update()
+        if stepped is not weights:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, stepped)
+
+    return step
+
+
+def milliseconds(step, casts: bool) -> float:  # noqa: ANN001
+    """Time one step, with the thread's casts as its side has them."""
+    torch.set_autocast_enabled("cpu", casts)
+    dist.barrier()
+    begin = time.perf_counter()
+    step()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def work(rank: int, store: str, options: argparse.Namespace) -> None:
+    """Time every model and level; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    for name in options.models:
+        for level in options.levels:
+            torch.manual_seed(0)
+            left = ours(level, *MODELS[name]())
+            casts = torch.is_autocast_enabled("cpu")
+            torch.set_autocast_enabled("cpu", False)
+            right = by_hand(level, *MODELS[name]())
+            rows = [
+                (milliseconds(left, casts), milliseconds(right, False))
+                for _ in range(options.steps + 5)
+            ][5:]
+            mine, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
+            ratio = statistics.median(a / b for a, b in rows)
+            if rank == 0:
+                print(
+                    f"{name:8} {level}  apex {mine:7.2f} ms  torch {theirs:7.2f} ms  "
+                    f"ratio {ratio:.3f}",
+                    flush=True,
+                )
+            amp.reset()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the processes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=60)
+    with tempfile.TemporaryDirectory() as folder:
+        options = parser.parse_args()
+        torch.multiprocessing.spawn(
+            work, args=(os.path.join(folder, "store"), options), nprocs=RANKS
+        )
+
+
+if __name__ == "__main__":
+    main()
