@@ -101,6 +101,12 @@ def test_half_rounds_once(own):
     assert dshift.data_ptr() != sum_dy.data_ptr()  # the sums are then added up in place
 
 
+def test_relu_has_gradient_0_at_0():
+    x, zero, one = torch.tensor([[-1.0], [0.0], [2.0]]), torch.zeros(1), torch.ones(1)
+    found = syncbn.relu_bw_c_last(torch.ones(3, 1), x, None, zero, one, one, zero)
+    assert found.tolist() == [[0.0], [0.0], [1.0]]
+
+
 def test_a_process_without_elements():
     mean, variance = syncbn.welford_mean_var(torch.ones(0, 3, 2))
     assert mean.tolist() == variance.tolist() == [0, 0, 0]

@@ -143,10 +143,10 @@ def test_processes_together(place, shape, dtype, strided):
 
 
 def test_constant_channels(place):
-    """The variance is 0, and so it stays through the kernels' reciprocal of its root."""
+    """The variance is 0, or next to it after the kernels' reciprocal of its root."""
     mean, variance = batch_norm.moments(place(torch.full((4, 3, 5), 7.5)))
     assert torch.equal(mean.cpu(), torch.full((3,), 7.5))
-    assert (variance.cpu() <= torch.finfo(torch.float32).tiny).all()
+    assert ((variance.cpu() >= 0) & (variance.cpu() <= 2 * batch_norm._TINY)).all()
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 3e38])

@@ -216,13 +216,16 @@ def _losses(level, rank, synced):
 
 
 def compiled(rank):
-    """Output and gradient of a compiled model, and of the same model as it is."""
-    layer, found = SyncBatchNorm(3), []
-    model = nn.Sequential(nn.ReLU(), layer, nn.Tanh())
-    for run in (torch.compile(model, backend="eager"), model):
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    """Output, gradients and buffers of a compiled model, and of the same model as it is."""
+    found = []
+    for compiles in (True, False):
+        model = nn.Sequential(nn.ReLU(), SyncBatchNorm(3), nn.Tanh())
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(4 + rank, 3, generator=generator).requires_grad_()
         y = run(x)
         y.square().sum().backward()
-        found.append((y.detach(), x.grad))
+        tensors = (y, x.grad, *(p.grad for p in model.parameters()), *model.buffers())
+        found.append([tensor.detach() for tensor in tensors])
     torch.compiler.reset()
     return found

@@ -57,6 +57,7 @@ CASES = [
     Case("grad_of_weights_alone", input_grad=(False, False)),
     Case("frozen", frozen=True),
     Case("frozen_grad_on_one", frozen=True, input_grad=(True, False)),
+    Case("no_grad_needed", frozen=True, input_grad=(False, False)),
     Case("not_affine_grad_on_one", options=(("affine", False),), input_grad=(False, True)),
 ]
 MIXED = [(FLOAT, FLOAT), (HALF, FLOAT), (BFLOAT, FLOAT), (HALF, HALF), (BFLOAT, BFLOAT)]
@@ -103,7 +104,7 @@ def test_two_processes_in_float64(pair, case):
         elif found is not None and found.numel():
             assert found.dtype == torch.float64
             assert_close_to_largest(found, exact[name], TORCH_IN_FLOAT64)
-    if case.frozen or "not_affine" in case.name:
+    if case.frozen or dict(case.options).get("affine") is False:
         requires = [requires for _, requires, _ in answers]
         assert requires == [any(case.input_grad)] * 2  # else a rank would wait in the backward
     if "memory_format" in case.name:
@@ -195,7 +196,9 @@ def test_training_with_amp(pair, level, dtype):
 
 @pytest.mark.dist
 def test_compiled_in_two_processes(pair):
+    """In one graph, whose collectives are torch.compile's own."""
     for compiled, eager in pair.run(ranks.compiled):
+        assert len(compiled) == len(eager) == 7
         for one, other in zip(compiled, eager, strict=True):
             assert torch.equal(one, other)
 

@@ -19,7 +19,7 @@ from apex.ops._dtypes import Optional, to_dtype, wide
 
 Tensor = torch.Tensor
 
-_TINY = torch.finfo(torch.float32).tiny  # eps of variances that are wanted without one
+_TINY = torch.finfo(torch.float32).tiny  # nothing beside a variance, and rsqrt stays finite
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
         return zeros[0], zeros[1]
     if x.is_cuda:
         mean, rstd = torch.batch_norm_stats(_dense(x), _TINY)
-        return mean, rstd.reciprocal().square().sub(_TINY).clamp(min=0)
+        return mean, rstd.reciprocal().square()
     variance, mean = torch.var_mean(x.to(wide(x)), _all_but_channels(x), correction=0)
     return mean, variance
 

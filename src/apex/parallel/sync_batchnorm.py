@@ -20,7 +20,6 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex.ops import _runtime
 from apex.ops._check import ArgumentError
 from apex.ops._dtypes import NARROW
 from apex.ops.batch_norm import gradient_sums, input_gradient, merge, moments, normalize
@@ -119,11 +118,7 @@ class SyncBatchNorm(_BatchNorm):
             self._check(input, z)
         x = input.flatten(0, -2) if self.channel_last else input
         group = self._group_to_wait_for()
-        if group is None:
-            y: Tensor = super().forward(x)
-        else:  # not_compiled imports the compiler when it is called: 1.5 s
-            synced = self._uncompiled if torch.compiler.is_compiling() else self._synced
-            y = synced(x, group)
+        y: Tensor = super().forward(x) if group is None else self._synced(x, group)
         if self.channel_last:
             y = y.reshape(input.shape)
         if z is not None:
@@ -173,10 +168,6 @@ class SyncBatchNorm(_BatchNorm):
                 "a group that it is in, such as create_syncbn_process_group(group_size) returns."
             )
         return group if size > 1 else None
-
-    @_runtime.not_compiled
-    def _uncompiled(self, x: Tensor, group: ProcessGroup) -> Tensor:
-        return self._synced(x, group)
 
     def _synced(self, x: Tensor, group: ProcessGroup) -> Tensor:
         own = [t for t in (x, self.weight, self.bias) if t is not None]
