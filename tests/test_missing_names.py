@@ -92,7 +92,7 @@ def test_what_is_inside_a_missing_package(statement):
 
 
 def test_among_others_that_exist():
-    assert "SyncBatchNorm is not" in str(error_of("from apex.parallel import LARC, SyncBatchNorm"))
+    assert "MLP is not" in str(error_of("from apex.mlp import swiglu, MLP"))
     assert "sparsity is not" in str(error_of("from apex.contrib import xentropy, sparsity"))
 
 

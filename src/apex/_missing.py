@@ -60,12 +60,7 @@ NOT_YET = {
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
     "apex.optimizers.FP16_Optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
     "apex.optimizers.fp16_optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
-    "apex.parallel.SyncBatchNorm": "torch.nn.SyncBatchNorm",
-    "apex.parallel.convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-    "apex.parallel.create_syncbn_process_group": "torch.distributed.new_subgroups(group_size)",
     "apex.parallel.multiproc": "torchrun",
-    "apex.parallel.optimized_sync_batchnorm": "torch.nn.SyncBatchNorm",
-    "apex.parallel.sync_batchnorm": "torch.nn.SyncBatchNorm",
 }
 
 OUT_OF_SCOPE = {

@@ -5,10 +5,20 @@ from typing import Any
 import torch
 
 from apex._missing import explain_attributes
+from apex.parallel.convert_syncbn import convert_syncbn_model, create_syncbn_process_group
 from apex.parallel.distributed import DistributedDataParallel, Reducer
 from apex.parallel.LARC import LARC
+from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
 
-__all__ = ["LARC", "DistributedDataParallel", "ReduceOp", "Reducer"]
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "ReduceOp",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)  # None: a torch without distributed
 

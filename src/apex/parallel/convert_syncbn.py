@@ -1,0 +1,114 @@
+"""Put ``SyncBatchNorm`` into a model, and make the process groups for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from apex.parallel.sync_batchnorm import SyncBatchNorm
+
+if TYPE_CHECKING:  # a torch without torch.distributed imports this file too
+    from torch.distributed import ProcessGroup
+
+__all__ = ["convert_syncbn_model", "create_syncbn_process_group"]
+
+
+def convert_syncbn_model(
+    module: torch.nn.Module,
+    process_group: ProcessGroup | None = None,
+    channel_last: bool = False,
+) -> torch.nn.Module:
+    """Replace every batch norm of a model by :class:`SyncBatchNorm`, in place.
+
+    Of the layers remain the Parameters and buffers themselves, so that optimizers made before still
+    step them; training mode, ``requires_grad``, hooks and other attributes. A layer that is used at
+    two places stays one. Subclasses of torch's batch norms and ``torch.nn.SyncBatchNorm`` are
+    replaced too; instance norms are not.
+
+    Args:
+        module: The model, or a layer.
+        process_group: As in :class:`SyncBatchNorm`.
+        channel_last: As in :class:`SyncBatchNorm`, for all layers.
+
+    Returns:
+        ``module``; a new one if it is itself a batch norm.
+
+    Raises:
+        ValueError: A lazy batch norm does not know its number of channels yet.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+        >>> model = convert_syncbn_model(model)
+        >>> type(model[1])
+        <class 'apex.parallel.sync_batchnorm.SyncBatchNorm'>
+    """
+    found: dict[torch.nn.Module, torch.nn.Module] = {}
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+                raise ValueError(
+                    f"convert_syncbn_model: {layer} does not know its number of channels yet. Run "
+                    "the model on a batch first."
+                )
+            found[layer] = _converted(layer, process_group, channel_last)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child in found:
+                parent._modules[name] = found[child]
+    return found.get(module, module)
+
+
+def _converted(
+    layer: _BatchNorm, process_group: ProcessGroup | None, channel_last: bool
+) -> SyncBatchNorm:
+    new = layer
+    if not isinstance(new, SyncBatchNorm):
+        new = SyncBatchNorm.__new__(SyncBatchNorm)
+        of_old_class = ("forward", "_compiled_call_impl")  # set on an object they would be called
+        vars(new).update({k: v for k, v in vars(layer).items() if k not in of_old_class})
+        new.fuse_relu = False
+    new.process_group = process_group
+    new.channel_last = channel_last
+    return new
+
+
+def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
+    """Divide all processes into groups of consecutive ranks, and return the group of this one.
+
+    All processes must call it, with the same size.
+
+    Args:
+        group_size: Processes of a group; 0 for all.
+
+    Returns:
+        For the ``process_group`` of :class:`SyncBatchNorm`: a group, or None for all processes.
+
+    Raises:
+        ValueError: The number of processes is no multiple of ``group_size``.
+        RuntimeError: ``torch.distributed`` is not initialized.
+
+    Example:
+        >>> group = create_syncbn_process_group(0)
+        >>> layer = SyncBatchNorm(4, process_group=group)
+    """
+    if group_size == 0:
+        return None
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise RuntimeError(
+            f"create_syncbn_process_group({group_size}): torch.distributed is not initialized. "
+            "Call torch.distributed.init_process_group first."
+        )
+    world = torch.distributed.get_world_size()
+    if group_size < 0 or world % group_size:
+        raise ValueError(
+            f"create_syncbn_process_group({group_size}): there are {world} processes. Pass a "
+            "divisor of their number, or 0 for one group of all."
+        )
+    starts = range(0, world, group_size)
+    groups: list[ProcessGroup] = [
+        torch.distributed.new_group(list(range(start, start + group_size))) for start in starts
+    ]
+    return groups[torch.distributed.get_rank() // group_size]

@@ -1,0 +1,261 @@
+"""Batch norm whose statistics are those of the batches of all processes together.
+
+Each process sends the mean, the variance and the number of its elements (one ``all_gather`` in the
+forward) and two sums of its gradients (one ``all_reduce`` in the backward). Statistics are merged
+with these numbers, so that batches may have different sizes, or be empty. The computation is
+:mod:`apex.ops.batch_norm`, the communication :mod:`torch.distributed`; both are the same on every
+device and back end.
+
+``torch.nn.SyncBatchNorm`` is not the base class: it refuses CPU tensors, torch's
+DistributedDataParallel refuses CPU models that contain it, and its backward hangs if the inputs of
+only some processes need gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from apex.ops._check import ArgumentError
+from apex.ops._dtypes import NARROW
+from apex.ops.batch_norm import gradient_sums, input_gradient, merge, moments, normalize
+
+if TYPE_CHECKING:  # a torch without torch.distributed imports this file too
+    from torch.distributed import ProcessGroup
+
+__all__ = ["SyncBatchNorm"]
+
+Tensor = torch.Tensor
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over the batches of all processes of a group.
+
+    In training mode, with ``torch.distributed`` initialized and at least two processes in the
+    group, statistics are those of all their elements. All processes of the group must then call the
+    layer equally often and in the same order, each with any number of elements, 0 included; so too
+    under ``torch.no_grad``. Everywhere else this is torch's batch norm of the process's own batch;
+    ``eval()`` never communicates.
+
+    Parameters, buffers and state dict are those of ``torch.nn.BatchNorm2d``. As in torch, weights
+    and buffers have the input's dtype, or are float32 beside a 16-bit input; statistics are float32
+    for 16 bits; and each process has the weight gradients of its own elements, which
+    DistributedDataParallel averages.
+
+    Args:
+        num_features: Number of channels.
+        eps: Added to the variance.
+        momentum: Weight of the new statistics in the running ones; None for the mean of all.
+        affine: Whether there are a weight and a bias.
+        track_running_stats: Whether there are running statistics. Without, ``eval()`` takes those
+            of the process's own batch.
+        process_group: Of the processes; None for all.
+        channel_last: Channels are the last dimension instead of the second. The memory format
+            ``torch.channels_last`` is another thing and needs no flag.
+        fuse_relu: Apply ReLU to the result.
+
+    Example:
+        >>> layer = SyncBatchNorm(4, channel_last=True, fuse_relu=True)
+        >>> layer(torch.randn(2, 8, 8, 4)).shape
+        torch.Size([2, 8, 8, 4])
+    """
+
+    #: Whether the original had warned, once a process, that it ran without its CUDA extension.
+    warned: ClassVar[bool] = False
+    #: Why the original could not import its CUDA extension; nothing is missing here.
+    syncbn_import_error: ClassVar[ImportError | None] = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroup | None = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+
+    def _specify_process_group(self, process_group: ProcessGroup | None) -> None:
+        self.process_group = process_group
+
+    def _specify_channel_last(self, channel_last: bool) -> None:
+        self.channel_last = channel_last
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        memo[id(self.process_group)] = self.process_group  # shared: a process group has no copies
+        new = memo[id(self)] = self.__new__(type(self))
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalize; then add ``z``, if there is one, and apply ReLU, if ``fuse_relu``.
+
+        Args:
+            input: ``(N, C, *)``; ``(N, *, C)`` with ``channel_last``. Floating.
+            z: Of the shape of the input.
+
+        Returns:
+            Of the shape and dtype of the input.
+
+        Raises:
+            ArgumentError: Shapes or dtypes do not fit together; a ``RuntimeError``, as in torch,
+                and a ``ValueError``.
+            ValueError: There is one element for each channel in all processes together, or the
+                process is not in the group.
+        """
+        self._check_input_dim(input)
+        if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            self._check(input, z)
+        x = input.flatten(0, -2) if self.channel_last else input
+        group = self._group_to_wait_for()
+        y: Tensor = super().forward(x) if group is None else self._synced(x, group)
+        if self.channel_last:
+            y = y.reshape(input.shape)
+        if z is not None:
+            y = (y + z).to(input.dtype)
+        return y.relu() if self.fuse_relu else y
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ArgumentError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def _check(self, input: Tensor, z: Tensor | None) -> None:
+        channels = input.shape[-1 if self.channel_last else 1]
+        if channels != self.num_features:
+            raise ArgumentError(
+                f"SyncBatchNorm: the input has shape {list(input.shape)}, {channels} channels with "
+                f"channel_last={self.channel_last}. Pass {self.num_features}: num_features."
+            )
+        if z is not None and z.shape != input.shape:
+            raise ArgumentError(
+                f"SyncBatchNorm: z has shape {list(z.shape)}. Pass that of the input, "
+                f"{list(input.shape)}."
+            )
+        tensors = (self.weight, self.bias, self.running_mean, self.running_var)
+        own = {tensor.dtype for tensor in tensors if tensor is not None}
+        allowed = ({input.dtype}, {torch.float32 if input.dtype in NARROW else input.dtype})
+        if not input.is_floating_point() or (own and own not in allowed):
+            found = " and ".join(sorted(map(str, own))) or "none"
+            raise ArgumentError(
+                f"SyncBatchNorm: the input is {input.dtype}, and weights and buffers are {found}. "
+                "Allowed are a floating input, and weights and buffers of its dtype, or all "
+                "float32 beside a 16-bit input. Cast one of them."
+            )
+
+    def _group_to_wait_for(self) -> ProcessGroup | None:
+        """The group whose processes compute their statistics together; None if there is none."""
+        if not (
+            self.training
+            and torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+        ):
+            return None
+        group = torch.distributed.group.WORLD if self.process_group is None else self.process_group
+        size = torch.distributed.get_world_size(group)
+        if size < 1:
+            raise ValueError(
+                f"SyncBatchNorm: rank {torch.distributed.get_rank()} is not in process_group. Pass "
+                "a group that it is in, such as create_syncbn_process_group(group_size) returns."
+            )
+        return group if size > 1 else None
+
+    def _synced(self, x: Tensor, group: ProcessGroup) -> Tensor:
+        own = [t for t in (x, self.weight, self.bias) if t is not None]
+        recorded = torch.is_grad_enabled()
+        wanted = recorded and any(tensor.requires_grad for tensor in own)
+        mean, variance, total, wanted_anywhere = _gather(x, wanted, group)
+        # Only where there is at most one element here, because to read a total waits for a GPU.
+        if _count(x) <= 1 and total.item() == 1:
+            raise ValueError(
+                "SyncBatchNorm: Expected more than 1 value per channel when training, got input "
+                f"size {list(x.shape)}, and 1 value in all processes together. Pass more values."
+            )
+        self._track(mean, variance, total)
+        if recorded and not wanted and wanted_anywhere.any():
+            x = x.detach().requires_grad_()  # so that the backward of this process runs as well
+        rstd = (variance + self.eps).rsqrt()
+        y: Tensor = _Normalize.apply(x, self.weight, self.bias, mean, rstd, total, group)  # type: ignore[no-untyped-call]
+        return y
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+        """Count the batch, and update the running statistics unless there was no element at all."""
+        if not self.track_running_stats or self.running_mean is None:
+            return
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        factor = (total > 0).to(mean.dtype)
+        factor *= 1 / self.num_batches_tracked.to(mean) if self.momentum is None else self.momentum
+        unbiased = variance * (total / (total - 1).clamp(min=1))
+        for buffer, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            buffer.copy_(buffer.to(mean.dtype).lerp(new, factor))
+
+
+def _count(x: Tensor) -> int:
+    """How many elements a channel has."""
+    return x.shape[0] * x.shape[2:].numel()
+
+
+@torch.no_grad()
+def _gather(x: Tensor, wanted: bool, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Statistics of all processes: mean, biased variance, count; and who wants a gradient."""
+    mean, variance = moments(x)
+    numbers = (mean.new_full((1,), number) for number in (_count(x), wanted))
+    message = torch.cat([mean, variance, *numbers])
+    gathered = message.new_empty(torch.distributed.get_world_size(group), message.numel())
+    torch.distributed.all_gather(list(gathered.unbind()), message, group=group)
+    channels = mean.numel()
+    ends = (channels, 2 * channels, 2 * channels + 1)
+    means, variances, counts, wanted_by = gathered.tensor_split(ends, 1)
+    return *merge(means, variances, counts), wanted_by
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalization with given statistics, of which the backward knows that they depend on x.
+
+    Every process makes the one ``all_reduce`` of the backward, whether or not its own input needs a
+    gradient: that of another process may.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        rstd: Tensor,
+        total: Tensor,
+        group: ProcessGroup,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, mean, rstd, total)
+        ctx.group = group
+        return normalize(x, mean, rstd, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, rstd, total = ctx.saved_tensors
+        dbias, products = gradient_sums(dy, x, mean, rstd)
+        sums = torch.stack([dbias, products])
+        torch.distributed.all_reduce(sums, group=ctx.group)
+        needs = ctx.needs_input_grad
+        return (
+            input_gradient(dy, x, mean, rstd, weight, sums[0], sums[1], total)
+            if needs[0]
+            else None,
+            (products * rstd).to(weight.dtype) if needs[1] else None,
+            dbias.to(bias.dtype) if needs[2] else None,
+            *[None] * 4,
+        )
