@@ -93,6 +93,21 @@ def refuse_unfused(optimizers: Sequence[Any]) -> None:
             )
 
 
+def group_of_several(group: Any) -> Any:
+    """``process_group`` checked; ``None`` for a group of one rank, which has nobody to ask."""
+    if group is None:
+        return None
+    kind: Any = getattr(torch.distributed, "ProcessGroup", ())
+    if not isinstance(group, kind):
+        raise TypeError(
+            f"amp.initialize: process_group was {group!r}; it must be a "
+            "torch.distributed.ProcessGroup with this rank in it. Pass what "
+            "torch.distributed.new_group(ranks) has returned on these ranks (elsewhere it returns "
+            "-100: pass None there), or mesh.get_group(name) of a DeviceMesh."
+        )
+    return group if torch.distributed.get_world_size(group) > 1 else None
+
+
 def model_list(models: Any) -> list[torch.nn.Module]:
     """The models as a list, each checked."""
     listed = models if isinstance(models, list) else [models]
@@ -169,22 +184,25 @@ def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> N
             )
 
 
-def refuse_sharded(models: Sequence[torch.nn.Module], properties: Properties) -> None:
+def refuse_sharded(
+    models: Sequence[torch.nn.Module], properties: Properties, process_group: Any
+) -> None:
     """Refuse to cast FSDP2's modules and sharded parameters, which keep records of their dtype.
 
-    FSDP1 is refused with a dynamic scale too: each rank would see the overflows of its own shard.
+    FSDP1 is refused with a dynamic scale too, unless ranks agree: its shards are no DTensors.
     """
     # Whoever has such modules or parameters has imported what they are made of.
     module_ = sys.modules.get("torch.distributed.fsdp")
     first = getattr(module_, "FullyShardedDataParallel", ())
-    is_dynamic = properties.loss_scale == "dynamic"
-    if is_dynamic and any(isinstance(m, first) for model in models for m in model.modules()):
+    casts_model = properties.cast_model_type in HALF_TYPES
+    is_alone = properties.loss_scale == "dynamic" and (casts_model or process_group is None)
+    if is_alone and any(isinstance(m, first) for model in models for m in model.modules()):
         raise RuntimeError(
             f"amp.initialize: a model is a FullyShardedDataParallel, and at {properties.opt_level} "
             "the loss scale is dynamic: each rank would see the overflows of its own shard alone. "
-            "Use O4, or fully_shard (FSDP2) with O1."
+            "Use O4, or O1 with fully_shard (FSDP2) or process_group=torch.distributed.group.WORLD."
         )
-    if properties.cast_model_type not in HALF_TYPES:
+    if not casts_model:
         return
     fsdp = getattr(module_, "FSDPModule", ())
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
@@ -202,6 +220,16 @@ def refuse_sharded(models: Sequence[torch.nn.Module], properties: Properties) ->
         if found:
             raise RuntimeError(
                 f"amp.initialize: {found[0]}, and {properties.opt_level} casts parameters, which "
-                "sharding does not allow. Use O1 or O4, or give fully_shard torch's own "
-                "MixedPrecisionPolicy and leave amp.initialize out."
+                f"sharding does not allow. Use O1 or O4. {_fsdp_recipe(properties)}"
             )
+
+
+def _fsdp_recipe(properties: Properties) -> str:
+    """How FSDP2 trains in 16 bits with float32 masters: its shards are these masters."""
+    dtype = properties.cast_model_type
+    options = 'opt_level="O0"' + (', loss_scale="dynamic"' if dtype == torch.float16 else "")
+    return (
+        "Or let FSDP2 cast, whose shards are float32 masters: fully_shard(model, mp_policy="
+        f"MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)), then "
+        f"amp.initialize(model, optimizer, {options})."
+    )

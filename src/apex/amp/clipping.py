@@ -12,6 +12,7 @@ import torch
 
 from apex.amp._amp_state import master_params
 from apex.amp.optimizer import state_of
+from apex.ops.columns import OWN_MEMORY, local
 
 
 def _collected(optimizer: Any) -> list[torch.Tensor]:
@@ -27,6 +28,16 @@ def _collected(optimizer: Any) -> list[torch.Tensor]:
     return list(master_params(optimizer))
 
 
+def _placed_grads(params: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The gradients, placed as their DTensors; ``None`` where no tensor is one."""
+    if OWN_MEMORY.issuperset(map(type, params)):
+        return None
+    from apex.ops.placements import placed
+
+    both = [(param, param.grad) for param in params if param.grad is not None]
+    return [*placed("amp's clipping", [param for param, _ in both], [grad for _, grad in both])]
+
+
 def clip_grad_norm_(
     optimizer: Any,
     max_norm: float,
@@ -38,6 +49,9 @@ def clip_grad_norm_(
     Call it after the ``scale_loss`` block and before ``step``, at any level. With ``fused_step``
     it is the step that multiplies; ``amp.master_params`` shows clipped gradients all the same.
 
+    The norm of DTensors is that over all ranks of their meshes: call it on each of them. Beyond
+    that it is the norm of this rank's gradients, with a ``process_group`` too.
+
     Args:
         optimizer: An optimizer, initialised or not.
         max_norm: Largest total norm allowed.
@@ -46,7 +60,7 @@ def clip_grad_norm_(
             and amp skips the step.
 
     Returns:
-        The total norm before clipping, a 0-dim tensor.
+        The total norm before clipping, a 0-dim tensor and no DTensor.
 
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or a
@@ -59,8 +73,14 @@ def clip_grad_norm_(
         norm = state.clip_fused(max_norm, error_if_nonfinite=error_if_nonfinite)
     if norm is not None:
         return norm
+    params = _collected(optimizer)
+    grads = _placed_grads(params)
+    if grads is not None:
+        from apex.ops.clip import clip_
+
+        return clip_(grads, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
     return torch.nn.utils.clip_grad_norm_(
-        _collected(optimizer), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
     )
 
 
@@ -74,7 +94,14 @@ def clip_grad_value_(optimizer: Any, clip_value: float) -> None:
     Raises:
         RuntimeError: A ``scale_loss`` block of the optimizer is open.
     """
-    torch.nn.utils.clip_grad_value_(_collected(optimizer), clip_value)
+    params = _collected(optimizer)
+    grads = _placed_grads(params)
+    if grads is None:
+        torch.nn.utils.clip_grad_value_(params, clip_value)
+        return
+    with torch.no_grad():
+        for grad in map(local, grads):
+            grad.clamp_(-clip_value, clip_value)
 
 
 def stepped(optimizer: Any) -> bool:

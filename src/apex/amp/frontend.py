@@ -63,6 +63,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     hysteresis: int = 1,
     max_skipped_steps: int = 50,
     fused_step: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Any:
     """Prepare models and optimizers for mixed precision, in place.
 
@@ -95,6 +96,12 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             ``param.grad`` is scaled: clip with ``amp.clip_grad_norm_``, and read gradients through
             ``amp.master_params(optimizer)``. The step frees them. See
             :mod:`apex.amp.gradients.fused`.
+        process_group: For model parallelism: the ranks that hold parts of one model. An overflow
+            on one of them skips the step on all, and their scales stay equal; each ``step`` costs
+            an all-reduce of one number, for which a GPU does not wait. All of them have to enter
+            ``scale_loss``, and call ``step`` and ``zero_grad``, equally often and in the same
+            order, also where a rank has no gradients. ``None``: each rank decides for itself.
+            DTensors need no group: the ranks of their meshes decide together in any case.
 
     Returns:
         ``models`` when ``optimizers`` is ``None``, else ``(models, optimizers)``: the same
@@ -105,7 +112,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             not, a model is wrapped in torch's ``DistributedDataParallel`` or sharded by FSDP2 at
             a level that casts it, or this is called inside a ``torch.autocast`` block whose end
             would undo it. Nothing was changed.
-        TypeError: ``models`` or ``optimizers`` is of another type.
+        TypeError: ``models``, ``optimizers`` or ``process_group`` is of another type.
         ValueError: A number is out of range.
     """
     if not hasattr(verbosity, "__int__"):
@@ -140,7 +147,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         checks.refuse_unfused(optimizer_list)
     model_list = [checks.unwrapped(model, properties) for model in checks.model_list(models)]
     checks.check_dtypes(model_list, properties)
-    checks.refuse_sharded(model_list, properties)
+    checks.refuse_sharded(model_list, properties, process_group)
+    process_group = checks.group_of_several(process_group)
     scalers = [
         LossScaler(
             properties.loss_scale,
@@ -161,6 +169,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         verbosity=verbosity,
         max_skipped_steps=max_skipped_steps,
         fused_step=fused_step,
+        process_group=process_group,
     )
     newest = _build(training, model_list, optimizer_list, cast_model_outputs)
     # From here on nothing can fail.

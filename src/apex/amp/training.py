@@ -25,6 +25,7 @@ class Training:
         verbosity: Whether overflow lines are logged.
         max_skipped_steps: Skipped steps in a row after which a step raises.
         fused_step: Whether gradients stay scaled until the step.
+        process_group: Ranks that take or skip each step together; ``None`` for this one alone.
         sharing: ids of ledgers, by the id of a tensor that several of them step.
     """
 
@@ -36,12 +37,14 @@ class Training:
         verbosity: int,
         max_skipped_steps: int,
         fused_step: bool = False,
+        process_group: Any = None,
     ) -> None:
         self.properties = properties
         self.loss_scalers = loss_scalers
         self.verbosity = int(verbosity)
         self.max_skipped_steps = max_skipped_steps
         self.fused_step = fused_step
+        self.process_group = process_group
         self.sharing: dict[int, set[int]] = {}
         self._sets: set[frozenset[int]] = set()  # of ledgers that share a tensor
         self._models: list[tuple[weakref.ref[torch.nn.Module], Any]] = []

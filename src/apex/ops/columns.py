@@ -18,6 +18,8 @@ from apex.ops import _runtime
 Column = Sequence[torch.Tensor]
 Scalar = float | torch.Tensor
 
+OWN_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter))  # types of tensors that are no wrappers
+
 _DTYPE, _DEVICE, _IS_CPU = map(attrgetter, ("dtype", "device", "is_cpu"))
 
 
@@ -153,3 +155,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     part = to_local()
     whole: torch.Tensor = part.wait() if hasattr(part, "wait") else part
     return whole
+
+
+def local_parts(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors that hold the memory; see :func:`local`."""
+    if OWN_MEMORY.issuperset(map(type, tensors)):
+        return tensors
+    return [*map(local, tensors)]

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.columns import local
-
-_OWN_MEMORY = {torch.Tensor, torch.nn.Parameter}
+from apex.ops.columns import OWN_MEMORY, local
 
 
 def placed(
@@ -37,7 +35,7 @@ def placed(
     Raises:
         RuntimeError: Only one of the two is a DTensor, or they are on different meshes.
     """
-    if _OWN_MEMORY.issuperset(map(type, params)) and _OWN_MEMORY.issuperset(map(type, grads)):
+    if OWN_MEMORY.issuperset(map(type, params)) and OWN_MEMORY.issuperset(map(type, grads)):
         return grads
     pairs = [*zip(params, grads, strict=True)]
     for param, grad in pairs:  # all checks before anything changes

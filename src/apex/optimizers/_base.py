@@ -25,11 +25,11 @@ from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
 from apex.ops.clip import clipped
-from apex.ops.columns import Scalar
+from apex.ops.columns import Scalar, local_parts
 from apex.ops.placements import placed
 from apex.ops.storage import LostUpdates, StepOptions
 from apex.optimizers import _groups
-from apex.optimizers._buckets import Bucket, check_places, local_parts, split
+from apex.optimizers._buckets import Bucket, check_places, split
 from apex.optimizers._state import MASTERED, StatefulOptimizer
 
 _DTYPE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "layout", "grad"))

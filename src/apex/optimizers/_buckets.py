@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import local, of_one_kind
+from apex.ops.columns import of_one_kind
 
 _T = TypeVar("_T")
 _DTYPE, _DEVICE, _SHAPE = map(attrgetter, ("dtype", "device", "shape"))
 _GET_DEVICE = torch.Tensor.get_device
-_OWN_MEMORY = {torch.Tensor, torch.nn.Parameter}
 
 
 @dataclass
@@ -144,10 +143,3 @@ def _refuse(
             f"{param.device}. Move a model before making its optimizer; after giving a parameter "
             "other data, clear its gradient and its entry in optimizer.state."
         )
-
-
-def local_parts(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The tensors that hold the memory; see :func:`apex.ops.columns.local`."""
-    if _OWN_MEMORY.issuperset(map(type, tensors)):
-        return tensors
-    return [*map(local, tensors)]

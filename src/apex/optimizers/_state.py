@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 
 from apex.ops import _runtime
+from apex.ops.columns import local_parts
 from apex.ops.storage import PLAIN, STORAGES, Storage
 from apex.optimizers import _checkpoint, _groups
-from apex.optimizers._buckets import local_parts
 
 MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE = attrgetter("shape")

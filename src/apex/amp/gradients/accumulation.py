@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from apex.ops.columns import OWN_MEMORY
+
 Stash = dict[torch.Tensor, torch.Tensor]  # stashed gradients, by the tensor they belong to
 
 
@@ -38,6 +40,8 @@ def accumulate(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             tensor.grad = grad
         elif grad.is_sparse or now.is_sparse:
             tensor.grad = now + grad
+        elif not OWN_MEMORY.issuperset((type(now), type(grad))):
+            now.add_(grad)  # DTensors, of any meshes and placements
         else:
             into.append(now)
             new.append(grad)

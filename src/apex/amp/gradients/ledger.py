@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients import distributed
+from apex.amp.gradients import agreement
 from apex.amp.gradients.accumulation import Stash, accumulate, coalesced, unshared
 from apex.amp.gradients.forwards import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
@@ -65,7 +65,7 @@ class Pass:
         ledgers: Of the optimizers in the block.
         loss: Of the last pass, to tell whether it was finite.
         synchronised: Whether the last pass was outside of ``no_sync()``.
-        is_final: Whether nothing is reduced after the block.
+        is_final: Whether the flag is complete after the block, see ``overflow.check_again``.
         found_inf: float32, 0-dim, after unscaling; ``None`` for a static scale.
         counted: How many steps the scaler had counted when the gradients were unscaled: 0-dim.
         outcome: Whether one of the optimizers found inf or nan later, see ``overflow.check_again``.
@@ -139,9 +139,7 @@ class Pass:
         records = [record for ledger in self.ledgers for record in ledger.records]
         used = [record for record in records if not record.is_used] or records
         self.synchronised = not any(record.synchronises is False for record in used)
-        by_ddp = all(ledger.belongs_to_models for ledger in self.ledgers)
-        by_ddp = by_ddp and all(record.synchronises and record.reduces_all for record in records)
-        self.is_final = by_ddp or not distributed.several_ranks()
+        self.is_final = agreement.is_final(self.ledgers, records)
         for record in records:
             record.end_pass()
 
@@ -181,7 +179,7 @@ class Pass:
         for ledger in self.ledgers[0].training.sharers(self.ledgers):  # one may not step for long
             ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
         if self.is_final or not check:
-            self.scaler.finish_pass(found_inf, check=check)
+            self.scaler.finish_pass(agreement.agree_(found_inf, self.ledgers), check=check)
 
 
 class Ledger:
@@ -215,6 +213,7 @@ class Ledger:
         self.records: list[ForwardRecord] = []
         self.belongs_to_models = False
         self._has_stepped = False
+        self._had_grads = False  # whether the last pass left any
         self._unreduced = False  # whether passes under no_sync() were unscaled
         self._warned = False
 
@@ -237,12 +236,13 @@ class Ledger:
             return
         pairs = self.params.pairs
         pairs.drop_cleared()
-        if not (pairs.has_grads() or pairs.has_new()) and all(
+        cleared = not (pairs.has_grads() or pairs.has_new()) and all(
             weight.grad is None for weight in self.params.plain
-        ):
+        )
+        if cleared and agreement.may_forget(self, had_grads=self._had_grads):
             for one in self.passes:
-                if not one.is_final:  # no step will let the scale back off
-                    one.scaler.finish_pass(one.found_inf)
+                if not one.is_final and one.found_inf is not None:  # no step will let it back off
+                    one.scaler.finish_pass(agreement.agree_(one.found_inf, [self]))
             self.passes.clear()
 
     def _stash_gradients(self) -> None:
@@ -307,8 +307,8 @@ class Ledger:
             if sharing:
                 self.params.pairs.wait(sharing, self.stash)
             self.stash = {}
-        self.scaled = None
-        self.state = State.UNSCALED
+        self._had_grads = any(tensor.grad is not None for tensor in self.params.stepped)
+        self.scaled, self.state = None, State.UNSCALED
         return found_inf
 
     def clear_before_next_forward(self) -> None:

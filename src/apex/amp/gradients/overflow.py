@@ -18,8 +18,10 @@ import torch
 
 from apex.amp import _speech
 from apex.amp.gradients.accumulation import coalesced, stored_values
+from apex.amp.gradients.agreement import agree_
 from apex.amp.gradients.ledger import Ledger, Pass
 from apex.amp.gradients.unscaling import unscale_
+from apex.ops.columns import local
 
 
 def runs_behind(device: torch.device) -> bool:
@@ -195,8 +197,8 @@ def check_again(ledger: Ledger) -> None:
     With several ranks and no DistributedDataParallel around the forward, nothing says when a
     program reduces: an inf may have come from another rank since, or be in another optimizer's
     gradients on this rank alone. So that all ranks do the same, each optimizer goes by what is in
-    its own gradients now, and the scale backs off here and not in the passes: once for each scaler
-    and block.
+    its own gradients now, here and on the ranks that share its model, and the scale backs off here
+    and not in the passes: once for each scaler and block.
     """
     late = [one for one in ledger.passes if not one.is_final]
     if not late:
@@ -208,6 +210,7 @@ def check_again(ledger: Ledger) -> None:
     if not grads:  # cleared by the program
         found_inf = torch.stack([one.found_inf for one in late if one.found_inf is not None]).amax()
     assert found_inf is not None
+    agree_(found_inf, [ledger])
     for one in {one.scaler: one for one in late}.values():
         before = one.outcome  # of another optimizer of the block
         one.scaler.finish_pass(found_inf, before=before)
@@ -220,12 +223,13 @@ def check_again(ledger: Ledger) -> None:
 
 def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -> str:
     """The text of the error after too many skipped steps: who was not finite."""
-    name = "unknown"
+    where = "all gradients of this optimizer on this rank are finite"
     params = ledger.params
     for tensor, target in zip(params.stepped, params.targets, strict=True):
         grad = target.grad if tensor.grad is None else tensor.grad
-        if grad is not None and not bool(torch.isfinite(stored_values(grad)).all()):
+        if grad is not None and not bool(torch.isfinite(stored_values(local(grad))).all()):
             name = ledger.training.name_of(target)
+            where = f"the first non-finite gradient is that of parameter {name}"
             break
     cause = (
         "The loss itself was finite: gradients overflow even at this scale, or backward "
@@ -235,7 +239,7 @@ def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -
         "the learning rate and the forward."
     )
     return (
-        f"amp: {report.skipped} steps in a row were skipped because of non-finite gradients; the "
-        f"first non-finite gradient is that of parameter {name}; the loss scale is now "
-        f"{report.scale}. {cause} (initialize(max_skipped_steps=...) sets the limit.)"
+        f"amp: {report.skipped} steps in a row were skipped because of non-finite gradients; "
+        f"{where}; the loss scale is now {report.scale}. {cause} "
+        "(initialize(max_skipped_steps=...) sets the limit.)"
     )

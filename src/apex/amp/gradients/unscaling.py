@@ -8,6 +8,7 @@ import torch
 
 from apex.amp.gradients.masters import Pairs, Sharers
 from apex.ops import _runtime
+from apex.ops.columns import local_parts
 
 # apex.ops.unscale is imported where it is used: `import apex` costs a fifth less so.
 
@@ -34,8 +35,11 @@ _Kind = tuple[torch.device, torch.dtype, torch.layout]
 def _groups(grads: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Real dense tensors that share memory with ``grads``, in lists of one device and dtype.
 
-    That is what the foreach kernels want. Sparse gradients must be coalesced.
+    That is what the foreach kernels want. Sparse gradients must be coalesced. Of a DTensor it is
+    the part on this rank: torch's own kernel would reduce the flag as the first DTensor of a list
+    asks for, and refuse a list with other tensors.
     """
+    grads = local_parts(grads)
     kinds: list[_Kind] = [(grad.device, grad.dtype, grad.layout) for grad in grads]
     groups: dict[_Kind, list[torch.Tensor]] = {kind: [] for kind in set(kinds)}
     if len(groups) == 1:
@@ -57,8 +61,8 @@ def unscale_(grads: Sequence[torch.Tensor], scale: torch.Tensor | float) -> torc
         scale: A 0-dim float32 tensor, or a float, for which nothing is checked.
 
     Returns:
-        0-dim float32 tensor on ``scale``'s device, 1 if an element was inf or nan, else 0;
-        ``None`` when ``scale`` is a float.
+        0-dim float32 tensor on ``scale``'s device, 1 if an element on this rank was inf or nan,
+        else 0; ``None`` when ``scale`` is a float.
     """
     if not isinstance(scale, torch.Tensor):
         if scale != 1.0:
