@@ -19,7 +19,8 @@ from tests.amp import agreement_programs as programs
 from tests.amp import sharded_programs
 from tests.amp.agreement_programs import SCALE, Case
 from tests.amp.hand import same
-from tests.amp.ranks import Pair, PairError
+from tests.amp.ranks import Pair
+from tests.ranks import RankError
 from tests.amp.sharded_programs import BAD, Parallel, Sharded
 from tests.amp.test_fused_step import no_reads
 from tests.tolerance import PARALLEL, assert_close_to_largest
@@ -110,7 +111,7 @@ def test_a_dropped_batch_backs_off_on_all_ranks(pair):
 
 
 def test_a_batch_that_is_dropped_without_a_call_is_refused(pair):
-    with pytest.raises(PairError, match="(?s)rank 0.*zero_grad.. on every rank.*rank 1.*on every"):
+    with pytest.raises(RankError, match="(?s)rank 0.*zero_grad.. on every rank.*rank 1.*on every"):
         pair.run(programs.cleared_by_hand)
 
 
@@ -241,7 +242,7 @@ def test_fsdp1_with_a_dynamic_scale_needs_a_group(pair):
     assert pair.run(functools.partial(job, group="both", level="O1")) == [steps, steps]
     assert pair.run(functools.partial(job, group="none", level="O4")) == [[(True, 1.0)] * 3] * 2
     for group, level in (("none", "O1"), ("both", "O2")):
-        with pytest.raises(PairError, match="process_group=torch.distributed.group.WORLD"):
+        with pytest.raises(RankError, match="process_group=torch.distributed.group.WORLD"):
             pair.run(functools.partial(job, group=group, level=level))
 
 
