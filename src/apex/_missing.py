@@ -67,7 +67,6 @@ NOT_YET = {
     "apex.parallel.convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
     "apex.parallel.create_syncbn_process_group": "torch.distributed.new_subgroups(group_size)",
     "apex.parallel.distributed": "torch.nn.parallel.DistributedDataParallel",
-    "apex.parallel.multiproc": "torchrun",
     "apex.parallel.optimized_sync_batchnorm": "torch.nn.SyncBatchNorm",
     "apex.parallel.sync_batchnorm": "torch.nn.SyncBatchNorm",
 }
