@@ -27,7 +27,7 @@ def load(
         folder: Where the four files of MNIST are, as such or as ``.gz``; None: scikit-learn's.
         limit: Take only so many images to train on.
     """
-    images, labels, *test = _digits(limit or AT_LEAST) if folder is None else _mnist(Path(folder))
+    images, labels, *test = _digits() if folder is None else _mnist(Path(folder))
     return TensorDataset(images[:limit], labels[:limit]), TensorDataset(*test)
 
 
@@ -36,7 +36,7 @@ def _mnist(folder: Path) -> list[torch.Tensor]:
     return [_scaled(images), labels.long(), _scaled(test_images), test_labels.long()]
 
 
-def _digits(count: int) -> list[torch.Tensor]:
+def _digits() -> list[torch.Tensor]:
     """Split the 1,797 digits first; then make shifted copies of the training digits alone."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -44,14 +44,13 @@ def _digits(count: int) -> list[torch.Tensor]:
     pixels, labels = load_digits(return_X_y=True)
     parts = train_test_split(pixels / 16, labels, test_size=1 / 3, stratify=labels, random_state=0)
     train_x, test_x, train_y, test_y = (torch.tensor(part) for part in parts)
-    copies = -(-count // len(train_x))
+    places = (SIDE - DIGIT + 1) ** 2
+    order = torch.rand(len(train_x), places, generator=torch.Generator().manual_seed(0)).argsort(1)
+    copies = -(-AT_LEAST // len(train_x))  # each at a place of its own
     train_y, train_x = train_y.repeat(copies), _enlarged(train_x).repeat(copies, 1, 1, 1)
-    margin = SIDE - DIGIT
-    offsets = torch.randint(
-        margin + 1, (len(train_x), 2), generator=torch.Generator().manual_seed(0)
-    )
-    centered = torch.full((len(test_x), 2), margin // 2)
-    return [_placed(train_x, offsets), train_y, _placed(_enlarged(test_x), centered), test_y]
+    train_x = _placed(train_x, order[:, :copies].T.flatten())
+    test_x = _placed(_enlarged(test_x), torch.full((len(test_x),), places // 2))  # in the middle
+    return [train_x, train_y, test_x, test_y]
 
 
 def _enlarged(pixels: torch.Tensor) -> torch.Tensor:
@@ -59,10 +58,11 @@ def _enlarged(pixels: torch.Tensor) -> torch.Tensor:
     return F.interpolate(images, size=(DIGIT, DIGIT), mode="bilinear", align_corners=False)
 
 
-def _placed(digits: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Put each digit into an empty image, its top left corner at its offset."""
+def _placed(digits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Put each digit into an empty image, at a place from 0 (top left) to 80 (bottom right)."""
     images = torch.zeros(len(digits), 1, SIDE, SIDE)
-    for image, digit, (y, x) in zip(images, digits, offsets.tolist(), strict=True):
+    for image, digit, place in zip(images, digits, places.tolist(), strict=True):
+        y, x = divmod(place, SIDE - DIGIT + 1)
         image[:, y : y + DIGIT, x : x + DIGIT] = digit
     return images
 
