@@ -90,7 +90,8 @@ def start(train: Callable[[Process, argparse.Namespace], None], args: argparse.N
 
 def device_of(local_rank: int) -> torch.device:
     """Pick the GPU of a process, or the CPU where there are no GPUs."""
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    gpus = torch.cuda.device_count()  # 1 in each process where srun gives each a GPU of its own
+    return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
 
 
 def _check(args: argparse.Namespace, here: Environment, are_ranks: bool) -> None:
@@ -100,14 +101,15 @@ def _check(args: argparse.Namespace, here: Environment, are_ranks: bool) -> None
             f"{asked}: machines and GPUs are 1 or more, and the number of this machine is from 0 "
             "to the number of machines less 1"
         )
-    if not are_ranks and here.world_size not in (1, args.nodes):
+    if are_ranks:
+        return
+    if here.world_size not in (1, args.nodes):
         raise SystemExit(
             f"{asked}, but {here.launcher} started {here.world_size} processes: leave these "
             "options out"
         )
-    processes, gpus = here.local_world_size if are_ranks else args.gpus, torch.cuda.device_count()
-    if 0 < gpus < processes:
-        raise SystemExit(f"{processes} processes on this machine, which has {gpus} GPUs")
+    if 0 < torch.cuda.device_count() < args.gpus:
+        raise SystemExit(f"{asked}, but this machine has {torch.cuda.device_count()} GPUs")
 
 
 def _run(

@@ -35,8 +35,12 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     """Read the options and train."""
     args = common.parser(__doc__).parse_args()
-    if args.nodes * args.gpus * environment().world_size != 1:
-        raise SystemExit("mnist.py trains on one device; mnist-distributed.py on several")
+    processes = max(args.nodes * args.gpus, environment().world_size)
+    if processes != 1:
+        raise SystemExit(
+            f"{processes} processes are asked for, and mnist.py trains on one device: use "
+            "mnist-distributed.py"
+        )
     train(args)
 
 

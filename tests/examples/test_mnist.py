@@ -149,7 +149,7 @@ def test_who_starts_what(modules, monkeypatch, asked, variables, expected):
         (options(2, 2, 2), {}, 0, "-n 2 -g 2 -nr 2: machines and GPUs are 1 or more"),
         (options(1, 0), {}, 0, "-n 1 -g 0 -nr 0: machines"),
         (options(1, 4), srun(1, 1, 2, 2), 0, "-n 1 -g 4 -nr 0, but SLURM started 2 processes"),
-        (options(1, 4), {}, 2, "4 processes on this machine, which has 2 GPUs"),
+        (options(1, 4), {}, 2, "-n 1 -g 4 -nr 0, but this machine has 2 GPUs"),
     ],
 )
 def test_what_cannot_be_started(modules, monkeypatch, asked, variables, gpus, text):
@@ -158,6 +158,25 @@ def test_what_cannot_be_started(modules, monkeypatch, asked, variables, gpus, te
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(SystemExit, match=text):
         modules.common.start(None, asked)
+
+
+def test_lines_in_a_terminal(modules, monkeypatch, capsys):
+    """The progress bar leaves the lines whole."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with modules.common.Report(2, 100) as report:
+        for step in range(200):
+            report.step(torch.tensor(step / 200))
+    shown = capsys.readouterr().out
+    # Each is alone on its line: the bar that was there is erased before.
+    lines = re.findall(r"(?:\n|\x1b\[2K)(Epoch .+)\n", shown)
+    assert lines == [
+        "Epoch [1/2], Step [100/100], Loss: 0.4950",
+        "Epoch [2/2], Step [100/100], Loss: 0.9950",
+    ]
+    assert "100%" in shown
+    assert re.search("Training complete in: 0:00:00.+\n$", shown)
 
 
 def test_digits(modules):

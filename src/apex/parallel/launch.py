@@ -40,7 +40,7 @@ _VARIABLES = {  # in the order of the fields of Environment
     ),
     "MPICH": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
 }
-# The step's own numbers come first; the others are the job's, and srun without a job has no others.
+# srun sets the first of each. The others are for programs that imitate srun with fewer variables.
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _SLURM_LOCAL_SIZES = (
     "SLURM_STEP_TASKS_PER_NODE",
