@@ -101,7 +101,7 @@ def test_a_script_of_2018(folder):
     logs = [path.read_text().strip() for path in folder.glob("logs/**/stdout.log")]
     assert logs == expected[1:]
     assert "2 processes by torchrun of of_2018.py, with --rank --world-size\n" in errors
-    assert "rank 1 ended with exit code 3; the others were ended\n" in errors
+    assert "rank 1 ended with exit code 3, so the others were ended\n" in errors
 
 
 @pytest.mark.dist
@@ -169,9 +169,27 @@ def test_what_a_script_declares(became):
     assert became(declares("--local-rank")) == ["--local-rank", "1"]
     assert became(both + declares("--local_rank")) == [*ranks, "--local_rank", "1"]
     assert became(declares("--local_rank"), "--local_rank=9", "x") == ["--local_rank=1", "x"]
-    assert became("not python --local_rank") == []  # its own error is shown when it runs
+    assert became("not python '--local_rank'") == []  # its own error is shown when it runs
+    assert became("'\\d --rank'\0") == []
     assert became(both, options=["--pass", "none"]) == []
     assert became("", options=["--pass", "rank,local_rank"]) == ["--rank", "3", "--local_rank", "1"]
+
+
+@pytest.mark.parametrize(
+    ("imports", "file"),
+    [
+        ("import parts.options", "parts/options.py"),  # without parts/__init__.py
+        ("from parts import options", "parts/options.py"),
+        ("from parts.options import Options", "parts/options/__init__.py"),
+        ("def main():\n    import inner.module", "inner/options.py"),
+    ],
+)
+def test_declared_in_a_module_of_the_folder(became, tmp_path, imports, file):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "module.py").write_text("import nowhere\nfrom .options import Options\n")
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(declares("--local_rank") + "import script\n")
+    assert became(imports) == ["--local_rank", "1"]
 
 
 @pytest.mark.parametrize(

@@ -40,14 +40,13 @@ A script that reads the variables of torchrun is best started by torchrun itself
 """
 
 import argparse
-import contextlib
+import ast
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
-from modulefinder import ModuleFinder
 from pathlib import Path
-from types import CodeType
 
 import torch
 
@@ -157,24 +156,50 @@ def _check_options(here: Environment, asked: int | None, log_dir: str | None) ->
 
 def _declared(script: str) -> list[str]:
     """Find out which of the options a script declares, without executing it."""
-    finder = ModuleFinder(path=[str(Path(script).resolve().parent)])
-    with contextlib.suppress(SyntaxError):  # it is shown when the script runs
-        finder.run_script(script)
-    codes = [getattr(module, "__code__", None) for module in finder.modules.values()]
-    strings = {text for code in codes for text in _strings(code)}
+    nodes = [node for tree in _trees(Path(script).resolve()) for node in ast.walk(tree)]
+    strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
     rank, world_size, local_rank = (
         [name for name in names if name in strings] for names in (_RANK, _WORLD_SIZE, _LOCAL_RANK)
     )
     return [*(rank + world_size if rank and world_size else []), *local_rank]
 
 
-def _strings(value: object) -> Iterator[str]:
-    """Yield all constants of compiled code that are strings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, CodeType | tuple):
-        for inner in value.co_consts if isinstance(value, CodeType) else value:
-            yield from _strings(inner)
+def _trees(script: Path) -> Iterator[ast.Module]:
+    """Yield the syntax trees of a script and of the modules in its folder that it imports."""
+    waiting, seen = [script], set()
+    while waiting:
+        file = waiting.pop()
+        if file in seen or not file.is_file():
+            continue
+        seen.add(file)
+        tree = _parsed(file)
+        waiting += _imported(tree, file, script.parent)
+        yield tree
+
+
+def _parsed(file: Path) -> ast.Module:
+    """Parse a file; where it is not Python, its error is shown when it runs, not here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):  # ValueError: null bytes, in Python 3.10
+            return ast.Module(body=[], type_ignores=[])
+
+
+def _imported(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
+    """Yield the files that a module's imports mean, if they exist in ``folder``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [folder / alias.name.replace(".", "/") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = [folder, *file.parents][min(node.level, len(file.parents))]
+            package = start / (node.module or "").replace(".", "/")
+            modules = [package, *(package / alias.name for alias in node.names)]
+        else:
+            continue
+        for module in modules:
+            yield from (Path(f"{module}.py"), module / "__init__.py")
 
 
 def _completed(
@@ -217,7 +242,7 @@ def _start(
         number, failure = error.get_first_failure()
         code = failure.exitcode
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        _write(f"rank {number} ended {how}; the others were ended")
+        _write(f"rank {number} ended {how}, so the others were ended")
         return 128 - code if code < 0 else code
     except SignalException as error:
         return 128 + error.sigval
