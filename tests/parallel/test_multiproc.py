@@ -36,9 +36,11 @@ if args.rank == 1:
 open("rank 0 has printed", "w").close()
 time.sleep(600)
 """
+# One write for each line: torchrun switches buffers off, and print writes each word by itself, so
+# that lines of two processes could mix.
 WITH_LOCAL_RANK = """
-import options
-print(options.args.local_rank, flush=True)
+import options, sys
+sys.stdout.write(f"{options.args.local_rank}\\n")
 """
 ITS_OPTIONS = """
 import argparse
@@ -48,7 +50,8 @@ args = parser.parse_args()
 """
 OF_TODAY = f"""
 import os, signal, sys, time
-print(sys.argv[1:], *(os.environ[name] for name in {LAUNCHED}), flush=True)
+words = [str(sys.argv[1:]), *(os.environ[name] for name in {LAUNCHED})]
+sys.stdout.write(" ".join(words) + "\\n")
 if os.environ["RANK"] == "1":
     while not os.path.exists("rank 0 has printed"):
         time.sleep(0.01)
