@@ -128,8 +128,9 @@ def srun(rank, local_rank, world_size, per_machine):
     ],
 )
 def test_who_starts_what(modules, monkeypatch, asked, variables, expected):
-    for name in (*LAUNCHED, "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+    for name in (*LAUNCHED, "MASTER_PORT"):  # set first, so that what start() sets is undone
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     for name, value in {**variables, "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(name, value)
     calls = []

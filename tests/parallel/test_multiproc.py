@@ -137,8 +137,9 @@ class Became(Exception):
 @pytest.fixture
 def became(monkeypatch, tmp_path):
     """The arguments that a script gets in a process that srun started."""
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
+    for name in LAUNCHED:  # set first, so that what main() sets is undone
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     for name, value in {**SRUN, "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(name, value)
 
