@@ -60,7 +60,6 @@ NOT_YET = {
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
     "apex.optimizers.FP16_Optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
     "apex.optimizers.fp16_optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
-    "apex.parallel.multiproc": "torchrun",
 }
 
 OUT_OF_SCOPE = {
