@@ -20,9 +20,9 @@ from tests.amp import sharded_programs
 from tests.amp.agreement_programs import SCALE, Case
 from tests.amp.hand import same
 from tests.amp.ranks import Pair
-from tests.ranks import RankError
 from tests.amp.sharded_programs import BAD, Parallel, Sharded
 from tests.amp.test_fused_step import no_reads
+from tests.ranks import RankError
 from tests.tolerance import PARALLEL, assert_close_to_largest
 
 pytestmark = pytest.mark.dist

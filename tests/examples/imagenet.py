@@ -7,7 +7,6 @@ import sys
 import types
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 
@@ -35,7 +34,6 @@ def load_example():
         sys.modules.update(others)
 
 
-pytest.importorskip("apex.parallel.launch")
 main_amp = load_example()
 checkpoint, data, meters, models = (
     getattr(main_amp, name) for name in ("checkpoint", "data", "meters", "models")
