@@ -142,7 +142,7 @@ def accumulates(rank, how):
             with wrapper.no_sync():
                 loss = wrapper(_xs(rank, 0))
             loss.backward()
-            _check(model, _xs(rank, 0))
+            _check(model, [total / world for total in first])
             wrapper(_xs(rank, 1)).backward()
         elif how == "one backward of two forwards":
             (wrapper(_xs(rank, 0)) + wrapper(_xs(rank, 1))).backward()
@@ -533,13 +533,19 @@ def failing_backward(rank, reduced):
     wrapper(_numbers(rank, 0, 3, 2)).sum().backward()
     wanted = _grads(model)
     model.zero_grad()
-    for again in range(2):
-        loss = wrapper(_numbers(rank, 0, 3, 2), fails=True).sum()
-        with contextlib.suppress(ValueError):
-            loss.backward()
-        model.zero_grad()
-        if again:  # another backward, with no forward of the wrapper in between
-            model(_numbers(rank, 0, 3, 2)).sum().backward()
+    with contextlib.suppress(ValueError):
+        wrapper(_numbers(rank, 0, 3, 2), fails=True).sum().backward()
+    model.zero_grad()
+    for call in (wrapper, wrapper, model):  # it stays so
+        try:
+            call(_numbers(rank, 0, 3, 2)).sum().backward()
+        except RuntimeError as error:
+            assert "a backward pass has failed on this rank" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("nothing was said")
+    model.zero_grad()
+    wrapper = DistributedDataParallel(model)  # it has failed on all ranks alike
+    wrapper(_numbers(rank, 0, 3, 2)).sum().backward()
     _check(model, wanted)
     return _grads(model)
 
@@ -714,6 +720,7 @@ PROGRAMS = [
     functools.partial(recomputed, use_reentrant=False),
     wrapped_twice,
     functools.partial(failing_backward, reduced=False),
+    functools.partial(failing_backward, reduced=True),
     methods_of_the_original,
     *(
         functools.partial(resumed, level=level, who=who, when=when)

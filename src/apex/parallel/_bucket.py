@@ -28,18 +28,23 @@ class Bucket:
         self.values, self.flags = self.flat[: self.size], self.flat[self.size :]
         self.views = unflatten(self.flat, params)
         self.work: Any = None
+        self.grads: list[torch.Tensor | None] = []
         self.has_all = True
 
-    def fill(self) -> None:
-        """Copy the gradients into the flat copy, zeros for those that are missing."""
+    def fill(self, without: set[int]) -> None:
+        """Copy the gradients into the flat copy, zeros for those that are missing.
+
+        Args:
+            without: ids of parameters that count as missing: their gradients are reduced already.
+        """
         self.flags.fill_(1.0)
-        grads = [param.grad for param in self.params]
-        present = [grad for grad in grads if grad is not None]
-        self.has_all = len(present) == len(grads)
+        self.grads = [None if id(param) in without else param.grad for param in self.params]
+        present = [grad for grad in self.grads if grad is not None]
+        self.has_all = len(present) == len(self.params)
         views = self.views
         if not self.has_all:
             views = []
-            for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
+            for place, (grad, view) in enumerate(zip(self.grads, self.views, strict=True)):
                 if grad is None:
                     view.zero_()
                     self.flags[place].zero_()
@@ -48,15 +53,22 @@ class Bucket:
         if present:
             torch._foreach_copy_(views, present)
 
+    def lost(self) -> list[torch.nn.Parameter]:
+        """Parameters whose gradient was replaced or dropped since it was sent."""
+        both = zip(self.params, self.grads, strict=True)
+        return [param for param, grad in both if grad is not None and param.grad is not grad]
+
     def write_back(self) -> None:
         """Copy what was reduced into the gradients; a rank that had none gets one."""
         if self.has_all:
-            grads = [param.grad for param in self.params if param.grad is not None]
-            torch._foreach_copy_(grads, self.views)
-            return
-        rows = zip(self.params, self.views, self.flags.tolist(), strict=True)
-        for param, view, count in rows:
-            if count and param.grad is None:
-                param.grad = torch.empty_like(param)
-            if count and param.grad is not None:
-                param.grad.copy_(view)
+            torch._foreach_copy_([grad for grad in self.grads if grad is not None], self.views)
+        else:
+            used = self.flags.tolist()
+            for param, grad, view, count in zip(
+                self.params, self.grads, self.views, used, strict=True
+            ):
+                if grad is not None:
+                    grad.copy_(view)
+                elif count and param.grad is None:
+                    param.grad = torch.empty_like(param).copy_(view)
+        self.grads = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from apex.amp.gradients.distributed import broadcast_parameters
 from apex.ops import flat
 
 __all__ = [
@@ -104,7 +105,8 @@ class Reducer:
     """Average gradients over all ranks when the program says so, with no hooks.
 
     Args:
-        module_or_grads_list: A module, whose parameters are broadcast from rank 0 now; or gradients
+        module_or_grads_list: A module, whose parameters (masters, where amp has made some) are
+            broadcast from rank 0 now; or gradients
             in nested iterables, which have to stay the same tensors: use
             ``zero_grad(set_to_none=False)``.
 
@@ -125,7 +127,7 @@ class Reducer:
         self.grads: list[torch.Tensor] = []
         if isinstance(module_or_grads_list, torch.nn.Module):
             self.module = module_or_grads_list
-            flat.broadcast(list(self.module.parameters()))
+            broadcast_parameters(list(self.module.parameters()), None)
             return
         extract_tensors(module_or_grads_list, self.grads)
         if not self.grads:

@@ -7,8 +7,11 @@ Every byte is moved by a collective of ``torch.distributed``.
 
 * **Buckets.** Parameters are grouped in the order in which their gradients arrived in the first
   pass on rank 0, ``message_size`` elements or more of one dtype and device to a bucket. A complete
-  bucket is reduced while the backward pass goes on, but never before those in front of it, so that
-  all ranks call their collectives in the same order.
+  bucket is reduced while the backward pass goes on, but never before those in front of it.
+* **Order of collectives.** Ranks that use other parameters start their buckets at other moments of
+  the pass. So gradients travel in a process group of their own, where no other collective is (of
+  SyncBatchNorm's backward, say), and of several wrappers in one backward pass only the first starts
+  buckets early. So do modules on one device only, because autograd has a thread for each.
 * **Unused parameters.** A bucket ends with one number for each parameter: whether a rank has its
   gradient. Ranks that have none contribute zeros, and get the mean. Where no rank has one,
   ``.grad`` stays ``None``.
@@ -20,6 +23,7 @@ graph for them; and it does not survive a cast of its parameters.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +32,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex.ops.flat import broadcast, unflatten
+from apex.ops.flat import broadcast, by_kind, unflatten
 from apex.parallel._bucket import Bucket
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -46,12 +50,13 @@ class Options:
     """
 
     message_size: int
-    triggers: frozenset[int]
+    triggers: tuple[int, ...]
     delay: bool
     retain: bool
     always_fp32: bool
     average: bool
     predivide: float
+    broadcast_buffers: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +69,7 @@ class _Pass:
         arrived: Indices of parameters, in the order of their gradients; some may come twice.
         missing: The indices that each bucket waits for; empty where buckets wait for the end.
         started: The buckets on their way; ``None`` for one without trainable parameters.
+        sums: ids of parameters whose gradients were sums over ranks when the pass began.
     """
 
     end: weakref.ref[Any]
@@ -71,6 +77,10 @@ class _Pass:
     arrived: list[int] = field(default_factory=list)
     missing: list[set[int]] = field(default_factory=list)
     started: list[Bucket | None] = field(default_factory=list)
+    sums: set[int] = field(default_factory=set)
+
+
+_passes: list[_Pass] = []  # that have begun and not ended, of all wrappers of the process
 
 
 class Reduction:
@@ -78,18 +88,22 @@ class Reduction:
 
     Args:
         module: The module.
-        group: The process group.
+        group: The ranks to reduce over.
+        gradient_group: The same ranks, for gradients alone.
         options: See there.
 
     Attributes:
-        enabled: Whether passes reduce whose forward did not run in the wrapper.
+        enabled: Whether passes are to reduce now.
         starts_equal: Whether the wrapper has made parameters equal since they could be loaded.
         retained: The reduced buckets of the last pass, with ``options.retain``.
     """
 
-    def __init__(self, module: torch.nn.Module, group: Any, options: Options) -> None:
+    def __init__(
+        self, module: torch.nn.Module, group: Any, gradient_group: Any, options: Options
+    ) -> None:
         self.module = module
         self.group = group
+        self.gradient_group = gradient_group
         self.options = options
         self.enabled = True
         self.starts_equal = False
@@ -98,48 +112,58 @@ class Reduction:
         self.buckets: list[list[int]] | None = None
         self._params: list[torch.nn.Parameter] = []
         self._hooks: dict[int, Any] = {}  # by the id of a parameter
-        self._kinds: list[Any] = []  # dtype and device of each parameter, when buckets were made
+        self._kinds: list[Any] = []  # dtype, device, shape of parameters, when buckets were made
         self._bucket_of: dict[int, int] = {}
         self._made: dict[int, Bucket] = {}  # by number
         self._overlaps = True
         self._pass: _Pass | None = None
+        self._has_failed = False
+        self._unreduced: set[int] = set()  # indices that passes in no_sync() have left
         self._sums: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._lock = threading.RLock()  # autograd has a thread for each device
         weakref.finalize(self, _remove, self._hooks)
         self.refresh()
 
     def refresh(self) -> None:
         """Look at the module's parameters again, and put hooks on those that are trained.
 
+        Parameters that ``torch.func.functional_call`` has put in their place are passed over.
+
         Raises:
-            RuntimeError: A backward pass failed after it had begun to communicate.
+            RuntimeError: A backward pass has failed.
         """
-        self._forget_failed()
+        self._look_for_failure()
         params = list(self.module.parameters())
+        if not all(isinstance(param, torch.nn.Parameter) and param.is_leaf for param in params):
+            return
         if len(params) != len(self._params) or any(
             new is not old for new, old in zip(params, self._params, strict=True)
         ):
             _remove(self._hooks)
             self._params, self.buckets = params, None
+            self._unreduced = set()
         for index, param in enumerate(params):
             if id(param) not in self._hooks and param.requires_grad:
                 self._take(index, param)
 
-    def _forget_failed(self) -> None:
-        if self._pass is None or self._pass.end() is not None:
-            return
-        failed, self._pass = self._pass, None
-        if any(failed.started):
+    def _look_for_failure(self) -> None:
+        """Notice a pass that has ended without its callback. Other ranks may have taken part."""
+        if self._pass is not None and self._pass.end() is None:
+            self._has_failed |= self._pass.reduces and self.world > 1
+            _passes.remove(self._pass)
+            self._pass = None
+        if self._has_failed:
             raise RuntimeError(
-                "DistributedDataParallel: an earlier backward pass failed after it had reduced a "
-                "part of the gradients, so ranks are out of step. Restart the job from its last "
-                "checkpoint."
+                "DistributedDataParallel: a backward pass has failed on this rank, so that ranks "
+                "are out of step. Restart the job from its last checkpoint; or, if the pass has "
+                "failed on all ranks alike, wrap the module again."
             )
 
     def _take(self, index: int, param: torch.nn.Parameter) -> None:
         before = _owners.get(param)
         owner = None if before is None else before()
         if owner is not None and owner is not self:
-            owner._hooks.pop(id(param)).remove()
+            _remove({0: owner._hooks.pop(id(param))} if id(param) in owner._hooks else {})
         this = weakref.ref(self)
 
         def hook(param: torch.Tensor) -> None:
@@ -166,20 +190,31 @@ class Reduction:
         Args:
             reduces: Whether one of its forwards asked for a reduction.
         """
-        self._forget_failed()
-        one = self._pass
-        if one is None:
+        with self._lock:
+            self._look_for_failure()
+            one = self._pass
+            if one is None:
+                one = self._pass = self._new_pass()
+            one.reduces = one.reduces or reduces or self.enabled
+            return one
 
-            def end() -> None:
-                self._finish()
+    def _new_pass(self) -> _Pass:
+        def end() -> None:
+            self._finish()
 
-            one = self._pass = _Pass(weakref.ref(end), reduces)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-            if self.buckets is not None and self._kinds != self._find_kinds():
-                self.buckets = None
-            if self.buckets is not None and self._overlaps and not self.options.delay:
-                one.missing = [set(filter(self._is_mine, bucket)) for bucket in self.buckets]
-        one.reduces = one.reduces or reduces
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        one = _Pass(weakref.ref(end), reduces=False)
+        for index, param in enumerate(self._params):  # called past the wrapper, unfrozen since
+            if param.requires_grad and _owners.get(param) is None:
+                self._take(index, param)
+        if self.buckets is not None and self._kinds != self._find_kinds():
+            self.buckets = None
+        is_first = not any(other.missing and other.end() is not None for other in _passes)
+        if self.buckets is not None and self._overlaps and is_first and not self.options.delay:
+            one.missing = [set(filter(self._is_mine, bucket)) for bucket in self.buckets]
+        if self._sums:
+            one.sums = self._find_sums()
+        _passes.append(one)
         return one
 
     def ready(self, index: int) -> None:
@@ -191,20 +226,24 @@ class Reduction:
         Raises:
             RuntimeError: The gradient cannot be reduced.
         """
+        with self._lock:
+            self._ready(index)
+
+    def _ready(self, index: int) -> None:
         one = self._pass
         if one is None or one.end() is None:
             one = self.begin(self.enabled)
         param = self._params[index]
-        if self._sums:
-            self._check_sum(param)
-        if not one.reduces:
-            return
-        if param.grad is None:
+        if id(param) in one.sums:
             raise RuntimeError(
-                f"DistributedDataParallel: another hook has taken the gradient of "
-                f"{self._name(param)} before it was reduced (an optimizer that steps in the "
-                "backward pass?). Take gradients after the backward pass."
+                "DistributedDataParallel: gradient_average=False, and a backward pass has added to "
+                f"the gradient of {self._name(param)}, which is a sum over ranks already. "
+                "Accumulate in no_sync() until the last backward of a step, and zero gradients "
+                "after the step."
             )
+        if not one.reduces:
+            self._unreduced.add(index)
+            return
         one.arrived.append(index)
         if not one.missing:
             return
@@ -224,10 +263,14 @@ class Reduction:
     @torch.no_grad()
     def _finish(self) -> None:
         """Reduce what is left, and write everything back: the end of the pass."""
-        one, self._pass = self._pass, None
-        if one is None or not one.reduces or not one.arrived:
-            return
-        self._pass = one  # an error on the way leaves it to be seen by refresh
+        one = self._pass
+        assert one is not None
+        if one.reduces and one.arrived:
+            self._reduce_rest(one)
+        _passes.remove(one)
+        self._pass = None
+
+    def _reduce_rest(self, one: _Pass) -> None:
         if self.buckets is None:
             self.learn(one.arrived)
         assert self.buckets is not None
@@ -237,19 +280,30 @@ class Reduction:
         for bucket in one.started:
             if bucket is not None:
                 self._end(bucket)
-        broadcast(list(self.module.buffers()), self.group)
+        frozen = [index for index in self._unreduced if not self._is_mine(index)]
+        if any(self._params[index].grad is not None for index in frozen):
+            raise RuntimeError(
+                f"DistributedDataParallel: {self._name(self._params[frozen[0]])} was frozen with a "
+                "gradient from no_sync() that was never reduced. Zero it, or freeze parameters "
+                "after a backward pass that reduces."
+            )
+        self._unreduced = set()
+        if self.options.broadcast_buffers:
+            broadcast(list(self.module.buffers()), self.group)
         if not self.starts_equal:
             self._check_equal()
-        self._pass = None
 
     def _check_equal(self) -> None:
-        """Compare the bits of parameters over ranks, once, where no training forward was first."""
+        """Compare parameters with rank 0's, once, where no training forward was first."""
         self.starts_equal = True
-        sums = [param.detach().reshape(-1).view(torch.uint8).sum() for param in self._params]
-        mine = torch.stack([one.to(self.device()) for one in sums])
-        every = [torch.empty_like(mine) for _ in range(self.world)]
-        torch.distributed.all_gather(every, mine, group=self.group)
-        if any(not torch.equal(one, every[0]) for one in every):
+        same = torch.ones((), dtype=torch.int32, device=self.device())
+        for alike in by_kind([param.data for param in self._params]):
+            mine = torch.cat([tensor.reshape(-1) for tensor in alike])
+            first = mine.clone()
+            broadcast([first], self.group)
+            same *= int(torch.equal(first.view(torch.uint8), mine.view(torch.uint8)))
+        torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN, group=self.group)
+        if not same.item():
             raise RuntimeError(
                 "DistributedDataParallel: parameters differ between ranks. Load a checkpoint on "
                 "all ranks, or before wrapping; what rank 0 alone loads later is sent with the "
@@ -259,7 +313,7 @@ class Reduction:
     # -- buckets -------------------------------------------------------------------------------
 
     def _find_kinds(self) -> list[Any]:
-        return [(param.dtype, param.device) for param in self._params]
+        return [(param.dtype, param.device, param.shape) for param in self._params]
 
     def learn(self, arrived: Sequence[int]) -> None:
         """Make buckets in the order in which gradients arrived on rank 0.
@@ -269,7 +323,8 @@ class Reduction:
                 reentrant checkpointing, counts the last time, and nothing is reduced early.
         """
         order = list(dict.fromkeys(reversed(arrived)))[::-1]
-        self._overlaps = len(order) == len(arrived)
+        one_device = len({param.device for param in self._params}) == 1
+        self._overlaps = len(order) == len(arrived) and one_device
         rest = set(range(len(self._params))).difference(order)
         numbers = torch.tensor([*order, *sorted(rest, reverse=True)], device=self.device())
         broadcast([numbers], self.group)
@@ -278,7 +333,7 @@ class Reduction:
         sizes: dict[Any, int] = {}
         triggers = self.options.triggers
         for index in numbers.tolist():
-            kind = self._kinds[index]
+            kind = self._kinds[index][:2]
             growing.setdefault(kind, []).append(index)
             sizes[kind] = sizes.get(kind, 0) + self._params[index].numel()
             if index in triggers if triggers else sizes[kind] >= self.options.message_size:
@@ -296,11 +351,12 @@ class Reduction:
         if not params:
             return None
         for param in params:
-            if param.grad is not None and param.grad.layout is not torch.strided:
+            grad = param.grad
+            if grad is not None and (grad.layout, grad.dtype) != (torch.strided, param.dtype):
                 raise RuntimeError(
-                    f"DistributedDataParallel: the gradient of {self._name(param)} has layout "
-                    f"{param.grad.layout}; only dense ones are reduced. Make the layer with "
-                    "sparse=False."
+                    f"DistributedDataParallel: the gradient of {self._name(param)} is {grad.dtype} "
+                    f"with layout {grad.layout}; only dense ones of the parameter's dtype, "
+                    f"{param.dtype}, are reduced. Make an embedding with sparse=False."
                 )
         bucket = self._made.get(number)
         if bucket is None or [*map(id, bucket.params)] != [*map(id, params)]:
@@ -309,7 +365,8 @@ class Reduction:
             bucket = Bucket(params, torch.float32 if wide else dtype)
             if not self.options.retain:  # gradients become views of its memory
                 self._made[number] = bucket
-        bucket.fill()
+        assert self._pass is not None
+        bucket.fill(self._pass.sums)
         bucket.work = self.start(bucket.flat, len(params))
         return bucket
 
@@ -317,7 +374,7 @@ class Reduction:
         """Begin to sum ``flat`` over ranks; its last ``flags`` numbers are not divided before."""
         if self.options.predivide != 1.0:
             flat[: flat.numel() - flags].mul_(1.0 / self.options.predivide)
-        return torch.distributed.all_reduce(flat, group=self.group, async_op=True)
+        return torch.distributed.all_reduce(flat, group=self.gradient_group, async_op=True)
 
     def end(self, work: Any, flat: torch.Tensor, flags: int = 0) -> torch.Tensor:
         """Wait for a sum; return it without its ``flags``, divided as the options say."""
@@ -333,6 +390,7 @@ class Reduction:
         """Write the reduced gradients of a bucket back."""
         self.end(bucket.work, bucket.flat, len(bucket.params))
         bucket.work = None
+        self._check_taken(bucket)
         bucket.write_back()
         if self.options.retain:
             values = bucket.values.to(bucket.params[0].dtype)
@@ -344,17 +402,33 @@ class Reduction:
                 if param.grad is not None:
                     self._sums[id(param)] = weakref.ref(param.grad), param.grad._version
 
-    def _check_sum(self, param: torch.nn.Parameter) -> None:
-        """Raise where a gradient was added to a sum over ranks, which would be summed again."""
-        sum_, version = self._sums.pop(id(param), (lambda: None, 0))
-        grad = param.grad
-        if grad is not None and sum_() is grad and grad._version == version + 1:
+    def _check_taken(self, bucket: Bucket) -> None:
+        """Raise where a gradient of this pass is gone."""
+        lost = bucket.lost()
+        if not lost and not bucket.has_all and self._pass is not None:
+            arrived = {id(self._params[index]) for index in self._pass.arrived}
+            lost = [p for p in bucket.params if p.grad is None and id(p) in arrived]
+        if lost:
             raise RuntimeError(
-                "DistributedDataParallel: gradient_average=False, and a backward pass has added to "
-                f"the gradient of {self._name(param)}, which is a sum over ranks already. "
-                "Accumulate in no_sync() until the last backward of a step, and zero gradients "
-                "after the step."
+                f"DistributedDataParallel: another hook has taken the gradient of "
+                f"{self._name(lost[0])} before it was reduced (an optimizer that steps in the "
+                "backward pass?). Take gradients after the backward pass."
             )
+
+    def _find_sums(self) -> set[int]:
+        """Ids of parameters whose gradients are sums over ranks, and were not zeroed since."""
+        changed, found = [], set()
+        for param in self._params:
+            sum_, version = self._sums.get(id(param), (lambda: None, 0))
+            grad = param.grad
+            if grad is not None and sum_() is grad:
+                found.add(id(param))
+                changed += [param] if grad._version != version else []
+        if changed:  # gradients that zero_grad(set_to_none=False) has written, or clipping
+            flags = torch.stack([p.grad.any() for p in changed if p.grad is not None]).tolist()
+            zeroed = {id(p) for p, flag in zip(changed, flags, strict=True) if not flag}
+            found -= zeroed
+        return found
 
     # -- what is said of parameters ------------------------------------------------------------
 
@@ -364,9 +438,19 @@ class Reduction:
             return tensor.device
         return torch.device("cpu")
 
-    def index_of(self, param: torch.nn.Parameter) -> int:
-        """The index of a parameter of the module."""
-        return next(index for index, one in enumerate(self._params) if one is param)
+    def index_of(self, param: torch.Tensor) -> int:
+        """The index of a parameter of the module.
+
+        Raises:
+            ValueError: It is none.
+        """
+        for index, one in enumerate(self._params):
+            if one is param:
+                return index
+        raise ValueError(
+            f"DistributedDataParallel: a tensor of shape {tuple(param.shape)} is no parameter of "
+            "the module."
+        )
 
     def _name(self, param: torch.Tensor) -> str:
         names = (name for name, one in self.module.named_parameters() if one is param)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -88,6 +89,7 @@ class DistributedDataParallel(torch.nn.Module):
         gradient_average_split_factor: The older name of ``gradient_predivide_factor``.
         prof: Has no effect: ``torch.profiler`` records collectives.
         process_group: The ranks to reduce over; ``None`` is the default group.
+        broadcast_buffers: Keep buffers equal to rank 0's.
 
     Raises:
         RuntimeError: No process group was made, or parameters or buffers are others than on rank 0.
@@ -117,6 +119,7 @@ class DistributedDataParallel(torch.nn.Module):
         prof: bool = False,
         *,
         process_group: Any = None,
+        broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
         check_process_group("DistributedDataParallel")
@@ -154,12 +157,15 @@ class DistributedDataParallel(torch.nn.Module):
             always_fp32=bool(allreduce_always_fp32),
             average=bool(gradient_average),
             predivide=float(gradient_predivide_factor),
+            broadcast_buffers=bool(broadcast_buffers),
         )
-        #: Whether the gradients of a forward are reduced in its backward; see :meth:`no_sync`.
-        self.require_backward_grad_sync = True
         self._ranks_agree()
-        self._reduction = Reduction(module, self.process_group, self._options)
+        self._reduction = self._new_reduction()
         self._broadcast()
+
+    def _new_reduction(self) -> Reduction:
+        twin = _twin(self.process_group, next(self.module.parameters(), torch.empty(0)).device)
+        return Reduction(self.module, self.process_group, twin, self._options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; ``inputs`` and ``kwargs`` are its own.
@@ -178,7 +184,6 @@ class DistributedDataParallel(torch.nn.Module):
 
     @_disable_dynamo  # torch.compiler.disable would import Dynamo now
     def _before_forward(self) -> None:
-        self._reduction.enabled = self.require_backward_grad_sync
         self._reduction.refresh()
         if self.training and not self._reduction.starts_equal:
             self._broadcast()
@@ -202,11 +207,21 @@ class DistributedDataParallel(torch.nn.Module):
 
     # -- whether gradients are reduced ---------------------------------------------------------
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether gradients are reduced; see :meth:`no_sync`."""
+        return self._reduction.enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._reduction.enabled = bool(value)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without reducing: forwards in this block leave their gradients on this rank.
+        """Accumulate without reducing: forwards and backwards in this block leave gradients here.
 
-        The backward pass of the first forward outside of the block reduces the whole sum.
+        The first backward pass outside of the block, or of a forward outside of it, reduces the
+        whole sum.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -216,23 +231,27 @@ class DistributedDataParallel(torch.nn.Module):
             self.require_backward_grad_sync = before
 
     def disable_allreduce(self) -> None:
-        """Stop reducing the gradients of the forwards that follow."""
+        """Stop reducing, see :meth:`no_sync`."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Reduce the gradients of the forwards that follow, and what has accumulated before."""
+        """Reduce again, what has accumulated before too."""
         self.require_backward_grad_sync = True
 
     # -- ranks start equal ---------------------------------------------------------------------
 
     def _broadcast(self) -> None:
         amp.broadcast_parameters(list(self.module.parameters()), self.process_group)
-        flat.broadcast(list(self.module.buffers()), self.process_group)
+        if self._options.broadcast_buffers:
+            flat.broadcast(list(self.module.buffers()), self.process_group)
 
     def _ranks_agree(self) -> None:
         """Raise on all ranks where names, shapes or dtypes are not the same on all."""
-        named = (*self.module.named_parameters(), *self.module.named_buffers())
-        described = [(name, *t.shape, str(t.dtype), t.requires_grad) for name, t in named]
+        named: list[tuple[str, torch.Tensor]] = [*self.module.named_parameters()]
+        if self._options.broadcast_buffers:
+            named += self.module.named_buffers()
+        described: list[Any] = [(name, *t.shape, t.dtype, t.requires_grad) for name, t in named]
+        described.append(self._options)
         device = named[0][1].device if named else torch.device("cpu")
         mine = torch.tensor(zlib.crc32(repr(described).encode()), device=device)
         all_ = [torch.empty_like(mine) for _ in range(self.process_group.size())]
@@ -241,8 +260,8 @@ class DistributedDataParallel(torch.nn.Module):
         if others:
             raise RuntimeError(
                 f"DistributedDataParallel: the module of ranks {others} differs from that of rank "
-                "0 in the names, shapes, dtypes or requires_grad of its parameters and buffers. "
-                "Build the same module on every rank."
+                "0 in the names, shapes, dtypes or requires_grad of its parameters and buffers, or "
+                "the arguments of DistributedDataParallel do. Build the same on every rank."
             )
 
     # -- copies --------------------------------------------------------------------------------
@@ -259,7 +278,7 @@ class DistributedDataParallel(torch.nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         check_process_group("DistributedDataParallel")
         self.process_group = self.process_group or torch.distributed.group.WORLD
-        self._reduction = Reduction(self.module, self.process_group, self._options)
+        self._reduction = self._new_reduction()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         new = type(self).__new__(type(self))
@@ -365,12 +384,32 @@ def _check_tensors(module: torch.nn.Module, group: Any) -> None:
 
 def _indices(
     module: torch.nn.Module, triggers: Iterable[torch.nn.Parameter] | None
-) -> frozenset[int]:
+) -> tuple[int, ...]:
     index = {id(param): number for number, param in enumerate(module.parameters())}
-    found = [index.get(id(param)) for param in triggers or ()]
-    if None in found:
+    found = sorted(index.get(id(param), -1) for param in triggers or ())
+    if -1 in found:
         raise ValueError(
             "DistributedDataParallel: allreduce_trigger_params holds something that is no "
             "parameter of the module. Pass parameters of the module."
         )
-    return frozenset(number for number in found if number is not None)
+    return tuple(found)
+
+
+# A process group -> another one of the same ranks, in which only gradients are reduced.
+_twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _twin(group: Any, device: torch.device) -> Any:
+    """The process group for the gradients of all wrappers of ``group``; all its ranks call this."""
+    if group not in _twins:
+        options = None
+        with contextlib.suppress(RuntimeError):  # a group of GPUs, and a module of none
+            options = getattr(group._get_backend(device), "options", None)
+        is_world = group is torch.distributed.group.WORLD
+        _twins[group] = torch.distributed.new_group(
+            torch.distributed.get_process_group_ranks(group),
+            timeout=getattr(options, "_timeout", None),
+            backend=torch.distributed.get_backend(group),
+            use_local_synchronization=not is_world,  # others do not know of this group
+        )
+    return _twins[group]

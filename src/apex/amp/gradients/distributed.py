@@ -54,7 +54,8 @@ def reduces_all(wrapper: Any) -> bool:
 
 def is_wrapper(module: Any) -> bool:
     """Whether ``module`` is a DistributedDataParallel, of torch or of apex."""
-    return isinstance(module, torch.nn.Module) and hasattr(module, "require_backward_grad_sync")
+    torchs = getattr(torch.nn.parallel, "DistributedDataParallel", ())
+    return isinstance(module, torchs) or hasattr(type(module), "require_backward_grad_sync")
 
 
 def wrappers_inside(model: torch.nn.Module) -> list[Any]:
