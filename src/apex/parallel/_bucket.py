@@ -1,13 +1,39 @@
-"""A bucket: gradients that are reduced together."""
+"""Buckets: gradients that are reduced together, and how they are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from apex.ops.flat import unflatten
+
+_DENSE = {torch.strided}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Arguments of the wrapper, see :class:`apex.parallel.DistributedDataParallel`.
+
+    Attributes:
+        triggers: Indices of parameters that end a bucket each, instead of ``message_size``.
+    """
+
+    message_size: int
+    triggers: tuple[int, ...]
+    delay: bool
+    retain: bool
+    always_fp32: bool
+    average: bool
+    predivide: float
+    broadcast_buffers: bool
+
+    def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of ``dtype`` are reduced in."""
+        narrow = dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if self.always_fp32 and narrow else dtype
 
 
 class Bucket:
@@ -31,15 +57,33 @@ class Bucket:
         self.grads: list[torch.Tensor | None] = []
         self.has_all = True
 
-    def fill(self, without: set[int]) -> None:
+    def is_of(self, params: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether these are its parameters, of the shapes that they had."""
+        return len(params) == len(self.params) and all(
+            one is other and one.shape == view.shape
+            for one, other, view in zip(params, self.params, self.views, strict=True)
+        )
+
+    def fill(self, without: set[int]) -> torch.nn.Parameter | None:
         """Copy the gradients into the flat copy, zeros for those that are missing.
 
         Args:
             without: ids of parameters that count as missing: their gradients are reduced already.
+
+        Returns:
+            ``None``; or, with nothing done, a parameter whose gradient has another dtype or is
+            not dense.
         """
-        self.flags.fill_(1.0)
         self.grads = [None if id(param) in without else param.grad for param in self.params]
         present = [grad for grad in self.grads if grad is not None]
+        dtype = self.params[0].dtype
+        if {grad.dtype for grad in present} - {dtype} or {g.layout for g in present} - _DENSE:
+            return next(
+                param
+                for param, grad in zip(self.params, self.grads, strict=True)
+                if grad is not None and (grad.dtype != dtype or grad.layout not in _DENSE)
+            )
+        self.flags.fill_(1.0)
         self.has_all = len(present) == len(self.params)
         views = self.views
         if not self.has_all:
@@ -52,6 +96,7 @@ class Bucket:
                     views.append(view)
         if present:
             torch._foreach_copy_(views, present)
+        return None
 
     def lost(self) -> list[torch.nn.Parameter]:
         """Parameters whose gradient was replaced or dropped since it was sent."""
@@ -72,3 +117,55 @@ class Bucket:
                 elif count and param.grad is None:
                     param.grad = torch.empty_like(param).copy_(view)
         self.grads = []
+
+
+def grouped(
+    order: Sequence[int], kinds: Sequence[Any], sizes: Sequence[int], options: Options
+) -> list[list[int]]:
+    """Group parameters into buckets: their indices, in the given order.
+
+    Args:
+        order: Indices.
+        kinds: What all parameters of a bucket have in common, by index.
+        sizes: Numbers of elements, by index.
+        options: See there.
+    """
+    full, growing, filled = [], dict[Any, list[int]](), dict[Any, int]()
+    for index in order:
+        kind = kinds[index]
+        growing.setdefault(kind, []).append(index)
+        filled[kind] = filled.get(kind, 0) + sizes[index]
+        is_large = filled[kind] >= options.message_size
+        if index in options.triggers if options.triggers else is_large:
+            full.append(growing.pop(kind))
+            filled[kind] = 0
+    return [*full, *growing.values()]
+
+
+class AllReduce:
+    """Sums over ranks, divided as the options say.
+
+    Args:
+        group: A process group.
+        options: See there.
+    """
+
+    def __init__(self, group: Any, options: Options) -> None:
+        self.group = group
+        self.before = 1.0 / options.predivide
+        world = torch.distributed.get_world_size(group)
+        self.after = options.predivide / world if options.average else 1.0
+
+    def begin(self, flat: torch.Tensor, flags: int = 0) -> Any:
+        """Begin to sum ``flat`` in place; its last ``flags`` numbers are not divided."""
+        if self.before != 1.0:
+            flat[: flat.numel() - flags].mul_(self.before)
+        return torch.distributed.all_reduce(flat, group=self.group, async_op=True)
+
+    def end(self, work: Any, flat: torch.Tensor, flags: int = 0) -> torch.Tensor:
+        """Wait for what :meth:`begin` has returned; return ``flat`` without its ``flags``."""
+        work.wait()
+        if flat.is_cuda:  # made on the stream of the backward pass
+            flat.record_stream(torch.cuda.current_stream(flat.device))
+        values = flat[: flat.numel() - flags]
+        return values.mul_(self.after) if self.after != 1.0 else values

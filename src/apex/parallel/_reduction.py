@@ -33,30 +33,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex.ops.flat import broadcast, by_kind, unflatten
-from apex.parallel._bucket import Bucket
-
-_NARROW = (torch.float16, torch.bfloat16)
+from apex.parallel._bucket import AllReduce, Bucket, Options, grouped
 
 # Parameter -> a weak reference to the reduction whose hook it has. A parameter has one hook.
 _owners: Any = WeakTensorKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Arguments of the wrapper, see :class:`apex.parallel.DistributedDataParallel`.
-
-    Attributes:
-        triggers: Indices of parameters that end a bucket each, instead of ``message_size``.
-    """
-
-    message_size: int
-    triggers: tuple[int, ...]
-    delay: bool
-    retain: bool
-    always_fp32: bool
-    average: bool
-    predivide: float
-    broadcast_buffers: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -103,16 +83,16 @@ class Reduction:
     ) -> None:
         self.module = module
         self.group = group
-        self.gradient_group = gradient_group
         self.options = options
         self.enabled = True
         self.starts_equal = False
         self.retained: list[torch.Tensor] = []
         self.world = torch.distributed.get_world_size(group)
+        self.all_reduce = AllReduce(gradient_group, options)
         self.buckets: list[list[int]] | None = None
         self._params: list[torch.nn.Parameter] = []
         self._hooks: dict[int, Any] = {}  # by the id of a parameter
-        self._kinds: list[Any] = []  # dtype, device, shape of parameters, when buckets were made
+        self._kinds: list[Any] = []  # dtype and device of parameters, when buckets were made
         self._bucket_of: dict[int, int] = {}
         self._made: dict[int, Bucket] = {}  # by number
         self._overlaps = True
@@ -205,7 +185,7 @@ class Reduction:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         one = _Pass(weakref.ref(end), reduces=False)
         for index, param in enumerate(self._params):  # called past the wrapper, unfrozen since
-            if param.requires_grad and _owners.get(param) is None:
+            if id(param) not in self._hooks and param.requires_grad and param not in _owners:
                 self._take(index, param)
         if self.buckets is not None and self._kinds != self._find_kinds():
             self.buckets = None
@@ -313,7 +293,7 @@ class Reduction:
     # -- buckets -------------------------------------------------------------------------------
 
     def _find_kinds(self) -> list[Any]:
-        return [(param.dtype, param.device, param.shape) for param in self._params]
+        return [(param.dtype, param.device) for param in self._params]
 
     def learn(self, arrived: Sequence[int]) -> None:
         """Make buckets in the order in which gradients arrived on rank 0.
@@ -329,17 +309,8 @@ class Reduction:
         numbers = torch.tensor([*order, *sorted(rest, reverse=True)], device=self.device())
         broadcast([numbers], self.group)
         self._kinds = self._find_kinds()
-        full, growing = [], dict[Any, list[int]]()
-        sizes: dict[Any, int] = {}
-        triggers = self.options.triggers
-        for index in numbers.tolist():
-            kind = self._kinds[index][:2]
-            growing.setdefault(kind, []).append(index)
-            sizes[kind] = sizes.get(kind, 0) + self._params[index].numel()
-            if index in triggers if triggers else sizes[kind] >= self.options.message_size:
-                full.append(growing.pop(kind))
-                sizes[kind] = 0
-        self.buckets = [*full, *growing.values()]
+        sizes = [param.numel() for param in self._params]
+        self.buckets = grouped(numbers.tolist(), self._kinds, sizes, self.options)
         self._bucket_of = {i: number for number, b in enumerate(self.buckets) for i in b}
         self._made = {}
 
@@ -350,45 +321,26 @@ class Reduction:
         params = [self._params[index] for index in self.buckets[number] if self._is_mine(index)]
         if not params:
             return None
-        for param in params:
-            grad = param.grad
-            if grad is not None and (grad.layout, grad.dtype) != (torch.strided, param.dtype):
-                raise RuntimeError(
-                    f"DistributedDataParallel: the gradient of {self._name(param)} is {grad.dtype} "
-                    f"with layout {grad.layout}; only dense ones of the parameter's dtype, "
-                    f"{param.dtype}, are reduced. Make an embedding with sparse=False."
-                )
+        dtype = params[0].dtype
         bucket = self._made.get(number)
-        if bucket is None or [*map(id, bucket.params)] != [*map(id, params)]:
-            dtype = params[0].dtype
-            wide = self.options.always_fp32 and dtype in _NARROW
-            bucket = Bucket(params, torch.float32 if wide else dtype)
+        if bucket is None or not bucket.is_of(params):
+            bucket = Bucket(params, self.options.dtype_of(dtype))
             if not self.options.retain:  # gradients become views of its memory
                 self._made[number] = bucket
         assert self._pass is not None
-        bucket.fill(self._pass.sums)
-        bucket.work = self.start(bucket.flat, len(params))
+        odd = bucket.fill(self._pass.sums)
+        if odd is not None and odd.grad is not None:
+            raise RuntimeError(
+                f"DistributedDataParallel: the gradient of {self._name(odd)} is {odd.grad.dtype} "
+                f"with layout {odd.grad.layout}; only dense ones of the parameter's dtype, "
+                f"{dtype}, are reduced. Make an embedding with sparse=False."
+            )
+        bucket.work = self.all_reduce.begin(bucket.flat, len(params))
         return bucket
-
-    def start(self, flat: torch.Tensor, flags: int = 0) -> Any:
-        """Begin to sum ``flat`` over ranks; its last ``flags`` numbers are not divided before."""
-        if self.options.predivide != 1.0:
-            flat[: flat.numel() - flags].mul_(1.0 / self.options.predivide)
-        return torch.distributed.all_reduce(flat, group=self.gradient_group, async_op=True)
-
-    def end(self, work: Any, flat: torch.Tensor, flags: int = 0) -> torch.Tensor:
-        """Wait for a sum; return it without its ``flags``, divided as the options say."""
-        work.wait()
-        if flat.is_cuda:  # made on the stream of the backward pass
-            flat.record_stream(torch.cuda.current_stream(flat.device))
-        values = flat[: flat.numel() - flags]
-        if self.options.average:
-            values.mul_(self.options.predivide / self.world)
-        return values
 
     def _end(self, bucket: Bucket) -> None:
         """Write the reduced gradients of a bucket back."""
-        self.end(bucket.work, bucket.flat, len(bucket.params))
+        self.all_reduce.end(bucket.work, bucket.flat, len(bucket.params))
         bucket.work = None
         self._check_taken(bucket)
         bucket.write_back()
@@ -417,17 +369,13 @@ class Reduction:
 
     def _find_sums(self) -> set[int]:
         """Ids of parameters whose gradients are sums over ranks, and were not zeroed since."""
-        changed, found = [], set()
+        found = set()
         for param in self._params:
             sum_, version = self._sums.get(id(param), (lambda: None, 0))
             grad = param.grad
-            if grad is not None and sum_() is grad:
+            # Written by zero_grad(set_to_none=False), or by clipping? The host has to look.
+            if grad is not None and sum_() is grad and (grad._version == version or grad.any()):
                 found.add(id(param))
-                changed += [param] if grad._version != version else []
-        if changed:  # gradients that zero_grad(set_to_none=False) has written, or clipping
-            flags = torch.stack([p.grad.any() for p in changed if p.grad is not None]).tolist()
-            zeroed = {id(p) for p, flag in zip(changed, flags, strict=True) if not flag}
-            found -= zeroed
         return found
 
     # -- what is said of parameters ------------------------------------------------------------
@@ -437,20 +385,6 @@ class Reduction:
         for tensor in (*self._params, *self.module.buffers()):
             return tensor.device
         return torch.device("cpu")
-
-    def index_of(self, param: torch.Tensor) -> int:
-        """The index of a parameter of the module.
-
-        Raises:
-            ValueError: It is none.
-        """
-        for index, one in enumerate(self._params):
-            if one is param:
-                return index
-        raise ValueError(
-            f"DistributedDataParallel: a tensor of shape {tuple(param.shape)} is no parameter of "
-            "the module."
-        )
 
     def _name(self, param: torch.Tensor) -> str:
         names = (name for name, one in self.module.named_parameters() if one is param)

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -30,6 +28,15 @@ from apex.amp.casting.containers import applier
 from apex.amp.gradients import distributed as amp
 from apex.amp.ranks import share_state
 from apex.ops import flat
+from apex.parallel._arguments import (
+    EXCLUDE,
+    check_tensors,
+    first_group,
+    indices,
+    twin,
+    warn_of_idle,
+)
+from apex.parallel._bucket import Options
 from apex.parallel._flat_calls import (
     Reducer,
     apply_flat_dist_call,
@@ -41,7 +48,7 @@ from apex.parallel._flat_calls import (
     split_half_float_double,
     unflatten,
 )
-from apex.parallel._reduction import Options, Reduction
+from apex.parallel._reduction import Reduction
 
 __all__ = [
     "DistributedDataParallel",
@@ -128,15 +135,15 @@ class DistributedDataParallel(torch.nn.Module):
                 f"DistributedDataParallel: module is a {type(module).__name__}; it must be a "
                 "torch.nn.Module."
             )
-        _warn_of_idle(shared_param, num_allreduce_streams, prof)
+        warn_of_idle(shared_param, num_allreduce_streams, prof)
         if allreduce_communicators is not None:
             if process_group is not None:
-                raise ValueError(_EXCLUDE.format("allreduce_communicators", "process_group"))
-            process_group = _first_group(allreduce_communicators, num_allreduce_streams)
+                raise ValueError(EXCLUDE.format("allreduce_communicators", "process_group"))
+            process_group = first_group(allreduce_communicators, num_allreduce_streams)
         if gradient_average_split_factor is not None:
             if gradient_predivide_factor != 1.0:
                 raise ValueError(
-                    _EXCLUDE.format("gradient_average_split_factor", "gradient_predivide_factor")
+                    EXCLUDE.format("gradient_average_split_factor", "gradient_predivide_factor")
                 )
             gradient_predivide_factor = gradient_average_split_factor
         if not gradient_predivide_factor > 0:
@@ -145,13 +152,13 @@ class DistributedDataParallel(torch.nn.Module):
                 f"{gradient_predivide_factor}; it must be above 0."
             )
         if allreduce_trigger_params is not None and delay_allreduce:
-            raise ValueError(_EXCLUDE.format("allreduce_trigger_params", "delay_allreduce"))
+            raise ValueError(EXCLUDE.format("allreduce_trigger_params", "delay_allreduce"))
         self.module = module
         self.process_group: Any = process_group or torch.distributed.group.WORLD
-        _check_tensors(module, self.process_group)
+        check_tensors(module, self.process_group)
         self._options = Options(
             message_size=message_size,
-            triggers=_indices(module, allreduce_trigger_params),
+            triggers=indices(module, allreduce_trigger_params),
             delay=bool(delay_allreduce),
             retain=bool(retain_allreduce_buffers),
             always_fp32=bool(allreduce_always_fp32),
@@ -164,8 +171,10 @@ class DistributedDataParallel(torch.nn.Module):
         self._broadcast()
 
     def _new_reduction(self) -> Reduction:
-        twin = _twin(self.process_group, next(self.module.parameters(), torch.empty(0)).device)
-        return Reduction(self.module, self.process_group, twin, self._options)
+        gradient_group = twin(
+            self.process_group, next(self.module.parameters(), torch.empty(0)).device
+        )
+        return Reduction(self.module, self.process_group, gradient_group, self._options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; ``inputs`` and ``kwargs`` are its own.
@@ -299,8 +308,18 @@ class DistributedDataParallel(torch.nn.Module):
         self._reduction.refresh()
 
     def comm_ready_buckets(self, param: torch.nn.Parameter) -> None:
-        """Note that the gradient of ``param`` is complete; called by its hook."""
-        self._reduction.ready(self._reduction.index_of(param))
+        """Note that the gradient of ``param`` is complete; called by its hook.
+
+        Raises:
+            ValueError: ``param`` is no parameter of the module.
+        """
+        for index, one in enumerate(self.module.parameters()):
+            if one is param:
+                return self._reduction.ready(index)
+        raise ValueError(
+            f"DistributedDataParallel: a tensor of shape {tuple(param.shape)} is no parameter of "
+            "the module."
+        )
 
     def sync_bucket_structure(self) -> None:
         """Make buckets in the reverse order of parameters; all ranks have to call it."""
@@ -320,7 +339,8 @@ class DistributedDataParallel(torch.nn.Module):
         summed = torch.cat(
             [t.detach().reshape(-1).to(torch.float32 if wide else t.dtype) for t in bucket]
         )
-        return self._reduction.end(self._reduction.start(summed), summed).to(bucket[0].dtype)
+        all_reduce = self._reduction.all_reduce
+        return all_reduce.end(all_reduce.begin(summed), summed).to(bucket[0].dtype)
 
     def allreduce_maybe_retain(
         self, bucket: Sequence[torch.Tensor], bucket_idx: int, force_default_stream: bool = False
@@ -334,82 +354,3 @@ class DistributedDataParallel(torch.nn.Module):
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
         for number, bucket in enumerate(split_half_float_double(grads)):
             self.allreduce_maybe_retain(bucket, number)
-
-
-_EXCLUDE = "DistributedDataParallel: {} and {} exclude each other. Pass one of the two."
-
-
-def _warn_of_idle(shared_param: bool | None, streams: int, prof: bool) -> None:
-    idle = {
-        "shared_param": shared_param is not None and "parameters used twice need no option",
-        "num_allreduce_streams": streams != 1 and "torch.distributed has streams of its own",
-        "prof": prof and "torch.profiler records collectives",
-    }
-    for name, reason in idle.items():
-        if reason:
-            warnings.warn(f"DistributedDataParallel: {name} has no effect: {reason}.", stacklevel=3)
-
-
-def _first_group(communicators: tuple[Sequence[Any], Sequence[Any]], streams: int) -> Any:
-    groups, their_streams = communicators
-    if streams < 2 or len(groups) != streams or len(their_streams) != streams:
-        raise ValueError(
-            f"DistributedDataParallel: allreduce_communicators has {len(groups)} groups and "
-            f"{len(their_streams)} streams, and num_allreduce_streams is {streams}. It must be 2 "
-            "or more, and as many of each."
-        )
-    return groups[0]
-
-
-def _check_tensors(module: torch.nn.Module, group: Any) -> None:
-    if torch.distributed.get_rank(group) < 0:
-        raise ValueError("DistributedDataParallel: this rank is not in process_group.")
-    nccl = torch.distributed.get_backend(group) == "nccl"
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        problem = (
-            ("a DTensor", "use fully_shard")
-            if hasattr(tensor, "placements")
-            else ("without a shape", "run one forward of the lazy module before")
-            if torch.nn.parameter.is_lazy(tensor)
-            else (f"on {tensor.device}, and the group is nccl", "call module.cuda() before")
-            if nccl and not tensor.is_cuda
-            else None
-        )
-        if problem is not None:
-            raise ValueError(
-                f"DistributedDataParallel: '{name}' is {problem[0]}, which cannot be reduced: "
-                f"{problem[1]}."
-            )
-
-
-def _indices(
-    module: torch.nn.Module, triggers: Iterable[torch.nn.Parameter] | None
-) -> tuple[int, ...]:
-    index = {id(param): number for number, param in enumerate(module.parameters())}
-    found = sorted(index.get(id(param), -1) for param in triggers or ())
-    if -1 in found:
-        raise ValueError(
-            "DistributedDataParallel: allreduce_trigger_params holds something that is no "
-            "parameter of the module. Pass parameters of the module."
-        )
-    return tuple(found)
-
-
-# A process group -> another one of the same ranks, in which only gradients are reduced.
-_twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _twin(group: Any, device: torch.device) -> Any:
-    """The process group for the gradients of all wrappers of ``group``; all its ranks call this."""
-    if group not in _twins:
-        options = None
-        with contextlib.suppress(RuntimeError):  # a group of GPUs, and a module of none
-            options = getattr(group._get_backend(device), "options", None)
-        is_world = group is torch.distributed.group.WORLD
-        _twins[group] = torch.distributed.new_group(
-            torch.distributed.get_process_group_ranks(group),
-            timeout=getattr(options, "_timeout", None),
-            backend=torch.distributed.get_backend(group),
-            use_local_synchronization=not is_world,  # others do not know of this group
-        )
-    return _twins[group]

@@ -1,0 +1,93 @@
+"""Arguments of the wrapper: what is checked, what has no effect, and the group for gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+EXCLUDE = "DistributedDataParallel: {} and {} exclude each other. Pass one of the two."
+
+
+def warn_of_idle(shared_param: bool | None, streams: int, prof: bool) -> None:
+    """Warn of arguments that have no effect."""
+    idle = {
+        "shared_param": shared_param is not None and "parameters used twice need no option",
+        "num_allreduce_streams": streams != 1 and "torch.distributed has streams of its own",
+        "prof": prof and "torch.profiler records collectives",
+    }
+    for name, reason in idle.items():
+        if reason:
+            warnings.warn(f"DistributedDataParallel: {name} has no effect: {reason}.", stacklevel=3)
+
+
+def first_group(communicators: tuple[Sequence[Any], Sequence[Any]], streams: int) -> Any:
+    """Return the process group of ``allreduce_communicators``, checked."""
+    groups, their_streams = communicators
+    if streams < 2 or len(groups) != streams or len(their_streams) != streams:
+        raise ValueError(
+            f"DistributedDataParallel: allreduce_communicators has {len(groups)} groups and "
+            f"{len(their_streams)} streams, and num_allreduce_streams is {streams}. It must be 2 "
+            "or more, and as many of each."
+        )
+    return groups[0]
+
+
+def check_tensors(module: torch.nn.Module, group: Any) -> None:
+    """Refuse parameters and buffers that cannot be sent, by name."""
+    if torch.distributed.get_rank(group) < 0:
+        raise ValueError("DistributedDataParallel: this rank is not in process_group.")
+    nccl = torch.distributed.get_backend(group) == "nccl"
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        problem = (
+            ("a DTensor", "use fully_shard")
+            if hasattr(tensor, "placements")
+            else ("without a shape", "run one forward of the lazy module before")
+            if torch.nn.parameter.is_lazy(tensor)
+            else (f"on {tensor.device}, and the group is nccl", "call module.cuda() before")
+            if nccl and not tensor.is_cuda
+            else None
+        )
+        if problem is not None:
+            raise ValueError(
+                f"DistributedDataParallel: '{name}' is {problem[0]}, which cannot be reduced: "
+                f"{problem[1]}."
+            )
+
+
+def indices(
+    module: torch.nn.Module, triggers: Iterable[torch.nn.Parameter] | None
+) -> tuple[int, ...]:
+    """Return the indices of ``triggers`` among the parameters of the module."""
+    index = {id(param): number for number, param in enumerate(module.parameters())}
+    found = sorted(index.get(id(param), -1) for param in triggers or ())
+    if -1 in found:
+        raise ValueError(
+            "DistributedDataParallel: allreduce_trigger_params holds something that is no "
+            "parameter of the module. Pass parameters of the module."
+        )
+    return tuple(found)
+
+
+# A process group -> another one of the same ranks, in which only gradients are reduced.
+_twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def twin(group: Any, device: torch.device) -> Any:
+    """The process group for the gradients of all wrappers of ``group``; all its ranks call this."""
+    if group not in _twins:
+        options = None
+        with contextlib.suppress(RuntimeError):  # a group of GPUs, and a module of none
+            options = getattr(group._get_backend(device), "options", None)
+        is_world = group is torch.distributed.group.WORLD
+        _twins[group] = torch.distributed.new_group(
+            torch.distributed.get_process_group_ranks(group),
+            timeout=getattr(options, "_timeout", None),
+            backend=torch.distributed.get_backend(group),
+            use_local_synchronization=not is_world,  # others do not know of this group
+        )
+    return _twins[group]
