@@ -22,7 +22,7 @@ from apex.amp.optimizer import state_of
 def share_state(weights: Sequence[torch.Tensor], group: Any) -> None:
     """Give all ranks the optimizer state and loss scale of the first one, where theirs differ.
 
-    Every rank has to call it: there is one collective in any case.
+    Every rank has to call it: there is a collective in any case.
 
     Args:
         weights: Model parameters, in the same order on every rank. It is about the optimizers under
@@ -33,13 +33,17 @@ def share_state(weights: Sequence[torch.Tensor], group: Any) -> None:
         RuntimeError: Ranks have other optimizers, or another rank has optimizer state and the first
             one has none.
     """
-    gc.collect()  # an optimizer that went through initialize is part of a cycle
-    optimizers = _optimizers_of(weights)
-    mine = [_describe(optimizer) for optimizer in optimizers]
-    every: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(every, mine, group=group)
-    if all(one == every[0] for one in every):
-        return
+    optimizers: list[Any] = []
+    for collect in (False, True):
+        if collect:  # an optimizer that went through initialize is part of a cycle
+            optimizers = []
+            gc.collect()
+        optimizers = _optimizers_of(weights)
+        mine = [_describe(optimizer) for optimizer in optimizers]
+        every: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(every, mine, group=group)
+        if all(one == every[0] for one in every):
+            return
     if any(len(one) != len(every[0]) for one in every):
         raise RuntimeError(
             f"amp: of the optimizers of this model, {[len(one) for one in every]} went through "
