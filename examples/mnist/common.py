@@ -1,6 +1,7 @@
 """What the three programs share: network, options, start of processes, progress, evaluation."""
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -126,6 +127,9 @@ def _run(
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+    # Optimizers import this. torch 2.13 never frees a process group that was made before, whose
+    # threads then can crash or block the end of the program.
+    importlib.import_module("torch._dynamo")
     backend = "nccl" if device.type == "cuda" else "gloo"
     rank = first + local_rank
     dist.init_process_group(backend, "env://", world_size=world_size, rank=rank)

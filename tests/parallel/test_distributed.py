@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from apex.parallel import DistributedDataParallel, Reducer
+from tests.parallel import wrapper_edges as edges
 from tests.parallel import wrapper_programs as programs
 from tests.ranks import RankError, Ranks
 
@@ -30,7 +31,7 @@ def _same(one, other):
     return one is other or torch.equal(one, other)
 
 
-@pytest.mark.parametrize("program", programs.PROGRAMS, ids=_name)
+@pytest.mark.parametrize("program", [*programs.PROGRAMS, *edges.PROGRAMS], ids=_name)
 def test_ranks_are_equal(ranks, program):
     first, second = ranks.run(program)
     assert len(first) == len(second) > 0
@@ -71,6 +72,11 @@ def test_what_differs_between_ranks_on_purpose(ranks):
             functools.partial(programs.sums_that_are_accumulated, sync=False),
             "'w[0-9]', which is a sum over ranks already",
         ),
+        (edges.other_arguments, "ranks .1. differs .* the arguments of DistributedDataParallel do"),
+        (edges.sums_that_were_clipped, "'weight', which is a sum over ranks already"),
+        (edges.frozen_after_no_sync, "'first' was frozen with a gradient from no_sync"),
+        (edges.taken_by_a_later_hook, "another hook has taken the gradient of"),
+        (edges.one_rank_fails, "ended"),
         (programs.taken_by_another_hook, "another hook has taken the gradient of .*'weight'"),
         (programs.loaded_by_rank_0_alone_in_eval, "parameters differ between ranks"),
         (programs.loaded_by_rank_1_alone, r"ranks \[1\] have optimizer state.*rank 0 has none"),

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch._dynamo  # torch 2.13 never frees a process group that is older than this module
 import torch.distributed as dist
 from torch import nn
 

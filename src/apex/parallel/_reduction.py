@@ -99,7 +99,7 @@ class Reduction:
         self._pass: _Pass | None = None
         self._has_failed = False
         self._unreduced: set[int] = set()  # indices that passes in no_sync() have left
-        self._sums: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._sums: dict[int, weakref.ref[torch.Tensor]] = {}  # by the id of a parameter
         self._lock = threading.RLock()  # autograd has a thread for each device
         weakref.finalize(self, _remove, self._hooks)
         self.refresh()
@@ -352,7 +352,7 @@ class Reduction:
         if not self.options.average:
             for param in bucket.params:
                 if param.grad is not None:
-                    self._sums[id(param)] = weakref.ref(param.grad), param.grad._version
+                    self._sums[id(param)] = weakref.ref(param.grad)
 
     def _check_taken(self, bucket: Bucket) -> None:
         """Raise where a gradient of this pass is gone."""
@@ -368,15 +368,17 @@ class Reduction:
             )
 
     def _find_sums(self) -> set[int]:
-        """Ids of parameters whose gradients are sums over ranks, and were not zeroed since."""
-        found = set()
-        for param in self._params:
-            sum_, version = self._sums.get(id(param), (lambda: None, 0))
-            grad = param.grad
-            # Written by zero_grad(set_to_none=False), or by clipping? The host has to look.
-            if grad is not None and sum_() is grad and (grad._version == version or grad.any()):
-                found.add(id(param))
-        return found
+        """Ids of parameters whose gradients are sums over ranks, and were not zeroed since.
+
+        The host reads each gradient that zero_grad() has not dropped.
+        """
+        held = [param for param in self._params if id(param) in self._sums]
+        grads = [(id(param), param.grad) for param in held]
+        return {
+            key
+            for key, grad in grads
+            if grad is not None and self._sums[key]() is grad and bool(grad.any())
+        }
 
     # -- what is said of parameters ------------------------------------------------------------
 

@@ -1,0 +1,349 @@
+"""More programs for two ranks: what differs between ranks, and what breaks in the middle."""
+
+import contextlib
+import functools
+import gc
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from apex import amp
+from apex.parallel import DistributedDataParallel, Reducer
+from tests.parallel.wrapper_programs import _check, _grads, _numbers
+
+
+class Pair(nn.Module):
+    """Two weights of one size; the second one is used or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x, skips=False):
+        total = (self.first * x).sum()
+        return total if skips else total + (self.second * x).sum()
+
+
+class _Sum(torch.autograd.Function):
+    """Communicates in its backward, in the default group, as SyncBatchNorm does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad / dist.get_world_size()
+
+
+def two_wrappers(rank, delay):
+    """In one backward pass, of equal sizes; rank 0 leaves a weight of the first unused."""
+    models = Pair(), Pair()
+    wrappers = [DistributedDataParallel(m, message_size=1, delay_allreduce=delay) for m in models]
+    x = torch.full((4,), rank + 1.0)
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+        skips = step > 1 and rank == 0
+        (wrappers[0](x, skips) + wrappers[1](10 * x)).backward()
+        half = 1.0 if step > 1 else 1.5
+        _check(models[0], [torch.full((4,), 1.5), torch.full((4,), half)])
+        _check(models[1], [torch.full((4,), 15.0)] * 2)
+    return _grads(models[0]) + _grads(models[1])
+
+
+def another_collective_in_backward(rank):
+    """Of the size of a bucket; rank 0 leaves a weight unused."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.early, self.pair = nn.Parameter(torch.zeros(5)), Pair()
+
+        def forward(self, x, skips):
+            summed = _Sum.apply(self.early)  # its backward comes after those of the pair
+            return (summed[:4] * x).sum() + self.pair(x, skips)
+
+    model = Net()
+    wrapper = DistributedDataParallel(model, message_size=1)
+    for step in range(4):
+        model.zero_grad()
+        skips = step > 1 and rank == 0
+        wrapper(torch.full((4,), rank + 1.0), skips).backward()
+        early = torch.tensor([1.5] * 4 + [0.0])
+        _check(model, [early, torch.full((4,), 1.5), torch.full((4,), 1.0 if step > 1 else 1.5)])
+    return _grads(model)
+
+
+def sums_of_two_heads(rank):
+    """A pass leaves alone the sums that it has nothing to add to; zeroed ones count as none."""
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+    wrapper = DistributedDataParallel(Heads(model), gradient_average=False)
+    for set_to_none in (True, False, False):
+        for head in range(2):
+            wrapper(torch.ones(1, 1), head).sum().backward()
+        _check(model, [torch.full((1, 1), 2.0)] * 2)
+        wrapper.zero_grad(set_to_none=set_to_none)
+    return [p.detach() for p in model.parameters()][:0] + [torch.zeros(())]
+
+
+class Heads(nn.Module):
+    """One of several layers is used at a time."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, head):
+        return self.layers[head](x)
+
+
+def sums_that_were_clipped(rank):
+    layer = nn.Linear(1, 1, bias=False)
+    wrapper = DistributedDataParallel(layer, gradient_average=False)
+    wrapper(torch.ones(1, 1)).sum().backward()
+    nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    wrapper(torch.ones(1, 1)).sum().backward()
+
+
+def taken_by_a_later_hook(rank):
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapper = DistributedDataParallel(layer)
+    wrapper(torch.ones(1, 2)).sum().backward()
+    for weight in layer.parameters():
+        weight.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    wrapper(torch.ones(1, 2)).sum().backward()
+
+
+def unfrozen_past_the_wrapper(rank):
+    model = Pair()
+    model.first.requires_grad_(False)
+    wrapper = DistributedDataParallel(model)
+    x = torch.full((4,), rank + 1.0)
+    model(x).backward()
+    model.first.requires_grad_(True)
+    model.zero_grad()
+    model(x).backward()
+    _check(wrapper.module, [torch.full((4,), 1.5)] * 2)
+    return _grads(model)
+
+
+def frozen_after_no_sync(rank):
+    model = Pair()
+    wrapper = DistributedDataParallel(model)
+    with wrapper.no_sync():
+        wrapper(torch.ones(4)).backward()
+    model.first.requires_grad_(False)
+    wrapper(torch.ones(4)).backward()
+
+
+def moved_to_another_wrapper(rank):
+    """A layer is taken out of a wrapped model and wrapped for itself."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    wrapper = DistributedDataParallel(model)
+    wrapper(torch.ones(1, 2)).sum().backward()
+    old, model[1] = model[1], nn.Linear(2, 2, bias=False)
+    wrapper(torch.ones(1, 2)).sum().backward()
+    old.zero_grad()
+    DistributedDataParallel(old)(torch.full((1, 2), rank + 1.0)).sum().backward()
+    _check(old, [torch.full((2, 2), 1.5)])
+    return _grads(old)
+
+
+def other_arguments(rank):
+    DistributedDataParallel(Pair(), gradient_average=rank == 0)
+
+
+def functional_calls(rank):
+    """Fast weights pass through the wrapper; the module's own keep their hooks."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    wrapper = DistributedDataParallel(model)
+    x = torch.full((1, 1), rank + 1.0)
+    for fast in (model.weight * 0.9, torch.full((1, 1), 3.0, requires_grad=True)):
+        model.zero_grad()
+        loss = torch.func.functional_call(wrapper, {"module.weight": fast}, (x,)).sum()
+        (loss + wrapper(x).sum()).backward()
+        _check(model, [torch.full((1, 1), 1.5 * (1.9 if fast.grad_fn else 1.0))])
+    return _grads(model)
+
+
+def optimizers_of_one_weight(rank, dead):
+    """Rank 0 alone has loaded state for two optimizers, or rank 1 has a dead one left over."""
+    amp.reset()
+    layer = nn.Linear(2, 1, bias=False)
+    if dead:
+        gc.disable()
+        amp.initialize(layer, torch.optim.SGD(layer.parameters(), lr=0.1), "O1", verbosity=0)
+        if rank == 0:
+            gc.collect()
+    pair = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for _ in range(2)]
+    amp.initialize(layer, pair, opt_level="O1", verbosity=0)
+    wrapper = DistributedDataParallel(layer)
+    if rank == 0:
+        for number, optimizer in enumerate(pair):
+            state = {"momentum_buffer": torch.full((1, 2), number + 1.0)}
+            groups = [{**optimizer.state_dict()["param_groups"][0], "lr": number + 1.0}]
+            optimizer.load_state_dict({"state": {0: state}, "param_groups": groups})
+    wrapper(torch.ones(1, 2))
+    gc.enable()
+    assert [optimizer.param_groups[0]["lr"] for optimizer in pair] == [1.0, 2.0]
+    return [optimizer.state[layer.weight]["momentum_buffer"] for optimizer in pair]
+
+
+def state_that_both_have(rank):
+    """Rank 0 alone loads in mid-training, and wraps again: its momentum arrives."""
+    amp.reset()
+    layer = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    amp.initialize(layer, optimizer, opt_level="O1", verbosity=0, loss_scale=1.0)
+    wrapper = DistributedDataParallel(layer)
+    for step in range(2):
+        with amp.scale_loss(wrapper(_numbers(rank, step, 4, 2)).sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+    if rank == 0:
+        optimizer.state[layer.weight]["momentum_buffer"].fill_(7.0)
+    DistributedDataParallel(layer)(torch.ones(1, 2))
+    assert optimizer.state[layer.weight]["momentum_buffer"].eq(7.0).all()
+    return [layer.weight.detach(), optimizer.state[layer.weight]["momentum_buffer"]]
+
+
+def reducer_with_masters(rank):
+    """Ranks begin with other seeds; the masters of rank 0 are sent, not only its weights."""
+    amp.reset()
+    torch.manual_seed(rank)
+    layer = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    amp.initialize(layer, optimizer, opt_level="O2", verbosity=0)
+    Reducer(layer)
+    return [p.detach().clone() for p in (*amp.master_params(optimizer), *layer.parameters())]
+
+
+def buffers_of_their_own(rank):
+    """Ranks keep buffers that are not even of one shape."""
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("own", torch.full((rank + 1,), float(rank)))
+    wrapper = DistributedDataParallel(layer, broadcast_buffers=False)
+    for _ in range(2):
+        wrapper(torch.full((1, 2), rank + 1.0)).sum().backward()
+    assert layer.own.tolist() == [float(rank)] * (rank + 1)
+    return _grads(layer)
+
+
+class Forwards(nn.Module):
+    """Hands attributes on to the wrapper that it holds, and has a layer of its own."""
+
+    def __init__(self, wrapper):
+        super().__init__()
+        self.wrapper, self.head = wrapper, nn.Linear(4, 4)
+
+    def __getattr__(self, name):
+        with contextlib.suppress(AttributeError):
+            return super().__getattr__(name)
+        return getattr(super().__getattr__("wrapper"), name)
+
+    def forward(self, x):
+        return self.head(self.wrapper(x))
+
+
+def a_class_that_forwards_attributes(rank):
+    """It is no wrapper: amp casts all of it."""
+    amp.reset()
+    model = Forwards(DistributedDataParallel(nn.Linear(4, 4)))
+    assert model.require_backward_grad_sync
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model(torch.ones(1, 4)).dtype == torch.float32
+    return [torch.zeros(())]
+
+
+def one_rank_fails(rank):
+    """Rank 0 skips a batch after an error, which the others cannot know: it never goes on."""
+    model = Pair()
+    wrapper = DistributedDataParallel(model, message_size=1)
+
+    def train(step):
+        model.zero_grad()
+        loss = wrapper(torch.full((4,), rank + 1.0))
+        if (rank, step) == (0, 1):
+            model.first.register_hook(_fail)
+        loss.backward()
+
+    train(0)
+    for step in (1, 2, 3):
+        try:
+            train(step)
+        except (RuntimeError, ValueError):
+            continue
+        raise AssertionError(f"step {step} ended as if nothing had been")
+    raise RuntimeError("ended")  # so that the process group is made anew
+
+
+def _fail(grad):
+    raise ValueError("planned")
+
+
+def several_threads(rank):
+    """Gradients arrive in two threads, as from two devices, and a collective takes its time."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(8)])
+    wrapper = DistributedDataParallel(model, message_size=2)
+    reduction = wrapper._reduction
+    calls = []
+    start = reduction.all_reduce.begin
+
+    def slow(flat, flags=0):
+        calls.append(flags)
+        time.sleep(0.01)
+        return start(flat, flags)
+
+    def backward(hook):
+        model.zero_grad()
+        last = model[0] * (1.0 + rank)
+        last.register_hook(hook)
+        last.sum().backward()
+
+    backward(lambda grad: None)
+    reduction.all_reduce.begin = slow
+
+    def arrive(grad):  # the others, as autograd's threads would call their hooks
+        for weight in model[1:]:
+            weight.grad = torch.full((2,), 1.0 + rank)
+        halves = ([1, 3, 5, 7], [2, 4, 6])
+        threads = [
+            threading.Thread(target=lambda half=half: [reduction.ready(i) for i in half])
+            for half in halves
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    backward(arrive)
+    assert len(calls) == 8
+    _check(model, [torch.full((2,), 1.5)] * 8)
+    return _grads(model)
+
+
+PROGRAMS = [
+    functools.partial(two_wrappers, delay=False),
+    functools.partial(two_wrappers, delay=True),
+    another_collective_in_backward,
+    sums_of_two_heads,
+    unfrozen_past_the_wrapper,
+    moved_to_another_wrapper,
+    functional_calls,
+    functools.partial(optimizers_of_one_weight, dead=False),
+    functools.partial(optimizers_of_one_weight, dead=True),
+    state_that_both_have,
+    reducer_with_masters,
+    buffers_of_their_own,
+    a_class_that_forwards_attributes,
+    several_threads,
+]
