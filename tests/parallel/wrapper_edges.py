@@ -5,6 +5,7 @@ import functools
 import gc
 import threading
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -267,7 +268,8 @@ def a_class_that_forwards_attributes(rank):
 def one_rank_fails(rank):
     """Rank 0 skips a batch after an error, which the others cannot know: it never goes on."""
     model = Pair()
-    wrapper = DistributedDataParallel(model, message_size=1)
+    group = dist.new_group(timeout=timedelta(seconds=2))  # what rank 1 waits in vain
+    wrapper = DistributedDataParallel(model, message_size=1, process_group=group)
 
     def train(step):
         model.zero_grad()
