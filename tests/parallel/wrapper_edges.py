@@ -51,7 +51,8 @@ def two_wrappers(rank, delay):
         for model in models:
             model.zero_grad()
         skips = step > 1 and rank == 0
-        (wrappers[0](x, skips) + wrappers[1](10 * x)).backward()
+        second = wrappers[1](10 * x)  # its backward comes after that of the other
+        (wrappers[0](x, skips) + second).backward()
         half = 1.0 if step > 1 else 1.5
         _check(models[0], [torch.full((4,), 1.5), torch.full((4,), half)])
         _check(models[1], [torch.full((4,), 15.0)] * 2)
@@ -297,39 +298,42 @@ def several_threads(rank):
     model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(8)])
     wrapper = DistributedDataParallel(model, message_size=2)
     reduction = wrapper._reduction
-    calls = []
-    start = reduction.all_reduce.begin
+    calls, errors = [], []
+    begin = reduction.all_reduce.begin
 
     def slow(flat, flags=0):
         calls.append(flags)
         time.sleep(0.01)
-        return start(flat, flags)
+        return begin(flat, flags)
 
-    def backward(hook):
-        model.zero_grad()
-        last = model[0] * (1.0 + rank)
-        last.register_hook(hook)
-        last.sum().backward()
+    def arrive(indices):
+        try:
+            for index in indices:
+                reduction.ready(index)
+        except Exception as error:  # noqa: BLE001  # threads keep their errors to themselves
+            errors.append(error)
 
-    backward(lambda grad: None)
-    reduction.all_reduce.begin = slow
-
-    def arrive(grad):  # the others, as autograd's threads would call their hooks
+    def hook(grad):  # the others arrive, as autograd's threads would call their hooks
+        reduction.begin(True)
         for weight in model[1:]:
             weight.grad = torch.full((2,), 1.0 + rank)
-        halves = ([1, 3, 5, 7], [2, 4, 6])
         threads = [
-            threading.Thread(target=lambda half=half: [reduction.ready(i) for i in half])
-            for half in halves
+            threading.Thread(target=arrive, args=(half,)) for half in ((1, 3, 5, 7), (2, 4, 6))
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    backward(arrive)
-    assert len(calls) == 8
-    _check(model, [torch.full((2,), 1.5)] * 8)
+    reduction.all_reduce.begin = slow
+    for _ in range(3):
+        model.zero_grad()
+        last = model[0] * (1.0 + rank)
+        last.register_hook(hook)
+        last.sum().backward()
+        assert not errors
+        _check(model, [torch.full((2,), 1.5)] * 8)
+    assert len(calls) == 3 * 8
     return _grads(model)
 
 
