@@ -26,41 +26,24 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex.ops.flat import broadcast, by_kind, unflatten
+from apex.parallel import _pass
 from apex.parallel._bucket import AllReduce, Bucket, Options, grouped
+from apex.parallel._pass import Pass
 
 # Parameter -> a weak reference to the reduction whose hook it has. A parameter has one hook.
 _owners: Any = WeakTensorKeyDictionary()
 
 
-@dataclass(eq=False, slots=True)
-class _Pass:
-    """One backward pass.
-
-    Attributes:
-        end: A weak reference to the callback at its end; dead if the pass has failed.
-        reduces: Whether its gradients are reduced at all.
-        arrived: Indices of parameters, in the order of their gradients; some may come twice.
-        missing: The indices that each bucket waits for; empty where buckets wait for the end.
-        started: The buckets on their way; ``None`` for one without trainable parameters.
-        sums: ids of parameters whose gradients were sums over ranks when the pass began.
-    """
-
-    end: weakref.ref[Any]
-    reduces: bool
-    arrived: list[int] = field(default_factory=list)
-    missing: list[set[int]] = field(default_factory=list)
-    started: list[Bucket | None] = field(default_factory=list)
-    sums: set[int] = field(default_factory=set)
-
-
-_passes: list[_Pass] = []  # that have begun and not ended, of all wrappers of the process
+def _owner(param: torch.nn.Parameter) -> Reduction | None:
+    reference = _owners.get(param)
+    owner: Reduction | None = None if reference is None else reference()
+    return owner
 
 
 class Reduction:
@@ -96,7 +79,7 @@ class Reduction:
         self._bucket_of: dict[int, int] = {}
         self._made: dict[int, Bucket] = {}  # by number
         self._overlaps = True
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._has_failed = False
         self._unreduced: set[int] = set()  # indices that passes in no_sync() have left
         self._sums: dict[int, weakref.ref[torch.Tensor]] = {}  # by the id of a parameter
@@ -130,7 +113,7 @@ class Reduction:
         """Notice a pass that has ended without its callback. Other ranks may have taken part."""
         if self._pass is not None and self._pass.end() is None:
             self._has_failed |= self._pass.reduces and self.world > 1
-            _passes.remove(self._pass)
+            _pass.forget(self._pass)
             self._pass = None
         if self._has_failed:
             raise RuntimeError(
@@ -140,10 +123,10 @@ class Reduction:
             )
 
     def _take(self, index: int, param: torch.nn.Parameter) -> None:
-        before = _owners.get(param)
-        owner = None if before is None else before()
-        if owner is not None and owner is not self:
-            _remove({0: owner._hooks.pop(id(param))} if id(param) in owner._hooks else {})
+        owner = _owner(param)
+        theirs = None if owner is None else owner._hooks.pop(id(param), None)
+        if theirs is not None:
+            theirs.remove()
         this = weakref.ref(self)
 
         def hook(param: torch.Tensor) -> None:
@@ -161,7 +144,7 @@ class Reduction:
 
     # -- one backward pass ---------------------------------------------------------------------
 
-    def begin(self, reduces: bool) -> _Pass:
+    def begin(self, reduces: bool) -> Pass:
         """Note that a backward pass has begun.
 
         Called from a gradient of the wrapper's output, it waits for the end of the whole pass; from
@@ -178,23 +161,23 @@ class Reduction:
             one.reduces = one.reduces or reduces or self.enabled
             return one
 
-    def _new_pass(self) -> _Pass:
+    def _new_pass(self) -> Pass:
         def end() -> None:
             self._finish()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        one = _Pass(weakref.ref(end), reduces=False)
+        one = Pass(weakref.ref(end), reduces=False)
         for index, param in enumerate(self._params):  # called past the wrapper, unfrozen since
-            if id(param) not in self._hooks and param.requires_grad and param not in _owners:
+            if id(param) not in self._hooks and param.requires_grad and not _owner(param):
                 self._take(index, param)
         if self.buckets is not None and self._kinds != self._find_kinds():
             self.buckets = None
-        is_first = not any(other.missing and other.end() is not None for other in _passes)
+        is_first = not _pass.some_start_early()
         if self.buckets is not None and self._overlaps and is_first and not self.options.delay:
             one.missing = [set(filter(self._is_mine, bucket)) for bucket in self.buckets]
         if self._sums:
             one.sums = self._find_sums()
-        _passes.append(one)
+        _pass.begin(one)
         return one
 
     def ready(self, index: int) -> None:
@@ -247,10 +230,10 @@ class Reduction:
         assert one is not None
         if one.reduces and one.arrived:
             self._reduce_rest(one)
-        _passes.remove(one)
+        _pass.forget(one)
         self._pass = None
 
-    def _reduce_rest(self, one: _Pass) -> None:
+    def _reduce_rest(self, one: Pass) -> None:
         if self.buckets is None:
             self.learn(one.arrived)
         assert self.buckets is not None
@@ -372,11 +355,10 @@ class Reduction:
 
         The host reads each gradient that zero_grad() has not dropped.
         """
-        held = [param for param in self._params if id(param) in self._sums]
-        grads = [(id(param), param.grad) for param in held]
+        grads = {id(param): param.grad for param in self._params if id(param) in self._sums}
         return {
             key
-            for key, grad in grads
+            for key, grad in grads.items()
             if grad is not None and self._sums[key]() is grad and bool(grad.any())
         }
 

@@ -180,7 +180,7 @@ class DistributedDataParallel(torch.nn.Module):
         """Run the module; ``inputs`` and ``kwargs`` are its own.
 
         Raises:
-            RuntimeError: An earlier backward pass failed in the middle of its communication.
+            RuntimeError: An earlier backward pass has failed on this rank.
         """
         watches = torch.is_grad_enabled()
         if watches:
