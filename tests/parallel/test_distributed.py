@@ -38,6 +38,17 @@ def test_ranks_are_equal(ranks, program):
     assert all(map(_same, first, second))
 
 
+@pytest.mark.slow
+def test_four_ranks(tmp_path):
+    """Sums of integers, of all ranks and in a group of the last three, whose first is rank 1."""
+    with Ranks(tmp_path, count=4) as four:
+        for options in ((), (("message_size", 7),), (("delay_allreduce", True),)):
+            answers = four.run(functools.partial(programs.sums_are_exact, options=options))
+            assert all(all(map(_same, answer, answers[0])) for answer in answers)
+        answers = four.run(edges.in_a_group_of_three)
+        assert all(all(map(_same, answer, answers[1])) for answer in answers[1:])
+
+
 @pytest.mark.parametrize(
     ("options", "early"),
     [

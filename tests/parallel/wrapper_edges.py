@@ -337,6 +337,19 @@ def several_threads(rank):
     return _grads(model)
 
 
+def in_a_group_of_three(rank):
+    """Rank 0 trains alone; what the first of the others loads arrives on the others."""
+    amp.reset()
+    groups = [dist.new_group([0]), dist.new_group([1, 2, 3])]
+    torch.manual_seed(rank)
+    model = Pair()
+    nn.init.normal_(model.first)
+    wrapper = DistributedDataParallel(model, process_group=groups[rank > 0], message_size=1)
+    wrapper(torch.full((4,), rank + 1.0)).backward()
+    _check(model, [torch.full((4,), 2.0 + 1.0 if rank else 1.0)] * 2)  # (2 + 3 + 4) / 3
+    return [model.first.detach(), *_grads(model)]
+
+
 PROGRAMS = [
     functools.partial(two_wrappers, delay=False),
     functools.partial(two_wrappers, delay=True),
