@@ -61,7 +61,7 @@ def scale_loss(
         model: Ignored, as in the original.
         delay_unscale: Leave the gradients scaled, to accumulate. The next pass with the same
             optimizers and ``loss_id`` adds to them in place, at the same scale; a pass without
-            it, or the step, unscales them. A pass whose forward ran under ``no_sync()`` of torch's
+            it, or the step, unscales them. A pass whose forward ran under ``no_sync()`` of
             DistributedDataParallel is delayed in any case.
         delay_overflow_check: Unscale, but leave the loss scale alone until the next check. The
             step is skipped all the same if a gradient is not finite.

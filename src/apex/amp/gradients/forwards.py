@@ -1,8 +1,8 @@
 """What a model's forward pre-hook tells about gradients: each model has a record of its own.
 
 As a training forward begins, the scaled gradients that passes have left on 16-bit weights are
-cleared, masters are made equal on all ranks, and it is noted whether torch's
-DistributedDataParallel will reduce the gradients.
+cleared, masters are made equal on all ranks, and it is noted whether a
+DistributedDataParallel, torch's or apex's, will reduce the gradients.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@
 | step, clipping | | refused | unscale, add the stash, UNSCALED (a fused step: as it is) |
 | ``zero_grad`` | clear | clear the stash | clear, UNSCALED |
 
-A pass is delayed by ``delay_unscale=True``, by ``no_sync()`` of torch's DistributedDataParallel,
+A pass is delayed by ``delay_unscale=True``, by ``no_sync()`` of DistributedDataParallel,
 or by ``fused_step`` (:mod:`apex.amp.gradients.fused`). The next pass continues it if it has the
 same optimizers and the same scaler or static scale: it uses the scale of the first one and
 accumulates in ``.grad`` in place, so that a reducer, hooks and an ``all_reduce`` in the last block
@@ -135,7 +135,7 @@ class Pass:
             self.unscale(check=check)
 
     def _look_at_forwards(self) -> None:
-        """Note whether torch's DistributedDataParallel reduces the gradients of this pass."""
+        """Note whether DistributedDataParallel reduces the gradients of this pass."""
         records = [record for ledger in self.ledgers for record in ledger.records]
         used = [record for record in records if not record.is_used] or records
         self.synchronised = not any(record.synchronises is False for record in used)
