@@ -37,12 +37,13 @@ def first_group(communicators: tuple[Sequence[Any], Sequence[Any]], streams: int
     return groups[0]
 
 
-def check_tensors(module: torch.nn.Module, group: Any) -> None:
-    """Refuse parameters and buffers that cannot be sent, by name."""
+def check_tensors(module: torch.nn.Module, group: Any, *, buffers: bool) -> None:
+    """Refuse parameters, and ``buffers`` if asked, that cannot be sent, by name."""
     if torch.distributed.get_rank(group) < 0:
         raise ValueError("DistributedDataParallel: this rank is not in process_group.")
     nccl = torch.distributed.get_backend(group) == "nccl"
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    named: list[tuple[str, torch.Tensor]] = [*module.named_parameters()]
+    for name, tensor in (*named, *(module.named_buffers() if buffers else ())):
         problem = (
             ("a DTensor", "use fully_shard")
             if hasattr(tensor, "placements")

@@ -155,7 +155,7 @@ class DistributedDataParallel(torch.nn.Module):
             raise ValueError(EXCLUDE.format("allreduce_trigger_params", "delay_allreduce"))
         self.module = module
         self.process_group: Any = process_group or torch.distributed.group.WORLD
-        check_tensors(module, self.process_group)
+        check_tensors(module, self.process_group, buffers=broadcast_buffers)
         self._options = Options(
             message_size=message_size,
             triggers=indices(module, allreduce_trigger_params),
