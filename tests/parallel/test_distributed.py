@@ -70,7 +70,7 @@ def test_what_differs_between_ranks_on_purpose(ranks):
 @pytest.mark.parametrize(
     ("program", "text"),
     [
-        (programs.other_modules, r"module of ranks \[1\] differs from that of rank 0"),
+        (programs.other_modules, r"rank 1 differs from rank 0 .*'weight', 3, 2, .*'weight', 2, 2"),
         (
             programs.sparse_gradients,
             "'weight' is torch.float32 with layout torch.sparse_coo.*sparse=False",
@@ -83,7 +83,7 @@ def test_what_differs_between_ranks_on_purpose(ranks):
             functools.partial(programs.sums_that_are_accumulated, sync=False),
             "'w[0-9]', which is a sum over ranks already",
         ),
-        (edges.other_arguments, "ranks .1. differs .* the arguments of DistributedDataParallel do"),
+        (edges.other_arguments, "rank 1 differs .*average=False.* rank 0 has .*average=True"),
         (edges.sums_that_were_clipped, "'weight', which is a sum over ranks already"),
         (edges.frozen_after_no_sync, "'first' was frozen with a gradient from no_sync"),
         (edges.taken_by_a_later_hook, "another hook has taken the gradient of"),
@@ -128,6 +128,14 @@ def test_arguments():
     ):
         with pytest.raises(ValueError, match=text):
             DistributedDataParallel(layer, **options)
+    for arguments, options, text in (
+        ((), {"device_ids": [0]}, "no argument device_ids. Leave it out: a module computes"),
+        ((), {"misspelt": 1}, "no argument misspelt. Leave it out.$"),
+        (([0],), {}, r"message_size is \[0\]; it must be a number.*device_ids, is not needed"),
+        ((-1,), {}, "message_size is -1; it must be a number of elements, 0 or more"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            DistributedDataParallel(layer, *arguments, **options)
     with pytest.raises(TypeError, match=r"module is a list; it must be a torch.nn.Module"):
         DistributedDataParallel([layer])
     with pytest.raises(ValueError, match="'weight' is without a shape, which cannot be reduced"):

@@ -157,3 +157,10 @@ def test_the_process_itself(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert environment() == (5, 1, 8, 4, "torchrun")
+
+
+def test_one_process_of_torchs_env_needs_no_local_numbers():
+    found = environment({"RANK": "0", "WORLD_SIZE": "1"})
+    assert found == (0, 0, 1, 1, "torchrun")
+    with pytest.raises(ValueError, match="without LOCAL_RANK, LOCAL_WORLD_SIZE"):
+        environment({"RANK": "0", "WORLD_SIZE": "2"})

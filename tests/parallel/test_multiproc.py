@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -36,6 +37,19 @@ if args.rank == 1:
 open("rank 0 has printed", "w").close()
 time.sleep(600)
 """
+MEETS_BY_TCP = """
+import argparse, sys, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--dist-url")
+parser.add_argument("--rank", type=int)
+parser.add_argument("--world-size", type=int)
+args = parser.parse_args()
+torch.distributed.init_process_group(
+    "gloo", init_method=args.dist_url, rank=args.rank, world_size=args.world_size
+)
+sys.stdout.write(f"{torch.distributed.get_rank()} of {torch.distributed.get_world_size()}\\n")
+torch.distributed.destroy_process_group()
+"""
 # One write for each line: torchrun switches buffers off, and print writes each word by itself, so
 # that lines of two processes could mix.
 WITH_LOCAL_RANK = """
@@ -67,6 +81,7 @@ def folder(tmp_path):
     """A folder with the scripts."""
     scripts = {
         "of_2018.py": OF_2018,
+        "meets_by_tcp.py": MEETS_BY_TCP,
         "with_local_rank.py": WITH_LOCAL_RANK,
         "options.py": ITS_OPTIONS,
         "of_today.py": OF_TODAY,
@@ -108,8 +123,18 @@ def test_a_script_of_2018(folder):
 
 
 @pytest.mark.dist
+def test_a_script_that_meets_at_an_address_of_its_own(folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--world-size", "2", "meets_by_tcp.py", "--dist-url", f"tcp://127.0.0.1:{port}"]
+    assert run(folder, *words)[:2] == (0, ["0 of 2", "1 of 2"])
+
+
+@pytest.mark.dist
 def test_a_script_that_declares_only_local_rank(folder):
-    code, shown, errors = run(folder, "--world-size", "2", "with_local_rank.py")
+    """The number of processes may stand behind its name; it is no argument of the script."""
+    code, shown, errors = run(folder, "with_local_rank.py", "--world-size", "2")
     assert (code, shown) == (0, ["0", "1"])
     assert "with --local_rank\n" in errors
 
@@ -120,7 +145,7 @@ def test_a_script_that_reads_the_environment(folder):
     assert code == 128 + signal.SIGKILL
     wanted = [f"['--name', 'a b'] {rank} {rank} 2 2 " for rank in (0, 1)]
     assert all(line.startswith(want) for line, want in zip(shown, wanted, strict=True)), shown
-    assert "of of_today.py, which reads the environment\n" in errors
+    assert "of of_today.py, with its own arguments alone\n" in errors
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there is no exec")
@@ -217,4 +242,4 @@ def test_refused(became, capsys, options, words, text):
 def test_no_script(capsys):
     with pytest.raises(SystemExit, match="2"):
         multiproc.main(["nowhere.py"])
-    assert "nowhere.py: no such file" in capsys.readouterr().err
+    assert "nowhere.py is no file" in capsys.readouterr().err

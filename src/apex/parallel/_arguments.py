@@ -5,12 +5,35 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 EXCLUDE = "DistributedDataParallel: {} and {} exclude each other. Pass one of the two."
+
+
+_TORCHS = {  # arguments of torch's wrapper: what is to be done without them
+    "device_ids": "a module computes on the device that it is on",
+    "output_device": "a module computes on the device that it is on",
+    "find_unused_parameters": "unused parameters need no option",
+    "static_graph": "it needs no option",
+    "gradient_as_bucket_view": "use retain_allreduce_buffers=True",
+    "bucket_cap_mb": "use message_size, a number of elements",
+}
+
+
+def refuse(others: Mapping[str, Any], message_size: Any) -> None:
+    """Raise for arguments that do not exist, and for a ``message_size`` that is no number."""
+    for name in others:
+        remedy = f": {_TORCHS[name]}" if name in _TORCHS else ""
+        raise TypeError(f"DistributedDataParallel has no argument {name}. Leave it out{remedy}.")
+    if isinstance(message_size, bool) or not isinstance(message_size, int) or message_size < 0:
+        raise TypeError(
+            f"DistributedDataParallel: message_size is {message_size!r}; it must be a number of "
+            "elements, 0 or more. (The second argument of torch's wrapper, device_ids, is not "
+            "needed.)"
+        )
 
 
 def warn_of_idle(shared_param: bool | None, streams: int, prof: bool) -> None:

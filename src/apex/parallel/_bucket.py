@@ -164,7 +164,14 @@ class AllReduce:
 
     def end(self, work: Any, flat: torch.Tensor, flags: int = 0) -> torch.Tensor:
         """Wait for what :meth:`begin` has returned; return ``flat`` without its ``flags``."""
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "DistributedDataParallel: gradients could not be reduced over ranks. Has another "
+                "rank ended, failed, or run fewer backward passes? Give every rank as many batches "
+                f"(DistributedSampler does), and look at the output of the others. {error}"
+            ) from error
         if flat.is_cuda:  # made on the stream of the backward pass
             flat.record_stream(torch.cuda.current_stream(flat.device))
         values = flat[: flat.numel() - flags]

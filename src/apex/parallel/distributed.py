@@ -19,6 +19,7 @@ import contextlib
 import copy
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from apex.parallel._arguments import (
     check_tensors,
     first_group,
     indices,
+    refuse,
     twin,
     warn_of_idle,
 )
@@ -101,7 +103,7 @@ class DistributedDataParallel(torch.nn.Module):
     Raises:
         RuntimeError: No process group was made, or parameters or buffers are others than on rank 0.
         ValueError: Arguments that exclude each other, or parameters that cannot be reduced.
-        TypeError: ``module`` is none.
+        TypeError: ``module`` or ``message_size`` is none; or an argument is not one of these.
 
     Example:
         >>> torch.distributed.init_process_group("nccl")  # doctest: +SKIP
@@ -127,9 +129,11 @@ class DistributedDataParallel(torch.nn.Module):
         *,
         process_group: Any = None,
         broadcast_buffers: bool = True,
+        **others: Any,
     ) -> None:
         super().__init__()
         check_process_group("DistributedDataParallel")
+        refuse(others, message_size)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
                 f"DistributedDataParallel: module is a {type(module).__name__}; it must be a "
@@ -265,13 +269,19 @@ class DistributedDataParallel(torch.nn.Module):
         mine = torch.tensor(zlib.crc32(repr(described).encode()), device=device)
         all_ = [torch.empty_like(mine) for _ in range(self.process_group.size())]
         torch.distributed.all_gather(all_, mine, group=self.process_group)
-        others = [rank for rank, one in enumerate(all_) if one.item() != all_[0].item()]
-        if others:
-            raise RuntimeError(
-                f"DistributedDataParallel: the module of ranks {others} differs from that of rank "
-                "0 in the names, shapes, dtypes or requires_grad of its parameters and buffers, or "
-                "the arguments of DistributedDataParallel do. Build the same on every rank."
-            )
+        if all(one.item() == all_[0].item() for one in all_):
+            return
+        every: list[Any] = [None] * len(all_)
+        torch.distributed.all_gather_object(every, list(map(str, described)), self.process_group)
+        rank = next(rank for rank, one in enumerate(every) if one != every[0])
+        both = list(zip_longest(every[0], every[rank], fillvalue="nothing"))
+        first, other = next(pair for pair in both if pair[0] != pair[1])
+        raise RuntimeError(
+            f"DistributedDataParallel: rank {rank} differs from rank 0 in names, shapes, dtypes or "
+            "requires_grad of parameters and buffers, or in the arguments of "
+            f"DistributedDataParallel: it has {other}, and rank 0 has {first}. Build the same on "
+            "every rank."
+        )
 
     # -- copies --------------------------------------------------------------------------------
 

@@ -86,6 +86,8 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
         Environment(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher='none')
     """
     found, incomplete = None, []
+    if variables.get("WORLD_SIZE") == "1" and "RANK" in variables:  # enough for torch's env://
+        variables = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **variables}
     for launcher, names in _VARIABLES.items():
         if all(name in variables for name in names):
             rank, local_rank, world, local_world = (_whole(variables, name) for name in names)

@@ -70,10 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     script, arguments = options.script, options.arguments
     if not Path(script).is_file():
-        parser.error(f"{script}: no such file; give the path of a Python script")
-    names = _declared(script) if options.passed is None else options.passed
+        parser.error(f"{script} is no file; give the path of a Python script")
+    if options.log_dir:
+        try:
+            Path(options.log_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--log-dir {options.log_dir}: {error.strerror}")
+    strings = _strings(script)
+    names = _declared(strings) if options.passed is None else options.passed
     try:
         asked = options.world_size or _asked_in(arguments)
+        if not strings.intersection(_WORLD_SIZE):
+            arguments = _without_world_size(arguments)  # it was for this command
         here = environment()
         if here.world_size > 1:
             _check_options(here, asked, options.log_dir)
@@ -108,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         "it is shown)",
     )  # fmt: skip
     parser.add_argument("script", help="path of a Python program")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    rest.required = False
     return parser
 
 
@@ -154,10 +163,26 @@ def _check_options(here: Environment, asked: int | None, log_dir: str | None) ->
         )
 
 
-def _declared(script: str) -> list[str]:
-    """Find out which of the options a script declares, without executing it."""
+def _without_world_size(arguments: Sequence[str]) -> list[str]:
+    """Take ``--world-size N`` out of the arguments of the script."""
+    done, words = [], iter(arguments)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name not in _WORLD_SIZE:
+            done.append(word)
+        elif not equals:
+            next(words, None)
+    return done
+
+
+def _strings(script: str) -> set[object]:
+    """Find the constants in a script and in the modules of its folder, without executing it."""
     nodes = [node for tree in _trees(Path(script).resolve()) for node in ast.walk(tree)]
-    strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    return {node.value for node in nodes if isinstance(node, ast.Constant)}
+
+
+def _declared(strings: set[object]) -> list[str]:
+    """Find out which of the options a script declares."""
     rank, world_size, local_rank = (
         [name for name in names if name in strings] for names in (_RANK, _WORLD_SIZE, _LOCAL_RANK)
     )
@@ -230,6 +255,8 @@ def _start(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     options = ["--standalone", f"--nproc-per-node={processes}"]
+    # With its store shared nobody listens at the tcp:// address of a script of 2018.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if log_dir and processes > 1:
         redirected = ",".join(f"{rank}:1" for rank in range(1, processes))
         options += [f"--log-dir={log_dir}", f"--redirects={redirected}"]
@@ -242,7 +269,7 @@ def _start(
         number, failure = error.get_first_failure()
         code = failure.exitcode
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        _write(f"rank {number} ended {how}, so the others were ended")
+        _write(f"rank {number} ended {how}" + ", so the others were ended" * (processes > 1))
         return 128 - code if code < 0 else code
     except SignalException as error:
         return 128 + error.sigval
@@ -270,7 +297,7 @@ def _run_in_place(
 
 
 def _say(processes: str, script: str, names: Sequence[str]) -> None:
-    passed = f"with {' '.join(names)}" if names else "which reads the environment"
+    passed = f"with {' '.join(names)}" if names else "with its own arguments alone"
     _write(f"{processes} of {script}, {passed}")
 
 

@@ -81,6 +81,12 @@ class SyncBatchNorm(_BatchNorm):
         fuse_relu: bool = False,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        given: Any = process_group
+        if isinstance(given, int) and given > 0:  # -100: this rank is in none
+            raise TypeError(
+                f"SyncBatchNorm: process_group is {process_group}; it must be a process group or "
+                "None. create_syncbn_process_group(group_size) makes groups of so many ranks."
+            )
         self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
@@ -90,6 +96,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def _specify_channel_last(self, channel_last: bool) -> None:
         self.channel_last = channel_last
+
+    def extra_repr(self) -> str:
+        """The arguments that are not the default."""
+        more = {"channel_last": self.channel_last, "fuse_relu": self.fuse_relu}
+        flags = [f"{name}=True" for name, value in more.items() if value]
+        described: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return ", ".join([described, *flags])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         memo[id(self.process_group)] = self.process_group  # shared: a process group has no copies
