@@ -269,7 +269,7 @@ def a_class_that_forwards_attributes(rank):
 def one_rank_fails(rank):
     """Rank 0 skips a batch after an error, which the others cannot know: it never goes on."""
     model = Pair()
-    group = dist.new_group(timeout=timedelta(seconds=2))  # what rank 1 waits in vain
+    group = dist.new_group(timeout=timedelta(seconds=5))  # what rank 1 waits in vain
     wrapper = DistributedDataParallel(model, message_size=1, process_group=group)
 
     def train(step):
