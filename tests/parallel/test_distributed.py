@@ -120,6 +120,8 @@ def test_arguments():
         ({"allreduce_trigger_params": [layer.weight], "delay_allreduce": True}, "exclude each"),
         ({"allreduce_trigger_params": [torch.ones(1)]}, "no parameter of the module"),
         ({"gradient_predivide_factor": 0.0}, "is 0.0; it must be above 0"),
+        ({"gradient_predivide_factor": float("inf")}, "is inf; it must be above 0 and finite"),
+        ({"gradient_predivide_factor": float("nan")}, "is nan; it must be above 0 and finite"),
         (
             {"gradient_predivide_factor": 2.0, "gradient_average_split_factor": 2.0},
             "exclude each other",

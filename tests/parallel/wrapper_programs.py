@@ -569,6 +569,8 @@ def methods_of_the_original(rank):
     wanted = torch.cat([(_numbers(0, n, 4) + _numbers(1, n, 4)) / 2 for n in (0, 1)])
     assert torch.equal(flat[:4], wanted[:4])
     assert flat.shape == (7,)
+    fine = torch.full((2,), 1.0 + 2.0**-40, dtype=torch.float64)
+    assert wrapper.allreduce_bucket([fine], 0, False).eq(fine).all()  # always_fp32 widens alone
     for weight, x in zip(model.parameters(), _xs(rank, 0), strict=True):
         weight.grad = x.to(weight.dtype)
     wrapper.allreduce_fallback()

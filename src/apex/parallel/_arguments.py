@@ -98,20 +98,20 @@ def indices(
 
 
 # A process group -> another one of the same ranks, in which only gradients are reduced.
-_twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_gradient_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def twin(group: Any, device: torch.device) -> Any:
+def gradient_group(group: Any, device: torch.device) -> Any:
     """The process group for the gradients of all wrappers of ``group``; all its ranks call this."""
-    if group not in _twins:
+    if group not in _gradient_groups:
         options = None
         with contextlib.suppress(RuntimeError):  # a group of GPUs, and a module of none
             options = getattr(group._get_backend(device), "options", None)
         is_world = group is torch.distributed.group.WORLD
-        _twins[group] = torch.distributed.new_group(
+        _gradient_groups[group] = torch.distributed.new_group(
             torch.distributed.get_process_group_ranks(group),
             timeout=getattr(options, "_timeout", None),
             backend=torch.distributed.get_backend(group),
             use_local_synchronization=not is_world,  # others do not know of this group
         )
-    return _twins[group]
+    return _gradient_groups[group]

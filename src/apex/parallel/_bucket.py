@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from apex.ops._dtypes import NARROW
 from apex.ops.flat import unflatten
 
 _DENSE = {torch.strided}
@@ -32,15 +33,13 @@ class Options:
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """What gradients of ``dtype`` are reduced in."""
-        narrow = dtype in (torch.float16, torch.bfloat16)
-        return torch.float32 if self.always_fp32 and narrow else dtype
+        return torch.float32 if self.always_fp32 and dtype in NARROW else dtype
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together, and the flat copy that is sent.
+    """Parameters whose gradients are reduced together in one pass, and the flat copy that is sent.
 
-    The copy is kept from pass to pass: fresh memory cost a CPU 5 ms for 16 MB. It ends with a
-    number for each parameter, 1 where this rank has its gradient.
+    The copy ends with a number for each parameter: 1 where this rank has its gradient, else 0.
 
     Args:
         params: Of one dtype and device, at least one.
@@ -56,13 +55,6 @@ class Bucket:
         self.work: Any = None
         self.grads: list[torch.Tensor | None] = []
         self.has_all = True
-
-    def is_of(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether these are its parameters, of the shapes that they had."""
-        return len(params) == len(self.params) and all(
-            one is other and one.shape == view.shape
-            for one, other, view in zip(params, self.params, self.views, strict=True)
-        )
 
     def fill(self, without: set[int]) -> torch.nn.Parameter | None:
         """Copy the gradients into the flat copy, zeros for those that are missing.
@@ -116,7 +108,6 @@ class Bucket:
                     grad.copy_(view)
                 elif count and param.grad is None:
                     param.grad = torch.empty_like(param).copy_(view)
-        self.grads = []
 
 
 def grouped(

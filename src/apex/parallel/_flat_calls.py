@@ -11,17 +11,6 @@ import torch
 from apex.amp.gradients.distributed import broadcast_parameters
 from apex.ops import flat
 
-__all__ = [
-    "Reducer",
-    "apply_flat_dist_call",
-    "extract_tensors",
-    "flat_dist_call",
-    "flatten",
-    "split_by_type",
-    "split_half_float_double",
-    "unflatten",
-]
-
 _SPLIT_ORDER = (torch.float16, torch.float32, torch.float64)
 
 

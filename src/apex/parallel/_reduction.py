@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex.ops.flat import broadcast, by_kind, unflatten
-from apex.parallel import _pass
+from apex.ops.flat import broadcast, by_kind, flatten, unflatten
+from apex.parallel import _pass as passes
 from apex.parallel._bucket import AllReduce, Bucket, Options, grouped
 from apex.parallel._pass import Pass
 
@@ -77,7 +77,6 @@ class Reduction:
         self._hooks: dict[int, Any] = {}  # by the id of a parameter
         self._kinds: list[Any] = []  # dtype and device of parameters, when buckets were made
         self._bucket_of: dict[int, int] = {}
-        self._made: dict[int, Bucket] = {}  # by number
         self._overlaps = True
         self._pass: Pass | None = None
         self._has_failed = False
@@ -113,7 +112,7 @@ class Reduction:
         """Notice a pass that has ended without its callback. Other ranks may have taken part."""
         if self._pass is not None and self._pass.end() is None:
             self._has_failed |= self._pass.reduces and self.world > 1
-            _pass.forget(self._pass)
+            passes.forget(self._pass)
             self._pass = None
         if self._has_failed:
             raise RuntimeError(
@@ -138,7 +137,7 @@ class Reduction:
         self._hooks[id(param)] = handle
         _owners[param] = this
 
-    def _is_mine(self, index: int) -> bool:
+    def _is_trained(self, index: int) -> bool:
         param = self._params[index]
         return param.requires_grad and id(param) in self._hooks
 
@@ -172,12 +171,12 @@ class Reduction:
                 self._take(index, param)
         if self.buckets is not None and self._kinds != self._find_kinds():
             self.buckets = None
-        is_first = not _pass.some_start_early()
+        is_first = not passes.some_start_early()
         if self.buckets is not None and self._overlaps and is_first and not self.options.delay:
-            one.missing = [set(filter(self._is_mine, bucket)) for bucket in self.buckets]
+            one.missing = [set(filter(self._is_trained, bucket)) for bucket in self.buckets]
         if self._sums:
             one.sums = self._find_sums()
-        _pass.begin(one)
+        passes.begin(one)
         return one
 
     def ready(self, index: int) -> None:
@@ -230,7 +229,7 @@ class Reduction:
         assert one is not None
         if one.reduces and one.arrived:
             self._reduce_rest(one)
-        _pass.forget(one)
+        passes.forget(one)
         self._pass = None
 
     def _reduce_rest(self, one: Pass) -> None:
@@ -243,10 +242,11 @@ class Reduction:
         for bucket in one.started:
             if bucket is not None:
                 self._end(bucket)
-        frozen = [index for index in self._unreduced if not self._is_mine(index)]
-        if any(self._params[index].grad is not None for index in frozen):
+        frozen = [self._params[index] for index in self._unreduced if not self._is_trained(index)]
+        local = [param for param in frozen if param.grad is not None and param.grad.any()]
+        if local:
             raise RuntimeError(
-                f"DistributedDataParallel: {self._name(self._params[frozen[0]])} was frozen with a "
+                f"DistributedDataParallel: {self._name(local[0])} was frozen with a "
                 "gradient from no_sync() that was never reduced. Zero it, or freeze parameters "
                 "after a backward pass that reduces."
             )
@@ -261,7 +261,7 @@ class Reduction:
         self.starts_equal = True
         same = torch.ones((), dtype=torch.int32, device=self.device())
         for alike in by_kind([param.data for param in self._params]):
-            mine = torch.cat([tensor.reshape(-1) for tensor in alike])
+            mine = flatten(alike)
             first = mine.clone()
             broadcast([first], self.group)
             same *= int(torch.equal(first.view(torch.uint8), mine.view(torch.uint8)))
@@ -295,21 +295,16 @@ class Reduction:
         sizes = [param.numel() for param in self._params]
         self.buckets = grouped(numbers.tolist(), self._kinds, sizes, self.options)
         self._bucket_of = {i: number for number, b in enumerate(self.buckets) for i in b}
-        self._made = {}
 
     @torch.no_grad()
     def _start(self, number: int) -> Bucket | None:
         """Send the gradients of a bucket on their way."""
         assert self.buckets is not None
-        params = [self._params[index] for index in self.buckets[number] if self._is_mine(index)]
+        params = [self._params[index] for index in self.buckets[number] if self._is_trained(index)]
         if not params:
             return None
         dtype = params[0].dtype
-        bucket = self._made.get(number)
-        if bucket is None or not bucket.is_of(params):
-            bucket = Bucket(params, self.options.dtype_of(dtype))
-            if not self.options.retain:  # gradients become views of its memory
-                self._made[number] = bucket
+        bucket = Bucket(params, self.options.dtype_of(dtype))
         assert self._pass is not None
         odd = bucket.fill(self._pass.sums)
         if odd is not None and odd.grad is not None:
@@ -324,7 +319,6 @@ class Reduction:
     def _end(self, bucket: Bucket) -> None:
         """Write the reduced gradients of a bucket back."""
         self.all_reduce.end(bucket.work, bucket.flat, len(bucket.params))
-        bucket.work = None
         self._check_taken(bucket)
         bucket.write_back()
         if self.options.retain:

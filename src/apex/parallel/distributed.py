@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -33,9 +34,9 @@ from apex.parallel._arguments import (
     EXCLUDE,
     check_tensors,
     first_group,
+    gradient_group,
     indices,
     refuse,
-    twin,
     warn_of_idle,
 )
 from apex.parallel._bucket import Options
@@ -150,10 +151,10 @@ class DistributedDataParallel(torch.nn.Module):
                     EXCLUDE.format("gradient_average_split_factor", "gradient_predivide_factor")
                 )
             gradient_predivide_factor = gradient_average_split_factor
-        if not gradient_predivide_factor > 0:
+        if not 0 < gradient_predivide_factor < math.inf:
             raise ValueError(
                 "DistributedDataParallel: gradient_predivide_factor is "
-                f"{gradient_predivide_factor}; it must be above 0."
+                f"{gradient_predivide_factor}; it must be above 0 and finite."
             )
         if allreduce_trigger_params is not None and delay_allreduce:
             raise ValueError(EXCLUDE.format("allreduce_trigger_params", "delay_allreduce"))
@@ -175,10 +176,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._broadcast()
 
     def _new_reduction(self) -> Reduction:
-        gradient_group = twin(
-            self.process_group, next(self.module.parameters(), torch.empty(0)).device
-        )
-        return Reduction(self.module, self.process_group, gradient_group, self._options)
+        device = next(self.module.parameters(), torch.empty(0)).device
+        group = gradient_group(self.process_group, device)
+        return Reduction(self.module, self.process_group, group, self._options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; ``inputs`` and ``kwargs`` are its own.
@@ -345,10 +345,8 @@ class DistributedDataParallel(torch.nn.Module):
             bucket_idx: Not used.
             force_default_stream: Not used: collectives have their own streams.
         """
-        wide = self._options.always_fp32
-        summed = torch.cat(
-            [t.detach().reshape(-1).to(torch.float32 if wide else t.dtype) for t in bucket]
-        )
+        dtype = self._options.dtype_of(bucket[0].dtype)
+        summed = flatten([tensor.detach().to(dtype, copy=True) for tensor in bucket])
         all_reduce = self._reduction.all_reduce
         return all_reduce.end(all_reduce.begin(summed), summed).to(bucket[0].dtype)
 
