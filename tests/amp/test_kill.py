@@ -16,6 +16,8 @@ import sys
 import pytest
 import torch
 
+from tests.checkpoints import assert_equal
+
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "resume" / "train.py"
 STEPS, EVERY = 12, 4
@@ -122,24 +124,6 @@ def run():
 
 def load(path):
     return torch.load(path, weights_only=True)
-
-
-def assert_equal(left, right):
-    """Two checkpoints, bit for bit, whatever they hold."""
-    assert type(left) is type(right)
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_equal(left[key], right[key])
-    elif isinstance(left, list):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_equal(one, other)
-    elif isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    else:
-        assert left == right
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import nn
 
 from apex import amp
+from tests.checkpoints import assert_equal
 from tests.examples.imagenet import (
     BEST,
     FOLDER,
     LATEST,
     SHORT,
     TINY,
-    assert_equal,
     checkpoint,
     read,
     run,
