@@ -97,8 +97,10 @@ def test_among_others_that_exist():
 
 
 def test_pickles_of_missing_classes():
-    with pytest.raises(ModuleNotFoundError, match="apex.fp16_utils is not in apex .* use apex.amp"):
-        pickle.loads(b"capex.fp16_utils.loss_scaler\nDynamicLossScaler\n.")
+    with pytest.raises(
+        ModuleNotFoundError, match="apex.fused_dense is not in apex .* use torch.nn.Linear"
+    ):
+        pickle.loads(b"capex.fused_dense.fused_dense\nFusedDense\n.")
 
 
 @pytest.mark.parametrize(

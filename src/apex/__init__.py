@@ -17,7 +17,15 @@ __all__ = ["__version__", "amp"]
 
 __version__ = "1.0.0.dev0"
 
-_PARTS = ("contrib", "mlp", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+_PARTS = (
+    "contrib",
+    "fp16_utils",
+    "mlp",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+)
 
 
 def __getattr__(name: str) -> ModuleType:

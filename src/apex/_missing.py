@@ -30,7 +30,6 @@ NOT_YET = {
     "apex.RankInfoFormatter": "logging.Formatter with torch.distributed.get_rank()",
     "apex.check_cudnn_version_and_warn": "torch.backends.cudnn.version()",
     "apex.deprecated_warning": "warnings.warn",
-    "apex.fp16_utils": 'apex.amp.initialize(model, optimizer, opt_level="O2")',
     "apex.fused_dense": "torch.nn.Linear, with torch.nn.GELU",
     "apex.mlp.MLP": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
     "apex.mlp.MlpFunction": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
@@ -50,16 +49,12 @@ NOT_YET = {
     "apex.contrib.index_mul_2d": "in1[idx1] * in2 with torch.compile",
     "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention or "
     "torch.nn.functional.scaled_dot_product_attention",
-    "apex.contrib.optimizers.FP16_Optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
     "apex.contrib.optimizers.distributed_fused_adam": "torch.distributed.fsdp.fully_shard with "
     "torch.optim.AdamW(fused=True)",
     "apex.contrib.optimizers.distributed_fused_lamb": "torch.distributed.fsdp.fully_shard with "
     "torch.optim.AdamW(fused=True)",
-    "apex.contrib.optimizers.fp16_optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
     "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured",
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
-    "apex.optimizers.FP16_Optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
-    "apex.optimizers.fp16_optimizer": "apex.amp.initialize with apex.optimizers.FusedAdam",
 }
 
 OUT_OF_SCOPE = {

@@ -5,6 +5,7 @@ compute the same, else in plain PyTorch.
 """
 
 from apex._missing import explain_attributes
+from apex.optimizers.fp16_optimizer import FP16_Optimizer
 from apex.optimizers.fused_adagrad import FusedAdagrad
 from apex.optimizers.fused_adam import FusedAdam
 from apex.optimizers.fused_lamb import FusedLAMB
@@ -14,6 +15,7 @@ from apex.optimizers.fused_novograd import FusedNovoGrad
 from apex.optimizers.fused_sgd import FusedSGD
 
 __all__ = [
+    "FP16_Optimizer",
     "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",

@@ -176,8 +176,9 @@ class Pairs:
     @torch.no_grad()
     def write(self) -> None:
         """Round every master into its weight."""
-        torch._foreach_copy_(self.weights, self.tensors)
-        self.note_written()
+        if self.weights:
+            torch._foreach_copy_(self.weights, self.tensors)
+            self.note_written()
 
     def for_kernel(self) -> dict[torch.Tensor, torch.Tensor]:
         """Weights that the kernel of a step can write, by their masters: all, or none."""

@@ -1,0 +1,199 @@
+"""Loss scales as Python numbers, for programs that scale by hand.
+
+:class:`FP16_Optimizer` keeps one of these as its ``loss_scaler``. ``amp.initialize`` has its own
+(:mod:`apex.amp.scaler`), whose numbers stay on the gradients' device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
+
+TINY = 2.0**-126  # smallest normal float32: the reciprocal of the scale stays finite
+
+
+def to_python_float(t: Any) -> float:
+    """Return the number in a tensor of one element, or in the first place of a sequence."""
+    value: float = t.item() if hasattr(t, "item") else t[0]
+    return value
+
+
+def check_scale(name: str, value: Any) -> float:
+    """Return a loss scale as a float.
+
+    Raises:
+        ValueError: It is not a finite number above 0.
+    """
+    try:
+        scale = float(value)
+    except (TypeError, ValueError):
+        scale = math.nan
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"{name} was {value!r}; it must be a finite number above 0.")
+    return scale
+
+
+class LossScaler:
+    """A loss scale that never changes.
+
+    Args:
+        scale: What losses are multiplied by.
+
+    Raises:
+        ValueError: ``scale`` is not a finite number above 0.
+
+    Attributes:
+        cur_scale: The scale; may be written.
+
+    Example:
+        >>> scaler = LossScaler(128.0)
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> scaler.backward(weight.sum())
+        >>> weight.grad
+        tensor([128., 128.])
+    """
+
+    def __init__(self, scale: float = 1) -> None:
+        self.cur_scale = check_scale("LossScaler: scale", scale)
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+        return self.cur_scale
+
+    def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
+        """Return False: nothing is checked."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """Do nothing."""
+
+    def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
+        """Multiply gradients by the scale: a full backward hook of a module.
+
+        Args:
+            module: The module that the hook is on.
+            grad_in: Gradients of its inputs; ``None`` stays ``None``.
+            grad_out: Gradients of its outputs.
+        """
+        return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Backpropagate the loss times the scale."""
+        scaled(loss, self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that backs off after an overflow and grows after clean iterations.
+
+    Args:
+        init_scale: Where it starts; at most ``max_loss_scale``.
+        scale_factor: What it grows by and is divided by.
+        scale_window: Clean iterations in a row after which it grows.
+        min_loss_scale: It never falls below; ``None`` means the smallest normal float32.
+        max_loss_scale: It never grows above; ``None`` means no limit.
+
+    Raises:
+        ValueError: A number is out of range.
+
+    Attributes:
+        cur_scale: The scale; may be written.
+        cur_iter: How often :meth:`update_scale` was called.
+        last_overflow_iter: ``cur_iter`` at the last overflow, -1 before the first.
+    """
+
+    # Objects that were pickled by NVIDIA's Apex of 2018 do not have these two.
+    min_loss_scale: float | None = 1.0
+    max_loss_scale: float | None = None
+
+    def __init__(
+        self,
+        init_scale: float = 2**32,
+        scale_factor: float = 2.0,
+        scale_window: int = 1000,
+        *,
+        min_loss_scale: float | None = 1.0,
+        max_loss_scale: float | None = None,
+    ) -> None:
+        self.cur_scale = check_scale("DynamicLossScaler: init_scale", init_scale)
+        if not 1.0 < scale_factor < math.inf:
+            raise ValueError(
+                f"DynamicLossScaler: scale_factor was {scale_factor!r}; it must be above 1."
+            )
+        if isinstance(scale_window, bool) or not scale_window >= 1 or scale_window % 1:
+            raise ValueError(
+                f"DynamicLossScaler: scale_window was {scale_window!r}; it must be an integer of "
+                "at least 1."
+            )
+        lowest = 0.0 if min_loss_scale is None else min_loss_scale
+        highest = math.inf if max_loss_scale is None else max_loss_scale
+        if not 0.0 <= lowest <= highest:
+            raise ValueError(
+                f"DynamicLossScaler: min_loss_scale was {min_loss_scale!r} and max_loss_scale "
+                f"{max_loss_scale!r}; allowed is 0 <= min_loss_scale <= max_loss_scale."
+            )
+        self.min_loss_scale = min_loss_scale
+        self.max_loss_scale = max_loss_scale
+        self.cur_scale = self._bounded(self.cur_scale)
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = float(scale_factor)
+        self.scale_window = int(scale_window)
+
+    def _bounded(self, scale: float) -> float:
+        highest = math.inf if self.max_loss_scale is None else self.max_loss_scale
+        return max(min(scale, highest), self.min_loss_scale or TINY)
+
+    def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether an element of a gradient is inf or nan; waits for the device once.
+
+        Args:
+            params: Tensors whose ``.grad`` is looked at; those without one are left out.
+        """
+        grads = [param.grad for param in params if param.grad is not None]
+        flags = [_not_finite(grad) for grad in grads]
+        return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
+
+    @staticmethod
+    def _has_inf_or_nan(x: torch.Tensor) -> bool:
+        return bool(_not_finite(x))
+
+    def update_scale(self, overflow: bool) -> None:
+        """End an iteration: back off after an overflow, grow after ``scale_window`` clean ones."""
+        if overflow:
+            self.cur_scale = self._bounded(self.cur_scale / self.scale_factor)
+            self.last_overflow_iter = self.cur_iter
+        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            self.cur_scale = self._bounded(self.cur_scale * self.scale_factor)
+        self.cur_iter += 1
+
+
+def dynamic_scaler(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> LossScaler:
+    """Make the scaler of an ``FP16_Optimizer`` from its ``dynamic_loss_args``.
+
+    Raises:
+        TypeError: An option is unknown.
+        ValueError: A number is out of range.
+    """
+    unknown = set(options) - set(defaults)
+    if unknown:
+        raise TypeError(
+            f"FP16_Optimizer: dynamic_loss_args had {', '.join(sorted(map(str, unknown)))}; "
+            f"allowed are {', '.join(defaults)}."
+        )
+    return DynamicLossScaler(**{**defaults, **options})
+
+
+def scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return ``loss * scale``, computed in float32 at least."""
+    return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+
+
+def _not_finite(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return ~torch.isfinite(values).all()

@@ -1,0 +1,166 @@
+"""The parameters of an ``FP16_Optimizer``, their masters, and the gradients of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex.amp.gradients.masters import Master, Pairs
+from apex.amp.gradients.unscaling import unscale_into
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+Groups = list[list[torch.Tensor]]
+
+
+class MasterGroups:
+    """Parameters by group of an optimizer, in whose groups masters stand for those of 16 bits.
+
+    Args:
+        halves: The 16-bit parameters that have masters already, by group.
+        masters: Their masters.
+        own: Parameters of 32 or 64 bits, which need none.
+
+    Attributes:
+        pairs: Parameters with their masters, in columns.
+        still_scaled: ids of parameters of ``own`` with a gradient that is still scaled.
+    """
+
+    def __init__(self, halves: Groups, masters: Groups, own: Groups) -> None:
+        self.halves, self.masters, self.own = halves, masters, own
+        self.still_scaled: set[int] = set()
+        self.pairs = Pairs([], [])
+        for param in self.all_own:
+            self._watch(param)
+        self._pair()
+
+    @property
+    def all_halves(self) -> list[torch.Tensor]:
+        """The 16-bit parameters of all groups."""
+        return [param for group in self.halves for param in group]
+
+    @property
+    def all_masters(self) -> list[torch.Tensor]:
+        """The masters of all groups."""
+        return [param for group in self.masters for param in group]
+
+    @property
+    def all_own(self) -> list[torch.Tensor]:
+        """The parameters without masters of all groups."""
+        return [param for group in self.own for param in group]
+
+    def _watch(self, param: torch.Tensor) -> None:
+        arrived = self.still_scaled
+        hook = lambda tensor: arrived.add(id(tensor))  # noqa: E731
+        param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _pair(self) -> None:
+        self.pairs.refresh(compare=False)
+        weights = self.all_halves
+        both = zip(weights, self.all_masters, strict=True)
+        self.pairs = Pairs(weights, [Master(master, weight._version) for weight, master in both])
+
+    def add_new(self, optimizer: Any) -> bool:
+        """Take in parameters that ``optimizer`` has got, or that were unfrozen.
+
+        Returns:
+            Whether the optimizer had state for one that has a master now.
+
+        Raises:
+            TypeError: A parameter is not a real floating tensor; nothing was changed.
+        """
+        known = {*map(id, self.all_masters), *map(id, self.all_own)}
+        new = [
+            (number, index, param)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, param in enumerate(group["params"])
+            if param.requires_grad and id(param) not in known
+        ]
+        for _, _, param in new:
+            if not param.is_floating_point():
+                raise TypeError(
+                    f"FP16_Optimizer: a parameter is {param.dtype}; allowed are torch.float16, "
+                    "torch.bfloat16, torch.float32 and torch.float64."
+                )
+        for groups in (self.halves, self.masters, self.own):
+            groups.extend([] for _ in optimizer.param_groups[len(groups) :])
+        has_state = False
+        for number, index, param in new:
+            if param.dtype not in HALF_TYPES:
+                self.own[number].append(param)
+                self._watch(param)
+                continue
+            master = param.detach().clone().float().requires_grad_()
+            optimizer.param_groups[number]["params"][index] = master
+            self.halves[number].append(param)
+            self.masters[number].append(master)
+            if param in optimizer.state:
+                optimizer.state[master] = optimizer.state.pop(param)
+                has_state = True
+        if new:
+            self._pair()
+        return has_state
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """Bring all gradients that are still scaled to a scale that is ``factor`` times theirs."""
+        if factor == 1.0:
+            return
+        own = [param for param in self.all_own if id(param) in self.still_scaled]
+        for param in (*self.all_halves, *own):
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    @torch.no_grad()
+    def scale_unscaled(self, scale: float) -> None:
+        """Scale the gradients of earlier passes on parameters without masters."""
+        for param in self.all_own:
+            if param.grad is not None and id(param) not in self.still_scaled:
+                param.grad.mul_(scale)
+                self.still_scaled.add(id(param))
+
+    @torch.no_grad()
+    def unscale(self, scale: float, *, check: bool) -> bool:
+        """Write the gradients of 16-bit parameters into their masters', divided by ``scale``.
+
+        Other parameters' gradients are divided in place where they are still scaled. The program's
+        gradients of 16-bit parameters stay scaled.
+
+        Returns:
+            Whether an element was inf or nan; False without ``check``.
+        """
+        own = []
+        for param in self.all_own:
+            if param.grad is not None and id(param) in self.still_scaled:
+                param.grad = param.grad.coalesce() if param.grad.is_sparse else param.grad
+                own.append(param.grad)
+        self.still_scaled.clear()
+        for master in self.all_masters:
+            master.grad = None
+        divisor: torch.Tensor | float = scale
+        if check:  # the flag comes on the divisor's device
+            halves = (param.grad for param in self.all_halves if param.grad is not None)
+            first = next((grad for grad in (*own, *halves)), torch.empty(()))
+            divisor = torch.tensor(scale, dtype=torch.float32, device=first.device)
+        found, _ = unscale_into(own, self.pairs, {}, divisor)
+        return found is not None and bool(found)
+
+    def zero_grad(self, optimizer: Any, *, set_to_none: bool) -> None:
+        """Clear the gradients of masters, 16-bit parameters and all else in the groups."""
+        stepped = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in (*stepped, *self.all_halves):
+            if param.grad is not None and set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_().zero_()
+
+
+@torch.no_grad()
+def load(targets: Groups, groups: Groups) -> None:
+    """Copy saved tensors by group."""
+    for tensors, saved in zip(targets, groups, strict=True):
+        for tensor, value in zip(tensors, saved, strict=True):
+            tensor.copy_(value)

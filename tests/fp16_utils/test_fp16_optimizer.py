@@ -1,0 +1,517 @@
+"""``FP16_Optimizer``: masters, gradients of several passes, skipped steps, closures."""
+
+import copy
+import logging
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from apex.amp import _speech
+from apex.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler
+from apex.optimizers import FusedAdam
+from apex.parallel.LARC import LARC
+
+DYNAMIC = {"static": False, "dynamic": True}
+
+
+class Mixed(nn.Module):
+    """Two linear layers of 16 bits and a layer norm of 32 between them."""
+
+    def __init__(self, dtype=torch.float16):
+        super().__init__()
+        self.first = nn.Linear(4, 3).to(dtype)
+        self.norm = nn.LayerNorm(3)
+        self.last = nn.Linear(3, 2).to(dtype)
+
+    def forward(self, x):
+        x = self.first(x.to(self.first.weight.dtype))
+        return self.last(self.norm(x.float()).to(x.dtype)).float()
+
+
+@pytest.fixture
+def spoken(capsys, monkeypatch):
+    """A function that returns what was said since the last call."""
+    monkeypatch.setattr(_speech, "logger", logging.Logger("apex.amp"))  # without pytest's handlers
+    return lambda: capsys.readouterr().out
+
+
+def start(make=None, dtype=torch.float16, **options):
+    torch.manual_seed(0)
+    model = Mixed(dtype)
+    make = make or (lambda params: torch.optim.SGD(params, lr=0.125))
+    options = {"static_loss_scale": 128.0, **options}
+    return model, FP16_Optimizer(make(model.parameters()), verbose=False, **options)
+
+
+def loss_of(model, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 4, generator=generator)
+    return F.mse_loss(model(x), torch.ones(8, 2))
+
+
+def grads_of(optimizer):
+    return [p.grad.clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+def expected_grads(model, *seeds):
+    """Each pass alone with a scale of 128, unscaled, then added up in float32."""
+    total = None
+    for seed in seeds:
+        grads = torch.autograd.grad(128.0 * loss_of(model, seed), [*model.parameters()])
+        one = [grad.float() / 128.0 for grad in grads]
+        total = one if total is None else [a + b for a, b in zip(total, one, strict=True)]
+    return total
+
+
+def assert_equal(left, right):
+    for one, other in zip(left, right, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+# -- masters ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masters_stand_at_the_places_of_their_parameters(dtype):
+    model = Mixed(dtype)
+    model.last.bias.requires_grad_(False)
+    groups = [
+        {"params": [*model.first.parameters(), model.norm.weight]},
+        {"params": [model.norm.bias, *model.last.parameters()], "lr": 0.5},
+    ]
+    inner = torch.optim.SGD(groups, lr=0.125)
+    optimizer = FP16_Optimizer(inner, verbose=False)
+    assert optimizer.optimizer is inner
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    weight, bias, norm = optimizer.param_groups[0]["params"]
+    assert (weight.dtype, bias.dtype) == (torch.float32, torch.float32)
+    assert weight.is_leaf
+    assert weight.requires_grad
+    assert torch.equal(weight, model.first.weight.float())
+    assert norm is model.norm.weight
+    assert optimizer.param_groups[1]["params"][2] is model.last.bias  # frozen: as it was
+    names = ("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups")
+    sizes = [[len(group) for group in getattr(optimizer, name)] for name in names]
+    assert sizes == [[2, 1], [2, 1], [1, 1]]
+    assert optimizer.all_fp16_params[2] is model.last.weight
+    assert optimizer.all_fp32_from_fp16_params[0] is weight
+    assert optimizer.all_fp32_from_fp32_params[1] is model.norm.bias
+
+
+def test_state_that_was_there_moves_to_the_masters():
+    model = Mixed()
+    inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    loss_of(model).backward()
+    inner.step()
+    before = inner.state[model.first.weight]["momentum_buffer"].clone()
+    optimizer = FP16_Optimizer(inner, verbose=False)
+    master = optimizer.fp32_from_fp16_groups[0][0]
+    after = optimizer.state[master]["momentum_buffer"]
+    assert after.dtype == torch.float32
+    assert torch.equal(after, before.float())
+    assert model.first.weight not in optimizer.state
+
+
+def test_a_step_moves_masters_and_rounds_them_into_the_model():
+    model, optimizer = start()
+    masters = [m.clone() for m in optimizer.all_fp32_from_fp16_params]
+    want = expected_grads(model, 1)
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model))
+    assert_equal(grads_of(optimizer), want)
+    optimizer.step()
+    halves = [want[0], want[1], want[4], want[5]]
+    moved = [m - 0.125 * grad for m, grad in zip(masters, halves, strict=True)]
+    assert_equal(optimizer.all_fp32_from_fp16_params, moved)
+    assert_equal(optimizer.all_fp16_params, [m.half() for m in moved])
+
+
+def test_small_updates_are_kept():
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    optimizer = FP16_Optimizer(torch.optim.SGD([weight], lr=2.0**-14), verbose=False)
+    for _ in range(16):
+        optimizer.zero_grad()
+        optimizer.backward(weight.float().sum())
+        optimizer.step()
+    assert weight == 1.0 - 2.0**-10
+
+
+@pytest.mark.parametrize("adds_group", [False, True])
+def test_weights_that_the_program_writes_are_taken_over(adds_group):
+    model, optimizer = start()
+    with torch.no_grad():
+        model.first.weight[0, 0] = 0.5
+    if adds_group:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.float16))]})
+    kept = optimizer.fp32_from_fp16_groups[0][0].clone()
+    kept[0, 0] = 0.5
+    optimizer.step()  # no gradients
+    assert torch.equal(optimizer.fp32_from_fp16_groups[0][0], kept)
+    assert model.first.weight[0, 0] == 0.5
+
+
+def test_groups_and_unfrozen_parameters_that_come_later():
+    model = Mixed()
+    model.last.weight.requires_grad_(False)
+    inner = torch.optim.SGD(model.first.parameters(), lr=0.125)
+    optimizer = FP16_Optimizer(inner, verbose=False)
+    optimizer.add_param_group({"params": [*model.norm.parameters(), *model.last.parameters()]})
+    assert [len(group) for group in optimizer.fp16_groups] == [2, 1]
+    model.last.weight.requires_grad_(True)
+    optimizer.backward(loss_of(model))
+    assert [len(group) for group in optimizer.fp16_groups] == [2, 2]
+    before = model.last.weight.clone()
+    optimizer.step()
+    assert not torch.equal(model.last.weight, before)
+    assert {p.dtype for g in optimizer.param_groups for p in g["params"]} == {torch.float32}
+
+
+# -- gradients of several passes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", DYNAMIC.values(), ids=DYNAMIC)
+@pytest.mark.parametrize("defers", [False, True])
+def test_several_losses(dynamic, defers):
+    """In the original parameters without masters were unscaled once more by each backward."""
+    model, optimizer = start(dynamic_loss_scale=dynamic, dynamic_loss_args={"init_scale": 128.0})
+    want = expected_grads(model, 1, 1)
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.backward(loss_of(model), update_master_grads=not defers)
+    if defers:
+        optimizer.update_master_grads()
+        optimizer.update_master_grads()  # changes nothing
+    assert_equal(grads_of(optimizer), want)
+    assert optimizer.loss_scale == 128.0
+
+
+def test_retain_graph():
+    model, optimizer = start()
+    loss = loss_of(model)
+    optimizer.backward(loss, retain_graph=True)
+    optimizer.backward(loss)
+    assert_equal(grads_of(optimizer), expected_grads(model, 1, 1))
+
+
+def test_passes_add_up_when_the_scale_grows_between_them():
+    options = {"init_scale": 128.0, "scale_window": 1}
+    make = lambda params: torch.optim.SGD(params, lr=0.0)  # noqa: E731
+    model, optimizer = start(make, dynamic_loss_scale=True, dynamic_loss_args=options)
+    for _ in range(2):
+        optimizer.backward(loss_of(model))
+        optimizer.step()  # the scale doubles, and nobody clears gradients
+    assert optimizer.loss_scale == 512.0
+    assert_equal(grads_of(optimizer), expected_grads(model, 1, 1))
+
+
+def test_a_scale_that_the_program_writes_between_passes():
+    model, optimizer = start()
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    optimizer.loss_scale = 512.0
+    assert optimizer.loss_scaler.cur_scale == 512.0
+    optimizer.backward(loss_of(model))
+    assert_equal(grads_of(optimizer), expected_grads(model, 1, 1))
+    with pytest.raises(ValueError, match="loss_scale was 0"):
+        optimizer.loss_scale = 0
+
+
+def test_a_backward_that_the_program_scales_itself():
+    model, optimizer = start()
+    (loss_of(model) * optimizer.loss_scale).backward()
+    optimizer.update_master_grads()
+    assert_equal(grads_of(optimizer), expected_grads(model, 1))
+
+
+def test_gradients_cleared_on_the_model_leave_no_stale_masters():
+    """In the original of 2025 a master kept its gradient, and the next step applied it again."""
+    model, optimizer = start()
+    optimizer.backward(loss_of(model))
+    model.zero_grad()
+    optimizer.backward(model.last(torch.ones(1, 3, dtype=torch.float16)).float().sum())
+    grads = [master.grad for master in optimizer.all_fp32_from_fp16_params]
+    assert grads[:2] == [None, None]
+    assert torch.equal(grads[2], torch.ones(2, 3))
+
+
+def test_a_step_does_what_is_pending():
+    for act in ("step", "clip_master_grads", "inspect_master_grad_data"):
+        model, optimizer = start()
+        want = expected_grads(model, 1)
+        optimizer.backward(loss_of(model), update_master_grads=False)
+        getattr(optimizer, act)(*([1e9] if act == "clip_master_grads" else []))
+        assert_equal(grads_of(optimizer), want)
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_zero_grad(frees):
+    model, optimizer = start()
+    optimizer.backward(loss_of(model))
+    optimizer.zero_grad(set_grads_to_None=frees)
+    tensors = [*model.parameters(), *optimizer.all_fp32_from_fp16_params]
+    assert all(t.grad is None if frees else not t.grad.any() for t in tensors)
+    optimizer.backward(loss_of(model))
+    assert_equal(grads_of(optimizer), expected_grads(model, 1))
+    optimizer.zero_grad(set_to_none=True)
+    assert all(t.grad is None for t in tensors)
+
+
+def test_clip_and_inspect():
+    model, optimizer = start()
+    want = expected_grads(model, 1)
+    optimizer.backward(loss_of(model))
+    norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in want]))
+    assert torch.equal(optimizer.clip_master_grads(math.inf), norm)
+    assert_equal(optimizer.inspect_master_grad_data()[0], want)
+    optimizer.clip_master_grads(float(norm) / 2)
+    clipped = torch.cat([grad.flatten() for grad in grads_of(optimizer)])
+    assert float(torch.linalg.vector_norm(clipped)) <= float(norm) / 2
+    assert optimizer.clip_master_grads(1.0, norm_type=math.inf) == clipped.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_sparse_gradients(dtype):
+    torch.manual_seed(0)
+    embedding = nn.Embedding(4, 2, sparse=True).to(dtype)
+    sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    optimizer = FP16_Optimizer(sgd, 128.0, verbose=False)
+    before = embedding.weight.detach().float().clone()
+    optimizer.backward(embedding(torch.tensor([1, 1, 3])).float().sum())
+    optimizer.step()
+    moved = before - torch.tensor([0.0, 2.0, 0.0, 1.0])[:, None]
+    assert torch.equal(optimizer.param_groups[0]["params"][0], moved)
+
+
+# -- overflow --------------------------------------------------------------------------------------
+
+
+def overflowing(**options):
+    return start(
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 128.0, "scale_window": 2, **options},
+    )
+
+
+@pytest.mark.parametrize("where", ["first.weight", "norm.bias"])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_an_overflow_skips_the_step_and_lowers_the_scale_once(where, bad, spoken):
+    model, optimizer = overflowing()
+    optimizer.verbose = True
+    before = [p.clone() for p in model.parameters()]
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    model.get_parameter(where).grad.view(-1)[-1] = bad
+    optimizer.update_master_grads()
+    assert optimizer.overflow
+    assert optimizer.loss_scale == 64.0
+    assert optimizer.clip_master_grads(1.0) == -1
+    assert optimizer.inspect_master_grad_data() is None
+    assert optimizer.step() is None
+    assert_equal(model.parameters(), before)
+    assert optimizer.loss_scale == 64.0
+    assert "Skipping step, reducing loss scale to 64.0" in spoken()
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model))
+        assert not optimizer.overflow
+        optimizer.step()
+    assert optimizer.loss_scale == 128.0
+    assert not torch.equal(model.first.weight, before[0])
+
+
+def test_several_losses_of_a_step_count_once():
+    """In the original of 2025 each backward counted as a step."""
+    model, optimizer = overflowing()
+    for _ in range(2):
+        assert optimizer.loss_scale == 128.0
+        optimizer.zero_grad()
+        for _ in range(3):
+            optimizer.backward(loss_of(model))
+        optimizer.step()
+    assert optimizer.loss_scale == 256.0
+
+
+def test_an_overflow_of_the_first_of_two_losses_is_not_forgotten():
+    model, optimizer = overflowing()
+    optimizer.backward(loss_of(model) * math.inf)
+    optimizer.backward(loss_of(model))
+    assert optimizer.overflow
+
+
+def test_the_factor_is_honoured():
+    """In the original of 2025 ``scale_factor`` was accepted and 2 used."""
+    _, optimizer = overflowing(scale_factor=4.0)
+    assert optimizer.loss_scaler.scale_factor == 4.0
+    optimizer.all_fp16_params[0].grad = torch.full((3, 4), math.inf, dtype=torch.float16)
+    optimizer.update_master_grads()
+    assert optimizer.loss_scale == 32.0
+
+
+def test_a_static_scale_checks_nothing():
+    model, optimizer = start()
+    optimizer.backward(loss_of(model) * math.nan)
+    assert not optimizer.overflow
+    optimizer.step()
+    assert model.first.weight.isnan().any()
+
+
+def test_defaults_of_the_dynamic_scale():
+    _, optimizer = start(dynamic_loss_scale=True)
+    scaler = optimizer.loss_scaler
+    assert type(scaler) is DynamicLossScaler
+    assert (scaler.cur_scale, scaler.scale_window, scaler.max_loss_scale) == (2**16, 2000, 2**24)
+    _, optimizer = start(static_loss_scale=8)
+    assert type(optimizer.loss_scaler) is LossScaler
+    assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (8.0, False)
+
+
+# -- closures --------------------------------------------------------------------------------------
+
+
+def closure_of(model, optimizer, calls=None, bad=()):
+    def closure():
+        number = len(calls)
+        calls.append(model.first.weight.clone())
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        optimizer.backward(loss * math.nan if number in bad else loss)
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("dynamic", DYNAMIC.values(), ids=DYNAMIC)
+def test_closure_of_lbfgs(dynamic):
+    make = lambda params: torch.optim.LBFGS(params, lr=0.25, max_iter=4)  # noqa: E731
+    model, optimizer = start(
+        make, dynamic_loss_scale=dynamic, dynamic_loss_args={"init_scale": 128.0}
+    )
+    calls = []
+    bad = {2} if dynamic else ()
+    first = optimizer.step(closure_of(model, optimizer, calls, bad))
+    assert first.item() == pytest.approx(loss_of(start()[0]).item())
+    assert len(calls) == 5 + len(bad) - 1  # LBFGS evaluates max_iter times
+    assert all(not torch.equal(calls[0], seen) for seen in calls[1:])  # the model follows
+    assert_equal(optimizer.all_fp16_params, [m.half() for m in optimizer.all_fp32_from_fp16_params])
+    assert loss_of(model) < first
+    assert optimizer.first_closure_call_this_step
+    assert optimizer.loss_scale == (64.0 if dynamic else 128.0)
+
+
+def test_a_closure_that_is_never_finite_ends_with_an_error():
+    """In the original it was called for ever."""
+    model, optimizer = start(dynamic_loss_scale=True)
+    calls = []
+    closure = closure_of(model, optimizer, calls, bad=range(1000))
+    before = model.first.weight.clone()
+    with pytest.raises(RuntimeError, match="not finite 50 times in a row"):
+        optimizer.step(closure)
+    assert len(calls) == 50
+    assert torch.equal(model.first.weight, before)
+    assert optimizer.first_closure_call_this_step
+
+
+# -- with what stands around it --------------------------------------------------------------------
+
+
+def test_schedulers_take_it():
+    """In the original it was no ``torch.optim.Optimizer``."""
+    model, optimizer = overflowing()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    inner = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 0.5**step)
+    optimizer.backward(loss_of(model) * math.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        scheduler.step()
+        inner.step()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.0625
+    assert optimizer.defaults["lr"] == 0.125
+
+
+def test_hooks_see_its_steps():
+    _, optimizer = start()
+    seen = []
+    optimizer.register_step_post_hook(lambda *of: seen.append(of[0]))
+    optimizer.step()
+    assert seen == [optimizer.optimizer]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: LARC(torch.optim.SGD(params, lr=0.125, weight_decay=0.5)),
+        lambda params: FusedAdam(params, lr=0.125),
+    ],
+    ids=["LARC", "FusedAdam"],
+)
+def test_other_optimizers_step_as_on_float32_weights(make):
+    model, optimizer = start(make)
+    twins = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+    plain = make(twins)
+    for seed in range(3):
+        for twin, grad in zip(twins, expected_grads(model, seed), strict=True):
+            twin.grad = grad
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, seed))
+        optimizer.step()
+        plain.step()
+    assert_equal([p.detach() for p in optimizer.param_groups[0]["params"]], twins)
+
+
+def test_copies_and_pickles_train_on():
+    """In the original both raised RuntimeError."""
+    pair = start(lambda params: torch.optim.Adam(params), dynamic_loss_scale=True)
+    pair[1].backward(loss_of(pair[0]))
+    pair[1].step()
+    ends = []
+    for model, optimizer in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair)), pair):
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model), update_master_grads=False)
+            optimizer.backward(loss_of(model, 2))
+            optimizer.step()
+        assert optimizer.all_fp16_params[0] is model.first.weight
+        ends.append([*model.parameters()])
+    assert_equal(ends[0], ends[2])
+    assert_equal(ends[1], ends[2])
+
+
+def test_errors_change_nothing():
+    model = Mixed()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(TypeError, match="init_optimizer was a Mixed"):
+        FP16_Optimizer(model)
+    with pytest.raises(TypeError, match="had windows; allowed are init_scale, scale_factor"):
+        FP16_Optimizer(sgd, dynamic_loss_scale=True, dynamic_loss_args={"windows": 3})
+    with pytest.raises(ValueError, match="static_loss_scale was -1"):
+        FP16_Optimizer(sgd, -1)
+    weight = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    both = torch.optim.SGD([model.last.weight, weight], lr=1.0)
+    with pytest.raises(TypeError, match="a parameter is torch.complex64"):
+        FP16_Optimizer(both)
+    assert [p.dtype for p in both.param_groups[0]["params"]] == [torch.float16, torch.complex64]
+    assert [*sgd.param_groups[0]["params"]] == [*model.parameters()]
+    optimizer = FP16_Optimizer(sgd, verbose=False)
+    with pytest.raises(TypeError, match="an FP16_Optimizer already"):
+        FP16_Optimizer(optimizer)
+    with pytest.raises(RuntimeError, match="FP16_Optimizer"):
+        amp.initialize(nn.Linear(1, 1), optimizer, verbosity=0)
+    other = nn.Linear(1, 1)
+    other, managed = amp.initialize(other, torch.optim.SGD(other.parameters(), lr=1.0), verbosity=0)
+    with pytest.raises(RuntimeError, match="went through amp.initialize"):
+        FP16_Optimizer(managed)
+
+
+def test_verbose_says_what_has_masters(spoken):
+    model = Mixed()
+    FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    text = "FP16_Optimizer: 4 parameters of 16 bits with float32 masters, 2 without.\n"
+    assert spoken() == text
