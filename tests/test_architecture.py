@@ -29,7 +29,7 @@ ALLOWED = {  # package -> other packages it may import
     "kernels": set(),
     "ops": {"kernels"},
     "amp": {"ops"},
-    "fp16_utils": {"amp"},
+    "fp16_utils": {"amp", "ops"},
     "bench": {"amp", "kernels", "ops", "fp16_utils", *ABOVE_OPS},
     **{name: {"ops"} for name in ABOVE_OPS},
     "contrib": {"ops", "optimizers", "normalization"},  # the same under older names
