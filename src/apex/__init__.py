@@ -25,6 +25,7 @@ _PARTS = (
     "normalization",
     "optimizers",
     "parallel",
+    "reparameterization",
 )
 
 

@@ -35,7 +35,6 @@ NOT_YET = {
     "apex.mlp.MlpFunction": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
     "apex.mlp.mlp": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
     "apex.mlp.mlp_function": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
-    "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "torch.nn.functional.softmax or "
     "torch.nn.functional.scaled_dot_product_attention; for parallel models "
     "torch.distributed.tensor.parallel and torch.distributed.pipelining",

@@ -33,6 +33,7 @@ import torch
 from apex._wrapped_optimizer import WrappedOptimizer
 from apex.amp import _speech
 from apex.fp16_utils import checkpoint
+from apex.fp16_utils.fp16_module import FP16_Module, conversion_helper, fp16_to_fp32, fp32_to_fp16
 from apex.fp16_utils.loss_scaler import (
     DynamicLossScaler,
     LossScaler,
@@ -42,15 +43,13 @@ from apex.fp16_utils.loss_scaler import (
 )
 from apex.fp16_utils.masters import Groups, MasterGroups, load
 
-__all__ = ["FP16_Optimizer"]
+__all__ = ["FP16_Module", "FP16_Optimizer", "conversion_helper", "fp16_to_fp32", "fp32_to_fp16"]
 
 MAX_OVERFLOWS = 50  # of one closure in a row, as amp.initialize(max_skipped_steps=50)
 
 
 class FP16_Optimizer(WrappedOptimizer):
     """Step float32 masters of 16-bit parameters, with a scaled loss.
-
-    In the original this was no ``torch.optim.Optimizer``, which learning-rate schedulers refused.
 
     Args:
         init_optimizer: The optimizer to wrap; its groups are changed in place. Its parameters may
@@ -235,8 +234,8 @@ class FP16_Optimizer(WrappedOptimizer):
     def update_master_grads(self) -> None:
         """Write the model's gradients into the masters, unscaled, and check them.
 
-        Gradients of parameters without masters are unscaled in place, once, however often this is
-        called. With a dynamic scale inf or nan sets ``overflow`` and lowers the scale.
+        Gradients of other parameters are unscaled in place, once, however often this is called.
+        With a dynamic scale inf or nan sets ``overflow`` and lowers the scale.
         """
         self._params.add_new(self.optim)
         self._pending = False

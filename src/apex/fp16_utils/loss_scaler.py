@@ -12,15 +12,11 @@ from typing import Any
 
 import torch
 
+from apex.fp16_utils.fp16util import to_python_float
+
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
 TINY = 2.0**-126  # smallest normal float32: the reciprocal of the scale stays finite
-
-
-def to_python_float(t: Any) -> float:
-    """Return the number in a tensor of one element, or in the first place of a sequence."""
-    value: float = t.item() if hasattr(t, "item") else t[0]
-    return value
 
 
 def check_scale(name: str, value: Any) -> float:

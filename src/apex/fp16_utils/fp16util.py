@@ -1,0 +1,362 @@
+"""Convert models to 16 bits by hand, and copy between model parameters and float32 masters.
+
+A training loop with these functions keeps two lists from :func:`prep_param_lists`. It calls
+backward on the model, :func:`model_grads_to_master_grads`, steps an optimizer of the masters, and
+calls :func:`master_params_to_model_params`. ``apex.amp`` at O2 does the same by itself.
+
+Everything works on every device. The copies are one foreach call for each list.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from apex.amp._initialize import to_type
+from apex.amp.casting.containers import applier
+
+__all__ = [
+    "BN_convert_float",
+    "FP16Model",
+    "backwards_debug_hook",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]
+
+#: ``torch.nn.utils.clip_grad_norm_``, as it was called in old versions of torch.
+clip_grad_norm = torch.nn.utils.clip_grad_norm_
+
+
+class tofp16(torch.nn.Module):
+    """A layer that casts its input to float16.
+
+    Example:
+        >>> tofp16()(torch.ones(2)).dtype
+        torch.float16
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input`` in float16."""
+        return input.half()
+
+
+def BN_convert_float(module: torch.nn.Module) -> torch.nn.Module:
+    """Convert all batch norms that have weights to float32, with their statistics, in place.
+
+    Args:
+        module: A model or a layer.
+
+    Returns:
+        ``module``.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).half()
+        >>> BN_convert_float(model)[1].weight.dtype
+        torch.float32
+    """
+    for layer in module.modules():
+        if _keeps_float(layer):
+            layer.float()
+    return module
+
+
+def _keeps_float(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and layer.affine is True
+
+
+def network_to_half(network: torch.nn.Module) -> torch.nn.Sequential:
+    """Convert a model to float16 in place, and put a layer before it that casts its input.
+
+    Batch norms that have weights stay float32 and are not rounded; in the original they went
+    through float16 and back. Those without weights become float16 with the rest.
+
+    Args:
+        network: The model. It must take one tensor.
+
+    Returns:
+        ``torch.nn.Sequential(tofp16(), network)``; keys of its state dict begin with ``1.``.
+
+    Example:
+        >>> model = network_to_half(torch.nn.Linear(4, 2))
+        >>> list(model.state_dict()), model(torch.ones(1, 4)).dtype
+        (['1.weight', '1.bias'], torch.float16)
+    """
+    half = convert_network(network, torch.float16)
+    return torch.nn.Sequential(tofp16(), BN_convert_float(half))
+
+
+def convert_module(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Convert a module's own floating parameters, gradients and buffers, without its children's.
+
+    Parameters and buffers stay the same objects. Integers are left alone.
+
+    Args:
+        module: Whose tensors to convert.
+        dtype: float16, bfloat16, float32 or float64.
+
+    Raises:
+        TypeError: ``dtype`` is no floating dtype.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 2)
+        >>> convert_module(layer, torch.bfloat16)
+        >>> layer.weight.dtype
+        torch.bfloat16
+    """
+    _check_dtype("convert_module", dtype)
+    for param in module.parameters(recurse=False):
+        if param.is_floating_point():
+            grad, param.grad = param.grad, None
+            param.data = param.data.to(dtype)
+            param.grad = None if grad is None else grad.to(dtype)
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"{name}: dtype was {dtype!r}; pass a floating dtype, such as torch.float16."
+        )
+
+
+def convert_network(network: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Convert a model in place, except for batch norms that have weights.
+
+    Args:
+        network: The model.
+        dtype: float16, bfloat16, float32 or float64.
+
+    Returns:
+        ``network``.
+
+    Raises:
+        TypeError: ``dtype`` is no floating dtype; nothing is converted.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        >>> model = convert_network(model, torch.bfloat16)
+        >>> model[0].weight.dtype, model[1].weight.dtype
+        (torch.bfloat16, torch.float32)
+    """
+    _check_dtype("convert_network", dtype)
+    for module in network.modules():
+        if not _keeps_float(module):
+            convert_module(module, dtype)
+        if isinstance(module, torch.nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(torch.nn.Module):
+    """A model converted to float16 that casts its inputs; outputs are what the model returns.
+
+    Only floating tensors are cast, in containers too. In the original token ids became float16 as
+    well, and keyword arguments and arguments that are no tensors were errors.
+
+    Args:
+        network: The model. It is converted in place, except for batch norms that have weights, and
+            keys of the state dict begin with ``network.``.
+
+    Example:
+        >>> model = FP16Model(torch.nn.Embedding(10, 4))
+        >>> model(torch.tensor([7])).dtype
+        torch.float16
+    """
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, torch.float16)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model with floating tensors in float16."""
+        cast = functools.partial(to_type, torch.float16)
+        return self.network(*applier(inputs, cast), **applier(kwargs, cast))
+
+
+def backwards_debug_hook(grad: torch.Tensor) -> None:
+    """Raise an error; as a hook of a master parameter, which must get no gradient by backward.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        "A master parameter received a gradient in a backward pass. Compute the loss with the "
+        "model's parameters, and call model_grads_to_master_grads."
+    )
+
+
+def to_python_float(t: Any) -> Any:
+    """Return the number in a tensor of one element, or else the first element of ``t``.
+
+    Example:
+        >>> to_python_float(torch.tensor([1.5])), to_python_float([2.5])
+        (1.5, 2.5)
+    """
+    return t.item() if hasattr(t, "item") else t[0]
+
+
+def prep_param_lists(
+    model: torch.nn.Module, flat_master: bool = False
+) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
+    """List the parameters that require gradients, and make float32 copies of them, the masters.
+
+    float32 parameters have masters of their own. Masters of float64 parameters are float64; in the
+    original they were rounded to float32.
+
+    Args:
+        model: The model.
+        flat_master: Make one 1-D master of all parameters, with zeros in ``grad``; in the original
+            ``grad`` was uninitialised memory.
+
+    Returns:
+        The parameters of the model, and the masters: for each a tensor, or a single
+        ``torch.nn.Parameter``.
+
+    Raises:
+        ValueError: A flat master is asked for, and no parameter requires a gradient or they are on
+            several devices.
+
+    Example:
+        >>> params, masters = prep_param_lists(torch.nn.Linear(4, 2).half())
+        >>> [master.dtype for master in masters]
+        [torch.float32, torch.float32]
+    """
+    params = [param for param in model.parameters() if param.requires_grad]
+    copies = [_wide_copy(param) for param in params]
+    if not flat_master:
+        return params, [copy.requires_grad_() for copy in copies]
+    devices = {param.device for param in params}
+    if len(devices) != 1:
+        found = f"they are on {sorted(map(str, devices))}" if devices else "there are none"
+        raise ValueError(
+            "prep_param_lists: a flat master needs parameters that require gradients, all on one "
+            f"device; {found}. Pass flat_master=False."
+        )
+    master = torch.nn.Parameter(torch.cat([copy.reshape(-1) for copy in copies]))
+    master.grad = torch.zeros_like(master)
+    return params, [master]
+
+
+def _wide_copy(param: torch.Tensor) -> torch.Tensor:
+    return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+
+
+@torch.no_grad()
+def model_grads_to_master_grads(
+    model_params: Iterable[torch.Tensor],
+    master_params: Iterable[torch.Tensor],
+    flat_master: bool = False,
+) -> None:
+    """Copy gradients of the model into those of the masters, in the masters' dtype.
+
+    Where the model has no gradient (None), the master has none afterwards. A flat master has zeros
+    there, or None if no parameter has a gradient; the original raised an AttributeError.
+
+    Args:
+        model_params: The first list of :func:`prep_param_lists`.
+        master_params: The second.
+        flat_master: What was passed to :func:`prep_param_lists`.
+
+    Raises:
+        ValueError: The lists do not belong together; nothing is changed. The original ignored the
+            rest of a longer list.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2).half()
+        >>> params, masters = prep_param_lists(model)
+        >>> model(torch.ones(1, 4).half()).sum().backward()
+        >>> model_grads_to_master_grads(params, masters)
+        >>> masters[1].grad
+        tensor([1., 1.])
+    """
+    params, masters = list(model_params), list(master_params)
+    _check_lists("model_grads_to_master_grads", params, masters, flat_master)
+    have = [param.grad is not None for param in params]
+    for master, has_grad in zip(masters, [any(have)] if flat_master else have, strict=True):
+        if not has_grad:
+            master.grad = None
+        elif master.grad is None:
+            master.grad = torch.zeros_like(master)
+        elif flat_master:
+            master.grad.zero_()
+    if not any(have):
+        return
+    parts: list[Any] = [master.grad for master in masters]
+    if flat_master:
+        parts = _split(parts[0], params)
+    pairs = zip(parts, params, strict=True)
+    used = [(part, param.grad) for part, param in pairs if param.grad is not None]
+    torch._foreach_copy_(
+        [part for part, _ in used],
+        [grad.to_dense() if grad.is_sparse else grad for _, grad in used],
+    )
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: Iterable[torch.Tensor],
+    master_params: Iterable[torch.Tensor],
+    flat_master: bool = False,
+) -> None:
+    """Copy the values of the masters into the model's parameters, rounded to their dtypes.
+
+    Args:
+        model_params: The first list of :func:`prep_param_lists`.
+        master_params: The second.
+        flat_master: What was passed to :func:`prep_param_lists`.
+
+    Raises:
+        ValueError: The lists do not belong together; nothing is changed.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2).half()
+        >>> params, masters = prep_param_lists(model)
+        >>> with torch.no_grad():
+        ...     masters[1].fill_(0.5)
+        tensor([0.5000, 0.5000], requires_grad=True)
+        >>> master_params_to_model_params(params, masters)
+        >>> model.bias.tolist()
+        [0.5, 0.5]
+    """
+    params, masters = list(model_params), list(master_params)
+    _check_lists("master_params_to_model_params", params, masters, flat_master)
+    if params:
+        torch._foreach_copy_(params, _split(masters[0], params) if flat_master else masters)
+
+
+def _split(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of a flat tensor in the shapes of ``params``."""
+    pieces = torch.split(flat, [param.numel() for param in params])
+    return [piece.view(param.shape) for piece, param in zip(pieces, params, strict=True)]
+
+
+def _check_lists(
+    name: str, params: list[torch.Tensor], masters: list[torch.Tensor], flat: bool
+) -> None:
+    shapes = [list(param.shape) for param in params]
+    if flat:
+        shapes = [[sum(param.numel() for param in params)]]
+    found = [list(master.shape) for master in masters]
+    if shapes == found:
+        return
+    wrong = f"{len(found)} masters, and {len(shapes)} are needed"
+    if len(found) == len(shapes):
+        pairs = zip(found, shapes, strict=True)
+        wrong = next(f"a master of shape {a} in the place of {b}" for a, b in pairs if a != b)
+    raise ValueError(
+        f"{name}: the masters do not fit the {len(params)} model parameters: {wrong} "
+        f"(flat_master={flat}). Pass the two lists of prep_param_lists and its flat_master."
+    )

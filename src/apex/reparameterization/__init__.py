@@ -1,0 +1,149 @@
+"""Reparameterization of a model's weights, and weight normalization.
+
+::
+
+    apply_weight_norm(model)           # every weight matrix of the model, but not of embeddings
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...
+    remove_weight_norm(model)
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from apex.reparameterization._computed import computed
+from apex.reparameterization.reparameterization import Reparameterization, plan
+from apex.reparameterization.weight_norm import WeightNorm
+
+__all__ = [
+    "Reparameterization",
+    "WeightNorm",
+    "apply_reparameterization",
+    "apply_weight_norm",
+    "remove_reparameterization",
+    "remove_weight_norm",
+]
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+
+
+def apply_weight_norm(
+    module: _Module, name: str = "", dim: int | None = 0, hook_child: bool = True
+) -> _Module:
+    """Apply :class:`WeightNorm` to one parameter or to all; see :func:`apply_reparameterization`.
+
+    Raises:
+        IndexError: A parameter has no dimension ``dim``.
+
+    Example:
+        >>> model = apply_weight_norm(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> list(model.state_dict())
+        ['0.bias', '0.weight_g', '0.weight_v']
+    """
+    return apply_reparameterization(module, WeightNorm, name, dim, hook_child)
+
+
+def remove_weight_norm(module: _Module, name: str = "", remove_all: bool = False) -> _Module:
+    """Remove :class:`WeightNorm` from one parameter or from all.
+
+    See :func:`remove_reparameterization`.
+
+    Example:
+        >>> model = apply_weight_norm(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> list(remove_weight_norm(model).state_dict())
+        ['0.bias', '0.weight']
+    """
+    return remove_reparameterization(module, WeightNorm, name, remove_all)
+
+
+def apply_reparameterization(
+    module: _Module,
+    reparameterization: type[Reparameterization] | None = None,
+    name: str = "",
+    dim: int | None = 0,
+    hook_child: bool = True,
+) -> _Module:
+    """Replace one parameter, or all parameters, by others from which they are computed.
+
+    Parameters with fewer than two dimensions and those of embeddings are skipped. The new ones
+    require gradients where the old one did; an optimizer must be made after this.
+
+    Args:
+        module: A model or a layer; it is changed in place.
+        reparameterization: A subclass of :class:`Reparameterization`.
+        name: Of the parameter, with dots where it belongs to a child; empty for all in ``module``
+            and its children.
+        dim: Passed to the reparameterization.
+        hook_child: No effect: in the original it decided which module had the hooks, and here there
+            are none.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        AttributeError: There is no such parameter.
+        TypeError: ``reparameterization`` is no subclass of :class:`Reparameterization`.
+        ValueError: A parameter is reparameterized already, which in the original nested; or it is
+            shared by several modules, or lazy, or a new name is in use. Nothing is changed.
+    """
+    found = plan(module, [name] if name else _parameter_names(module), dim, reparameterization)
+    for each in found:
+        each.install()
+    return module
+
+
+def _parameter_names(module: torch.nn.Module) -> list[str]:
+    return [
+        f"{path}.{leaf}" if path else leaf
+        for path, owner in module.named_modules()
+        for leaf, param in owner._parameters.items()
+        if param is not None
+    ]
+
+
+def remove_reparameterization(
+    module: _Module,
+    reparameterization: type[Reparameterization] = Reparameterization,
+    name: str = "",
+    remove_all: bool = False,
+) -> _Module:
+    """Turn computed parameters back into parameters, with the values that they have now.
+
+    Args:
+        module: A model or a layer; it is changed in place.
+        reparameterization: Only those of this class and its subclasses.
+        name: Of the parameter, with dots where it belongs to a child; empty for all in ``module``
+            and its children.
+        remove_all: All of them, whatever ``name`` is.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        AttributeError: There is no such parameter.
+        ValueError: The named parameter has no reparameterization of this class.
+        RuntimeError: The class of a module was changed meanwhile, as ``fully_shard`` does.
+
+    Example:
+        >>> model = apply_weight_norm(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> type(remove_reparameterization(model, name="0.weight")[0].weight).__name__
+        'Parameter'
+    """
+    if name and not remove_all:
+        owner, leaf = Reparameterization.get_module_and_name(module, name)
+        fn = computed(owner).get(leaf)
+        if not isinstance(fn, reparameterization):
+            raise ValueError(
+                f"{name} has no reparameterization of class {reparameterization.__name__}, but "
+                f"{type(fn).__name__ if fn else 'none'}."
+            )
+        fn.remove(owner)
+        return module
+    for owner in module.modules():
+        for fn in [*computed(owner).values()]:
+            if isinstance(fn, reparameterization):
+                fn.remove(owner)
+    return module
