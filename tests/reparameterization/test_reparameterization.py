@@ -212,14 +212,18 @@ def test_one_of_two_in_a_module():
 
 
 def test_a_class_derived_by_somebody_else():
-    """As FSDP2 does: it works, and cannot be removed."""
-    layer = apply_weight_norm(nn.Linear(3, 2))
+    """As FSDP2 does: it works, and cannot be removed or added to."""
+    layer = apply_weight_norm(nn.LSTM(3, 2), "weight_hh_l0")
     layer.__class__ = type("Derived", (type(layer),), {})
-    layer(torch.ones(1, 3)).sum().backward()
-    assert layer.weight_g.grad is not None
+    layer(torch.ones(1, 1, 3))[0].sum().backward()
+    assert layer.weight_hh_l0_g.grad is not None
+    before = names(layer)
     with pytest.raises(RuntimeError, match="class of this Derived was changed"):
         remove_weight_norm(layer)
-    assert names(layer) == ["bias", "weight_g", "weight_v"]
+    with pytest.raises(RuntimeError, match="class of this Derived was changed"):
+        apply_weight_norm(layer, "weight_ih_l0")
+    assert names(layer) == before
+    layer(torch.ones(1, 1, 3))
 
 
 def test_layers_of_a_kind_share_a_class():

@@ -106,8 +106,8 @@ def set_computed(module: torch.nn.Module, table: Mapping[str, Computes]) -> None
             )
         cls = cls.__bases__[1]
     if table:
-        vars(module)["_computed"] = dict(table)
         module.__class__ = _class_of(cls, tuple(table))
+        vars(module)["_computed"] = dict(table)
     else:
-        del vars(module)["_computed"]
         module.__class__ = cls
+        del vars(module)["_computed"]
