@@ -64,7 +64,8 @@ def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int | None = 0) -> torch.
         ArgumentError: A dtype or device is not taken, or ``g`` has another shape.
     """
     check_tensors("weight_norm", {"v": v, "g": g}, floating=("v", "g"), required=("g",))
-    norm = norm_except(v, dim)
-    check_shape("weight_norm", "g", g, norm.shape, f"v has {list(v.shape)}, dim is {dim}")
     to = wide(v, g)
-    return (v.to(to) * (g.to(to) / norm)).to(v.dtype)
+    full = v.to(to)  # once: autograd rounds the gradient of each cast
+    norm = norm_except(full, dim)
+    check_shape("weight_norm", "g", g, norm.shape, f"v has {list(v.shape)}, dim is {dim}")
+    return (full * (g.to(to) / norm)).to(v.dtype)

@@ -101,13 +101,13 @@ def set_computed(module: torch.nn.Module, table: Mapping[str, Computes]) -> None
     if issubclass(cls, Computed):
         if cls.__bases__[0] is not Computed:
             raise RuntimeError(
-                f"The class of this {cls.__name__} was changed after a reparameterization. Undo "
-                "that first, or do it last."
+                f"The class of this {cls.__name__} was changed (by fully_shard?) after one of its "
+                "parameters was reparameterized. Apply and remove reparameterizations before that."
             )
         cls = cls.__bases__[1]
     if table:
-        vars(module)["_computed"] = dict(table)
         module.__class__ = _class_of(cls, tuple(table))
+        vars(module)["_computed"] = dict(table)
     else:
-        del vars(module)["_computed"]
         module.__class__ = cls
+        del vars(module)["_computed"]

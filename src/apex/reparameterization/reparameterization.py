@@ -125,8 +125,7 @@ class Reparameterization:
         Raises:
             AttributeError: There is no such parameter.
             TypeError: ``reparameterization`` is no subclass of this class.
-            ValueError: The parameter is reparameterized already, shared by several modules or
-                lazy, or a new name is in use.
+            ValueError: As in :func:`apex.reparameterization.apply_reparameterization`.
         """
         found = plan(module, [name], dim, reparameterization)
         for each in found:
@@ -200,11 +199,10 @@ class Plan(NamedTuple):
 
     def install(self) -> None:
         """Replace the parameter."""
-        table = {**computed(self.owner), self.fn.name: self.fn}
+        set_computed(self.owner, {**computed(self.owner), self.fn.name: self.fn})
         del self.owner._parameters[self.fn.name]
         for name, param in zip(self.fn.reparameterization_names, self.params, strict=True):
             self.owner.register_parameter(name, param)
-        set_computed(self.owner, table)
 
 
 def plan(
@@ -213,22 +211,9 @@ def plan(
     dim: int | None,
     reparameterization: type[Reparameterization] | None,
 ) -> list[Plan]:
-    """Check everything, and make the new parameters.
+    """Check everything, and make the new parameters; those that are skipped have no plan.
 
-    Args:
-        module: Where the names begin.
-        names: Of parameters, with dots.
-        dim: Passed on.
-        reparameterization: A subclass.
-
-    Returns:
-        One plan for each parameter that is not skipped.
-
-    Raises:
-        AttributeError: There is no such parameter.
-        TypeError: ``reparameterization`` is no subclass of :class:`Reparameterization`.
-        ValueError: A parameter is reparameterized already, shared by several modules or lazy, or a
-            new name is in use.
+    Arguments and errors are those of :func:`apex.reparameterization.apply_reparameterization`.
     """
     kind = reparameterization
     if not (isinstance(kind, type) and issubclass(kind, Reparameterization)):
