@@ -182,6 +182,45 @@ def test_a_second_init_replaces_the_casts_of_the_first(lines):
     assert torch.is_autocast_enabled("cpu") is False
 
 
+def refuses(call):
+    try:
+        call()
+    except NotImplementedError:
+        return True
+    return False
+
+
+def test_what_autocast_alone_does_otherwise():
+    """Casts of every later call, until they are switched off: no block is around them."""
+    half, one = torch.full((2,), 0.5).half(), torch.ones(2)
+
+    def seen():
+        x = half.clone()
+        return [
+            product(),
+            half.cpu().dtype,
+            F.softmax(half, 0).dtype,
+            (half + one).dtype,
+            refuses(lambda: x.exp_()),
+            refuses(lambda: F.binary_cross_entropy(half, half)),
+        ]
+
+    half_, float_ = torch.float16, torch.float32
+    plain = [float_, half_, half_, float_, False, False]
+    handle = amp.init()
+    casts = [half_, float_, float_, float_, True, True]
+    assert seen() == casts
+    with amp.disable_casts():
+        assert seen() == plain
+    assert seen() == casts
+    amp.init(allow_banned=True)
+    assert seen() == [*casts[:5], False]
+    assert F.binary_cross_entropy(half, half).dtype == torch.float32
+    amp._amp_state.handle._deactivate()
+    handle._deactivate()
+    assert seen() == plain
+
+
 def test_handles_of_earlier_calls_go_on_scaling():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from apex.amp import _speech
 from apex.amp.handle import NoOpHandle
 from apex.amp.opt import OptimWrapper
 from apex.optimizers import FusedAdam, FusedSGD
@@ -116,6 +117,21 @@ def test_a_half_loss_is_scaled_in_float32():
     wrapped = amp.init().wrap_optimizer(small()[1])
     with wrapped.scale_loss(loss) as scaled_loss:
         assert scaled_loss.item() == 2 * 65536.0
+
+
+def test_a_skipped_step_is_spoken_of(monkeypatch):
+    """In 2018 at a level of logging that nobody sees."""
+    said = []
+    monkeypatch.setattr(_speech, "say", lambda line, *_: said.append(line))
+    model, optimizer, x = small()
+    optimizer = amp.init().wrap_optimizer(optimizer)
+    with optimizer.scale_loss(model(x).float().mean()) as scaled_loss:
+        scaled_loss.backward()
+        poison(model)
+    optimizer.step()
+    assert said == [
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+    ]
 
 
 @pytest.mark.parametrize("way", ["by the handle", "wrapped"])
@@ -456,6 +472,7 @@ def test_copies(copied):
     train(model, wrapped, range(3))
     twin, again = copied((model, wrapped))
     assert again.param_groups[0]["params"][0] is next(twin.parameters())
+    assert (again._amp_handle is handle) == (copied is copy.deepcopy)
     train(twin, again, range(3, 6))
     assert not same(model.parameters(), twin.parameters())
     train(model, wrapped, range(3, 6))
