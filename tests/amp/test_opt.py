@@ -114,9 +114,9 @@ def test_a_half_loss_is_scaled_in_float32():
     assert loss.dtype == torch.float16
     with handle.scale_loss(loss, optimizer) as scaled_loss:
         assert (scaled_loss.dtype, scaled_loss.item()) == (torch.float32, 2 * 65536.0)
-    wrapped = amp.init().wrap_optimizer(small()[1])
+    wrapped = amp.init(loss_scale=65536.0).wrap_optimizer(small()[1])
     with wrapped.scale_loss(loss) as scaled_loss:
-        assert scaled_loss.item() == 2 * 65536.0
+        assert (scaled_loss.dtype, scaled_loss.item()) == (torch.float32, 2 * 65536.0)
 
 
 def test_a_skipped_step_is_spoken_of(monkeypatch):
@@ -482,6 +482,16 @@ def test_copies(copied):
         pickle.dumps(amp.init(enabled=False).wrap_optimizer(sgd([*twin.parameters()])))
     )
     assert not inactive._amp_handle.is_active()
+
+
+def test_a_copy_of_an_optimizer_that_copies_itself():
+    class Own(torch.optim.SGD):
+        def __deepcopy__(self, memo):
+            return Own([nn.Parameter(torch.ones(1))], lr=0.5)
+
+    wrapped = amp.init().wrap_optimizer(Own([nn.Parameter(torch.ones(1))], lr=0.1))
+    copied = copy.deepcopy(wrapped)
+    assert (type(copied), copied.param_groups[0]["lr"]) == (OptimWrapper, 0.5)
 
 
 # -- errors ---------------------------------------------------------------------------------------
