@@ -37,7 +37,8 @@ class OptimWrapper(WrappedOptimizer):
         >>> handle = amp.init()
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), 2)
-        >>> for loss in (model(torch.ones(1, 4)).mean(), model(torch.ones(1, 4)).square().mean()):
+        >>> for _ in range(2):
+        ...     loss = model(torch.ones(1, 4)).float().mean()
         ...     with optimizer.scale_loss(loss) as scaled_loss:
         ...         scaled_loss.backward()
         >>> optimizer.step()
