@@ -61,10 +61,7 @@ def test_every_import_explains(name):
     assert str(plain).endswith(f"; use {TABLE[name]}")
 
 
-WITH_GETATTR = [name for name in TABLE if not name.startswith("apex.amp.")]  # amp has modules only
-
-
-@pytest.mark.parametrize("name", WITH_GETATTR)
+@pytest.mark.parametrize("name", TABLE)
 def test_every_attribute_explains(name):
     assert type(error_of(name)) is AttributeError
     assert str(error_of(name)) == str(error_of(f"import {name}"))
@@ -89,6 +86,46 @@ def test_the_whole_text():
 def test_what_is_inside_a_missing_package(statement):
     error = error_of(statement)
     assert (type(error), error.name, str(error)) == (ModuleNotFoundError, "apex.RNN", RNN)
+
+
+@pytest.mark.parametrize(
+    ("statement", "use"),
+    [
+        ("import apex.pyprof.nvtx", "torch.profiler"),
+        ("from apex.pyprof import nvtx", "torch.profiler"),
+        ("from apex.pyprof.parse.parse import main", "torch.profiler"),
+        ("from apex.amp.utils import cached_cast", "torch.autocast"),
+        ("from apex.amp.rnn_compat import RNN_NAMES", "torch.autocast"),
+        ("import apex.contrib.gpu_direct_storage.gds", "torch.cuda.gds"),
+        ("from apex.distributed_testing import distributed_test_base", "torch.multiprocessing"),
+    ],
+)
+def test_what_is_gone_for_good_names_the_modern_tool(statement, use):
+    error = error_of(statement)
+    assert type(error) is ModuleNotFoundError
+    assert '"Out of scope"; use ' in str(error)
+    assert use in str(error)
+
+
+@pytest.mark.parametrize(
+    ("statement", "use"),
+    [
+        ("from apex import pyprof", "torch.profiler"),
+        ("apex.pyprof.nvtx.init()", "torch.profiler"),
+        ("apex.amp.enable(verbose=True)", "apex.amp.init"),
+        ("from apex.amp import register_half", "apex.amp.register_half_function"),
+    ],
+)
+def test_what_is_gone_for_good_as_a_name(statement, use):
+    assert str(error_of(statement)).endswith(f'"Out of scope"; use {use}')
+
+
+def test_what_is_gone_for_good_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "apex.pyprof.parse", "net.sql"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert PYPROF in done.stderr
 
 
 def test_among_others_that_exist():

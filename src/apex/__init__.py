@@ -12,8 +12,21 @@ import importlib
 from types import ModuleType
 
 from apex import _missing, amp
+from apex._notices import (
+    DeprecatedFeatureWarning,
+    RankInfoFormatter,
+    check_cudnn_version_and_warn,
+    deprecated_warning,
+)
 
-__all__ = ["__version__", "amp"]
+__all__ = [
+    "DeprecatedFeatureWarning",
+    "RankInfoFormatter",
+    "__version__",
+    "amp",
+    "check_cudnn_version_and_warn",
+    "deprecated_warning",
+]
 
 __version__ = "1.0.0.dev0"
 

@@ -25,11 +25,7 @@ from types import FrameType
 from typing import NoReturn
 
 NOT_YET = {
-    "apex.DeprecatedFeatureWarning": "FutureWarning",
     "apex.RNN": "torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
-    "apex.RankInfoFormatter": "logging.Formatter with torch.distributed.get_rank()",
-    "apex.check_cudnn_version_and_warn": "torch.backends.cudnn.version()",
-    "apex.deprecated_warning": "warnings.warn",
     "apex.fused_dense": "torch.nn.Linear, with torch.nn.GELU",
     "apex.mlp.MLP": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
     "apex.mlp.MlpFunction": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
@@ -57,8 +53,13 @@ NOT_YET = {
 }
 
 OUT_OF_SCOPE = {
+    "apex.amp.__version__": "apex.__version__",
     "apex.amp._process_optimizer": "apex.amp.initialize, which prepares the optimizer",
+    "apex.amp.build": "apex.amp.init",
     "apex.amp.compat": "torch.autocast",
+    "apex.amp.enable": "apex.amp.init",
+    "apex.amp.register_float": "apex.amp.register_float_function",
+    "apex.amp.register_half": "apex.amp.register_half_function",
     "apex.amp.rnn_compat": "torch.autocast",
     "apex.amp.utils": "torch.autocast",
     "apex.amp.wrap": "torch.autocast",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from apex import amp
+from apex import amp, parallel
 
 
 def _start(level, seed=0, layers=2, **options):
@@ -296,3 +296,39 @@ def joined(rank, level):
             _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
             optimizer.step()
     return _end(optimizer)
+
+
+def with_the_handle_of_2018(rank, reduce):
+    """Two losses a step; on rank 1 the second one of step 1 overflows.
+
+    Returns, for each step, what is to be equal on all ranks: weights, scales, whether it was taken.
+    """
+    amp.reset()
+    handle = amp.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wrapper = model
+    if reduce != "by hand":
+        wrap = DistributedDataParallel if reduce == "torch" else parallel.DistributedDataParallel
+        wrapper = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = handle.wrap_optimizer(optimizer, num_loss=2)
+    steps = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for number in range(2):
+            x = _inputs(rank, 2 * step + number)
+            loss = wrapper(x).float().square().mean()
+            with optimizer.scale_loss(
+                loss * (math.inf if (rank, step, number) == (1, 1, 1) else 1)
+            ) as scaled:
+                scaled.backward()
+        if reduce == "by hand":
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+        optimizer.step()
+        weights = [p.detach().clone() for p in model.parameters()]
+        scales = [e["loss_scale"] for e in amp.state_dict(optimizers=optimizer).values()]
+        steps.append((weights, scales, amp.stepped(optimizer)))
+    amp.reset()
+    return steps

@@ -1,6 +1,10 @@
-"""The 2018 handles: ``amp.init``, ``handle.scale_loss``, ``wrap_optimizer``."""
+"""The 2018 handles: ``handle.scale_loss``, ``handle.wrap_optimizer``, beside the same by hand."""
 
+import contextlib
+import copy
 import math
+import pickle
+import random
 
 import pytest
 import torch
@@ -8,94 +12,547 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp.handle import AmpHandle, NoOpHandle
+from apex.amp import _speech
+from apex.amp.handle import NoOpHandle
 from apex.amp.opt import OptimWrapper
+from apex.optimizers import FusedAdam, FusedSGD
+from apex.parallel import LARC
+from tests.amp.hand import Hand, Hands, Scale, batches, net, same, slots
+
+WAYS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+    "LARC": lambda params: LARC(torch.optim.SGD(params, lr=0.1, weight_decay=0.1)),
+}
+sgd = WAYS["SGD"]
 
 
-def start():
+def poison(model):
+    next(model.parameters()).grad.view(-1)[0] = math.inf
+
+
+def scales(optimizer):
+    return [entry["loss_scale"] for entry in amp.state_dict(optimizers=optimizer).values()]
+
+
+def small(lr=1.0):
     model = nn.Linear(3, 2)
-    return model, torch.optim.SGD(model.parameters(), lr=1.0), torch.ones(2, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=lr), torch.ones(2, 3)
 
 
-def test_one_optimizer_one_loss():
-    model, optimizer, x = start()
+# -- one loss: handle.scale_loss ------------------------------------------------------------------
+
+# b: a block; x: one that overflows; s: step; z: zero_grad, to None; 0: zero_grad, to zeros
+PROGRAMS = {
+    "plain": "bszbszbs",
+    "gradients are zeroed": "bs0bs0bs",
+    "accumulated over blocks": "bbszbbbszbs",
+    "an overflow": "bszxszbszbs",
+    "two overflows without a step between": "bszxxszbszbs",
+    "an overflow before a clean block": "bszxbszbs",
+    "an overflow after a clean block": "bszbxs0bs",
+    "cleared after an overflow": "xzbszbs",
+    "cleared between blocks": "bzbsx0bs",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("init", ["first", "last"])
+def test_one_loss(program, init):
+    handle = amp.init() if init == "first" else None
+    model = net()
+    optimizer, hand = sgd(model.parameters()), Hand(model, sgd, "O1")
+    handle = handle or amp.init()
+    for letter, (x, y) in zip(program, batches(len(program)), strict=True):
+        if letter in "bx":
+            bad = poison if letter == "x" else lambda _: None
+            with handle.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                bad(model)
+            hand.backward(hand.loss(x, y), bad)
+        elif letter == "s":
+            optimizer.step()
+            assert hand.step() != amp.stepped(optimizer)
+        else:
+            optimizer.zero_grad(set_to_none=letter == "z")
+            hand.zero_grad()
+            hand.bad = False
+        assert same(model.parameters(), hand.params)
+        assert scales(optimizer) in ([], [hand.scale.value])
+        if letter in "bxs":
+            grads, exact = ([p.grad for p in m.parameters()] for m in (model, hand.model))
+            assert same(grads, exact)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_any_optimizer(way):
     handle = amp.init()
-    assert isinstance(handle, AmpHandle)
-    out = model(x)
-    assert out.dtype == torch.float16
-    with handle.scale_loss(out.float().mean(), optimizer) as scaled:
-        scaled.backward()
+    model = net()
+    optimizer, hand = way(model.parameters()), Hand(model, way, "O1")
+    wrapped = handle.wrap_optimizer(optimizer)
+    for number, (x, y) in enumerate(batches(4)):
+        bad = poison if number == 1 else lambda _: None
+        with wrapped.scale_loss(F.cross_entropy(model(x), y)) as scaled_loss:
+            scaled_loss.backward()
+            bad(model)
+        wrapped.step()
+        wrapped.zero_grad()
+        hand.backward(hand.loss(x, y), bad)
+        hand.step()
+        hand.zero_grad()
+    assert same(model.parameters(), hand.params)
+    assert scales(wrapped) == [2.0**15]
+
+
+def test_a_half_loss_is_scaled_in_float32():
+    """In 2018 in its own type: 2.0 * 65536 is inf in float16."""
+    model, optimizer, x = small()
+    handle = amp.init()
+    loss = model(x)[0, 0] * 0 + 2
+    assert loss.dtype == torch.float16
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        assert (scaled_loss.dtype, scaled_loss.item()) == (torch.float32, 2 * 65536.0)
+    wrapped = amp.init(loss_scale=65536.0).wrap_optimizer(small()[1])
+    with wrapped.scale_loss(loss) as scaled_loss:
+        assert (scaled_loss.dtype, scaled_loss.item()) == (torch.float32, 2 * 65536.0)
+
+
+def test_a_skipped_step_is_spoken_of(monkeypatch):
+    """In 2018 at a level of logging that nobody sees."""
+    said = []
+    monkeypatch.setattr(_speech, "say", lambda line, *_: said.append(line))
+    model, optimizer, x = small()
+    optimizer = amp.init().wrap_optimizer(optimizer)
+    with optimizer.scale_loss(model(x).float().mean()) as scaled_loss:
+        scaled_loss.backward()
+        poison(model)
+    optimizer.step()
+    assert said == [
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+    ]
+
+
+@pytest.mark.parametrize("way", ["by the handle", "wrapped"])
+def test_only_the_optimizer_that_overflowed_skips(way):
+    pairs = [small(), small()]
+    handle = amp.init()
+    if way == "wrapped":
+        optimizers = [handle.wrap_optimizer(optimizer) for _, optimizer, _ in pairs]
+    else:
+        optimizers = [optimizer for _, optimizer, _ in pairs]
+    for (model, _, x), optimizer in zip(pairs, optimizers, strict=True):
+        loss = model(x).float().mean()
+        block = optimizer.scale_loss(loss) if way == "wrapped" else None
+        with block or handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if model is pairs[1][0]:
+                poison(model)
+    before = [model.weight.clone() for model, _, _ in pairs]
+    for optimizer in optimizers:
+        optimizer.step()
+    moved = [not torch.equal(w, pair[0].weight) for w, pair in zip(before, pairs, strict=True)]
+    assert moved == [True, False]
+    assert scales(optimizers[0]) == ([65536.0, 32768.0] if way == "wrapped" else [32768.0])
+
+
+def test_optimizers_that_share_a_parameter_skip_together():
+    """Those of one handle are one training, as those of one initialize."""
+    model, first, x = small()
+    second = torch.optim.SGD([model.weight], lr=1.0)
+    handle = amp.init()
+    first, second = handle.wrap_optimizer(first), handle.wrap_optimizer(second)
+    with first.scale_loss(model(x).float().mean()) as scaled_loss:
+        scaled_loss.backward()
+    with second.scale_loss(model(x).float().mean()) as scaled_loss:
+        scaled_loss.backward()
+        poison(model)
+    before = [p.clone() for p in model.parameters()]
+    first.step()
+    second.step()
+    assert same(before, model.parameters())
+
+
+def test_one_loss_for_a_list_of_optimizers():
+    model, first, x = small()
+    second = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    handle = amp.init()
+    with handle.scale_loss(model(x).float().mean(), [first, second]) as scaled_loss:
+        scaled_loss.backward()
     assert torch.equal(model.bias.grad, torch.full((2,), 0.5))
-    optimizer.step()
-    with handle.scale_loss(model(x).float().mean(), optimizer) as scaled:
-        scaled.backward()
-        model.bias.grad[0] = math.nan
-    before = model.weight.clone()
-    optimizer.step()
-    assert torch.equal(before, model.weight)
-    handle._deactivate()
-    assert model(x).dtype == torch.float32
-    assert not handle.is_active()
 
 
-def test_several_losses_have_a_scaler_each():
-    model, optimizer, x = start()
-    handle = amp.init(enabled=True)
-    optimizer = handle.wrap_optimizer(optimizer, num_loss=2)
-    with (
-        pytest.raises(RuntimeError, match="wrapped optimizer's own"),
-        handle.scale_loss(model(x).mean(), optimizer),
-    ):
-        pass
+# -- several losses: handle.wrap_optimizer --------------------------------------------------------
+
+
+def test_random_programs_of_two_wrapped_optimizers():
+    """Two losses for the first model, one for the second; blocks, overflows, steps, clearing."""
+    chance = random.Random(0)
+    handle = amp.init()
+    models = [net(0), net(1)]
+    hands = Hands(models, [(sgd, [(n, "", {})]) for n in range(2)], "O1", [Scale() for _ in "123"])
+    optimizers = [
+        handle.wrap_optimizer(sgd(model.parameters()), num_loss=number)
+        for model, number in zip(models, (2, 1), strict=True)
+    ]
+    skipped = 0
+    data = batches(200)
+    for _ in range(30):
+        for number, optimizer in enumerate(optimizers):
+            for index in range(2 - number):
+                x, y = next(data)
+                bad = chance.random() < 0.15
+                exact = F.cross_entropy(hands.out(number, x), y) * (index + 1)
+                hands.backward(
+                    exact,
+                    loss_id=2 * number + index,
+                    who=(number,),
+                    poison=lambda m, n=number: poison(m[n]) if bad else None,  # noqa: B023
+                )
+                loss = F.cross_entropy(models[number](x), y) * (index + 1)
+                with optimizer.scale_loss(loss) as scaled_loss:
+                    scaled_loss.backward()
+                    if bad:
+                        poison(models[number])
+                if chance.random() < 0.1:  # drops what this loss gave
+                    to_none = chance.random() < 0.5
+                    optimizer.zero_grad(set_to_none=to_none)
+                    hands.zero_grad(number, to_none)
+            optimizer.step()
+            skipped += hands.step(number)
+            optimizer.zero_grad()
+            hands.zero_grad(number)
+            assert same(models[number].parameters(), hands.models[number].parameters())
+            assert scales(optimizer) == [scale.value for scale in hands.scales]
+    assert 5 < skipped < 30
+
+
+def test_a_block_too_many():
+    model, optimizer, x = small()
+    optimizer = amp.init().wrap_optimizer(optimizer, num_loss=2)
     for _ in range(2):
-        optimizer.zero_grad()
-        with optimizer.scale_loss(model(x).float().mean()) as scaled:
-            scaled.backward()
-        with optimizer.scale_loss(0.5 * model(x).float().mean()) as scaled:
-            scaled.backward()
-        assert torch.equal(model.bias.grad, torch.full((2,), 0.75))
+        for _ in range(2):
+            with optimizer.scale_loss(model(x).float().mean()) as scaled_loss:
+                scaled_loss.backward()
         with (
-            pytest.raises(AssertionError, match="num_loss=2"),
+            pytest.raises(AssertionError, match=r"3 times .*num_loss=2\. Call step\(\), or pass"),
             optimizer.scale_loss(model(x).mean()),
         ):
             pass
         optimizer.step()
-    with pytest.raises(NotImplementedError, match="no closure"):
-        optimizer.step(lambda: 0.0)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert len(optimizer.param_groups) == 2
-    assert "SGD" in repr(optimizer)
+
+
+def test_an_exception_in_a_block_changes_nothing():
+    model, optimizer, x = small()
+    optimizer = amp.init().wrap_optimizer(optimizer, num_loss=2)
+    with optimizer.scale_loss(model(x).float().mean()) as scaled_loss:
+        scaled_loss.backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    for _ in range(2):
+        with (
+            contextlib.suppress(KeyError),
+            optimizer.scale_loss(model(x).float().mean()) as scaled_loss,
+        ):
+            scaled_loss.backward()
+            raise KeyError
+    assert same(before, [p.grad for p in model.parameters()])
+    with optimizer.scale_loss(model(x).float().mean()) as scaled_loss:  # still the second loss
+        scaled_loss.backward()
+        poison(model)
+    assert scales(optimizer) == [2.0**16, 2.0**15]
+    assert model(x).dtype == torch.float16
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("scale", [128.0, "128"])
+def test_a_static_scale_is_that_of_every_scaler(scale):
+    model, optimizer, x = small()
+    handle = amp.init(loss_scale=scale)
+    loss = model(x).float().mean()
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.item() == 128.0 * loss.item()
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), num_loss=2)
+    for _ in range(2):
+        loss = model(x).float().mean()
+        with optimizer.scale_loss(loss) as scaled_loss:
+            assert scaled_loss.item() == 128.0 * loss.item()
+            scaled_loss.backward()
+    assert torch.equal(model.bias.grad, torch.ones(2))
+    optimizer.step()
+
+
+# -- handles that do nothing, or no longer --------------------------------------------------------
 
 
 @pytest.mark.parametrize("kwargs", [{"enabled": False}, {"enable": False}])
 def test_disabled_handle_passes_everything_through(kwargs):
-    model, optimizer, x = start()
+    model, optimizer, x = small()
     handle = amp.init(**kwargs)
     assert isinstance(handle, NoOpHandle)
     assert (handle.is_active(), handle.has_cache, handle.verbose) == (False, False, False)
     loss = F.mse_loss(model(x), torch.zeros(2, 2))
     with handle.scale_loss(loss, optimizer) as scaled:
         assert scaled is loss
-    wrapped = handle.wrap_optimizer(optimizer, num_loss=2)
+    wrapped = handle.wrap_optimizer(optimizer, num_loss=1)
     assert isinstance(wrapped, OptimWrapper)
-    with wrapped.scale_loss(loss) as scaled:
-        assert scaled is loss
-        scaled.backward()
+    for _ in range(2):  # num_loss counts nothing here
+        with wrapped.scale_loss(loss) as scaled:
+            assert scaled is loss
+    loss.backward()
     wrapped.step()
+    assert wrapped.step(lambda: 3.0) == 3.0
     with handle._disable_casts():
         pass
     handle._clear_cache()
     handle._deactivate()
+    assert not amp._amp_state.__dict__.get("handle")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_inactive_handle_passes_the_loss_through(wrapped):
+    model, optimizer, x = small()
+    handle = amp.init()
+    if wrapped:
+        optimizer = handle.wrap_optimizer(optimizer)
+        scale_loss = optimizer.scale_loss
+    else:
+        scale_loss = lambda loss: handle.scale_loss(loss, optimizer)  # noqa: E731
+    with handle._disable_casts():
+        assert not handle.is_active()
+        loss = model(x).mean()
+        assert loss.dtype == torch.float32
+        with scale_loss(loss) as same_loss:
+            assert same_loss is loss
+    assert handle.is_active()
+    assert model(x).dtype == torch.float16
+    handle._deactivate()
+    assert not handle.is_active()
+    assert model(x).dtype == torch.float32
+    with scale_loss(loss) as same_loss:
+        assert same_loss is loss
+        loss.backward()
+    before = model.bias.clone()
+    optimizer.step()
+    assert torch.equal(model.bias, before - model.bias.grad)
 
 
 def test_what_old_code_reads_off_a_handle():
     handle = amp.init(loss_scale=128.0, enable_caching=False, verbose=False)
     assert (handle.has_cache, handle.verbose, handle.cache) == (False, False, {})
+    assert handle._default_scaler.loss_scale() == 128.0
     handle._save_func(torch, "no_such_name", 3)
     handle._deactivate()
     assert torch.no_such_name == 3
     del torch.no_such_name
     handle.remove_cache(nn.Parameter(torch.ones(1)))
-    with handle._disable_casts():
-        assert not handle.is_active()
+    handle._clear_cache()
+    with pytest.raises(KeyError), handle._disable_casts():
+        raise KeyError
+    assert not handle.is_active()  # as it was
+
+
+def test_a_new_handle_takes_an_optimizer_over():
+    """A notebook's cell that is run again: neither twice scaled nor by the old scale."""
+    model, optimizer, x = small()
+    for number in range(3):
+        handle = amp.init(loss_scale=2.0**number)
+        loss = model(x).float().mean()
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            assert scaled_loss.item() == 2.0**number * loss.item()
+            scaled_loss.backward()
+        assert torch.equal(model.bias.grad, torch.full((2,), 0.5))
+        wrapped = handle.wrap_optimizer(optimizer)
+        wrapped.step()
+        wrapped.zero_grad()
+    amp.reset()
+    assert "step" not in vars(optimizer)
+    with wrapped.scale_loss(model(x).mean()) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(model.bias.grad, torch.full((2,), 0.5))
+
+
+# -- what a wrapped optimizer is ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", ["of the wrapper", "of the optimizer before", "and after"])
+def test_schedulers(made):
+    """They refused the original's. The first step is skipped, of which nothing may warn."""
+    model, optimizer, x = small(lr=1.0)
+    make = torch.optim.lr_scheduler.LambdaLR
+    if made == "of the optimizer before":
+        scheduler = make(optimizer, lambda epoch: 0.5**epoch)
+    wrapped = amp.init().wrap_optimizer(optimizer)
+    assert isinstance(wrapped, torch.optim.Optimizer)
+    if made == "of the wrapper":
+        scheduler = make(wrapped, lambda epoch: 0.5**epoch)
+    elif made == "and after":
+        scheduler = make(optimizer, lambda epoch: 0.5**epoch)
+    step_lr = torch.optim.lr_scheduler.StepLR(wrapped, 2, gamma=0.1)
+    for number in range(3):
+        wrapped.zero_grad()
+        with wrapped.scale_loss(model(x).float().mean()) as scaled_loss:
+            scaled_loss.backward()
+            if number == 0:
+                poison(model)
+        wrapped.step()
+        scheduler.step()
+    step_lr.step()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert wrapped.param_groups is optimizer.param_groups
+
+
+def test_what_is_the_optimizers():
+    model, optimizer, _ = small()
+    wrapped = amp.init().wrap_optimizer(optimizer)
+    wrapped.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
+    assert len(optimizer.param_groups) == 2
+    assert (repr(wrapped), wrapped.state, wrapped.defaults) == (
+        repr(optimizer),
+        optimizer.state,
+        optimizer.defaults,
+    )
+    assert wrapped._optimizer is wrapped.optim is optimizer
+    optimizer.own = 3
+    assert wrapped.own == 3
+    with pytest.raises(AttributeError, match="own_not"):
+        _ = wrapped.own_not
+    assert [*amp.master_params(wrapped)] == [
+        *model.parameters(),
+        *wrapped.param_groups[1]["params"],
+    ]
+
+
+def train(model, wrapped, numbers):
+    for number in numbers:
+        x, y = next(batches(1, seed=number))
+        for index in range(2):
+            loss = F.cross_entropy(model(x), y) * (index + 1)
+            with wrapped.scale_loss(loss) as scaled_loss:
+                scaled_loss.backward()
+                if (number, index) in ((1, 1), (4, 0)):
+                    poison(model)
+        wrapped.step()
+        wrapped.zero_grad()
+
+
+def test_saved_and_resumed_bit_for_bit(tmp_path):
+    """Scalers were never saved; amp.state_dict(optimizers=...) has them."""
+    handle = amp.init()
+    model = net()
+    wrapped = handle.wrap_optimizer(WAYS["Adam"](model.parameters()), num_loss=2)
+    train(model, wrapped, range(3))
+    state = {"m": model.state_dict(), "o": wrapped.state_dict()}
+    torch.save({**state, "amp": amp.state_dict(optimizers=wrapped)}, tmp_path / "saved.pt")
+    train(model, wrapped, range(3, 6))
+
+    amp.reset()
+    handle = amp.init()
+    resumed = net(seed=5)
+    again = handle.wrap_optimizer(WAYS["Adam"](resumed.parameters()), num_loss=2)
+    state = torch.load(tmp_path / "saved.pt")
+    resumed.load_state_dict(state["m"])
+    again.load_state_dict(state["o"])
+    amp.load_state_dict(state["amp"], optimizers=again)
+    assert scales(again) == [2.0**16, 2.0**15]
+    train(resumed, again, range(3, 6))
+    assert same(model.parameters(), resumed.parameters())
+    assert same(slots(wrapped), slots(again))
+    assert scales(again) == [2.0**15, 2.0**15]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_copies(copied):
+    handle = amp.init()
+    model = net()
+    wrapped = handle.wrap_optimizer(WAYS["Adam"](model.parameters()), num_loss=2)
+    train(model, wrapped, range(3))
+    twin, again = copied((model, wrapped))
+    assert again.param_groups[0]["params"][0] is next(twin.parameters())
+    assert (again._amp_handle is handle) == (copied is copy.deepcopy)
+    train(twin, again, range(3, 6))
+    assert not same(model.parameters(), twin.parameters())
+    train(model, wrapped, range(3, 6))
+    assert same(model.parameters(), twin.parameters())
+    assert again._scalers[0].loss_scale() == wrapped._scalers[0].loss_scale() == 2.0**15
+    inactive = pickle.loads(
+        pickle.dumps(amp.init(enabled=False).wrap_optimizer(sgd([*twin.parameters()])))
+    )
+    assert not inactive._amp_handle.is_active()
+
+
+def test_a_copy_of_an_optimizer_that_copies_itself():
+    class Own(torch.optim.SGD):
+        def __deepcopy__(self, memo):
+            return Own([nn.Parameter(torch.ones(1))], lr=0.5)
+
+    wrapped = amp.init().wrap_optimizer(Own([nn.Parameter(torch.ones(1))], lr=0.1))
+    copied = copy.deepcopy(wrapped)
+    assert (type(copied), copied.param_groups[0]["lr"]) == (OptimWrapper, 0.5)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_errors():
+    model, optimizer, x = small()
+    handle = amp.init()
+    loss = model(x).float().mean()
+    for number in (0, -1, 1.5, "2"):
+        with pytest.raises(ValueError, match="num_loss was .*; it must be an integer above 0"):
+            handle.wrap_optimizer(optimizer, num_loss=number)
+    for other in (3, torch.optim.SGD, None):
+        with pytest.raises(TypeError, match="OptimWrapper: optimizer was .*; it must be an optimi"):
+            handle.wrap_optimizer(other)
+    with pytest.raises(TypeError, match="handle: optimizers was or held a int"):
+        handle.scale_loss(loss, 3).__enter__()
+    with pytest.raises(TypeError, match="loss was a tensor of torch.int64"):
+        handle.scale_loss(torch.ones(1, dtype=torch.int64), optimizer).__enter__()
+    with handle.scale_loss(loss, optimizer) as scaled_loss:  # none of these has changed it
+        scaled_loss.backward()
+    wrapped = handle.wrap_optimizer(optimizer)
+    with pytest.raises(RuntimeError, match="wrapped optimizer's own"):
+        handle.scale_loss(loss, optimizer).__enter__()
+    with pytest.raises(RuntimeError, match="OptimWrapper scales losses itself"):
+        amp.init().scale_loss(loss, wrapped).__enter__()
+    with pytest.raises(TypeError, match=r"wrapped already.*wrap_optimizer\(optimizer.optim\)"):
+        handle.wrap_optimizer(wrapped)
+    with pytest.raises(RuntimeError, match="initialize: an OptimWrapper scales losses itself"):
+        amp.initialize(model, wrapped, verbosity=0)
+    before = model.weight.clone()
+    with pytest.raises(NotImplementedError, match="no closure"):
+        wrapped.step(lambda: 0.0)
+    assert torch.equal(before, model.weight)
+
+
+def test_optimizers_of_initialize_are_refused():
+    model, optimizer, x = small()
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    handle = amp.init()
+    loss = model(x).float().mean()
+    with pytest.raises(RuntimeError, match=r"SGD went through amp.initialize. Use amp.scale_loss"):
+        handle.scale_loss(loss, optimizer).__enter__()
+    with pytest.raises(RuntimeError, match="num_losses=... in initialize"):
+        handle.wrap_optimizer(optimizer)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def test_step_inside_a_block_and_nested_blocks_are_refused():
+    model, optimizer, x = small()
+    wrapped = amp.init().wrap_optimizer(optimizer, num_loss=2)
+    with wrapped.scale_loss(model(x).float().mean()) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match="inside the scale_loss block"):
+            wrapped.step()
+    wrapped.step()
+    with (
+        pytest.raises(RuntimeError, match="is in an open scale_loss block already"),
+        wrapped.scale_loss(model(x).float().mean()),
+        wrapped.scale_loss(model(x).float().mean()),
+    ):
+        pass

@@ -221,6 +221,19 @@ def test_programs_that_keep_ranks_equal(pair, number, level):
     _assert_same_end(pair.run(functools.partial(PROGRAMS[number], level=level)))
 
 
+@pytest.mark.parametrize("reduce", ["torch", "apex", "by hand"])
+def test_handles_of_2018_keep_ranks_equal(pair, reduce):
+    answers = pair.run(functools.partial(programs.with_the_handle_of_2018, reduce=reduce))
+    for (weights, *numbers), (others, *same_numbers) in zip(*answers, strict=True):
+        assert all(map(_same, weights, others))
+        assert numbers == same_numbers
+    scales, taken = zip(*[numbers for _, *numbers in answers[0]], strict=True)
+    assert taken == (True, False, True)
+    assert scales[0] == [2.0**16] * 2
+    assert scales[2][1] == 2.0**15
+    assert answers[0][1][0][0].isfinite().all()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_clipping_before_the_synchronising_pass_is_refused(pair, level):
     job = functools.partial(programs.clipped_before_the_synchronising_pass, level=level)

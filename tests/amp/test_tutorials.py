@@ -1,6 +1,10 @@
 """What the founding tutorials have their readers type, device words aside."""
 
+import collections
 import dataclasses
+import subprocess
+import sys
+import types
 
 import pytest
 import torch
@@ -113,6 +117,168 @@ def loader(count=6):
     data = torch.randn(8, 3, 2, 2, generator=generator)
     target = torch.randint(0, 3, (8,), generator=generator)
     return [(data, target)] * count
+
+
+T3_MNIST = """
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.optim as optim
+from apex import amp
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super(Net, self).__init__()
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.conv2_drop = nn.Dropout2d()
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, x):
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
+        x = x.view(-1, 320)
+        x = F.relu(self.fc1(x))
+        x = F.dropout(x, training=self.training)
+        x = self.fc2(x)
+        return F.log_softmax(x, dim=1)
+
+
+def main(amp_handle):
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    model.train()
+    for batch_idx in range(3):
+        print("iteration")
+        data, target = torch.randn(4, 1, 28, 28), torch.randint(0, 10, (4,))
+        optimizer.zero_grad()
+        output = model(data)
+        loss = F.nll_loss(output, target)
+        with amp_handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+main(amp.init(verbose=True))
+main(amp.init(enable=True, enable_caching=True, verbose=True))
+main(amp.init(True, True, True))
+print("iteration")
+main(amp.init(enable=False, verbose=True))
+"""
+
+
+def test_t3_the_cast_log_on_standard_output():
+    """Bare lines, with no logging set up, again at every iteration."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", T3_MNIST], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    before, *iterations = done.stdout.split("iteration\n")
+    assert before == ""
+    counted = [collections.Counter(lines.splitlines()) for lines in iterations]
+    casts = {"Float->Half (conv2d)": 5, "Float->Half (linear)": 4, "Half->Float (log_softmax)": 1}
+    assert counted == [casts] * 9 + [{}] * 4
+
+
+def test_t3_two_losses_and_one_optimizer():
+    amp_handle = amp.init()
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = amp_handle.wrap_optimizer(optimizer, num_loss=2)
+    losses = []
+    for data, target in loader(20):
+        optimizer.zero_grad()
+        output = model(data)
+        loss1, loss2 = F.cross_entropy(output, target), output.float().square().mean()
+        with optimizer.scale_loss(loss1) as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+        with optimizer.scale_loss(loss2) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append((loss1 + loss2).item())
+    assert losses[-1] < losses[0]
+    clean = {"loss_scale": 2.0**16, "unskipped": 20}
+    assert [*amp.state_dict(optimizers=optimizer).values()] == [clean, clean]
+
+
+def test_t3_several_optimizers():
+    amp_handle = amp.init()
+    generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    discriminator = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer_g = amp_handle.wrap_optimizer(torch.optim.Adam(generator.parameters(), lr=1e-2))
+    optimizer_d = amp_handle.wrap_optimizer(
+        torch.optim.Adam(discriminator.parameters(), lr=1e-2), num_loss=2
+    )
+    criterion, ones, zeros = nn.BCEWithLogitsLoss(), torch.ones(16, 1), torch.zeros(16, 1)
+    before = [p.clone() for p in (*generator.parameters(), *discriminator.parameters())]
+    for _ in range(5):
+        optimizer_d.zero_grad()
+        fake = generator(torch.randn(16, 4))
+        with optimizer_d.scale_loss(criterion(discriminator(torch.randn(16, 2)), ones)) as loss:
+            loss.backward()
+        with optimizer_d.scale_loss(criterion(discriminator(fake.detach()), zeros)) as loss:
+            loss.backward()
+        optimizer_d.step()
+        optimizer_g.zero_grad()
+        with optimizer_g.scale_loss(criterion(discriminator(fake), ones)) as loss:
+            loss.backward()
+        optimizer_g.step()
+    after = (*generator.parameters(), *discriminator.parameters())
+    assert not any(map(torch.equal, before, after))
+    assert [e["unskipped"] for e in amp.state_dict(optimizers=optimizer_g).values()] == [5] * 3
+
+
+def test_t3_a_backend_of_ones_own():
+    class Backend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            assert x.dtype == weight.dtype == torch.float16
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad * weight, grad * x
+
+    backend = types.SimpleNamespace(FRUBackend=lambda *args: Backend.apply(*args))
+
+    @amp.half_function
+    def fru(x, weight):
+        return Backend.apply(x, weight)
+
+    amp.register_half_function(backend, "FRUBackend")
+    amp_handle = amp.init()
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    for function in (fru, backend.FRUBackend):
+        optimizer.zero_grad()
+        loss = function(torch.ones(4), weight).float().mean()
+        with amp_handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert torch.equal(weight.grad, torch.full((4,), 0.25))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_t3_recurrent_networks(kind):
+    amp_handle = amp.init()
+    rnn, head = kind(4, 8), nn.Linear(8, 3)
+    optimizer = torch.optim.Adam([*rnn.parameters(), *head.parameters()], lr=1e-2)
+    x, y = torch.randn(5, 6, 4), torch.randint(0, 3, (6,))
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        out, _ = rnn(x)
+        assert out.dtype == torch.float16
+        loss = F.cross_entropy(head(out[-1]), y)
+        with amp_handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
 
 
 def test_t5_autocast_clipping_and_scale_loss():

@@ -62,7 +62,8 @@ def _decorate(function: _F, kind: str) -> _F:
         casts = state.current()
         if casts is None:
             return function(*args, **kwargs)
-        return rules.apply(Rule(kind), function, casts, args, kwargs, native=False)
+        name = getattr(function, "__name__", type(function).__name__)
+        return rules.apply(Rule(kind), function, casts, args, kwargs, name=name, native=False)
 
     return wrapper  # type: ignore[return-value]
 
@@ -97,6 +98,14 @@ def _register(module: Any, name: str, kind: str) -> None:
     label = getattr(module, "__name__", repr(module))
     if not hasattr(module, name):
         raise ValueError(f"No function named {name} in module {label}.")
+    found = getattr(module, name)
+    if isinstance(found, type) and issubclass(found, torch.autograd.Function):
+        module, name = found, "apply"
+    elif isinstance(found, type):
+        raise TypeError(
+            f"amp.register_{kind}_function: {label}.{name} is a class, not a function. Register "
+            f"the method that computes: amp.register_{kind}_function({label}.{name}, 'forward')."
+        )
     try:
         rules.check_replaceable(module, name)
     except (AttributeError, TypeError) as error:
@@ -109,19 +118,27 @@ def _register(module: Any, name: str, kind: str) -> None:
         for entry in [e for e in registry if e[0] is module and e[1] == name]:
             registry.discard(entry)
     registry = _USER_PROMOTE_REGISTRY if kind == "promote" else _USER_CAST_REGISTRY
-    registry.add((module, name, kind))
+    registry.add(rules.Registration(module, name, kind))
 
 
 def register_half_function(module: Any, name: str) -> None:
     """Have ``module.name`` called with 16-bit arguments from the next ``initialize`` on.
 
     Args:
-        module: The module or class that the function is looked up in.
-        name: The function's name.
+        module: The module, class or other object that the function is looked up in.
+        name: The function's name. That of a ``torch.autograd.Function`` stands for its ``apply``.
 
     Raises:
         ValueError: There is no such function.
         TypeError: It is no function, or Python does not allow it to be replaced.
+
+    Example:
+        >>> import types
+        >>> backend = types.SimpleNamespace(fru=lambda x: x.dtype)
+        >>> amp.register_half_function(backend, "fru")
+        >>> handle = amp.init()
+        >>> backend.fru(torch.ones(2))
+        torch.float16
     """
     _register(module, name, "half")
 
@@ -136,6 +153,34 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, "promote")
 
 
+_ORDER_OF_2018 = ("enabled", "enable_caching", "verbose", "allow_banned")
+
+
+def _in_either_order(function: _F) -> _F:
+    """Have ``init`` take its positional arguments in the order of 2018 too.
+
+    There the second one was a flag; now it is ``loss_scale``, which is none.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("enable") is not None and (args or "enabled" in kwargs):
+            raise TypeError("amp.init: enabled and enable mean the same; pass one of them.")
+        if len(args) < 2 or not isinstance(args[1], bool):
+            return function(*args, **kwargs)
+        if len(args) > len(_ORDER_OF_2018):
+            raise TypeError(
+                f"amp.init: the second of {len(args)} positional arguments was {args[1]}. With a "
+                f"flag there they are {', '.join(_ORDER_OF_2018)}, as in 2018, so at most "
+                f"{len(_ORDER_OF_2018)}. Pass loss_scale by name."
+            )
+        named = dict(zip(_ORDER_OF_2018, args, strict=False))
+        return function(**named, **kwargs)  # Python refuses a name that is in both
+
+    return wrapper  # type: ignore[return-value]
+
+
+@_in_either_order
 def init(
     enabled: bool = True,
     loss_scale: str | float = "dynamic",
@@ -147,30 +192,59 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Switch on O1's function casts for all that this thread runs, without a model.
 
+    A second call replaces the casts of the first, its registrations too; handles of earlier calls
+    go on scaling losses. Positional arguments may also be those of 2018, which had no
+    ``loss_scale``: ``init(enabled, enable_caching, verbose, allow_banned)``. A second argument that
+    is ``True`` or ``False`` tells them apart.
+
     Args:
-        enabled: ``False`` returns a handle that does nothing.
-        loss_scale: Scale of the handle's own scaler: ``"dynamic"`` or a number.
-        enable_caching: Kept for old callers.
-        verbose: Log each cast.
+        enabled: ``False`` returns a handle that does nothing, and switches casts off.
+        loss_scale: Scale of the handle's scalers: ``"dynamic"`` or a number.
+        enable_caching: Kept for old callers, as ``handle.has_cache``. Nothing says when a cached
+            cast of a weight is stale, so each use casts it again; a block of ``amp.autocast()``
+            casts it once.
+        verbose: Log each cast: a line on standard output, or to the ``apex.amp`` logger.
         allow_banned: Cast ``binary_cross_entropy`` to float32 instead of refusing it.
         enable: The spelling of ``enabled`` in an early tutorial.
 
+    Returns:
+        The handle. Its ``_deactivate()`` switches the casts off again.
+
     Raises:
+        TypeError: An argument is of another type, or was given twice.
+        ValueError: ``loss_scale`` is neither ``"dynamic"`` nor a finite number above 0.
         RuntimeError: Called inside a ``torch.autocast`` block, whose end would undo it.
 
-    Returns:
-        The handle, whose ``_deactivate()`` switches the casts off again.
+    Example:
+        >>> handle = amp.init()
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loss = model(torch.ones(1, 4)).float().mean()
+        >>> with handle.scale_loss(loss, optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
     """
     global _DECORATOR_HANDLE  # noqa: PLW0603  # programs read this name
     enabled = enabled if enable is None else enable
-    state.refuse_users_block("amp.init", switches_on=enabled)
+    flags = {
+        "enabled": enabled,
+        "enable_caching": enable_caching,
+        "verbose": verbose,
+        "allow_banned": allow_banned,
+    }
+    for name, flag in flags.items():
+        if not isinstance(flag, int):  # 0 and 1 may come from a command line
+            raise TypeError(f"amp.init: {name} was {flag!r}; it must be True or False.")
+    if isinstance(loss_scale, bool):
+        raise TypeError(f"amp.init: loss_scale was {loss_scale}; it must be 'dynamic' or a number.")
+    state.refuse_users_block("amp.init", switches_on=bool(enabled))
     if not enabled:
         state.disable_for_thread()
         _DECORATOR_HANDLE = NoOpHandle()
         return _DECORATOR_HANDLE
-    handle = AmpHandle(loss_scale, enable_caching, verbose)
+    handle = AmpHandle(loss_scale, bool(enable_caching), bool(verbose))
     with rollback((), ()):
-        handle.make_casts(torch.float16, allow_banned=allow_banned)
+        handle.make_casts(torch.float16, allow_banned=bool(allow_banned))
     handle.activate(state.device_types()[-1:])
     _DECORATOR_HANDLE = handle
     return handle

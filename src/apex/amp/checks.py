@@ -43,30 +43,35 @@ def _option_lines(properties: Properties) -> list[str]:
     return [f"{name:22} : {value}" for name, value in properties.options.items()]
 
 
-def optimizer_list(optimizers: Any) -> list[Any]:
-    """The optimizers as a list, each checked."""
+def optimizer_list(optimizers: Any, call: str = "amp.initialize") -> list[Any]:
+    """The optimizers as a list, each checked; ``call`` is who was given them."""
     listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if optimizers is None:
         return []
     for optimizer in listed:
         if type(optimizer).__name__ == "FP16_Optimizer":
             raise RuntimeError(
-                "amp.initialize: an FP16_Optimizer does its own mixed precision. Pass the bare "
+                f"{call}: an FP16_Optimizer does its own mixed precision. Pass the bare "
                 "torch.optim or apex.optimizers optimizer instead."
+            )
+        if type(optimizer).__name__ == "OptimWrapper":
+            raise RuntimeError(
+                f"{call}: an OptimWrapper scales losses itself, by its own scale_loss. Pass the "
+                "optimizer that handle.wrap_optimizer was given."
             )
         needed = ("param_groups", "state", "step", "zero_grad", "add_param_group")
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in needed):
             raise TypeError(
-                f"amp.initialize: optimizers was or held a {type(optimizer).__name__}; it must be "
+                f"{call}: optimizers was or held a {type(optimizer).__name__}; it must be "
                 "a single optimizer or a list or tuple of optimizers."
             )
-        _check_settable(optimizer)
+        _check_settable(optimizer, call)
     if len({id(optimizer) for optimizer in listed}) != len(listed):
-        raise ValueError("amp.initialize: the same optimizer was passed twice in optimizers.")
+        raise ValueError(f"{call}: the same optimizer was passed twice in optimizers.")
     return listed
 
 
-def _check_settable(optimizer: Any) -> None:
+def _check_settable(optimizer: Any, call: str) -> None:
     """Refuse an optimizer whose methods cannot be replaced on the instance."""
     for name in ("step", "zero_grad", "add_param_group"):
         try:
@@ -76,7 +81,7 @@ def _check_settable(optimizer: Any) -> None:
             weakref.ref(optimizer)
         except (AttributeError, TypeError) as error:
             raise TypeError(
-                f"amp.initialize: '{name}' of {type(optimizer).__name__} cannot be set, which amp "
+                f"{call}: '{name}' of {type(optimizer).__name__} cannot be set, which amp "
                 f"needs to skip steps: {error}. Pass an optimizer whose class has no __slots__ and "
                 f"no read-only property '{name}'."
             ) from None

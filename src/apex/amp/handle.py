@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 
+from apex.amp import checks
 from apex.amp._amp_state import _amp_state, master_params, maybe_print
 from apex.amp.casting import dispatcher, rules
 from apex.amp.casting import state as casting
 from apex.amp.casting.log import CastLog
 from apex.amp.casting.rules import take
 from apex.amp.casting.state import Casts
-from apex.amp.opt import OptimWrapper, attach
+from apex.amp.opt import OptimWrapper
+from apex.amp.optimizer import OptimizerState, state_of
+from apex.amp.policy import Properties
 from apex.amp.scaler import LossScaler
 from apex.amp.scaling import scale_loss
+from apex.amp.training import Training
 
 __all__ = [
     "AmpHandle",
@@ -44,10 +48,15 @@ def disable_casts() -> Iterator[None]:
 class AmpHandle:
     """What ``amp.init`` returns: the casts it switched on, and the 2018 way to scale a loss.
 
+    Optimizers that its blocks are given belong to one training, as those of one ``initialize``.
+
     Args:
-        loss_scale: ``"dynamic"`` or a number.
-        enable_caching: Kept for old callers; no weight cast outlives a forward here.
+        loss_scale: ``"dynamic"`` or a number, for every scaler of this handle.
+        enable_caching: Kept for old callers, see :func:`apex.amp.init`.
         verbose: Whether each cast is logged.
+
+    Raises:
+        ValueError: ``loss_scale`` is neither ``"dynamic"`` nor a finite number above 0.
     """
 
     def __init__(
@@ -56,13 +65,28 @@ class AmpHandle:
         enable_caching: bool = True,
         verbose: bool = False,
     ) -> None:
+        properties = Properties()
+        properties._update_options_dict([("enabled", True), ("master_weights", False)])
+        properties.loss_scale = loss_scale
+        self._training = Training(
+            properties, [], verbosity=_amp_state.verbosity, max_skipped_steps=50
+        )
         self._enable_caching = enable_caching
         self._verbose = verbose
         self._cache: dict[torch.Tensor, torch.Tensor] = {}
-        self._default_scaler: LossScaler | None = LossScaler(loss_scale)
+        self._default_scaler: LossScaler | None = self.new_scalers(1)[0]
         self._is_active = True
         self._all_wrappers: list[tuple[Any, str, Any]] = []
         self._casts: Casts | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmpHandle:
+        return self  # a copy of a wrapped optimizer stays with its handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The casts are this process's; amp.init switches them on in another.
+        loss_scale = self._training.properties.loss_scale
+        arguments = loss_scale, self._enable_caching, self._verbose
+        return AmpHandle, arguments, {"_is_active": self._is_active}
 
     def make_casts(self, dtype: torch.dtype, *, allow_banned: bool = False) -> Casts:
         """Build function casts, with the registrations that wait; they are not switched on yet.
@@ -84,7 +108,7 @@ class AmpHandle:
         _amp_state.handle = self  # type: ignore[attr-defined]
 
     def is_active(self) -> bool:
-        """Whether the handle's casts are in force."""
+        """Whether the handle scales losses: until ``_deactivate``, not in ``_disable_casts``."""
         return self._is_active
 
     @contextlib.contextmanager
@@ -97,16 +121,25 @@ class AmpHandle:
             self._is_active = before
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Wrap ``optimizer`` for ``num_loss`` losses, each with a dynamic scaler of its own."""
+        """Wrap ``optimizer`` for ``num_loss`` losses, each with a scaler of its own."""
+        wrapper = OptimWrapper(optimizer, self, num_loss)
         self._default_scaler = None
-        return OptimWrapper(optimizer, self, num_loss)
+        return wrapper
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
         """Scale one loss for one optimizer; see :meth:`wrap_optimizer` for several.
 
+        Args:
+            loss: Any shape; float32 or narrower is scaled in float32.
+            optimizer: Whose parameters the backward pass reaches: one, or a list or tuple.
+
+        Yields:
+            The loss times the scale; the very same object where the handle is inactive.
+
         Raises:
-            RuntimeError: ``wrap_optimizer`` was called: use the wrapper's ``scale_loss``.
+            RuntimeError: ``wrap_optimizer`` was called: use the wrapper's ``scale_loss``; or
+                ``optimizer`` went through ``amp.initialize``: use ``amp.scale_loss``.
         """
         if not self.is_active():
             yield loss
@@ -116,9 +149,36 @@ class AmpHandle:
                 "amp: after handle.wrap_optimizer() use the wrapped optimizer's own "
                 "scale_loss(loss)."
             )
-        attach(optimizer, [self._default_scaler])
-        with scale_loss(loss, optimizer) as scaled:
+        number = self.manage(optimizer, [self._default_scaler])
+        with scale_loss(loss, optimizer, loss_id=number) as scaled:
             yield scaled
+
+    def new_scalers(self, number: int) -> list[LossScaler]:
+        """Make as many scalers, with the handle's ``loss_scale``."""
+        return [LossScaler(self._training.properties.loss_scale) for _ in range(number)]
+
+    def manage(self, optimizers: Any, scalers: list[LossScaler]) -> int:
+        """Take ``optimizers`` and ``scalers`` into the handle's training, if they are not in it.
+
+        Returns:
+            The ``loss_id`` of the first scaler.
+        """
+        for optimizer in checks.optimizer_list(optimizers, "amp.init's handle"):
+            record = state_of(optimizer)
+            if record is not None and record.training is self._training:
+                continue
+            if record is not None and record.training.properties.opt_level is not None:
+                raise RuntimeError(
+                    f"amp: this {type(optimizer).__name__} went through amp.initialize. Use "
+                    "amp.scale_loss(loss, optimizer), with num_losses=... in initialize for "
+                    "several losses; or leave amp.initialize out."
+                )
+            if record is not None:  # of another handle
+                record.detach()
+            OptimizerState(optimizer, self._training, use_masters=False, full={})
+        known = self._training.loss_scalers
+        known += [scaler for scaler in scalers if scaler not in known]
+        return known.index(scalers[0])
 
     def _clear_cache(self) -> None:
         self._cache.clear()
@@ -186,6 +246,10 @@ class NoOpHandle:
     def verbose(self) -> bool:
         """Return False."""
         return False
+
+    def new_scalers(self, number: int) -> list[LossScaler]:
+        """Return an empty list."""
+        return []
 
     def _clear_cache(self) -> None:
         pass

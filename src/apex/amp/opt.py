@@ -12,45 +12,70 @@ from typing import Any
 
 import torch
 
-from apex.amp._amp_state import _amp_state
-from apex.amp.optimizer import OptimizerState, state_of
-from apex.amp.policy import Properties
+from apex._wrapped_optimizer import WrappedOptimizer
 from apex.amp.scaler import LossScaler
 from apex.amp.scaling import scale_loss
-from apex.amp.training import Training
 
 
-def attach(optimizer: Any, scalers: list[LossScaler]) -> None:
-    """Give ``optimizer`` a training of its own: no masters, these scalers."""
-    if state_of(optimizer) is None:
-        properties = Properties()
-        properties._update_options_dict([("enabled", True), ("master_weights", False)])
-        training = Training(
-            properties, scalers, verbosity=_amp_state.verbosity, max_skipped_steps=50
-        )
-        OptimizerState(optimizer, training, use_masters=False, full={})
+class OptimWrapper(WrappedOptimizer):
+    """An optimizer with ``num_loss`` scaled losses between two steps.
 
-
-class OptimWrapper:
-    """An optimizer with ``num_loss`` dynamically scaled losses between two steps.
+    ``handle.wrap_optimizer`` makes it. The losses have a scaler each; a step is skipped if a
+    gradient of one of them was not finite. Anything else is the wrapped optimizer's.
 
     Args:
-        optimizer: A torch optimizer.
+        optimizer: An optimizer that has not gone through ``amp.initialize``.
         amp_handle: What ``amp.init`` returned; with an inactive one this is a pass-through.
         num_loss: How many ``scale_loss`` blocks there are before each ``step``.
+
+    Raises:
+        TypeError: ``optimizer`` is none, or is wrapped already.
+        ValueError: ``num_loss`` is not an integer above 0.
+        RuntimeError: ``optimizer`` went through ``amp.initialize``.
+
+    Example:
+        >>> handle = amp.init()
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        >>> for _ in range(2):
+        ...     loss = model(torch.ones(1, 4)).float().mean()
+        ...     with optimizer.scale_loss(loss) as scaled_loss:
+        ...         scaled_loss.backward()
+        >>> optimizer.step()
     """
 
+    _own = ("_amp_handle", "_num_loss", "_loss_idx", "_scalers")
+
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
-        self._optimizer = optimizer
+        if not isinstance(num_loss, int) or num_loss < 1:
+            raise ValueError(f"amp: num_loss was {num_loss!r}; it must be an integer above 0.")
+        if isinstance(optimizer, OptimWrapper):
+            raise TypeError(
+                "amp: optimizer was wrapped already. Wrap the optimizer inside of it: "
+                "handle.wrap_optimizer(optimizer.optim)."
+            )
+        super().__init__(optimizer)
         self._amp_handle = amp_handle
         self._num_loss = num_loss
         self._loss_idx = 0
+        self._scalers: list[LossScaler] = amp_handle.new_scalers(num_loss)
         if amp_handle.is_active():
-            attach(optimizer, [LossScaler("dynamic") for _ in range(num_loss)])
+            amp_handle.manage(optimizer, self._scalers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "optim" not in self.__dict__:  # asked while it is copied
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optim, name)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
         """Scale the next loss; the n-th block since the last step uses the n-th scaler.
+
+        Args:
+            loss: Any shape; float32 or narrower is scaled in float32.
+
+        Yields:
+            The loss times the scale; the very same object where the handle is inactive.
 
         Raises:
             AssertionError: More blocks than ``num_loss`` since the last step.
@@ -61,11 +86,13 @@ class OptimWrapper:
         if self._loss_idx >= self._num_loss:
             raise AssertionError(
                 f"amp: scale_loss was entered {self._loss_idx + 1} times since the last step; "
-                f"wrap_optimizer was called with num_loss={self._num_loss}."
+                f"wrap_optimizer was called with num_loss={self._num_loss}. Call step(), or pass "
+                "a larger num_loss."
             )
-        index, self._loss_idx = self._loss_idx, self._loss_idx + 1
-        with scale_loss(loss, self._optimizer, loss_id=index) as scaled:
+        first = self._amp_handle.manage(self.optim, self._scalers)
+        with scale_loss(loss, self.optim, loss_id=first + self._loss_idx) as scaled:
             yield scaled
+        self._loss_idx += 1
 
     def step(self, closure: Any = None) -> Any:
         """The optimizer's step, skipped if a gradient was not finite.
@@ -73,34 +100,14 @@ class OptimWrapper:
         Raises:
             NotImplementedError: A closure was given while amp is active.
         """
-        if not self._amp_handle.is_active():
-            return self._optimizer.step(closure)
-        self._loss_idx = 0
-        if closure is not None:
+        if closure is None:
+            self._loss_idx = 0
+            return self.optim.step()
+        if self._amp_handle.is_active():
             raise NotImplementedError("amp: a wrapped optimizer's step() takes no closure.")
-        return self._optimizer.step()
+        return self.optim.step(closure)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own."""
-        self._optimizer.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The optimizer's own."""
-        self._optimizer.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own."""
-        state: dict[str, Any] = self._optimizer.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The optimizer's own."""
-        self._optimizer.load_state_dict(state_dict)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # not there yet while unpickling
-            raise AttributeError(name)
-        return getattr(self._optimizer, name)
-
-    def __repr__(self) -> str:
-        return repr(self._optimizer)
+    @property
+    def _optimizer(self) -> Any:
+        """The wrapped optimizer, by the name of 2018."""
+        return self.optim

@@ -8,21 +8,21 @@ from typing import Any, ClassVar
 
 import torch
 
+from apex._wrapped_optimizer import WrappedOptimizer
 from apex.ops import _runtime
 from apex.ops.columns import local
 from apex.ops.larc import larc_
 from apex.ops.placements import is_sharded, placed
 
 
-class LARC(torch.optim.Optimizer):
+class LARC(WrappedOptimizer):
     """Give each tensor a learning rate in proportion to the ratio of its norm and its gradient's.
 
     Wraps an optimizer; at each step gradients are multiplied by the local rates and get the weight
     decay, and the wrapped optimizer steps without any. See :mod:`apex.ops.larc` for the formula.
     Norms are float32, whatever the parameter's dtype, and stay on the device.
 
-    Groups, state and checkpoints are the wrapped optimizer's. In the original this was no
-    ``torch.optim.Optimizer``, which learning-rate schedulers refused.
+    Groups, state and checkpoints are the wrapped optimizer's.
 
     Kept from the original: ``param.grad`` is changed, and a tensor whose norm or whose gradient's
     is 0 gets no weight decay in that step.
@@ -47,7 +47,9 @@ class LARC(torch.optim.Optimizer):
     #: ``from apex.parallel import LARC`` was the module; both spellings reach the class.
     LARC: ClassVar[type[torch.optim.Optimizer]]
 
-    def __init__(  # torch's own, which would make groups and a state, is not called
+    _own = ("trust_coefficient", "clip", "eps")
+
+    def __init__(
         self,
         optimizer: Any,
         trust_coefficient: float = 0.02,
@@ -61,76 +63,10 @@ class LARC(torch.optim.Optimizer):
                 f"LARC: clip was {clip!r}; it must be True or False. In the first version the "
                 "third argument was epsilon: pass eps by name."
             )
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"LARC: optimizer was {optimizer!r}; it must be an optimizer to wrap.")
-        self.optim = optimizer
+        super().__init__(optimizer)
         self.trust_coefficient = trust_coefficient
         self.clip = clip if epsilon is None else False
         self.eps = eps if epsilon is None else epsilon
-
-    # -- what is the wrapped optimizer's -------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        # Not everything: an optimizer's ways to step that are not step() would bypass us.
-        if name == "_amp_stash" or name.startswith("_optimizer_"):
-            return getattr(self.__dict__["optim"], name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups."""
-        groups: list[dict[str, Any]] = self.optim.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
-        found: dict[str, Any] = getattr(self.optim, "defaults", {})
-        return found
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optim.defaults = value
-
-    def __repr__(self) -> str:
-        return repr(self.optim)
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("optim", "trust_coefficient", "clip", "eps")
-        return {name: self.__dict__[name] for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's; nothing is added."""
-        found: dict[str, Any] = self.optim.state_dict()
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state."""
-        self.optim.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients, as the wrapped optimizer does."""
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer."""
-        self.optim.add_param_group(param_group)
 
     # -- the step ------------------------------------------------------------------------------
 

@@ -57,8 +57,19 @@ class _Patch(NamedTuple):
     own: bool  # whether the attribute was the owner's own, not inherited
 
 
-_USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()  # registrations that wait
-_USER_PROMOTE_REGISTRY: set[tuple[Any, str, str]] = set()
+class Registration(NamedTuple):
+    """A function to wrap, and how: half, float or promote."""
+
+    owner: Any
+    name: str
+    kind: str
+
+    def __hash__(self) -> int:
+        return hash((id(self.owner), self.name))  # a SimpleNamespace has no hash
+
+
+_USER_CAST_REGISTRY: set[Registration] = set()  # registrations that wait
+_USER_PROMOTE_REGISTRY: set[Registration] = set()
 _patches: dict[str, _Patch] = {}
 _lock = threading.RLock()
 
@@ -72,8 +83,8 @@ def _listed(module: Any) -> dict[str, str]:
 _SHIPPED = {module.__name__: _listed(module) for module in _LISTS}
 
 
-def take() -> list[tuple[Any, str, str]]:
-    """Return the waiting ``(module, name, kind)`` and clear the registries."""
+def take() -> list[Registration]:
+    """Return the registrations that wait, and clear the registries."""
     taken = [*_USER_CAST_REGISTRY, *_USER_PROMOTE_REGISTRY]
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
@@ -82,7 +93,7 @@ def take() -> list[tuple[Any, str, str]]:
 
 def casts_for(
     dtype: torch.dtype,
-    registered: Iterable[tuple[Any, str, str]] = (),
+    registered: Iterable[Registration] = (),
     *,
     allow_banned: bool = False,
 ) -> Casts:
@@ -90,7 +101,7 @@ def casts_for(
 
     Args:
         dtype: The 16-bit type.
-        registered: ``(module, name, kind)`` of each user registration.
+        registered: The user's.
         allow_banned: Cast the banned functions' arguments to float32 instead of refusing them.
     """
     rules: dict[str, Rule] = {}
@@ -236,13 +247,15 @@ def _is_torchs(owner: Any) -> bool:
 
 
 def _wrap(key: str, function: Callable[..., Any], *, native: bool) -> Callable[..., Any]:
+    name = key.partition("@")[0].rpartition(".")[2]
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts = state.current()
         rule = None if casts is None else casts.rules.get(key)
         if casts is None or rule is None:
             return function(*args, **kwargs)
-        return apply(rule, function, casts, args, kwargs, native=native)
+        return apply(rule, function, casts, args, kwargs, name=name, native=native)
 
     return wrapper
 
@@ -254,6 +267,7 @@ def apply(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
+    name: str,
     native: bool,
 ) -> Any:
     """Call ``function`` with its arguments cast as ``rule`` says.
@@ -266,6 +280,7 @@ def apply(
         casts: The casts in force.
         args: Positional arguments; lists and tuples are entered, other containers are not.
         kwargs: Keyword arguments, likewise.
+        name: The function's, for the log.
         native: Whether the function is torch's, to be run without further casts.
 
     Raises:
@@ -278,9 +293,9 @@ def apply(
     target = _target(rule, tensors, torch.get_autocast_dtype(device))
     if target is not None:
         if casts.log is not None:
-            casts.log.note_rule(getattr(function, "__name__", "?"), tensors, target)
+            casts.log.note_rule(name, tensors, target)
         args = _convert(args, target)
-        kwargs = {name: _convert(value, target) for name, value in kwargs.items()}
+        kwargs = {key: _convert(value, target) for key, value in kwargs.items()}
     if rule.kind == "float" or native:
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)

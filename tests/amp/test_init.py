@@ -1,0 +1,390 @@
+"""``amp.init``: its arguments in the orders of both years, and the casts it switches on."""
+
+import inspect
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from apex.amp import _speech
+from apex.amp.handle import AmpHandle, NoOpHandle
+
+REGISTER = {
+    "half": amp.register_half_function,
+    "float": amp.register_float_function,
+    "promote": amp.register_promote_function,
+}
+DECORATE = {
+    "half": amp.half_function,
+    "float": amp.float_function,
+    "promote": amp.promote_function,
+}
+# what the function gets for (float32, float16)
+GETS = {
+    "half": (torch.float16, torch.float16),
+    "float": (torch.float32, torch.float32),
+    "promote": (torch.float32, torch.float32),
+    None: (torch.float32, torch.float16),
+}
+
+
+def product():
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def allows_banned():
+    try:
+        F.binary_cross_entropy(torch.ones(1).half(), torch.ones(1).half())
+    except NotImplementedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),  # has_cache, verbose, scale (None: dynamic), allows_banned
+    [
+        ((), {}, (True, False, None, False)),
+        ((True,), {}, (True, False, None, False)),
+        # the order of 2018
+        ((True, True), {}, (True, False, None, False)),
+        ((True, False), {}, (False, False, None, False)),
+        ((True, True, True), {}, (True, True, None, False)),
+        ((True, False, False, True), {}, (False, False, None, True)),
+        ((True, False), {"verbose": True}, (False, True, None, False)),
+        ((True, False), {"loss_scale": 128.0}, (False, False, 128.0, False)),
+        ((1, True), {"allow_banned": 1}, (True, False, None, True)),
+        # the order of 2025
+        ((True, "dynamic"), {}, (True, False, None, False)),
+        ((True, 128.0), {}, (True, False, 128.0, False)),
+        ((True, 1), {}, (True, False, 1.0, False)),
+        ((True, "128", False, True, True), {}, (False, True, 128.0, True)),
+        ((True, "dynamic", False), {"verbose": True}, (False, True, None, False)),
+        # by name
+        ({"enable_caching": False, "verbose": True}, {}, (False, True, None, False)),
+        ({"enable": True, "enable_caching": True, "verbose": True}, {}, (True, True, None, False)),
+        ({"enabled": True, "loss_scale": 2.0}, {}, (True, False, 2.0, False)),
+    ],
+)
+def test_both_orders(monkeypatch, args, kwargs, expected):
+    monkeypatch.setattr(_speech, "say", lambda *_: None)
+    args, kwargs = ((), args) if isinstance(args, dict) else (args, kwargs)
+    handle = amp.init(*args, **kwargs)
+    assert type(handle) is AmpHandle
+    scaler = handle._default_scaler
+    scale = None if scaler.dynamic else scaler.loss_scale()
+    assert (handle.has_cache, handle.verbose, scale, allows_banned()) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((False,), {}), ((False, True), {}), ((0, True, True), {}), ((), {"enable": False})],
+)
+def test_disabled(args, kwargs):
+    amp.init()
+    assert type(amp.init(*args, **kwargs)) is NoOpHandle
+    assert product() == torch.float32
+
+
+def test_the_signature_is_that_of_2025():
+    parameters = inspect.signature(amp.init).parameters.values()
+    shown = [str(p.replace(annotation=p.empty)) for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    assert shown == [
+        "enabled=True",
+        "loss_scale='dynamic'",
+        "enable_caching=True",
+        "verbose=False",
+        "allow_banned=False",
+    ]
+    assert amp.init.__name__ == "init"
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "args", "kwargs"),
+    [
+        (TypeError, "multiple values for keyword argument 'verbose'", (1, True, True), "verbose"),
+        (TypeError, "multiple values for keyword argument 'enable_c", (1, True), "enable_caching"),
+        (TypeError, "multiple values for argument 'enabled'", (True, 1.0), "enabled"),
+        (TypeError, "enabled and enable mean the same", (True,), "enable"),
+        (TypeError, "enabled and enable mean the same", (False, True), "enable"),
+        (TypeError, "enable_caching, verbose, allow_banned, as in 2018", (True,) * 5, None),
+        (
+            TypeError,
+            "takes from 0 to 5 positional arguments",
+            (True, 1.0, True, True, True, 1),
+            None,
+        ),
+        (TypeError, "enabled was 'yes'; it must be True or False", ("yes",), None),
+        (TypeError, "enabled was None; it must be True or False", (None, True), None),
+        (TypeError, "enable_caching was 'dynamic'", (True, "dynamic", "dynamic"), None),
+        (TypeError, "verbose was 2.0", (True, True, 2.0), None),
+        (TypeError, "allow_banned was 'x'", (True, True, True, "x"), None),
+        (TypeError, "loss_scale was True; it must be 'dynamic' or a number", (), "loss_scale"),
+        (TypeError, r"loss_scale was \[\]; allowed are 'dynamic' and a number", (True, []), None),
+        (
+            ValueError,
+            "loss_scale was 'static'; allowed are 'dynamic' and a",
+            (True, "static"),
+            None,
+        ),
+        (ValueError, "loss_scale was 0.0; it must be finite, above 0", (True, 0), None),
+        (ValueError, "loss_scale was nan; it must be finite", (True, float("nan")), None),
+        (TypeError, "unexpected keyword argument 'opt_level'", (), "opt_level"),
+    ],
+)
+def test_wrong_arguments_change_nothing(error, words, args, kwargs):
+    first = amp.init()
+    amp.register_float_function(torch, "sigmoid")
+    with pytest.raises(error, match=words):
+        amp.init(*args, **({} if kwargs is None else {kwargs: True}))
+    assert amp._amp_state.handle is first
+    assert product() == torch.float16
+    assert [*amp.amp._USER_CAST_REGISTRY] == [(torch, "sigmoid", "float")]
+
+
+# -- the casts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    said = []
+    monkeypatch.setattr(_speech, "say", lambda line, *_: said.append(line))
+    return said
+
+
+def test_a_second_init_replaces_the_casts_of_the_first(lines):
+    first, module = (
+        amp.init(True, True, True),
+        types.SimpleNamespace(own=lambda x, y: (x.dtype, y.dtype)),
+    )
+    second = amp.init(verbose=True)
+    assert product() == torch.float16
+    assert lines == ["Float->Half (matmul)"] * 2  # once for each tensor, not once for each init
+    amp.register_float_function(module, "own")
+    third = amp.init()
+    lines.clear()
+    assert product() == torch.float16
+    assert lines == []  # the log of the second is over
+    x = torch.ones(2)
+    assert module.own(x, x.half()) == GETS["float"]
+    amp.init()  # does not apply the registration again
+    assert module.own(x, x.half()) == GETS[None]
+    for handle in (third, first, second):
+        handle._deactivate()
+        assert product() == torch.float16  # not theirs any more
+    amp._amp_state.handle._deactivate()
+    assert product() == torch.float32
+    assert torch.is_autocast_enabled("cpu") is False
+
+
+def refuses(call):
+    try:
+        call()
+    except NotImplementedError:
+        return True
+    return False
+
+
+def test_what_autocast_alone_does_otherwise():
+    """Casts of every later call, until they are switched off: no block is around them."""
+    half, one = torch.full((2,), 0.5).half(), torch.ones(2)
+
+    def seen():
+        x = half.clone()
+        return [
+            product(),
+            half.cpu().dtype,
+            F.softmax(half, 0).dtype,
+            (half + one).dtype,
+            refuses(lambda: x.exp_()),
+            refuses(lambda: F.binary_cross_entropy(half, half)),
+        ]
+
+    half_, float_ = torch.float16, torch.float32
+    plain = [float_, half_, half_, float_, False, False]
+    handle = amp.init()
+    casts = [half_, float_, float_, float_, True, True]
+    assert seen() == casts
+    with amp.disable_casts():
+        assert seen() == plain
+    assert seen() == casts
+    amp.init(allow_banned=True)
+    assert seen() == [*casts[:5], False]
+    assert F.binary_cross_entropy(half, half).dtype == torch.float32
+    amp._amp_state.handle._deactivate()
+    handle._deactivate()
+    assert seen() == plain
+
+
+def test_handles_of_earlier_calls_go_on_scaling():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    first = amp.init()
+    amp.init()
+    loss = model(torch.ones(1, 2)).float().mean()
+    with first.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.item() == 65536 * loss.item()
+
+
+def test_an_init_after_initialize_and_the_other_way_round():
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
+    amp.init()
+    assert product() == torch.float16
+    assert model(torch.ones(1, 2)).dtype == torch.float32  # at its own level
+    amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
+    assert product() == torch.float32
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_a_weight_used_several_times(enable_caching, lines):
+    """Each use casts it anew, so no cast is stale and none has lost its way to the weight."""
+    handle = amp.init(True, enable_caching, True, loss_scale=128.0)
+    linear = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
+    x = torch.ones(1, 2)
+    with torch.no_grad():
+        linear.weight.fill_(0.5)
+        assert linear(x).tolist() == [[1.0, 1.0]]
+        linear.weight.fill_(1.0)
+        assert linear(x).tolist() == [[2.0, 2.0]]
+    lines.clear()
+    out = linear(linear(x))
+    assert lines == ["Float->Half (linear)"] * 3  # x, and the weight twice
+    with handle.scale_loss(out.float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    weight = linear.weight.detach().clone().requires_grad_()
+    (x @ weight.T @ weight.T).sum().backward()
+    assert torch.equal(linear.weight.grad, weight.grad)
+    lines.clear()
+    with amp.autocast():
+        out = linear(linear(x))
+        assert lines == ["Float->Half (linear)"] * 2  # cached: once for each block
+    (gradient,) = torch.autograd.grad(out.float().sum(), linear.weight)
+    assert torch.equal(gradient, weight.grad)
+    handle._clear_cache()
+    handle.remove_cache(linear.weight)
+
+
+# -- a backend of the user's own ------------------------------------------------------------------
+
+
+class FRUFunction(torch.autograd.Function):
+    """What a backend's compiled function is to Python."""
+
+    seen = None
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        FRUFunction.seen = (x.dtype, weight.dtype)
+        ctx.save_for_backward(x, weight)
+        return (x.float() * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return (grad * weight).to(x.dtype), (grad * x).to(weight.dtype)
+
+
+def gradients(call):
+    """What ``call`` gives the leaves behind it, and what came in."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    weight = torch.tensor([3.0, 4.0], requires_grad=True)
+    out = call(x, weight.half())
+    with amp.disable_casts():
+        out.float().sum().backward()
+    assert (x.grad.tolist(), weight.grad.tolist()) == ([3.0, 4.0], [1.0, 2.0])
+    return FRUFunction.seen
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", DECORATE)
+def test_a_decorated_function_calls_the_backend(kind, when):
+    def fru(x, weight):
+        return FRUFunction.apply(x, weight)
+
+    if when == "before":
+        fru = DECORATE[kind](fru)
+        assert gradients(fru) == GETS[None]
+    handle = amp.init()
+    if when == "after":
+        fru = DECORATE[kind](fru)
+    assert gradients(fru) == GETS[kind]
+    handle._deactivate()
+    assert gradients(fru) == GETS[None]
+
+
+@pytest.mark.parametrize("kind", DECORATE)
+def test_decorated_under_a_staticmethod(kind):
+    class Own(torch.autograd.Function):
+        @staticmethod
+        @DECORATE[kind]
+        def forward(ctx, x, weight):
+            return FRUFunction.forward(ctx, x, weight)
+
+        backward = staticmethod(FRUFunction.backward)
+
+    assert gradients(Own.apply) == GETS[None]
+    amp.init()
+    x = torch.ones(2, requires_grad=True)
+    out = Own.apply(x, torch.ones(2).half())
+    assert FRUFunction.seen == GETS[kind]
+    with amp.disable_casts():
+        out.float().sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
+def backend_of(kind):
+    """A backend with ``FRUBackend`` in it, in each form that a backend may have."""
+
+    def call(x, weight):
+        return FRUFunction.apply(x, weight)
+
+    if kind == "module":
+        backend = types.ModuleType("backend")
+        backend.FRUBackend = call
+    elif kind == "class":
+        backend = type("Backend", (), {"FRUBackend": staticmethod(call)})
+    elif kind == "namespace":
+        backend = types.SimpleNamespace(FRUBackend=call)
+    else:
+        backend = types.ModuleType("backend")
+        backend.FRUBackend = type("FRUBackend", (FRUFunction,), {})
+        return backend, lambda *args: backend.FRUBackend.apply(*args)
+    return backend, lambda *args: backend.FRUBackend(*args)
+
+
+@pytest.mark.parametrize("form", ["module", "class", "namespace", "module with a Function"])
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_registered_backend(kind, form, lines):
+    backend, call = backend_of(form)
+    before = backend.FRUBackend
+    REGISTER[kind](backend, "FRUBackend")
+    assert gradients(call) == GETS[None]  # it waits
+    amp.init(verbose=True)
+    lines.clear()
+    assert gradients(call) == GETS[kind]
+    name = "apply" if "Function" in form else "FRUBackend"
+    arrow = "Float->Half" if kind == "half" else "Half->Float"
+    assert lines == [f"{arrow} ({name})"]
+    assert not (amp.amp._USER_CAST_REGISTRY | amp.amp._USER_PROMOTE_REGISTRY)  # used
+    amp.init()
+    assert gradients(call) == GETS[None]
+    amp.reset()
+    assert backend.FRUBackend is before
+    assert gradients(call) == GETS[None]
+
+
+def test_a_registration_of_what_is_no_function():
+    backend = types.SimpleNamespace(Cell=nn.RNNCell, number=3)
+    with pytest.raises(TypeError, match=r"Cell is a class, not a function.*\.Cell, 'forward'\)"):
+        amp.register_half_function(backend, "Cell")
+    with pytest.raises(TypeError, match="number cannot be replaced: it is a int"):
+        amp.register_half_function(backend, "number")
+    with pytest.raises(ValueError, match="No function named FRUBackend in module"):
+        amp.register_half_function(backend, "FRUBackend")
+    amp.init()
