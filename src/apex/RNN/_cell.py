@@ -11,7 +11,7 @@ widths, dropout draws the same random numbers either way, and a backward pass af
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,27 +22,50 @@ from torch import Tensor, nn
 from apex.ops._check import ArgumentError
 from apex.ops._runtime import autocasts, not_compiled
 
-__all__ = ["RNNCell", "check_input", "run_layer"]
+__all__ = ["RNNCell", "check_input", "lstm_update", "run_layer"]
 
 _Cell = TypeVar("_Cell", bound="RNNCell")
 
 
-class _WholeSequence(NamedTuple):
-    """Torch's function for the steps of one layer, and torch's layer of that kind."""
+class _TorchLayer(NamedTuple):
+    """What torch has for a layer whose cell computes its steps with a function of torch."""
 
-    function: Callable[..., Any]
-    layer: Callable[..., nn.RNNBase]
-
-
-_WHOLE_SEQUENCE: dict[Any, _WholeSequence] = {  # by the function that computes one step
-    torch.lstm_cell: _WholeSequence(torch.lstm, nn.LSTM),
-    torch.gru_cell: _WholeSequence(torch.gru, nn.GRU),
-    torch.rnn_relu_cell: _WholeSequence(torch.rnn_relu, partial(nn.RNN, nonlinearity="relu")),
-    torch.rnn_tanh_cell: _WholeSequence(torch.rnn_tanh, nn.RNN),
-}
+    sequence: Callable[..., Any]  # computes all steps
+    module: Callable[..., nn.RNNBase]
+    projected_step: Callable[..., Any] | None  # torch's takes only states as wide as the gates
 
 
-_SIZES = ("gate_multiplier", "input_size", "hidden_size", "n_hidden_states", "output_size")
+def lstm_update(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the new h and c; ``gates`` are i, f, g and o side by side, before their functions."""
+    i, f, g, o = gates.chunk(4, 1)
+    c = c.to(gates.dtype)  # under autocast the gates are 16-bit
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _sum(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any) -> Tensor:
+    return F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)
+
+
+def _lstm(x: Tensor, hidden: Sequence[Tensor], *weights: Any, **biases: Any) -> Any:
+    return lstm_update(_sum(x, hidden[0], *weights, **biases), hidden[1])
+
+
+def _relu(*arguments: Any, **biases: Any) -> Tensor:
+    return torch.relu(_sum(*arguments, **biases))
+
+
+def _tanh(*arguments: Any, **biases: Any) -> Tensor:
+    return torch.tanh(_sum(*arguments, **biases))
+
+
+_TORCH_LAYERS: tuple[tuple[Any, _TorchLayer], ...] = (  # with what computes one step
+    (torch.lstm_cell, _TorchLayer(torch.lstm, nn.LSTM, _lstm)),
+    (torch.gru_cell, _TorchLayer(torch.gru, nn.GRU, None)),
+    (torch.rnn_relu_cell, _TorchLayer(torch.rnn_relu, partial(nn.RNN, nonlinearity="relu"), _relu)),
+    (torch.rnn_tanh_cell, _TorchLayer(torch.rnn_tanh, nn.RNN, _tanh)),
+)
+_SIZES = ("gate_multiplier", "input_size", "hidden_size", "output_size", "n_hidden_states")
 
 
 class RNNCell(nn.Module):
@@ -72,7 +95,8 @@ class RNNCell(nn.Module):
         hidden: The states, each ``None`` or ``[batch, features]``. They are not in the state dict.
 
     Raises:
-        ArgumentError: A size is less than 1; it is a RuntimeError, TypeError and ValueError.
+        ArgumentError: A size is less than 1, or a GRU shall have another ``output_size``; it is a
+            RuntimeError, TypeError and ValueError.
 
     Example:
         >>> cell = RNNCell(4, 10, 20, torch.lstm_cell, n_hidden_states=2, bias=True)
@@ -110,6 +134,13 @@ class RNNCell(nn.Module):
                 raise ArgumentError(f"{name} is {getattr(self, name)}; pass 1 or more.")
         gates = gate_multiplier * hidden_size
         projected = self.output_size != hidden_size
+        found = _torch_layer(cell)
+        if projected and found is not None and found.projected_step is None:
+            raise ArgumentError(
+                f"a GRU's output_size is {output_size} and its hidden_size {hidden_size}: its new "
+                "state is an average of two of these widths. Leave output_size out, and put a "
+                "torch.nn.Linear after the network."
+            )
         self._add("w_ih", gates, input_size)
         self._add("w_hh", gates, self.output_size)
         self._add("w_ho", *((self.output_size, hidden_size) if projected else ()))
@@ -117,6 +148,7 @@ class RNNCell(nn.Module):
         self._add("b_hh", *((gates,) if bias else ()))
         self.hidden: list[Tensor | None] = [None] * n_hidden_states
         self.reset_parameters()
+        self.flatten_parameters()
 
     def _add(self, name: str, *shape: int) -> None:
         """Register a parameter, or ``None`` if no shape is given."""
@@ -202,7 +234,9 @@ class RNNCell(nn.Module):
         check_input("RNNCell", input, self, "[batch, {}]")
         self.init_hidden(input.size(0))
         hidden = self.hidden if self.n_hidden_states > 1 else self.hidden[0]
-        new = self.cell(input, hidden, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
+        found = None if self.w_ho is None else _torch_layer(self.cell)
+        step: Any = self.cell if found is None else found.projected_step
+        new = step(input, hidden, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
         states = [new] if isinstance(new, Tensor) else list(new)
         if len(states) != self.n_hidden_states:
             raise ArgumentError(
@@ -234,7 +268,7 @@ class RNNCell(nn.Module):
         if found is None or not all(isinstance(weight, nn.Parameter) for weight in weights):
             return
         sizes = {} if self.w_ho is None else {"proj_size": self.output_size}
-        layer = found.layer(
+        layer = found.module(
             self.input_size, self.hidden_size, bias=self.b_ih is not None, device="meta", **sizes
         )
         for (name, _), weight in zip(list(layer.named_parameters()), weights, strict=True):
@@ -260,7 +294,7 @@ def check_input(name: str, input: Any, cell: RNNCell, form: str) -> None:
         raise ArgumentError(f"{name}: the input is a {type(input).__name__}; pass a tensor {form}.")
     if input.dim() != form.count(",") + 1 or input.size(-1) != cell.input_size:
         raise ArgumentError(f"{name}: the input has shape {list(input.shape)}; pass {form}.")
-    dtype = next(cell.parameters()).dtype
+    dtype = cell.w_ih.dtype
     if input.dtype != dtype and not autocasts(input.device.type):
         raise ArgumentError(
             f"{name}: the input is {input.dtype} and the parameters are {dtype}. Cast one: "
@@ -268,13 +302,20 @@ def check_input(name: str, input: Any, cell: RNNCell, form: str) -> None:
         )
 
 
-def _whole_sequence(cell: RNNCell) -> _WholeSequence | None:
+def _torch_layer(step: Any) -> _TorchLayer | None:
+    """Return what torch has for the layers of a cell with the function ``step``."""
+    return next((layer for function, layer in _TORCH_LAYERS if function is step), None)
+
+
+def _whole_sequence(cell: RNNCell) -> _TorchLayer | None:
     """Return what torch has for this cell's layer, if it computes what calling the cell does."""
-    found = _WHOLE_SEQUENCE.get(cell.cell)
-    if found is None or (cell.w_ho is not None and found.function is not torch.lstm):
+    found = _torch_layer(cell.cell)
+    if found is None or type(cell).forward is not RNNCell.forward:
         return None
-    if type(cell).forward is not RNNCell.forward:
-        return None
+    if cell.w_ho is not None and (
+        found.module is not nn.LSTM or cell.output_size > cell.hidden_size
+    ):
+        return None  # torch projects an LSTM's output only, and to fewer features
     hooks = (cell._forward_pre_hooks, cell._forward_hooks)  # weight norm, sharding: at each call
     return None if any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)) else found
 
@@ -289,14 +330,16 @@ def run_layer(cell: RNNCell, input: Tensor, collect: bool) -> tuple[Tensor, tupl
     """Run one layer; return its output, and its states after the last step or after each."""
     found = None if collect else _whole_sequence(cell)
     if found is not None:
-        return _run_whole_sequence(found.function, cell, input)
+        return _run_in_torch(found.sequence, cell, input)
     steps = [cell(step) for step in input.unbind(0)]
+    if not collect:
+        return torch.stack([states[0] for states in steps]), steps[-1]
     collected = tuple(torch.stack(states) for states in zip(*steps, strict=True))
-    return collected[0], collected if collect else steps[-1]
+    return collected[0], collected
 
 
 @not_compiled  # torch 2.13: AOT autograd fails on the gradient of oneDNN's LSTM
-def _run_whole_sequence(
+def _run_in_torch(
     function: Callable[..., Any], cell: RNNCell, input: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     cell.init_hidden(input.size(1))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apex.RNN.RNNBackend import RNNCell
+from apex.RNN._cell import RNNCell, lstm_update
 
 __all__ = ["mLSTMCell", "mLSTMRNNCell"]
 
@@ -91,6 +91,4 @@ def mLSTMCell(
     """
     h, c = hidden
     m = F.linear(input, w_mih) * F.linear(h, w_mhh)
-    i, f, g, o = (F.linear(input, w_ih, b_ih) + F.linear(m, w_hh, b_hh)).chunk(4, 1)
-    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c
+    return lstm_update(F.linear(input, w_ih, b_ih) + F.linear(m, w_hh, b_hh), c)

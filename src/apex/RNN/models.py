@@ -94,12 +94,14 @@ def GRU(
 ) -> stackedRNN | bidirectionalRNN:
     """Build a GRU; one layer computes what ``torch.nn.GRU`` does.
 
-    Arguments and errors are those of :func:`LSTM`.
+    Arguments and errors are those of :func:`LSTM`, except that a GRU has no projection: an
+    ``output_size`` other than ``hidden_size`` is an ArgumentError (in NVIDIA's Apex, one at the
+    first forward).
 
     Example:
-        >>> output, (h,) = GRU(10, 20, num_layers=2, output_size=6)(torch.randn(5, 3, 10))
+        >>> output, (h,) = GRU(10, 20, num_layers=2)(torch.randn(5, 3, 10))
         >>> output.shape
-        torch.Size([5, 3, 6])
+        torch.Size([5, 3, 20])
     """
     cell = RNNCell(3, input_size, hidden_size, torch.gru_cell, 1, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first=batch_first)
