@@ -1,0 +1,360 @@
+"""A recurrent cell, and how its layer is run over a whole sequence.
+
+Where the cell computes one step with a function of torch (``torch.lstm_cell``), its layer calls
+torch's function for whole sequences (``torch.lstm``) with the cell's parameters. Any other layer
+calls the cell once for each time step. Both ways compute the same up to rounding.
+
+Torch is given single layers, never a whole stack, so that layers may be of different kinds and
+widths, dropout draws the same random numbers either way, and a backward pass after a forward in
+``eval()`` works on every device (cuDNN must be told in the forward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apex.ops._check import ArgumentError
+from apex.ops._runtime import autocasts, not_compiled
+
+__all__ = ["RNNCell", "check_input", "lstm_update", "run_layer"]
+
+_Cell = TypeVar("_Cell", bound="RNNCell")
+
+
+class _TorchLayer(NamedTuple):
+    """What torch has for a layer whose cell computes its steps with a function of torch."""
+
+    sequence: Callable[..., Any]  # computes all steps
+    module: Callable[..., nn.RNNBase]
+    projected_step: Callable[..., Any] | None  # torch's takes only states as wide as the gates
+
+
+def lstm_update(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the new h and c; ``gates`` are i, f, g and o side by side, before their functions."""
+    i, f, g, o = gates.chunk(4, 1)
+    c = c.to(gates.dtype)  # under autocast the gates are 16-bit
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _sum(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any) -> Tensor:
+    return F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)
+
+
+def _lstm(x: Tensor, hidden: Sequence[Tensor], *weights: Any, **biases: Any) -> Any:
+    return lstm_update(_sum(x, hidden[0], *weights, **biases), hidden[1])
+
+
+def _relu(*arguments: Any, **biases: Any) -> Tensor:
+    return torch.relu(_sum(*arguments, **biases))
+
+
+def _tanh(*arguments: Any, **biases: Any) -> Tensor:
+    return torch.tanh(_sum(*arguments, **biases))
+
+
+_TORCH_LAYERS: tuple[tuple[Any, _TorchLayer], ...] = (  # with what computes one step
+    (torch.lstm_cell, _TorchLayer(torch.lstm, nn.LSTM, _lstm)),
+    (torch.gru_cell, _TorchLayer(torch.gru, nn.GRU, None)),
+    (torch.rnn_relu_cell, _TorchLayer(torch.rnn_relu, partial(nn.RNN, nonlinearity="relu"), _relu)),
+    (torch.rnn_tanh_cell, _TorchLayer(torch.rnn_tanh, nn.RNN, _tanh)),
+)
+_SIZES = ("gate_multiplier", "input_size", "hidden_size", "output_size", "n_hidden_states")
+
+
+class RNNCell(nn.Module):
+    """One step of a recurrent layer, with its parameters and its state.
+
+    The state stays in the cell: each forward continues from the previous one. A backward pass
+    therefore reaches into earlier forwards. Call :meth:`detach_hidden` or :meth:`reset_hidden`
+    between an optimizer step and the next forward; without it the next backward fails with torch's
+    "Trying to backward through the graph a second time".
+
+    Parameters, uniform in ``±1 / sqrt(hidden_size)``: ``w_ih`` of shape ``[gates * hidden_size,
+    input_size]``, ``w_hh`` ``[gates * hidden_size, output_size]``, ``w_ho`` ``[output_size,
+    hidden_size]`` if these two differ, ``b_ih`` and ``b_hh`` ``[gates * hidden_size]`` if ``bias``.
+
+    Args:
+        gate_multiplier: Gates of ``hidden_size`` features each; 4 for an LSTM.
+        input_size: Features of the input.
+        hidden_size: Features of the states.
+        cell: A function ``(input, hidden, w_ih, w_hh, b_ih=, b_hh=)`` that returns the new states,
+            such as ``torch.lstm_cell``; ``hidden`` is a tensor if there is one state, else a list.
+        n_hidden_states: 2 for an LSTM (h and c), 1 for others.
+        bias: Whether there are biases.
+        output_size: Features of state 0, the output; ``None`` means ``hidden_size``. State 0 is
+            projected by ``w_ho``, and the projected state is what the next step gets.
+
+    Attributes:
+        hidden: The states, each ``None`` or ``[batch, features]``. They are not in the state dict.
+
+    Raises:
+        ArgumentError: A size is less than 1, or a GRU shall have another ``output_size``; it is a
+            RuntimeError, TypeError and ValueError.
+
+    Example:
+        >>> cell = RNNCell(4, 10, 20, torch.lstm_cell, n_hidden_states=2, bias=True)
+        >>> h, c = cell(torch.randn(3, 10))
+        >>> h.shape
+        torch.Size([3, 20])
+    """
+
+    w_ih: nn.Parameter
+    w_hh: nn.Parameter
+    w_ho: nn.Parameter | None
+    b_ih: nn.Parameter | None
+    b_hh: nn.Parameter | None
+
+    def __init__(
+        self,
+        gate_multiplier: int,
+        input_size: int,
+        hidden_size: int,
+        cell: Callable[..., Any],
+        n_hidden_states: int = 2,
+        bias: bool = False,
+        output_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_multiplier = gate_multiplier
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.cell = cell
+        self.n_hidden_states = n_hidden_states
+        self.bias = bias
+        self.output_size = hidden_size if output_size is None else output_size
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name} is {getattr(self, name)}; pass 1 or more.")
+        gates = gate_multiplier * hidden_size
+        projected = self.output_size != hidden_size
+        found = _torch_layer(cell)
+        if projected and found is not None and found.projected_step is None:
+            raise ArgumentError(
+                f"a GRU's output_size is {output_size} and its hidden_size {hidden_size}: its new "
+                "state is an average of two of these widths. Leave output_size out, and put a "
+                "torch.nn.Linear after the network."
+            )
+        self._add("w_ih", gates, input_size)
+        self._add("w_hh", gates, self.output_size)
+        self._add("w_ho", *((self.output_size, hidden_size) if projected else ()))
+        self._add("b_ih", *((gates,) if bias else ()))
+        self._add("b_hh", *((gates,) if bias else ()))
+        self.hidden: list[Tensor | None] = [None] * n_hidden_states
+        self.reset_parameters()
+        self.flatten_parameters()
+
+    def _add(self, name: str, *shape: int) -> None:
+        """Register a parameter, or ``None`` if no shape is given."""
+        parameter = nn.Parameter(torch.empty(*shape)) if shape else None
+        self.register_parameter(name, parameter)
+
+    def reset_parameters(self, gain: float = 1) -> None:
+        """Draw new parameters, uniform in ``±1 / sqrt(hidden_size)``; ``gain`` is not used."""
+        bound = self.hidden_size**-0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def new_like(self: _Cell, new_input_size: int | None = None) -> _Cell:
+        """Return a cell of the same settings, dtype and device, with new parameters and no state.
+
+        A subclass whose constructor takes other arguments overrides this.
+
+        Args:
+            new_input_size: Features of its input; ``None`` means as many as here.
+        """
+        cell = type(self)(
+            self.gate_multiplier,
+            self.input_size if new_input_size is None else new_input_size,
+            self.hidden_size,
+            self.cell,
+            self.n_hidden_states,
+            self.bias,
+            self.output_size,
+        )
+        return cell.to(self.w_ih)
+
+    def init_hidden(self, bsz: int) -> None:
+        """Make the states ready for a batch of ``bsz``.
+
+        A state that is missing, or has another batch size, becomes zeros. Any other keeps its
+        values and is brought to the dtype and device of the parameters.
+        """
+        hidden: list[Tensor | None] = []
+        for index, state in enumerate(self.hidden):
+            if state is None or state.size(0) != bsz:
+                features = self.hidden_size if index else self.output_size
+                state = self.w_ih.new_zeros(bsz, features)
+            elif not torch.compiler.is_compiling() and state.is_inference():
+                state = state.clone()  # autograd cannot save one made under inference_mode
+            hidden.append(state.to(self.w_ih))
+        self.hidden = hidden  # a new list: replicas of DataParallel share the old one
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Set the states to zeros for a batch of ``bsz``."""
+        self.hidden = [None] * self.n_hidden_states
+        self.init_hidden(bsz)
+
+    def init_inference(self, bsz: int) -> None:
+        """Begin to evaluate: the same as :meth:`reset_hidden`."""
+        self.reset_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Keep the values of the states and end their history: backward stops here.
+
+        Raises:
+            RuntimeError: There is no state yet.
+        """
+        if any(state is None for state in self.hidden):
+            raise RuntimeError(
+                "detach_hidden: this cell has no state yet; call it after a forward or after "
+                "init_hidden(batch size)."
+            )
+        self.hidden = [state.detach() for state in self.hidden if state is not None]
+
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        """Compute one step from the stored states and store the new ones.
+
+        Args:
+            input: ``[batch, input_size]``, in the dtype of the parameters unless autocast is on.
+
+        Returns:
+            The new states, ``[batch, output_size]`` and then ``[batch, hidden_size]``.
+
+        Raises:
+            ArgumentError: The input has another rank, width or dtype, or the function ``cell`` gave
+                another number of states than ``n_hidden_states``.
+        """
+        check_input("RNNCell", input, self, "[batch, {}]")
+        self.init_hidden(input.size(0))
+        hidden = self.hidden if self.n_hidden_states > 1 else self.hidden[0]
+        found = None if self.w_ho is None else _torch_layer(self.cell)
+        step: Any = self.cell if found is None else found.projected_step
+        new = step(input, hidden, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
+        states = [new] if isinstance(new, Tensor) else list(new)
+        if len(states) != self.n_hidden_states:
+            raise ArgumentError(
+                f"the function cell returned {len(states)} states and n_hidden_states is "
+                f"{self.n_hidden_states}. Pass n_hidden_states={len(states)}."
+            )
+        if self.w_ho is not None:
+            states[0] = F.linear(states[0], self.w_ho)
+        self.hidden = states
+        return tuple(states)
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        """The weights that ``cell`` takes by position."""
+        return self.w_ih, self.w_hh
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RNNCell:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.flatten_parameters()
+        return self
+
+    def flatten_parameters(self) -> None:
+        """Put the parameters into one block of memory, as cuDNN wants them.
+
+        Called when the cell is moved or cast. Without it cuDNN copies them in each forward and
+        warns. Without cuDNN nothing changes: the work is done by torch's method of the same name.
+        """
+        found = _whole_sequence(self)
+        weights = _sequence_weights(self)
+        if found is None or not all(isinstance(weight, nn.Parameter) for weight in weights):
+            return
+        sizes = {} if self.w_ho is None else {"proj_size": self.output_size}
+        layer = found.module(
+            self.input_size, self.hidden_size, bias=self.b_ih is not None, device="meta", **sizes
+        )
+        for (name, _), weight in zip(list(layer.named_parameters()), weights, strict=True):
+            setattr(layer, name, weight)
+        layer.flatten_parameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles get the values of the states without their history."""
+        hidden = [None if state is None else state.detach() for state in self.hidden]
+        return {**self.__dict__, "hidden": hidden}
+
+    def extra_repr(self) -> str:
+        """Show the sizes in ``print(model)``."""
+        name = getattr(self.cell, "__name__", type(self.cell).__name__)
+        sizes = f"{self.input_size}, {self.hidden_size}, output_size={self.output_size}"
+        return f"{name}, {sizes}, bias={self.bias}"
+
+
+def check_input(name: str, input: Any, cell: RNNCell, form: str) -> None:
+    """Check an input that has the form ``form``, where ``{}`` is the number of its features."""
+    form = form.format(cell.input_size)
+    if not isinstance(input, Tensor):
+        raise ArgumentError(f"{name}: the input is a {type(input).__name__}; pass a tensor {form}.")
+    if input.dim() != form.count(",") + 1 or input.size(-1) != cell.input_size:
+        raise ArgumentError(f"{name}: the input has shape {list(input.shape)}; pass {form}.")
+    dtype = cell.w_ih.dtype
+    if input.dtype != dtype and not autocasts(input.device.type):
+        raise ArgumentError(
+            f"{name}: the input is {input.dtype} and the parameters are {dtype}. Cast one: "
+            f"input.to({dtype}) or model.to({input.dtype})."
+        )
+
+
+def _torch_layer(step: Any) -> _TorchLayer | None:
+    """Return what torch has for the layers of a cell with the function ``step``."""
+    return next((layer for function, layer in _TORCH_LAYERS if function is step), None)
+
+
+def _whole_sequence(cell: RNNCell) -> _TorchLayer | None:
+    """Return what torch has for this cell's layer, if it computes what calling the cell does."""
+    found = _torch_layer(cell.cell)
+    if found is None or type(cell).forward is not RNNCell.forward:
+        return None
+    if cell.w_ho is not None and (
+        found.module is not nn.LSTM or cell.output_size > cell.hidden_size
+    ):
+        return None  # torch projects an LSTM's output only, and to fewer features
+    hooks = (cell._forward_pre_hooks, cell._forward_hooks)  # weight norm, sharding: at each call
+    return None if any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)) else found
+
+
+def _sequence_weights(cell: RNNCell) -> list[Tensor]:
+    """The parameters in the order of torch's functions."""
+    weights = (cell.w_ih, cell.w_hh, cell.b_ih, cell.b_hh, cell.w_ho)
+    return [weight for weight in weights if weight is not None]
+
+
+def run_layer(cell: RNNCell, input: Tensor, collect: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Run one layer; return its output, and its states after the last step or after each."""
+    found = None if collect else _whole_sequence(cell)
+    if found is not None:
+        return _run_in_torch(found.sequence, cell, input)
+    steps = [cell(step) for step in input.unbind(0)]
+    if not collect:
+        return torch.stack([states[0] for states in steps]), steps[-1]
+    collected = tuple(torch.stack(states) for states in zip(*steps, strict=True))
+    return collected[0], collected
+
+
+@not_compiled  # torch 2.13: AOT autograd fails on the gradient of oneDNN's LSTM
+def _run_in_torch(
+    function: Callable[..., Any], cell: RNNCell, input: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    cell.init_hidden(input.size(1))
+    hidden = [state.contiguous().unsqueeze(0) for state in cell.hidden if state is not None]
+    output, *final = function(
+        input,
+        hidden if len(hidden) > 1 else hidden[0],
+        _sequence_weights(cell),
+        cell.b_ih is not None,
+        1,  # layer
+        0.0,  # dropout
+        torch.is_grad_enabled(),  # keep what a backward pass needs, in eval() too
+        False,  # bidirectional
+        False,  # batch_first
+    )
+    states = tuple(state[0] for state in final)
+    cell.hidden = list(states)
+    return output, states

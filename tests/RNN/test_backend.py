@@ -1,0 +1,398 @@
+"""Stacks and pairs of stacks: what they return, how layers are run, state dicts, errors."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from apex import RNN
+from apex.RNN import _cell
+from apex.RNN.cells import mLSTMRNNCell
+from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
+from tests.tolerance import RECURRENT, assert_close_to_largest
+
+SEQ, BATCH, INPUT, HIDDEN, LAYERS = 5, 3, 4, 6, 2
+LAYERS_OF = _cell._TORCH_LAYERS
+NAMES = ["LSTM", "GRU", "ReLU", "Tanh", "mLSTM"]
+
+
+def build(name, **options):
+    network = getattr(RNN, name)(INPUT, HIDDEN, LAYERS, **options)
+    return network.double()
+
+
+def sequence(seq=SEQ, batch=BATCH):
+    return torch.randn(seq, batch, INPUT, dtype=torch.float64)
+
+
+def assert_equal(left, right):
+    """Equal tensors in equal tuples and lists."""
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    else:
+        for one, other in zip(left, right, strict=True):
+            assert_equal(one, other)
+
+
+def lstm(*sizes, output_size=None):
+    return RNNCell(4, *sizes, torch.lstm_cell, 2, True, output_size)
+
+
+def widths(name, output_size):
+    return [output_size or HIDDEN, HIDDEN][: 2 if "LSTM" in name else 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes(name):
+    """The documented ones; the original returned lists, and from bidirectional networks nothing."""
+    size = None if name == "GRU" else 2
+    network, pair = (build(name, output_size=size, bidirectional=both) for both in (False, True))
+    x, out = sequence(), size or HIDDEN
+    for module, twice in ((network, 1), (pair, 2)):
+        output, hidden = module(x)
+        assert isinstance(hidden, tuple)
+        assert output.shape == (SEQ, BATCH, twice * out)
+        shapes = [tuple(state.shape) for state in hidden]
+        assert shapes == [(LAYERS, BATCH, twice * width) for width in widths(name, size)]
+        output, hidden = module(x, collect_hidden=True)
+        assert output.shape == (SEQ, BATCH, twice * out)
+        shapes = [tuple(state.shape) for state in hidden]
+        assert shapes == [(SEQ, LAYERS, BATCH, twice * width) for width in widths(name, size)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_returned_states_are_the_final_and_the_collected_ones(name, reverse):
+    """In reverse the original returned the states after the first step that it processed."""
+    network, x = build(name), sequence()
+    output, hidden = network(x, reverse=reverse)
+    stored = [torch.stack(states) for states in zip(*(c.hidden for c in network.rnns), strict=True)]
+    assert_equal(list(hidden), stored)
+    last = 0 if reverse else -1
+    assert torch.equal(hidden[0][-1], output[last])
+    assert not torch.equal(output[0], output[-1])
+    network.reset_hidden(BATCH)
+    again, collected = network(x, collect_hidden=True, reverse=reverse)
+    assert_close_to_largest(again, output, RECURRENT)
+    assert torch.equal(collected[0][:, -1], again)  # step by step in the order of time
+    for state, steps in zip(hidden, collected, strict=True):
+        assert_close_to_largest(steps[last], state, RECURRENT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reverse_reads_the_sequence_from_its_end(name):
+    network, x = build(name), sequence()
+    got, hidden = network(x, reverse=True)
+    network.reset_hidden(BATCH)
+    want, same = network(x.flip(0))
+    assert_equal((got, hidden), (want.flip(0), same))
+
+
+@pytest.mark.parametrize("collect", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_bidirectional_is_two_stacks(name, collect):
+    """The original raised a TypeError at every forward."""
+    network, x = build(name, bidirectional=True), sequence()
+    assert network.rnns == [network.fwd, network.bckwrd]
+    stacks = copy.deepcopy(network.rnns)
+    for _ in range(2):  # both directions carry their states
+        output, hidden = network(x, collect)
+        (ahead, first), (back, second) = (
+            stack(x, collect, reverse) for stack, reverse in zip(stacks, (False, True), strict=True)
+        )
+        assert torch.equal(output, torch.cat([ahead, back], 2))
+        assert_equal(hidden, tuple(torch.cat(p, -1) for p in zip(first, second, strict=True)))
+    (output.sum() + sum(state.sum() for state in hidden)).backward()
+    assert all(p.grad.any() for p in network.parameters())
+    assert not torch.equal(network.fwd.rnns[0].w_ih, network.bckwrd.rnns[0].w_ih)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sequence_in_two_forwards(name, bidirectional):
+    """Truncated backpropagation: values go on, gradients end at detach_hidden."""
+    network, x = build(name, bidirectional=bidirectional), sequence(2 * SEQ)
+    if not bidirectional:
+        whole = copy.deepcopy(network)(x)[0]
+        parts = torch.cat([network(x[:SEQ])[0], network(x[SEQ:])[0]])
+        assert_close_to_largest(parts, whole, RECURRENT)
+    network.reset_hidden(BATCH)
+    network(x[:SEQ])[0].sum().backward()
+    fresh = copy.deepcopy(network)  # its states have no history
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        network(x[SEQ:])[0].sum().backward()
+    for module in (network, fresh):
+        module.reset_hidden(BATCH)
+        module(x[:SEQ])
+        module.zero_grad()
+    network.detach_hidden()
+    network(x[SEQ:])[0].sum().backward()
+    fresh(x[SEQ:])[0].sum().backward()
+    got, longer = (next(module.parameters()).grad for module in (network, fresh))
+    assert got.any()
+    assert not torch.equal(got, longer)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_states_of_all_layers(bidirectional):
+    """``init_inference`` and ``detach_hidden`` raised AttributeError in the original."""
+    network, x = build("LSTM", bidirectional=bidirectional), sequence()
+    cells = [module for module in network.modules() if isinstance(module, RNNCell)]
+    with pytest.raises(RuntimeError, match="no state yet"):
+        network.detach_hidden()
+    network.init_hidden(BATCH)
+    assert all(state.shape == (BATCH, HIDDEN) for cell in cells for state in cell.hidden)
+    first = network(x)[0]
+    network.detach_hidden()
+    assert not any(state.requires_grad for cell in cells for state in cell.hidden)
+    assert all(state.any() for cell in cells for state in cell.hidden)
+    network.init_hidden(BATCH)
+    assert not torch.equal(network(x)[0], first)
+    for begin in (network.reset_hidden, network.init_inference):
+        begin(BATCH)
+        assert torch.equal(network(x)[0], first)
+    network(sequence(batch=1))  # another batch size: zeros
+    assert torch.equal(network(x)[0], first)
+    before = [p.clone() for p in network.parameters()]
+    network.reset_parameters()
+    pairs = zip(before, network.parameters(), strict=True)
+    assert not any(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_list_of_cells():
+    cells = [lstm(INPUT, 7), mLSTMRNNCell(7, 5, True, 2), lstm(2, 7)]
+    for given in (cells, tuple(cells)):
+        stack = stackedRNN(given, 3)
+        assert list(stack.rnns) == cells
+    x = torch.randn(SEQ, BATCH, INPUT)
+    output, (h, c) = stack(x)
+    assert output.shape == (SEQ, BATCH, 7)
+    assert isinstance(h, list)  # one tensor cannot hold layers of these widths
+    assert [tuple(state.shape) for state in h] == [(BATCH, 7), (BATCH, 2), (BATCH, 7)]
+    assert [tuple(state.shape) for state in c] == [(BATCH, 7), (BATCH, 5), (BATCH, 7)]
+    assert torch.equal(h[-1], output[-1])
+    output, (h, c) = stack(x, collect_hidden=True)
+    assert (len(h), len(h[0]), tuple(h[0][1].shape)) == (SEQ, 3, (BATCH, 2))
+    assert all(torch.equal(step[-1], out) for step, out in zip(h, output, strict=True))
+    pair = bidirectionalRNN([cell.new_like() for cell in cells], 3)
+    _, (h, c) = pair(x)
+    assert [tuple(state.shape) for state in h] == [(BATCH, 14), (BATCH, 4), (BATCH, 14)]
+    _, (h, c) = pair(x, collect_hidden=True)
+    assert (len(c), tuple(c[0][1].shape)) == (SEQ, (BATCH, 10))
+
+
+def test_one_cell_for_all_layers():
+    cell = lstm(INPUT, HIDDEN, output_size=2)
+    stack = stackedRNN(cell, 3)
+    assert stack.rnns[0] is cell
+    assert [(c.input_size, c.output_size) for c in stack.rnns] == [(INPUT, 2), (2, 2), (2, 2)]
+    assert not torch.equal(stack.rnns[1].w_ih, stack.rnns[2].w_ih)
+
+
+@pytest.mark.parametrize("kind", [stackedRNN, bidirectionalRNN])
+def test_what_is_no_list_of_cells(kind):
+    same = lstm(INPUT, INPUT)
+    with pytest.raises(AssertionError, match="has 1 cells and num_layers is 2"):
+        kind([lstm(INPUT, HIDDEN)], 2)
+    for given in (nn.LSTM(INPUT, HIDDEN), None, [lstm(INPUT, HIDDEN), nn.Linear(1, 1)]):
+        with pytest.raises(RuntimeError, match=f"is a {type(given).__name__}; pass an RNNCell"):
+            kind(given, 2)
+    with pytest.raises(RuntimeError, match="cell 1 has input_size 9 .* output_size 6"):
+        kind([lstm(INPUT, HIDDEN), lstm(9, HIDDEN)], 2)
+    gru = RNNCell(3, HIDDEN, HIDDEN, torch.gru_cell, 1)
+    with pytest.raises(RuntimeError, match="cell 1 has .* 1 states; cell 0 has .* 2 states"):
+        kind([lstm(INPUT, HIDDEN), gru], 2)
+    with pytest.raises(RuntimeError, match=r"twice; pass cell.new_like\(\)"):
+        kind([same, same], 2)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("name", ["LSTM", "mLSTM"])
+def test_inputs_that_do_not_fit(name, bidirectional):
+    network = build(name, bidirectional=bidirectional)
+    with pytest.raises(ValueError, match=r"shape \[3, 4\]; pass \[seq, batch, 4\]"):
+        network(torch.zeros(BATCH, INPUT).double())
+    with pytest.raises(ValueError, match=r"shape \[5, 3, 7\]; pass \[seq, batch, 4\]"):
+        network(torch.zeros(SEQ, BATCH, 7).double())
+    with pytest.raises(ValueError, match=r"no time step"):
+        network(torch.zeros(0, BATCH, INPUT).double())
+    with pytest.raises(ValueError, match="is torch.float32 and the parameters are torch.float64"):
+        network(torch.zeros(SEQ, BATCH, INPUT))
+    with pytest.raises(ValueError, match="is a PackedSequence; pass a tensor"):
+        network(nn.utils.rnn.pack_sequence([torch.zeros(SEQ, INPUT).double()]))
+    first = build(name, bidirectional=bidirectional, batch_first=True)
+    with pytest.raises(ValueError, match=r"pass \[batch, seq, 4\]"):
+        first(torch.zeros(BATCH, INPUT).double())
+
+
+def test_sizes_of_one_and_none():
+    for name in NAMES:
+        network = build(name)
+        assert network(sequence(1, 1))[0].shape == (1, 1, HIDDEN)
+        assert network(sequence(SEQ, 0))[0].shape == (SEQ, 0, HIDDEN)
+
+
+def test_old_files_of_bidirectional_networks():
+    """They have each parameter twice; new ones once."""
+    network = build("mLSTM", bidirectional=True)
+    new = network.state_dict()
+    assert len(new) == len(list(network.parameters()))
+    old = dict(new)
+    for number, name in enumerate(("fwd", "bckwrd")):
+        for key in [key for key in new if key.startswith(f"{name}.")]:
+            old[key.replace(name, f"rnns.{number}", 1)] = new[key]
+    assert len(old) == 2 * len(new)
+    only = {key: value for key, value in old.items() if key.startswith("rnns.")}
+    for saved in (new, old, only):
+        other = build("mLSTM", bidirectional=True)
+        before = dict(saved)
+        other.load_state_dict(saved)
+        assert saved == before
+        assert_equal(list(other.state_dict().values()), list(new.values()))
+    inside = nn.Sequential(build("mLSTM", bidirectional=True))
+    inside.load_state_dict({f"0.{key}": value for key, value in old.items()})
+    assert_equal(list(inside.state_dict().values()), list(new.values()))
+    unknown = old | {"rnns.0.nothing": torch.zeros(1)}
+    with pytest.raises(RuntimeError, match="Unexpected key.*fwd.nothing"):
+        network.load_state_dict(unknown)
+
+
+def test_hooks_of_cells_are_called_at_each_step():
+    """As by torch.nn.utils.weight_norm, which recomputes a weight in one."""
+    network, calls, x = build("LSTM"), [], sequence()
+    want = network(x)[0]
+    network.reset_hidden(BATCH)
+    handle = network.rnns[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    assert_close_to_largest(network(x)[0], want, RECURRENT)
+    assert len(calls) == SEQ
+    handle.remove()
+    network.rnns[0].register_forward_hook(lambda *_: calls.append(1))
+    network(x)
+    assert len(calls) == 2 * SEQ
+
+
+def test_a_subclass_with_a_forward_of_its_own():
+    class Doubled(RNNCell):
+        def forward(self, input):
+            return super().forward(2 * input)
+
+    cell = Doubled(3, INPUT, HIDDEN, torch.gru_cell, 1).double()
+    plain = RNNCell(3, INPUT, HIDDEN, torch.gru_cell, 1).double()
+    plain.load_state_dict(cell.state_dict())
+    x = sequence()
+    assert_close_to_largest(stackedRNN(cell)(x)[0], stackedRNN(plain)(2 * x)[0], RECURRENT)
+
+
+def test_a_parametrized_weight_is_never_stale():
+    network, x = build("LSTM"), sequence()
+    want = network(x)[0]
+    nn.utils.parametrizations.weight_norm(network.rnns[0], "w_hh")
+    network.reset_hidden(BATCH)
+    assert_close_to_largest(network(x)[0], want, RECURRENT)
+    with torch.no_grad():
+        network.rnns[0].parametrizations.w_hh.original0.mul_(2)
+    network.reset_hidden(BATCH)
+    changed = network(x)[0]
+    plain = build("LSTM")
+    plain.rnns[0].w_hh.data.copy_(network.rnns[0].w_hh.data)
+    for key, value in plain.state_dict().items():
+        if key != "rnns.0.w_hh":
+            value.copy_(network.state_dict()[key])
+    assert_close_to_largest(changed, plain(x)[0], RECURRENT)
+    assert not torch.equal(changed, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backward_pass_after_a_forward_in_eval(name, monkeypatch):
+    """CuDNN refuses it unless the forward was told to keep what it needs."""
+    kept = []
+
+    def record(function):
+        def sequence(*args):
+            kept.append(args[6])
+            return function(*args)
+
+        return sequence
+
+    layers = [(step, layer._replace(sequence=record(layer.sequence))) for step, layer in LAYERS_OF]
+    monkeypatch.setattr(_cell, "_TORCH_LAYERS", layers)
+    network = build(name)
+    other, x = copy.deepcopy(network).eval(), sequence()
+    for module in (network, other):
+        module(x)[0].sum().backward()
+    pairs = zip(network.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(one.grad, two.grad) for one, two in pairs)
+    with torch.no_grad():
+        network(x)
+    assert kept == ([] if name == "mLSTM" else [True] * 4 + [False] * 2)
+
+
+def test_a_state_set_by_hand():
+    """In any memory layout."""
+    network, x = build("LSTM"), sequence()
+    states = torch.randn(LAYERS, 2, HIDDEN, BATCH).double().transpose(2, 3)
+    for cell, pair in zip(network.rnns, states, strict=True):
+        cell.hidden = list(pair)
+    layer = nn.LSTM(INPUT, HIDDEN, LAYERS).double()
+    for number, cell in enumerate(network.rnns):
+        for torchs, own in (("weight", "w"), ("bias", "b")):
+            for gate in ("ih", "hh"):
+                name = f"{torchs}_{gate}_l{number}"
+                getattr(layer, name).data.copy_(getattr(cell, f"{own}_{gate}").data)
+    begin = tuple(states[:, index].contiguous() for index in range(2))
+    assert_close_to_largest(network(x)[0], layer(x, begin)[0], RECURRENT)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_copies_of_networks_after_a_forward(bidirectional):
+    network, x = build("mLSTM", bidirectional=bidirectional), sequence()
+    network(x)
+    copies = copy.deepcopy(network), pickle.loads(pickle.dumps(network))
+    want = network(x)
+    for other in copies:
+        assert_equal(other(x), want)
+        other.load_state_dict(network.state_dict())
+
+
+# Dynamo hides this warning of its own, but not where warnings are errors.
+hidden_warning = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+COMPILED = [("mLSTM", {}, False), ("Tanh", {"output_size": 2}, False), ("LSTM", {}, True)]
+
+
+@hidden_warning
+@pytest.mark.parametrize(("name", "options", "collect"), COMPILED)
+def test_compiled_as_one_graph(name, options, collect):
+    """Three forwards: without a state, with one, with one that has a history."""
+    torch._dynamo.reset()
+    network = getattr(RNN, name)(INPUT, HIDDEN, 1, **options)
+    other = copy.deepcopy(network)
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 3, BATCH, INPUT)
+    got, want = ([module(part, collect) for part in x] for module in (compiled, other))
+    assert_equal(got, want)
+    for results in (got, want):
+        sum(output.sum() for output, _ in results).backward()
+    grads = ([p.grad for p in module.parameters()] for module in (network, other))
+    for one, two in zip(*grads, strict=True):
+        assert_close_to_largest(one, two, torch.finfo(torch.float32).eps)
+
+
+@hidden_warning
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_compiled_around_torchs_functions(name):
+    torch._dynamo.reset()
+    network = getattr(RNN, name)(INPUT, HIDDEN, LAYERS, bidirectional=True)
+    other = copy.deepcopy(network)
+    compiled = torch.compile(network, backend="aot_eager")
+    for _ in range(2):
+        x = torch.randn(SEQ, BATCH, INPUT)
+        got, want = compiled(x), other(x)
+        assert_equal(got, want)
+        for module, result in ((network, got), (other, want)):
+            result[0].sum().backward()
+            module.detach_hidden()
+    pairs = zip(network.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(one.grad, two.grad) for one, two in pairs)
