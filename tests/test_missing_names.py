@@ -22,9 +22,10 @@ SURFACE = ROOT.parent / "shared" / "spec" / "surface.json"  # not everywhere
 SECTIONS = {"Not yet": _missing.NOT_YET, "Out of scope": _missing.OUT_OF_SCOPE}
 TABLE = {**_missing.NOT_YET, **_missing.OUT_OF_SCOPE}
 
-RNN = (
-    f'apex.RNN is not in apex {apex.__version__} yet: see docs/compatibility.md, "Not yet"; '
-    "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN"
+FUSED_DENSE = (
+    f"apex.fused_dense is not in apex {apex.__version__} yet: see docs/compatibility.md, "
+    '"Not yet"; '
+    "use torch.nn.Linear, with torch.nn.GELU"
 )
 PYPROF = (
     f"apex.pyprof is not in apex {apex.__version__}: see docs/compatibility.md, "
@@ -68,24 +69,28 @@ def test_every_attribute_explains(name):
 
 
 def test_the_whole_text():
-    assert str(error_of("import apex.RNN")) == RNN
+    assert str(error_of("import apex.fused_dense")) == FUSED_DENSE
     assert str(error_of("import apex.pyprof")) == PYPROF
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "import apex.RNN.models",
-        "from apex.RNN import LSTM",
-        "from apex.RNN.models import LSTM as Other",
-        "__import__('importlib').import_module('.RNN', 'apex')",
-        "__import__('importlib').import_module('apex.RNN.models')",
-        "__import__('importlib.util').util.find_spec('apex.RNN.models')",  # imports the parent
+        "import apex.fused_dense.models",
+        "from apex.fused_dense import LSTM",
+        "from apex.fused_dense.models import LSTM as Other",
+        "__import__('importlib').import_module('.fused_dense', 'apex')",
+        "__import__('importlib').import_module('apex.fused_dense.models')",
+        "__import__('importlib.util').util.find_spec('apex.fused_dense.a')",  # imports the parent
     ],
 )
 def test_what_is_inside_a_missing_package(statement):
     error = error_of(statement)
-    assert (type(error), error.name, str(error)) == (ModuleNotFoundError, "apex.RNN", RNN)
+    assert (type(error), error.name, str(error)) == (
+        ModuleNotFoundError,
+        "apex.fused_dense",
+        FUSED_DENSE,
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,9 +179,9 @@ try:
 except ModuleNotFoundError:
     assert "apex" not in sys.modules  # the finder has looked at the name alone
 try:
-    import apex.RNN
+    import apex.fused_dense
 except ModuleNotFoundError as error:
-    assert "torch.nn.LSTM" in str(error)
+    assert "torch.nn.GELU" in str(error)
 assert len(sys.meta_path) == len(before) + 1
 """
     subprocess.run([sys.executable, "-c", probe], check=True)

@@ -31,6 +31,7 @@ __all__ = [
 __version__ = "1.0.0.dev0"
 
 _PARTS = (
+    "RNN",
     "contrib",
     "fp16_utils",
     "mlp",

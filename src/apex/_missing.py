@@ -6,14 +6,14 @@ line here and in ``docs/compatibility.md``; ``tests/test_missing_names.py`` asks
 
 The text of the table is in the error of each way to ask for a name:
 
-===============================  ============================  ========================
-how                              error                         who raises it
-===============================  ============================  ========================
-``import apex.RNN``              ``ModuleNotFoundError``       :class:`MissingNames`
-``from apex.RNN import LSTM``    ``ModuleNotFoundError``       :class:`MissingNames`
-``from apex import RNN``         ``ImportError``, as Python's  :class:`MissingNames`
-``apex.RNN``                     ``AttributeError``            the package's ``__getattr__``
-===============================  ============================  ========================
+======================================  ============================  =============================
+how                                     error                         who raises it
+======================================  ============================  =============================
+``import apex.transformer``             ``ModuleNotFoundError``       :class:`MissingNames`
+``from apex.transformer import enums``  ``ModuleNotFoundError``       :class:`MissingNames`
+``from apex import transformer``        ``ImportError``, as Python's  :class:`MissingNames`
+``apex.transformer``                    ``AttributeError``            the package's ``__getattr__``
+======================================  ============================  =============================
 
 Questions get Python's usual answers, because programs ask before they import: ``hasattr`` says
 False and ``importlib.util.find_spec`` says None. So do names that are not in the table, and those
@@ -25,7 +25,6 @@ from types import FrameType
 from typing import NoReturn
 
 NOT_YET = {
-    "apex.RNN": "torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
     "apex.fused_dense": "torch.nn.Linear, with torch.nn.GELU",
     "apex.mlp.MLP": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
     "apex.mlp.MlpFunction": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
@@ -86,8 +85,8 @@ class MissingNames:
 
         Raises:
             ModuleNotFoundError: The name is imported; also by ``importlib.import_module``.
-            ImportError: The name is imported from its package: ``from apex import RNN``. Python
-                raises this very class there, and drops a ModuleNotFoundError with its text.
+            ImportError: The name is imported from its package: ``from apex import transformer``.
+                Python raises this very class there, and drops a ModuleNotFoundError with its text.
         """
         text = _explain(name)
         if text is None:

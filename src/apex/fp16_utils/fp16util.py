@@ -155,8 +155,9 @@ def convert_network(network: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mo
     for module in network.modules():
         if not _keeps_float(module):
             convert_module(module, dtype)
-        if isinstance(module, torch.nn.RNNBase):
-            module.flatten_parameters()
+        flatten = getattr(module, "flatten_parameters", None)  # recurrent layers, apex.RNN's too
+        if callable(flatten):
+            flatten()
     return network
 
 

@@ -205,8 +205,9 @@ def convert(model: torch.nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool)
         for buffer in module._buffers.values():
             if buffer is not None and _is_castable(buffer):
                 buffer.data = buffer.data.to(dtype)
-        if isinstance(module, torch.nn.RNNBase):
-            module.flatten_parameters()
+        flatten = getattr(module, "flatten_parameters", None)  # recurrent layers, apex.RNN's too
+        if callable(flatten):
+            flatten()
 
 
 def _is_castable(tensor: torch.Tensor) -> bool:
