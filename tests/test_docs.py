@@ -1,4 +1,4 @@
-"""The pages in ``docs`` name tests: each named one must exist."""
+"""The pages in ``docs``: the tests that they name exist, and programs run."""
 
 import ast
 import functools
@@ -7,13 +7,27 @@ import re
 
 import pytest
 
+from apex import amp
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
+OLDER = ROOT / "docs" / "older-scripts.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROGRAMS = BLOCK.findall(OLDER.read_text()) if OLDER.exists() else []
 ROW = re.compile(r"^\| (\d+) \| (.+) \| (.+) \|$", re.MULTILINE)
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 DEFECTS = 47
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_of_the_page_on_older_scripts_runs(program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        exec(program, {"__name__": "__main__"})
+    finally:
+        amp.reset()
 
 
 def defects():
