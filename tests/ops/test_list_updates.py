@@ -151,7 +151,8 @@ paths = pytest.mark.parametrize("path", PATHS)
 
 
 def test_no_optimizer_is_left_out():
-    names = {name.removeprefix("Fused").lower() for name in optimizers.__all__}
+    fused = [name for name in optimizers.__all__ if name.startswith("Fused")]
+    names = {name.removeprefix("Fused").lower() for name in fused}
     assert names - {"mixedprecisionlamb"} <= STEPS.keys()  # LAMB's update
 
 

@@ -872,7 +872,7 @@ OTHERS = (FusedMixedPrecisionLamb, contrib.FusedAdam, contrib.FusedLAMB)
 
 def test_no_optimizer_is_left_out():
     kinds = {kind.__name__ for kind in (*(kind for kind, _ in MODES.values()), *OTHERS)}
-    assert {*optimizers.__all__} <= kinds
+    assert {name for name in optimizers.__all__ if name.startswith("Fused")} <= kinds
 
 
 @pytest.mark.parametrize("kind", [*dict.fromkeys(kind for kind, _ in MODES.values()), *OTHERS])
