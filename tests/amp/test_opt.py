@@ -437,14 +437,18 @@ def train(model, wrapped, numbers):
         wrapped.zero_grad()
 
 
-def test_saved_and_resumed_bit_for_bit(tmp_path):
-    """Scalers were never saved; amp.state_dict(optimizers=...) has them."""
+@pytest.mark.parametrize("named", [True, False])
+def test_saved_and_resumed_bit_for_bit(tmp_path, named):
+    """Scalers were never saved; of a single training amp.state_dict() has them."""
     handle = amp.init()
     model = net()
     wrapped = handle.wrap_optimizer(WAYS["Adam"](model.parameters()), num_loss=2)
     train(model, wrapped, range(3))
     state = {"m": model.state_dict(), "o": wrapped.state_dict()}
-    torch.save({**state, "amp": amp.state_dict(optimizers=wrapped)}, tmp_path / "saved.pt")
+    torch.save(
+        {**state, "amp": amp.state_dict(optimizers=wrapped if named else None)},
+        tmp_path / "saved.pt",
+    )
     train(model, wrapped, range(3, 6))
 
     amp.reset()
@@ -454,7 +458,7 @@ def test_saved_and_resumed_bit_for_bit(tmp_path):
     state = torch.load(tmp_path / "saved.pt")
     resumed.load_state_dict(state["m"])
     again.load_state_dict(state["o"])
-    amp.load_state_dict(state["amp"], optimizers=again)
+    amp.load_state_dict(state["amp"], optimizers=again if named else None)
     assert scales(again) == [2.0**16, 2.0**15]
     train(resumed, again, range(3, 6))
     assert same(model.parameters(), resumed.parameters())

@@ -31,6 +31,9 @@ _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 def _scalers(optimizers: Any, called: str) -> list[LossScaler]:
     """The scalers of the training of ``optimizers``; of the newest one without them."""
     if optimizers is None:
+        alive = {id(state.training): state.training for state in states()}
+        if not hasattr(_amp_state, "training") and len(alive) == 1:  # of an amp.init handle
+            return next(iter(alive.values())).loss_scalers
         _warn_of_others(called)
         newest: list[LossScaler] = getattr(_amp_state, "loss_scalers", [])
         return newest

@@ -25,8 +25,8 @@ BANNED_FUNCS = [
         "What to do, best first:\n"
         "  1. use `binary_cross_entropy_with_logits` / `nn.BCEWithLogitsLoss` on the values "
         "before the sigmoid: it is safe and faster;\n"
-        "  2. `amp.register_float_function(torch, 'sigmoid')` before `amp.initialize`, or pass "
-        "`input.float()`;\n"
+        "  2. `amp.register_float_function(torch, 'sigmoid')` before `amp.initialize` or "
+        "`amp.init`, or pass `input.float()`;\n"
         "  3. `amp.init(allow_banned=True)`, which casts the inputs to float32.",
     )
 ]
