@@ -174,6 +174,22 @@ def test_groups_and_unfrozen_parameters_that_come_later():
     assert {p.dtype for g in optimizer.param_groups for p in g["params"]} == {torch.float32}
 
 
+@pytest.mark.parametrize("how", ["unfrozen", "added to the wrapped optimizer"])
+def test_the_first_gradient_of_a_float32_parameter_that_comes_later(how):
+    model = Mixed()
+    inner = torch.optim.SGD([*model.first.parameters(), *model.last.parameters()], lr=0.125)
+    if how == "unfrozen":
+        inner.add_param_group({"params": [*model.norm.requires_grad_(False).parameters()]})
+    optimizer = FP16_Optimizer(inner, static_loss_scale=128.0, verbose=False)
+    if how == "unfrozen":
+        model.norm.requires_grad_(True)
+    else:
+        inner.add_param_group({"params": [*model.norm.parameters()]})
+    optimizer.backward(loss_of(model))
+    grads = [p.grad for p in model.norm.parameters()]
+    assert_equal(grads, expected_grads(model, 1)[2:4])
+
+
 # -- gradients of several passes -------------------------------------------------------------------
 
 

@@ -225,6 +225,7 @@ class FP16_Optimizer(WrappedOptimizer):
                 on the model's parameters, scaled, until :meth:`update_master_grads`.
             retain_graph: Keep the graph for another backward pass.
         """
+        self._params.add_new(self.optim)
         self._params.scale_unscaled(self.loss_scale)
         self._pending = True
         scaled(loss, self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]

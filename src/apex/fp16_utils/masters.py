@@ -24,7 +24,7 @@ class MasterGroups:
 
     Attributes:
         pairs: Parameters with their masters, in columns.
-        still_scaled: ids of parameters of ``own`` with a gradient that is still scaled.
+        still_scaled: ids of parameters of ``own`` whose gradient, if there is one, is still scaled.
     """
 
     def __init__(self, halves: Groups, masters: Groups, own: Groups) -> None:
@@ -116,11 +116,15 @@ class MasterGroups:
 
     @torch.no_grad()
     def scale_unscaled(self, scale: float) -> None:
-        """Scale the gradients of earlier passes on parameters without masters."""
+        """Scale the gradients of earlier passes on parameters without masters.
+
+        All of these parameters count as scaled then: where a rank has not used one,
+        DistributedDataParallel writes the other ranks' gradient, and no hook is called.
+        """
         for param in self.all_own:
             if param.grad is not None and id(param) not in self.still_scaled:
                 param.grad.mul_(scale)
-                self.still_scaled.add(id(param))
+            self.still_scaled.add(id(param))
 
     @torch.no_grad()
     def unscale(self, scale: float, *, check: bool) -> bool:
