@@ -482,9 +482,12 @@ def test_other_optimizers_step_as_on_float32_weights(make):
     assert_equal([p.detach() for p in optimizer.param_groups[0]["params"]], twins)
 
 
-def test_copies_and_pickles_train_on():
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_copies_and_pickles_train_on(scheduled):
     """In the original both raised RuntimeError."""
     pair = start(lambda params: torch.optim.Adam(params), dynamic_loss_scale=True)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(pair[1], 10)  # patches the object's step
     pair[1].backward(loss_of(pair[0]))
     pair[1].step()
     ends = []

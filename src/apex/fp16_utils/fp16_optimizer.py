@@ -378,7 +378,9 @@ class FP16_Optimizer(WrappedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         groups = (self.fp16_groups, self.fp32_from_fp16_groups, self.fp32_from_fp32_groups)
-        return {**vars(self), "_params": groups}
+        # A scheduler patches the object's step, with the object inside.
+        kept = {name: value for name, value in vars(self).items() if name != "step"}
+        return {**kept, "_params": groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
