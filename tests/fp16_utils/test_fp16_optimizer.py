@@ -279,6 +279,17 @@ def test_zero_grad(frees):
     assert all(t.grad is None for t in tensors)
 
 
+def test_zero_grad_of_gradients_that_are_views():
+    """As DistributedDataParallel(gradient_as_bucket_view=True) makes them."""
+    model, optimizer = start()
+    buckets = [torch.ones(p.numel() + 1, dtype=p.dtype) for p in model.parameters()]
+    for p, bucket in zip(model.parameters(), buckets, strict=True):
+        p.grad = bucket[1:].view(p.shape)
+    optimizer.zero_grad()
+    assert all(bucket.sum() == 1.0 for bucket in buckets)
+    assert all(p.grad._base is b for p, b in zip(model.parameters(), buckets, strict=True))
+
+
 def test_clip_and_inspect():
     model, optimizer = start()
     want = expected_grads(model, 1)

@@ -156,10 +156,13 @@ class MasterGroups:
         """Clear the gradients of masters, 16-bit parameters and all else in the groups."""
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
         for param in (*stepped, *self.all_halves):
-            if param.grad is not None and set_to_none:
+            grad = param.grad
+            if set_to_none or grad is None:
                 param.grad = None
-            elif param.grad is not None:
-                param.grad.detach_().zero_()
+                continue
+            if grad.grad_fn is not None:
+                grad.detach_()  # not always: DDP's gradient_as_bucket_view makes views, see torch's
+            grad.requires_grad_(False).zero_()
 
 
 @torch.no_grad()
