@@ -104,8 +104,8 @@ class FP16_Optimizer(_base.FP16_Optimizer):
         """Everything that a bit-exact resume needs besides the model's ``state_dict``."""
         return {
             "dynamic_loss_scale": self.dynamic_loss_scale,
-            **checkpoint.scaler_to_dict(self.loss_scaler),
             "cur_iter": self.cur_iter,
+            **checkpoint.scaler_to_dict(self.loss_scaler),  # a dynamic one has its own cur_iter
             "optimizer_state_dict": self.optim.state_dict(),
             "fp32_groups": [[tensor.detach() for tensor in group] for group in self.fp32_groups],
         }
