@@ -540,6 +540,25 @@ def test_errors_change_nothing():
         FP16_Optimizer(managed)
 
 
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda model: [model.first.weight], ValueError, r"shape \[3, 4\] is in the groups twice"),
+        (lambda model: [nn.Parameter(torch.ones(2).cfloat())], TypeError, "is torch.complex64"),
+        (lambda model: nn.LazyLinear(2, dtype=torch.float16).parameters(), TypeError, "no shape"),
+        (lambda model: nn.LazyLinear(2).parameters(), TypeError, "has no shape yet"),
+    ],
+    ids=["twice", "complex", "lazy half", "lazy"],
+)
+def test_a_group_that_cannot_be_added_is_not_added(make, error, text):
+    model, optimizer = start()
+    with pytest.raises(error, match=text):
+        optimizer.add_param_group({"params": make(model)})
+    assert len(optimizer.param_groups) == 1
+    optimizer.backward(loss_of(model))
+    assert_equal(grads_of(optimizer), expected_grads(model, 1))
+
+
 def test_verbose_says_what_has_masters(spoken):
     model = Mixed()
     FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0))

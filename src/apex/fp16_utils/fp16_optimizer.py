@@ -64,9 +64,9 @@ class FP16_Optimizer(WrappedOptimizer):
         verbose: Say how many parameters have masters, and each overflow.
 
     Raises:
-        TypeError: ``init_optimizer`` is none, a parameter is not a real floating tensor, or an
-            option is unknown.
-        ValueError: A number is out of range.
+        TypeError: ``init_optimizer`` is none, a parameter is not a real floating tensor or is
+            lazy, or an option is unknown.
+        ValueError: A number is out of range, or a parameter is in the groups twice.
         RuntimeError: ``init_optimizer`` went through ``amp.initialize``.
 
     Attributes:
@@ -168,7 +168,11 @@ class FP16_Optimizer(WrappedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its 16-bit parameters get masters."""
         self.optim.add_param_group(param_group)
-        self._params.add_new(self.optim)
+        try:
+            self._params.add_new(self.optim)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     # -- the loss scale ----------------------------------------------------------------------------
 

@@ -68,7 +68,8 @@ class MasterGroups:
             Whether the optimizer had state for one that has a master now.
 
         Raises:
-            TypeError: A parameter is not a real floating tensor; nothing was changed.
+            TypeError: A parameter is not a real floating tensor, or is lazy; nothing was changed.
+            ValueError: A parameter is there twice; nothing was changed.
         """
         known = {*map(id, self.all_masters), *map(id, self.all_own)}
         new = [
@@ -77,12 +78,20 @@ class MasterGroups:
             for index, param in enumerate(group["params"])
             if param.requires_grad and id(param) not in known
         ]
+        taken = {*map(id, self.all_halves)}
         for _, _, param in new:
-            if not param.is_floating_point():
+            if not param.is_floating_point() or torch.nn.parameter.is_lazy(param):
                 raise TypeError(
-                    f"FP16_Optimizer: a parameter is {param.dtype}; allowed are torch.float16, "
-                    "torch.bfloat16, torch.float32 and torch.float64."
+                    f"FP16_Optimizer: a parameter is {param.dtype}, or has no shape yet; allowed "
+                    "are torch.float16, torch.bfloat16, torch.float32 and torch.float64. Run a "
+                    "lazy model on a batch first."
                 )
+            if id(param) in taken:
+                raise ValueError(
+                    f"FP16_Optimizer: a parameter of shape {list(param.shape)} is in the groups "
+                    "twice, or is there beside its master. Pass each parameter once."
+                )
+            taken.add(id(param))
         for groups in (self.halves, self.masters, self.own):
             groups.extend([] for _ in optimizer.param_groups[len(groups) :])
         has_state = False
