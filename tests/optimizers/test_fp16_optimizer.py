@@ -167,6 +167,18 @@ def test_a_file_of_nvidias_apex_loads():
     checkpoints.assert_equal(other.state_dict(), before)
 
 
+def test_a_state_without_its_keys_changes_nothing():
+    model, optimizer = start(dynamic_loss_scale=True)
+    train(model, optimizer, range(2))
+    good = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, [2])
+    before = copy.deepcopy(optimizer.state_dict())
+    for key in ("dynamic_loss_scale", "cur_scale", "cur_iter", "fp32_groups"):
+        with pytest.raises(ValueError, match=f"state_dict has no {key}; it has"):
+            optimizer.load_state_dict({k: v for k, v in good.items() if k != key})
+        checkpoints.assert_equal(optimizer.state_dict(), before)
+
+
 def test_fused_norm():
     x = torch.full((4, 4), 2.0**14, dtype=torch.float16)
     assert fused_norm(x) == 2.0**16

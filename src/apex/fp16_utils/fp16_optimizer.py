@@ -367,8 +367,11 @@ class FP16_Optimizer(WrappedOptimizer):
 
         Raises:
             TypeError: The saved scaler is of an unknown class.
-            ValueError: Groups or shapes do not fit; nothing was changed.
+            ValueError: Keys, groups or shapes do not fit; nothing was changed.
         """
+        names = ("overflow", "first_closure_call_this_step")
+        wanted = ("loss_scaler", *names, "optimizer_state_dict", "fp32_from_fp16")
+        checkpoint.check_keys(state_dict, wanted)
         self._params.add_new(self.optim)
         scaler = checkpoint.scaler_from(state_dict["loss_scaler"])
         masters = state_dict["fp32_from_fp16"]
@@ -377,8 +380,7 @@ class FP16_Optimizer(WrappedOptimizer):
         self.optim.load_state_dict(inner)
         load(self.fp32_from_fp16_groups, masters)
         self._set_scaler(scaler)
-        self.overflow = bool(state_dict["overflow"])
-        self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
+        self.overflow, self.first_closure_call_this_step = (bool(state_dict[n]) for n in names)
 
     def __getstate__(self) -> dict[str, Any]:
         groups = (self.fp16_groups, self.fp32_from_fp16_groups, self.fp32_from_fp32_groups)
