@@ -106,14 +106,20 @@ def test_masters_stand_at_the_places_of_their_parameters(dtype):
     assert optimizer.all_fp32_from_fp32_params[1] is model.norm.bias
 
 
-def test_state_that_was_there_moves_to_the_masters():
+@pytest.mark.parametrize("unfreezes", [False, True])
+def test_state_that_was_there_moves_to_the_masters(unfreezes):
     model = Mixed()
     inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     loss_of(model).backward()
     inner.step()
     before = inner.state[model.first.weight]["momentum_buffer"].clone()
+    model.first.requires_grad_(not unfreezes)
     optimizer = FP16_Optimizer(inner, verbose=False)
-    master = optimizer.fp32_from_fp16_groups[0][0]
+    if unfreezes:
+        model.first.requires_grad_(True)
+        optimizer.update_master_grads()
+        optimizer.zero_grad()
+    master = next(m for m in optimizer.all_fp32_from_fp16_params if m.shape == before.shape)
     after = optimizer.state[master]["momentum_buffer"]
     assert after.dtype == torch.float32
     assert torch.equal(after, before.float())

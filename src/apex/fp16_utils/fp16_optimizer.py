@@ -116,8 +116,7 @@ class FP16_Optimizer(WrappedOptimizer):
         self.first_closure_call_this_step = True
         self._pending = False  # whether update_master_grads has still to be called
         self._params = MasterGroups([], [], [])
-        if self._params.add_new(init_optimizer):  # with state of 16 bits, which becomes float32
-            init_optimizer.load_state_dict(init_optimizer.state_dict())
+        self._params.add_new(init_optimizer)
         self.maybe_print(
             f"FP16_Optimizer: {len(self.all_fp16_params)} parameters of 16 bits with float32 "
             f"masters, {len(self.all_fp32_from_fp32_params)} without."

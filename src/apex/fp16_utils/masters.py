@@ -61,11 +61,10 @@ class MasterGroups:
         both = zip(weights, self.all_masters, strict=True)
         self.pairs = Pairs(weights, [Master(master, weight._version) for weight, master in both])
 
-    def add_new(self, optimizer: Any) -> bool:
+    def add_new(self, optimizer: Any) -> None:
         """Take in parameters that ``optimizer`` has got, or that were unfrozen.
 
-        Returns:
-            Whether the optimizer had state for one that has a master now.
+        State that ``optimizer`` has for a 16-bit parameter moves to the master.
 
         Raises:
             TypeError: A parameter is not a real floating tensor, or is lazy; nothing was changed.
@@ -109,7 +108,8 @@ class MasterGroups:
                 has_state = True
         if new:
             self._pair()
-        return has_state
+        if has_state:  # of 16 bits, which becomes float32
+            optimizer.load_state_dict(optimizer.state_dict())
 
     # -- gradients ---------------------------------------------------------------------------------
 
