@@ -1,6 +1,7 @@
 """``FP16_Optimizer``: masters, gradients of several passes, skipped steps, closures."""
 
 import copy
+import gc
 import logging
 import math
 import pickle
@@ -194,6 +195,21 @@ def test_the_first_gradient_of_a_float32_parameter_that_comes_later(how):
     optimizer.backward(loss_of(model))
     grads = [p.grad for p in model.norm.parameters()]
     assert_equal(grads, expected_grads(model, 1)[2:4])
+
+
+def test_a_deleted_optimizer_leaves_no_hooks():
+    model, optimizer = start()
+    optimizer.backward(loss_of(model))
+    other = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.125), verbose=False)
+    assert len(model.norm.weight._post_accumulate_grad_hooks) == 2
+    del optimizer
+    gc.collect()
+    assert len(model.norm.weight._post_accumulate_grad_hooks) == 1
+    other.zero_grad()
+    other.backward(loss_of(model))
+    del other
+    gc.collect()
+    assert not model.norm.weight._post_accumulate_grad_hooks
 
 
 # -- gradients of several passes -------------------------------------------------------------------

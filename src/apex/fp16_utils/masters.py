@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class MasterGroups:
     def _watch(self, param: torch.Tensor) -> None:
         arrived = self.still_scaled
         hook = lambda tensor: arrived.add(id(tensor))  # noqa: E731
-        param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, handle.remove).atexit = False
 
     def _pair(self) -> None:
         self.pairs.refresh(compare=False)
