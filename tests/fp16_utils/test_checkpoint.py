@@ -163,7 +163,7 @@ def test_errors_change_nothing():
     bad = [
         ({"loss_scaler": Executes("")}, TypeError, "the saved loss_scaler is a Executes"),
         ({"loss_scaler": {"cur_iter": 3}}, ValueError, "has no 'cur_scale'"),
-        ({"loss_scaler": {"cur_scale": -1.0}}, ValueError, "must be a finite number above 0"),
+        ({"loss_scaler": {"cur_scale": -1.0}}, ValueError, "must be a number from"),
         ({"fp32_from_fp16": fewer}, ValueError, "the saved masters have the shapes"),
         ({"fp32_from_fp16": shape}, ValueError, r"\(7,\)"),
         ({"optimizer_state_dict": {"state": {}, "param_groups": []}}, ValueError, "param"),
