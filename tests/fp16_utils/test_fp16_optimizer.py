@@ -261,6 +261,17 @@ def test_a_scale_that_the_program_writes_between_passes():
         optimizer.loss_scale = 0
 
 
+def test_a_state_that_is_loaded_between_passes():
+    """The loaded scale is another; the passes of before the load still count."""
+    model, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 512.0})
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.loss_scale = 128.0
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    optimizer.load_state_dict(state)
+    optimizer.backward(loss_of(model))
+    assert_equal(grads_of(optimizer), expected_grads(model, 1, 1))
+
+
 def test_a_backward_that_the_program_scales_itself():
     model, optimizer = start()
     (loss_of(model) * optimizer.loss_scale).backward()
