@@ -1,6 +1,7 @@
 """``FP16_Optimizer``: masters, gradients of several passes, skipped steps, closures."""
 
 import copy
+import gc
 import logging
 import math
 import pickle
@@ -106,14 +107,20 @@ def test_masters_stand_at_the_places_of_their_parameters(dtype):
     assert optimizer.all_fp32_from_fp32_params[1] is model.norm.bias
 
 
-def test_state_that_was_there_moves_to_the_masters():
+@pytest.mark.parametrize("unfreezes", [False, True])
+def test_state_that_was_there_moves_to_the_masters(unfreezes):
     model = Mixed()
     inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     loss_of(model).backward()
     inner.step()
     before = inner.state[model.first.weight]["momentum_buffer"].clone()
+    model.first.requires_grad_(not unfreezes)
     optimizer = FP16_Optimizer(inner, verbose=False)
-    master = optimizer.fp32_from_fp16_groups[0][0]
+    if unfreezes:
+        model.first.requires_grad_(True)
+        optimizer.update_master_grads()
+        optimizer.zero_grad()
+    master = next(m for m in optimizer.all_fp32_from_fp16_params if m.shape == before.shape)
     after = optimizer.state[master]["momentum_buffer"]
     assert after.dtype == torch.float32
     assert torch.equal(after, before.float())
@@ -174,6 +181,37 @@ def test_groups_and_unfrozen_parameters_that_come_later():
     assert {p.dtype for g in optimizer.param_groups for p in g["params"]} == {torch.float32}
 
 
+@pytest.mark.parametrize("how", ["unfrozen", "added to the wrapped optimizer"])
+def test_the_first_gradient_of_a_float32_parameter_that_comes_later(how):
+    model = Mixed()
+    inner = torch.optim.SGD([*model.first.parameters(), *model.last.parameters()], lr=0.125)
+    if how == "unfrozen":
+        inner.add_param_group({"params": [*model.norm.requires_grad_(False).parameters()]})
+    optimizer = FP16_Optimizer(inner, static_loss_scale=128.0, verbose=False)
+    if how == "unfrozen":
+        model.norm.requires_grad_(True)
+    else:
+        inner.add_param_group({"params": [*model.norm.parameters()]})
+    optimizer.backward(loss_of(model))
+    grads = [p.grad for p in model.norm.parameters()]
+    assert_equal(grads, expected_grads(model, 1)[2:4])
+
+
+def test_a_deleted_optimizer_leaves_no_hooks():
+    model, optimizer = start()
+    optimizer.backward(loss_of(model))
+    other = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.125), verbose=False)
+    assert len(model.norm.weight._post_accumulate_grad_hooks) == 2
+    del optimizer
+    gc.collect()
+    assert len(model.norm.weight._post_accumulate_grad_hooks) == 1
+    other.zero_grad()
+    other.backward(loss_of(model))
+    del other
+    gc.collect()
+    assert not model.norm.weight._post_accumulate_grad_hooks
+
+
 # -- gradients of several passes -------------------------------------------------------------------
 
 
@@ -223,6 +261,17 @@ def test_a_scale_that_the_program_writes_between_passes():
         optimizer.loss_scale = 0
 
 
+def test_a_state_that_is_loaded_between_passes():
+    """The loaded scale is another; the passes of before the load still count."""
+    model, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 512.0})
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.loss_scale = 128.0
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    optimizer.load_state_dict(state)
+    optimizer.backward(loss_of(model))
+    assert_equal(grads_of(optimizer), expected_grads(model, 1, 1))
+
+
 def test_a_backward_that_the_program_scales_itself():
     model, optimizer = start()
     (loss_of(model) * optimizer.loss_scale).backward()
@@ -261,6 +310,17 @@ def test_zero_grad(frees):
     assert_equal(grads_of(optimizer), expected_grads(model, 1))
     optimizer.zero_grad(set_to_none=True)
     assert all(t.grad is None for t in tensors)
+
+
+def test_zero_grad_of_gradients_that_are_views():
+    """As DistributedDataParallel(gradient_as_bucket_view=True) makes them."""
+    model, optimizer = start()
+    buckets = [torch.ones(p.numel() + 1, dtype=p.dtype) for p in model.parameters()]
+    for p, bucket in zip(model.parameters(), buckets, strict=True):
+        p.grad = bucket[1:].view(p.shape)
+    optimizer.zero_grad()
+    assert all(bucket.sum() == 1.0 for bucket in buckets)
+    assert all(p.grad._base is b for p, b in zip(model.parameters(), buckets, strict=True))
 
 
 def test_clip_and_inspect():
@@ -466,9 +526,12 @@ def test_other_optimizers_step_as_on_float32_weights(make):
     assert_equal([p.detach() for p in optimizer.param_groups[0]["params"]], twins)
 
 
-def test_copies_and_pickles_train_on():
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_copies_and_pickles_train_on(scheduled):
     """In the original both raised RuntimeError."""
     pair = start(lambda params: torch.optim.Adam(params), dynamic_loss_scale=True)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(pair[1], 10)  # patches the object's step
     pair[1].backward(loss_of(pair[0]))
     pair[1].step()
     ends = []
@@ -508,6 +571,25 @@ def test_errors_change_nothing():
     other, managed = amp.initialize(other, torch.optim.SGD(other.parameters(), lr=1.0), verbosity=0)
     with pytest.raises(RuntimeError, match="went through amp.initialize"):
         FP16_Optimizer(managed)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda model: [model.first.weight], ValueError, r"shape \[3, 4\] is in the groups twice"),
+        (lambda model: [nn.Parameter(torch.ones(2).cfloat())], TypeError, "is torch.complex64"),
+        (lambda model: nn.LazyLinear(2, dtype=torch.float16).parameters(), TypeError, "no shape"),
+        (lambda model: nn.LazyLinear(2).parameters(), TypeError, "has no shape yet"),
+    ],
+    ids=["twice", "complex", "lazy half", "lazy"],
+)
+def test_a_group_that_cannot_be_added_is_not_added(make, error, text):
+    model, optimizer = start()
+    with pytest.raises(error, match=text):
+        optimizer.add_param_group({"params": make(model)})
+    assert len(optimizer.param_groups) == 1
+    optimizer.backward(loss_of(model))
+    assert_equal(grads_of(optimizer), expected_grads(model, 1))
 
 
 def test_verbose_says_what_has_masters(spoken):

@@ -42,7 +42,7 @@ def test_dynamic_scaler(overflows, scale, factor, window, floor, ceiling):
     for overflow in overflows:
         scaler.update_scale(overflow)
         found.append(scaler.loss_scale)
-    bounds = (floor or 2.0**-126, math.inf if ceiling is None else ceiling)
+    bounds = (floor or 2.0**-126, 2.0**126 if ceiling is None else ceiling)
     assert found == reference(overflows, scale, factor, window, *bounds)
     assert scaler.cur_iter == len(overflows)
 
@@ -161,14 +161,19 @@ def test_bad_numbers(options, text):
         DynamicLossScaler(**options)
 
 
-@pytest.mark.parametrize("scale", [0, -1.0, math.nan, "dynamic", None])
+@pytest.mark.parametrize("scale", [0, -1.0, math.nan, "dynamic", None, 1e-300, 1e40])
 def test_bad_static_scale(scale):
-    with pytest.raises(ValueError, match="finite number above 0"):
+    """1e40 is inf in float32, 1e-300 is 0: gradients would be, too."""
+    with pytest.raises(ValueError, match=r"must be a number from 2\*\*-126 to 2\*\*126"):
         LossScaler(scale)
 
 
 def test_the_ceiling_bounds_the_first_scale_too():
     assert DynamicLossScaler(2.0**30, max_loss_scale=2.0**24).loss_scale == 2.0**24
+    scaler = DynamicLossScaler(2.0**125, scale_window=1)
+    scaler.update_scale(False)
+    scaler.update_scale(False)
+    assert scaler.loss_scale == 2.0**126
 
 
 def test_to_python_float():

@@ -88,3 +88,43 @@ def test_ranks_train_one_model(ranks, name):
     checkpoints.assert_equal(first[0][0][0], second[0][0][0])
     for grad, want in zip(first[0][0][0], first[2], strict=True):
         tolerance.assert_close_to_largest(grad, want, tolerance.HALF_ACCUMULATION)
+
+
+class OneUses(nn.Module):
+    """The layer norm is float32 and only used where ``uses`` is set."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(4, 4).half(), nn.LayerNorm(4)
+
+    def forward(self, uses):
+        x = self.first(torch.ones(2, 4).half()).float()
+        return self.norm(x).square().sum() if uses else x.sum()
+
+
+def unused(rank, name):
+    """Two passes of one step; rank 1 does not use the layer norm."""
+    model = OneUses()
+    wrapper = FINDS_UNUSED[name](model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.125)
+    optimizer = FP16_Optimizer(sgd, static_loss_scale=256.0, verbose=False)
+    for _ in range(2):
+        optimizer.backward(wrapper(rank == 0))
+    return [p.grad for p in model.norm.parameters()]
+
+
+FINDS_UNUSED = {
+    **WRAPPERS,
+    "torch": lambda model: nn.parallel.DistributedDataParallel(model, find_unused_parameters=True),
+}
+
+
+@pytest.mark.parametrize("name", FINDS_UNUSED)
+def test_a_float32_parameter_that_one_rank_does_not_use(ranks, name):
+    first, second = ranks.run(functools.partial(unused, name=name))
+    checkpoints.assert_equal(first, second)
+    model = OneUses()
+    weights = [*model.norm.parameters()]
+    for grad, one in zip(first, torch.autograd.grad(model(True), weights), strict=True):
+        tolerance.assert_close_to_largest(grad, one, tolerance.HALF_ACCUMULATION)

@@ -128,6 +128,27 @@ def test_resume_is_bit_exact(tmp_path, dynamic):
     checkpoints.assert_equal(*ends)
 
 
+def test_resume_grows_the_scale_when_the_first_run_does():
+    """A second step after one backward counts in cur_iter and not in the scale's iterations."""
+    options = {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": 3}}
+    model, optimizer = start(**options)
+    train(model, optimizer, range(1))
+    optimizer.backward(loss_of(model, 1) * math.inf)
+    optimizer.step()
+    optimizer.step()  # skipped as well
+    optimizer.zero_grad()
+    again, other = start(**options)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    scales = []
+    for step in range(6):
+        for m, o in ((model, optimizer), (again, other)):
+            train(m, o, [step])
+        scales.append([optimizer.cur_scale, other.cur_scale])
+    assert all(one == resumed for one, resumed in scales)
+    assert len({one for one, _ in scales}) == 3
+
+
 def test_a_file_of_nvidias_apex_loads():
     """It has no bounds of the scale."""
     model, optimizer = start(dynamic_loss_scale=True)
@@ -144,6 +165,18 @@ def test_a_file_of_nvidias_apex_loads():
     with pytest.raises(ValueError, match="the saved masters have the shapes"):
         other.load_state_dict({**state, "fp32_groups": state["fp32_groups"][:1]})
     checkpoints.assert_equal(other.state_dict(), before)
+
+
+def test_a_state_without_its_keys_changes_nothing():
+    model, optimizer = start(dynamic_loss_scale=True)
+    train(model, optimizer, range(2))
+    good = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, [2])
+    before = copy.deepcopy(optimizer.state_dict())
+    for key in ("dynamic_loss_scale", "cur_scale", "cur_iter", "fp32_groups"):
+        with pytest.raises(ValueError, match=f"state_dict has no {key}; it has"):
+            optimizer.load_state_dict({k: v for k, v in good.items() if k != key})
+        checkpoints.assert_equal(optimizer.state_dict(), before)
 
 
 def test_fused_norm():

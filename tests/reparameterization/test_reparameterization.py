@@ -226,6 +226,20 @@ def test_a_class_derived_by_somebody_else():
     layer(torch.ones(1, 1, 3))
 
 
+class Final(nn.Linear):
+    def __init_subclass__(cls):
+        raise TypeError("Final is final")
+
+
+def test_a_class_that_cannot_be_derived_from_leaves_the_whole_model_as_it_was():
+    model = nn.Sequential(nn.Linear(3, 2), Final(2, 2))
+    weight = model[0].weight
+    with pytest.raises(TypeError, match="Final is final"):
+        apply_weight_norm(model)
+    assert names(model) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert model[0].weight is weight
+
+
 def test_layers_of_a_kind_share_a_class():
     """So that torch.compile compiles them once; and it goes with the last of them."""
     first, second = apply_weight_norm(nn.Linear(3, 2)), apply_weight_norm(nn.Linear(5, 4))

@@ -95,6 +95,17 @@ def _from_amp(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def check_keys(saved: Any, wanted: Sequence[str]) -> None:
+    """Raise ``ValueError`` if ``saved`` is no state of an ``FP16_Optimizer``."""
+    found = list(saved) if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
+    missing = [key for key in wanted if key not in found]
+    if missing:
+        raise ValueError(
+            f"FP16_Optimizer: state_dict has no {', '.join(missing)}; it has {found}. Pass what "
+            "state_dict() of the same class returned."
+        )
+
+
 def check_masters(
     saved: Sequence[Sequence[torch.Tensor]], groups: Sequence[Sequence[torch.Tensor]]
 ) -> None:

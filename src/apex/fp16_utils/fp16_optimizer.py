@@ -64,9 +64,9 @@ class FP16_Optimizer(WrappedOptimizer):
         verbose: Say how many parameters have masters, and each overflow.
 
     Raises:
-        TypeError: ``init_optimizer`` is none, a parameter is not a real floating tensor, or an
-            option is unknown.
-        ValueError: A number is out of range.
+        TypeError: ``init_optimizer`` is none, a parameter is not a real floating tensor or is
+            lazy, or an option is unknown.
+        ValueError: A number is out of range, or a parameter is in the groups twice.
         RuntimeError: ``init_optimizer`` went through ``amp.initialize``.
 
     Attributes:
@@ -116,8 +116,7 @@ class FP16_Optimizer(WrappedOptimizer):
         self.first_closure_call_this_step = True
         self._pending = False  # whether update_master_grads has still to be called
         self._params = MasterGroups([], [], [])
-        if self._params.add_new(init_optimizer):  # with state of 16 bits, which becomes float32
-            init_optimizer.load_state_dict(init_optimizer.state_dict())
+        self._params.add_new(init_optimizer)
         self.maybe_print(
             f"FP16_Optimizer: {len(self.all_fp16_params)} parameters of 16 bits with float32 "
             f"masters, {len(self.all_fp32_from_fp32_params)} without."
@@ -168,7 +167,11 @@ class FP16_Optimizer(WrappedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its 16-bit parameters get masters."""
         self.optim.add_param_group(param_group)
-        self._params.add_new(self.optim)
+        try:
+            self._params.add_new(self.optim)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     # -- the loss scale ----------------------------------------------------------------------------
 
@@ -225,6 +228,7 @@ class FP16_Optimizer(WrappedOptimizer):
                 on the model's parameters, scaled, until :meth:`update_master_grads`.
             retain_graph: Keep the graph for another backward pass.
         """
+        self._params.add_new(self.optim)
         self._params.scale_unscaled(self.loss_scale)
         self._pending = True
         scaled(loss, self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -362,8 +366,11 @@ class FP16_Optimizer(WrappedOptimizer):
 
         Raises:
             TypeError: The saved scaler is of an unknown class.
-            ValueError: Groups or shapes do not fit; nothing was changed.
+            ValueError: Keys, groups or shapes do not fit; nothing was changed.
         """
+        names = ("overflow", "first_closure_call_this_step")
+        wanted = ("loss_scaler", *names, "optimizer_state_dict", "fp32_from_fp16")
+        checkpoint.check_keys(state_dict, wanted)
         self._params.add_new(self.optim)
         scaler = checkpoint.scaler_from(state_dict["loss_scaler"])
         masters = state_dict["fp32_from_fp16"]
@@ -372,12 +379,13 @@ class FP16_Optimizer(WrappedOptimizer):
         self.optim.load_state_dict(inner)
         load(self.fp32_from_fp16_groups, masters)
         self._set_scaler(scaler)
-        self.overflow = bool(state_dict["overflow"])
-        self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
+        self.overflow, self.first_closure_call_this_step = (bool(state_dict[n]) for n in names)
 
     def __getstate__(self) -> dict[str, Any]:
         groups = (self.fp16_groups, self.fp32_from_fp16_groups, self.fp32_from_fp32_groups)
-        return {**vars(self), "_params": groups}
+        # A scheduler patches the object's step, with the object inside.
+        kept = {name: value for name, value in vars(self).items() if name != "step"}
+        return {**kept, "_params": groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

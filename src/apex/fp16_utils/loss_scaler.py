@@ -16,21 +16,21 @@ from apex.fp16_utils.fp16util import to_python_float
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
-TINY = 2.0**-126  # smallest normal float32: the reciprocal of the scale stays finite
+TINY = 2.0**-126  # smallest normal float32: the scale and its reciprocal stay finite in float32
 
 
 def check_scale(name: str, value: Any) -> float:
     """Return a loss scale as a float.
 
     Raises:
-        ValueError: It is not a finite number above 0.
+        ValueError: It is not a number from 2**-126 to 2**126.
     """
     try:
         scale = float(value)
     except (TypeError, ValueError):
         scale = math.nan
-    if not 0.0 < scale < math.inf:
-        raise ValueError(f"{name} was {value!r}; it must be a finite number above 0.")
+    if not TINY <= scale <= 1 / TINY:
+        raise ValueError(f"{name} was {value!r}; it must be a number from 2**-126 to 2**126.")
     return scale
 
 
@@ -41,7 +41,7 @@ class LossScaler:
         scale: What losses are multiplied by.
 
     Raises:
-        ValueError: ``scale`` is not a finite number above 0.
+        ValueError: ``scale`` is not a number from 2**-126 to 2**126.
 
     Attributes:
         cur_scale: The scale; may be written.
@@ -88,11 +88,11 @@ class DynamicLossScaler(LossScaler):
     """A loss scale that backs off after an overflow and grows after clean iterations.
 
     Args:
-        init_scale: Where it starts; at most ``max_loss_scale``.
+        init_scale: Where it starts; brought into the limits if it is outside.
         scale_factor: What it grows by and is divided by.
         scale_window: Clean iterations in a row after which it grows.
         min_loss_scale: It never falls below; ``None`` means the smallest normal float32.
-        max_loss_scale: It never grows above; ``None`` means no limit.
+        max_loss_scale: It never grows above; ``None`` means 2**126.
 
     Raises:
         ValueError: A number is out of range.
@@ -143,7 +143,7 @@ class DynamicLossScaler(LossScaler):
 
     def _bounded(self, scale: float) -> float:
         highest = math.inf if self.max_loss_scale is None else self.max_loss_scale
-        return max(min(scale, highest), self.min_loss_scale or TINY)
+        return float(max(min(scale, highest, 1 / TINY), self.min_loss_scale or TINY))
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
         """Whether an element of a gradient is inf or nan; waits for the device once.

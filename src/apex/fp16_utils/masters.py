@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class MasterGroups:
 
     Attributes:
         pairs: Parameters with their masters, in columns.
-        still_scaled: ids of parameters of ``own`` with a gradient that is still scaled.
+        still_scaled: ids of parameters of ``own`` whose gradient, if there is one, is still scaled.
     """
 
     def __init__(self, halves: Groups, masters: Groups, own: Groups) -> None:
@@ -53,7 +54,8 @@ class MasterGroups:
     def _watch(self, param: torch.Tensor) -> None:
         arrived = self.still_scaled
         hook = lambda tensor: arrived.add(id(tensor))  # noqa: E731
-        param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, handle.remove).atexit = False
 
     def _pair(self) -> None:
         self.pairs.refresh(compare=False)
@@ -61,14 +63,14 @@ class MasterGroups:
         both = zip(weights, self.all_masters, strict=True)
         self.pairs = Pairs(weights, [Master(master, weight._version) for weight, master in both])
 
-    def add_new(self, optimizer: Any) -> bool:
+    def add_new(self, optimizer: Any) -> None:
         """Take in parameters that ``optimizer`` has got, or that were unfrozen.
 
-        Returns:
-            Whether the optimizer had state for one that has a master now.
+        State that ``optimizer`` has for a 16-bit parameter moves to the master.
 
         Raises:
-            TypeError: A parameter is not a real floating tensor; nothing was changed.
+            TypeError: A parameter is not a real floating tensor, or is lazy; nothing was changed.
+            ValueError: A parameter is there twice; nothing was changed.
         """
         known = {*map(id, self.all_masters), *map(id, self.all_own)}
         new = [
@@ -77,12 +79,20 @@ class MasterGroups:
             for index, param in enumerate(group["params"])
             if param.requires_grad and id(param) not in known
         ]
+        taken = {*map(id, self.all_halves)}
         for _, _, param in new:
-            if not param.is_floating_point():
+            if not param.is_floating_point() or torch.nn.parameter.is_lazy(param):
                 raise TypeError(
-                    f"FP16_Optimizer: a parameter is {param.dtype}; allowed are torch.float16, "
-                    "torch.bfloat16, torch.float32 and torch.float64."
+                    f"FP16_Optimizer: a parameter is {param.dtype}, or has no shape yet; allowed "
+                    "are torch.float16, torch.bfloat16, torch.float32 and torch.float64. Run a "
+                    "lazy model on a batch first."
                 )
+            if id(param) in taken:
+                raise ValueError(
+                    f"FP16_Optimizer: a parameter of shape {list(param.shape)} is in the groups "
+                    "twice, or is there beside its master. Pass each parameter once."
+                )
+            taken.add(id(param))
         for groups in (self.halves, self.masters, self.own):
             groups.extend([] for _ in optimizer.param_groups[len(groups) :])
         has_state = False
@@ -100,7 +110,8 @@ class MasterGroups:
                 has_state = True
         if new:
             self._pair()
-        return has_state
+        if has_state:  # of 16 bits, which becomes float32
+            optimizer.load_state_dict(optimizer.state_dict())
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -116,11 +127,15 @@ class MasterGroups:
 
     @torch.no_grad()
     def scale_unscaled(self, scale: float) -> None:
-        """Scale the gradients of earlier passes on parameters without masters."""
+        """Scale the gradients of earlier passes on parameters without masters.
+
+        All of these parameters count as scaled then: where a rank has not used one,
+        DistributedDataParallel writes the other ranks' gradient, and no hook is called.
+        """
         for param in self.all_own:
             if param.grad is not None and id(param) not in self.still_scaled:
                 param.grad.mul_(scale)
-                self.still_scaled.add(id(param))
+            self.still_scaled.add(id(param))
 
     @torch.no_grad()
     def unscale(self, scale: float, *, check: bool) -> bool:
@@ -152,10 +167,13 @@ class MasterGroups:
         """Clear the gradients of masters, 16-bit parameters and all else in the groups."""
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
         for param in (*stepped, *self.all_halves):
-            if param.grad is not None and set_to_none:
+            grad = param.grad
+            if set_to_none or grad is None:
                 param.grad = None
-            elif param.grad is not None:
-                param.grad.detach_().zero_()
+                continue
+            if grad.grad_fn is not None:
+                grad.detach_()  # not always: DDP's gradient_as_bucket_view makes views, see torch's
+            grad.requires_grad_(False).zero_()
 
 
 @torch.no_grad()

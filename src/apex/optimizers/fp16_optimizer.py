@@ -104,8 +104,8 @@ class FP16_Optimizer(_base.FP16_Optimizer):
         """Everything that a bit-exact resume needs besides the model's ``state_dict``."""
         return {
             "dynamic_loss_scale": self.dynamic_loss_scale,
-            **checkpoint.scaler_to_dict(self.loss_scaler),
             "cur_iter": self.cur_iter,
+            **checkpoint.scaler_to_dict(self.loss_scaler),  # a dynamic one has its own cur_iter
             "optimizer_state_dict": self.optim.state_dict(),
             "fp32_groups": [[tensor.detach() for tensor in group] for group in self.fp32_groups],
         }
@@ -114,8 +114,10 @@ class FP16_Optimizer(_base.FP16_Optimizer):
         """Load what :meth:`state_dict` returned, here or in NVIDIA's Apex.
 
         Raises:
-            ValueError: Groups or shapes do not fit; nothing was changed.
+            ValueError: Keys, groups or shapes do not fit; nothing was changed.
         """
+        wanted = ("dynamic_loss_scale", "cur_scale", "cur_iter")
+        checkpoint.check_keys(state_dict, (*wanted, "optimizer_state_dict", "fp32_groups"))
         self._params.add_new(self.optim)
         numbers = dict(state_dict)
         if not numbers["dynamic_loss_scale"]:

@@ -97,17 +97,29 @@ def set_computed(module: torch.nn.Module, table: Mapping[str, Computes]) -> None
     Raises:
         RuntimeError: Somebody else has derived a class from the one that was made here.
     """
-    cls = type(module)
-    if issubclass(cls, Computed):
-        if cls.__bases__[0] is not Computed:
-            raise RuntimeError(
-                f"The class of this {cls.__name__} was changed (by fully_shard?) after one of its "
-                "parameters was reparameterized. Apply and remove reparameterizations before that."
-            )
-        cls = cls.__bases__[1]
+    cls = _base_of(module)
     if table:
         module.__class__ = _class_of(cls, tuple(table))
         vars(module)["_computed"] = dict(table)
     else:
         module.__class__ = cls
         del vars(module)["_computed"]
+
+
+def check_class(module: torch.nn.Module, name: str) -> None:
+    """Raise what :func:`set_computed` would raise for a computed attribute ``name``."""
+    _class_of(_base_of(module), (name,))
+
+
+def _base_of(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class of a module as it was before it had computed attributes."""
+    cls = type(module)
+    if not issubclass(cls, Computed):
+        return cls
+    if cls.__bases__[0] is not Computed:
+        raise RuntimeError(
+            f"The class of this {cls.__name__} was changed (by fully_shard?) after one of its "
+            "parameters was reparameterized. Apply and remove reparameterizations before that."
+        )
+    base: type[torch.nn.Module] = cls.__bases__[1]
+    return base

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apex.reparameterization._computed import computed, set_computed
+from apex.reparameterization._computed import check_class, computed, set_computed
 
 __all__ = ["Reparameterization"]
 
@@ -270,5 +270,6 @@ def _plan(
                 f"{kind.__name__} of {leaf!r} adds a parameter {name!r}, and the "
                 f"{type(owner).__name__} has an attribute of that name. Rename it."
             )
+    check_class(owner, leaf)
     params = [torch.nn.Parameter(value, weight.requires_grad) for value in values]
     return Plan(owner, fn, params)
