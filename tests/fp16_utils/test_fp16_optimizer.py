@@ -279,6 +279,29 @@ def test_a_backward_that_the_program_scales_itself():
     assert_equal(grads_of(optimizer), expected_grads(model, 1))
 
 
+def test_a_backward_that_is_not_the_optimizers_is_seen():
+    model, optimizer = start()
+    before = [p.clone() for p in model.parameters()]
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match=r"Call optimizer.backward\(loss\) in the place of"):
+        optimizer.step()
+    assert_equal(model.parameters(), before)
+    with pytest.raises(TypeError, match="loss was a float"):
+        optimizer.backward(3.0)
+
+
+def test_a_model_that_is_converted_later():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.25), verbose=False)
+    model.half()
+    optimizer.backward(model(torch.ones(1, 4).half()).float().sum())
+    optimizer.step()
+    assert [len(group) for group in optimizer.fp16_groups] == [2]
+    assert optimizer.fp32_from_fp32_groups == [[]]
+    assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32}
+
+
 def test_gradients_cleared_on_the_model_leave_no_stale_masters():
     """In the original of 2025 a master kept its gradient, and the next step applied it again."""
     model, optimizer = start()
@@ -429,6 +452,46 @@ def test_defaults_of_the_dynamic_scale():
     _, optimizer = start(static_loss_scale=8)
     assert type(optimizer.loss_scaler) is LossScaler
     assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (8.0, False)
+
+
+def test_an_overflow_lowers_the_scale_once_until_gradients_are_cleared():
+    """In the original of 2025 each later backward of the step lowered it again."""
+    model, optimizer = overflowing()
+    for clear in (optimizer.zero_grad, model.zero_grad, lambda: model.zero_grad(set_to_none=False)):
+        scale = optimizer.loss_scale
+        optimizer.backward(loss_of(model) * math.inf)
+        for _ in range(3):
+            optimizer.backward(loss_of(model))
+            assert optimizer.overflow
+        assert optimizer.loss_scale == scale / 2
+        clear()
+    optimizer.backward(loss_of(model))
+    assert not optimizer.overflow
+
+
+@pytest.mark.parametrize("dynamic", DYNAMIC.values(), ids=DYNAMIC)
+def test_a_loss_that_is_never_finite_ends_with_an_error(dynamic):
+    """In the original the scale fell to nothing, and nothing was trained."""
+    model, optimizer = start(dynamic_loss_scale=dynamic)
+    optimizer._always_checks = True  # as in the optimizer of BERT's programs
+    for _ in range(49):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model) * math.nan)
+        assert optimizer.step() is None
+    with pytest.raises(RuntimeError, match="not finite 50 times in a row"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model))
+    optimizer.step()
+    assert optimizer._skipped == 0
+
+
+def test_a_first_scale_above_the_ceiling_raises_the_ceiling():
+    _, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2**32})
+    assert (optimizer.loss_scale, optimizer.loss_scaler.max_loss_scale) == (2.0**32, 2**32)
+    options = {"init_scale": 2**32, "max_loss_scale": 2.0**20}
+    _, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args=options)
+    assert optimizer.loss_scale == 2.0**20
 
 
 # -- closures --------------------------------------------------------------------------------------
@@ -595,5 +658,5 @@ def test_a_group_that_cannot_be_added_is_not_added(make, error, text):
 def test_verbose_says_what_has_masters(spoken):
     model = Mixed()
     FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    text = "FP16_Optimizer: 4 parameters of 16 bits with float32 masters, 2 without.\n"
+    text = "FP16_Optimizer: 4 parameters of 16 bits with float32 masters; 2 others need none.\n"
     assert spoken() == text

@@ -71,6 +71,7 @@ def test_scale_of_the_optimizer_of_bert(overflows):
     )
     found = []
     for overflow in overflows:
+        optimizer.zero_grad()
         weight.grad = torch.full_like(weight, math.inf if overflow else 0.0)
         optimizer.update_master_grads()
         optimizer.step()

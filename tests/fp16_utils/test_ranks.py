@@ -82,7 +82,7 @@ def _mean_gradients(rank):
 def test_ranks_train_one_model(ranks, name):
     first, second = ranks.run(functools.partial(train, name=name))
     checkpoints.assert_equal(first[1], second[1])
-    assert [one[2] for one in first[0]] == [256.0, 64.0, 64.0, 128.0]
+    assert [one[2] for one in first[0]] == [256.0, 128.0, 128.0, 256.0]
     assert [one[1:] for one in first[0]] == [one[1:] for one in second[0]]
     assert [one[1] for one in first[0]] == [False, True, False, False]
     checkpoints.assert_equal(first[0][0][0], second[0][0][0])

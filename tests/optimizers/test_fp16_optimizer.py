@@ -102,6 +102,9 @@ def test_defaults():
     scaler = optimizer.loss_scaler
     assert (scaler.cur_scale, scaler.scale_factor, scaler.scale_window) == (2.0**16, 2.0, 1000)
     assert (scaler.min_loss_scale, scaler.max_loss_scale) == (1.0, None)
+    found = (optimizer.scale_factor, optimizer.scale_window, optimizer.last_overflow_iter)
+    assert found == (2.0, 1000, -1)
+    assert not hasattr(start(static_loss_scale=2.0)[1], "scale_factor")
     optimizer.cur_scale = 8
     assert optimizer.loss_scale == 8.0
     assert [len(group) for group in optimizer.fp32_groups] == [2, 2]

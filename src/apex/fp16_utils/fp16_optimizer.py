@@ -14,8 +14,8 @@ The original had two sets of rules, of 2018 and of 2025. These hold here:
 
 * All gradients that are still scaled carry the present scale: where the scale changes, they are
   multiplied. So passes add up, whatever the scale did between them.
-* An overflow lowers the scale when it is found, in ``update_master_grads``. A step that was taken
-  counts towards growth. A step that was skipped changes nothing else.
+* An overflow lowers the scale when it is found, in ``update_master_grads``, and once until the
+  gradients are cleared. A step that was taken counts towards growth.
 * ``step``, ``clip_master_grads`` and ``inspect_master_grad_data`` call ``update_master_grads``
   themselves if a ``backward`` has left that to the program.
 
@@ -41,11 +41,11 @@ from apex.fp16_utils.loss_scaler import (
     dynamic_scaler,
     scaled,
 )
-from apex.fp16_utils.masters import Groups, MasterGroups, load
+from apex.fp16_utils.masters import Groups, MasterGroups, check_optimizer, load
 
 __all__ = ["FP16_Module", "FP16_Optimizer", "conversion_helper", "fp16_to_fp32", "fp32_to_fp16"]
 
-MAX_OVERFLOWS = 50  # of one closure in a row, as amp.initialize(max_skipped_steps=50)
+MAX_OVERFLOWS = 50  # in a row, as amp.initialize(max_skipped_steps=50)
 
 
 class FP16_Optimizer(WrappedOptimizer):
@@ -60,7 +60,7 @@ class FP16_Optimizer(WrappedOptimizer):
         dynamic_loss_args: Options of the dynamic scale, see
             :class:`~apex.fp16_utils.DynamicLossScaler`: ``init_scale`` (2**16 here),
             ``scale_factor`` (2), ``scale_window`` (2000 here), ``min_loss_scale`` (``None``),
-            ``max_loss_scale`` (2**24 here).
+            ``max_loss_scale`` (2**24 here, or ``init_scale`` if that is larger).
         verbose: Say how many parameters have masters, and each overflow.
 
     Raises:
@@ -103,7 +103,7 @@ class FP16_Optimizer(WrappedOptimizer):
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        _check_optimizer(init_optimizer)
+        check_optimizer(init_optimizer)
         super().__init__(init_optimizer)
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
         self.loss_scaler = (
@@ -115,11 +115,13 @@ class FP16_Optimizer(WrappedOptimizer):
         self.overflow = False
         self.first_closure_call_this_step = True
         self._pending = False  # whether update_master_grads has still to be called
+        self._lowered = False  # whether the scale was lowered for the gradients that are there
+        self._skipped = 0  # steps in a row
         self._params = MasterGroups([], [], [])
         self._params.add_new(init_optimizer)
         self.maybe_print(
             f"FP16_Optimizer: {len(self.all_fp16_params)} parameters of 16 bits with float32 "
-            f"masters, {len(self.all_fp32_from_fp32_params)} without."
+            f"masters; {len(self.all_fp32_from_fp32_params)} others need none."
         )
 
     def maybe_print(self, msg: str) -> None:
@@ -213,7 +215,7 @@ class FP16_Optimizer(WrappedOptimizer):
         """
         frees = set_grads_to_None if set_to_none is None else set_to_none
         self._params.zero_grad(self.optim, set_to_none=frees)
-        self._pending = False
+        self._pending = self._lowered = False
 
     def backward(
         self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False
@@ -229,6 +231,8 @@ class FP16_Optimizer(WrappedOptimizer):
             retain_graph: Keep the graph for another backward pass.
         """
         self._params.add_new(self.optim)
+        if self._lowered:  # for these gradients, unless they were cleared since
+            self._lowered = self.loss_scaler.has_overflow(self._params.all())
         self._params.scale_unscaled(self.loss_scale)
         self._pending = True
         scaled(loss, self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -245,7 +249,8 @@ class FP16_Optimizer(WrappedOptimizer):
         self._pending = False
         check = self.dynamic_loss_scale or self._always_checks
         self.overflow = self._params.unscale(self.loss_scale, check=check)
-        if self.overflow:
+        if self.overflow and not self._lowered:
+            self._lowered = True
             self._update_scale(overflow=True)
 
     def _update_pending(self) -> None:
@@ -272,8 +277,7 @@ class FP16_Optimizer(WrappedOptimizer):
         """The gradients that the wrapped optimizer will step on, a list for each group.
 
         Returns:
-            Tensors, and ``None`` for parameters without a gradient; after an overflow only
-            ``None``.
+            Tensors, or ``None`` where there is no gradient; after an overflow ``None`` for all.
         """
         self._update_pending()
         if self.overflow:
@@ -290,32 +294,41 @@ class FP16_Optimizer(WrappedOptimizer):
         """Step the masters and round them into the model; does nothing after an overflow.
 
         Args:
-            closure: Evaluates the loss again: it calls ``zero_grad`` and ``backward`` of this
-                object and returns the loss. It is called again while there is an overflow.
+            closure: Calls ``zero_grad`` and ``backward`` of this object and returns the loss. It is
+                called again while there is an overflow.
 
         Returns:
             What the wrapped ``step`` returned; ``None`` if the step was skipped.
 
         Raises:
-            RuntimeError: A closure had 50 overflows in a row.
+            RuntimeError: There were 50 overflows in a row, or ``loss.backward()`` was called in the
+                place of ``backward(loss)``.
         """
-        if closure is not None:
-            return self._step_with_closure(closure)
-        self._update_pending()
-        if self.overflow:
-            self.maybe_print(f"Gradient overflow.  Skipping step, {self._scale_now()}")
-            # What a scheduler on the wrapped optimizer looks for before it warns.
-            self.optim._opt_called = True
-            return None
+        if closure is None:
+            self._update_pending()
+            if self.overflow:
+                self._skip()
+                return None
+            self._params.refuse_missed()
         self._params.pairs.refresh(compare=False)
-        result = self.optim.step()
-        self._params.pairs.write()
+        try:
+            result = self.optim.step(*([] if closure is None else [self._evaluator(closure)]))
+        finally:
+            self._params.pairs.write()
+            self.first_closure_call_this_step = True
+        self._skipped = 0
         self._update_scale(overflow=False)
         return result
 
-    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        self._params.pairs.refresh(compare=False)
+    def _skip(self) -> None:
+        self._skipped += 1
+        if self._skipped >= MAX_OVERFLOWS:
+            raise RuntimeError(self._too_many())
+        self.maybe_print(f"Gradient overflow.  Skipping step, {self._scale_now()}")
+        # What a scheduler on the wrapped optimizer looks for before it warns.
+        self.optim._opt_called = True
 
+    def _evaluator(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             if not self.first_closure_call_this_step:
                 self._params.pairs.write()  # the wrapped optimizer has moved the masters
@@ -326,19 +339,16 @@ class FP16_Optimizer(WrappedOptimizer):
                 if not self.overflow:
                     return loss
                 self.maybe_print(f"Gradient overflow.  Calling closure again, {self._scale_now()}")
-            raise RuntimeError(
-                f"FP16_Optimizer: gradients of a closure were not finite {MAX_OVERFLOWS} times in "
-                f"a row, down to a loss scale of {self.loss_scale}. Look for inf and nan in the "
-                "loss itself, with torch.autograd.set_detect_anomaly(True)."
-            )
+            raise RuntimeError(self._too_many())
 
-        try:
-            result = self.optim.step(evaluate)
-        finally:
-            self.first_closure_call_this_step = True
-            self._params.pairs.write()
-        self._update_scale(overflow=False)
-        return result
+        return evaluate
+
+    def _too_many(self) -> str:
+        return (
+            f"FP16_Optimizer: gradients were not finite {MAX_OVERFLOWS} times in a row, down to a "
+            f"loss scale of {self.loss_scale}. Look for inf and nan in the loss itself, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -390,18 +400,3 @@ class FP16_Optimizer(WrappedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._params = MasterGroups(*state["_params"])
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
-        raise TypeError(
-            f"FP16_Optimizer: init_optimizer was a {type(optimizer).__name__}; it must be an "
-            "optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1)."
-        )
-    if isinstance(optimizer, FP16_Optimizer):
-        raise TypeError("FP16_Optimizer: init_optimizer is an FP16_Optimizer already.")
-    if hasattr(optimizer, "_amp_stash"):
-        raise RuntimeError(
-            "FP16_Optimizer: the optimizer went through amp.initialize, which keeps masters and "
-            "scales the loss itself. Use one of the two."
-        )

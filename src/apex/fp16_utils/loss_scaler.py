@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,15 @@ def check_scale(name: str, value: Any) -> float:
     if not TINY <= scale <= 1 / TINY:
         raise ValueError(f"{name} was {value!r}; it must be a number from 2**-126 to 2**126.")
     return scale
+
+
+def _check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) -> None:
+    try:
+        right = is_right(value)
+    except TypeError:  # no number
+        right = False
+    if not right:
+        raise ValueError(f"DynamicLossScaler: {name} was {value!r}; it must be {allowed}.")
 
 
 class LossScaler:
@@ -117,22 +126,13 @@ class DynamicLossScaler(LossScaler):
         max_loss_scale: float | None = None,
     ) -> None:
         self.cur_scale = check_scale("DynamicLossScaler: init_scale", init_scale)
-        if not 1.0 < scale_factor < math.inf:
-            raise ValueError(
-                f"DynamicLossScaler: scale_factor was {scale_factor!r}; it must be above 1."
-            )
-        if isinstance(scale_window, bool) or not scale_window >= 1 or scale_window % 1:
-            raise ValueError(
-                f"DynamicLossScaler: scale_window was {scale_window!r}; it must be an integer of "
-                "at least 1."
-            )
+        _check("scale_factor", scale_factor, lambda x: 1.0 < x < math.inf, "above 1")
+        _check("scale_window", scale_window, lambda x: x >= 1 and not x % 1, "an integer above 0")
         lowest = 0.0 if min_loss_scale is None else min_loss_scale
         highest = math.inf if max_loss_scale is None else max_loss_scale
-        if not 0.0 <= lowest <= highest:
-            raise ValueError(
-                f"DynamicLossScaler: min_loss_scale was {min_loss_scale!r} and max_loss_scale "
-                f"{max_loss_scale!r}; allowed is 0 <= min_loss_scale <= max_loss_scale."
-            )
+        _check("max_loss_scale", highest, lambda x: x > 0.0, "above 0")
+        allowed = f"at least 0, at most max_loss_scale ({max_loss_scale})"
+        _check("min_loss_scale", lowest, lambda x: 0.0 <= x <= highest, allowed)
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
         self.cur_scale = self._bounded(self.cur_scale)
@@ -182,11 +182,17 @@ def dynamic_scaler(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> L
             f"FP16_Optimizer: dynamic_loss_args had {', '.join(sorted(map(str, unknown)))}; "
             f"allowed are {', '.join(defaults)}."
         )
-    return DynamicLossScaler(**{**defaults, **options})
+    made = {**defaults, **options}
+    start = check_scale("dynamic_loss_args: init_scale", made["init_scale"])
+    if "max_loss_scale" not in options and made["max_loss_scale"] is not None:
+        made["max_loss_scale"] = max(made["max_loss_scale"], start)
+    return DynamicLossScaler(**made)
 
 
 def scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
     """Return ``loss * scale``, computed in float32 at least."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"backward: loss was a {type(loss).__name__}; it must be a tensor.")
     return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
 
 

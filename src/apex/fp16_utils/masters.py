@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from apex.amp.gradients.masters import Master, Pairs
+from apex.amp.gradients.masters import Master, Pairs, write_zeros
 from apex.amp.gradients.unscaling import unscale_into
+from apex.ops.placements import is_sharded
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -69,9 +71,12 @@ class MasterGroups:
         State that ``optimizer`` has for a 16-bit parameter moves to the master.
 
         Raises:
-            TypeError: A parameter is not a real floating tensor, or is lazy; nothing was changed.
+            TypeError: A parameter is not a real floating tensor, lazy or sharded; nothing was
+                changed.
             ValueError: A parameter is there twice; nothing was changed.
         """
+        for params in self.own:  # model.half() was called since
+            params[:] = [param for param in params if param.dtype not in HALF_TYPES]
         known = {*map(id, self.all_masters), *map(id, self.all_own)}
         new = [
             (number, index, param)
@@ -79,20 +84,7 @@ class MasterGroups:
             for index, param in enumerate(group["params"])
             if param.requires_grad and id(param) not in known
         ]
-        taken = {*map(id, self.all_halves)}
-        for _, _, param in new:
-            if not param.is_floating_point() or torch.nn.parameter.is_lazy(param):
-                raise TypeError(
-                    f"FP16_Optimizer: a parameter is {param.dtype}, or has no shape yet; allowed "
-                    "are torch.float16, torch.bfloat16, torch.float32 and torch.float64. Run a "
-                    "lazy model on a batch first."
-                )
-            if id(param) in taken:
-                raise ValueError(
-                    f"FP16_Optimizer: a parameter of shape {list(param.shape)} is in the groups "
-                    "twice, or is there beside its master. Pass each parameter once."
-                )
-            taken.add(id(param))
+        self._check([param for _, _, param in new])
         for groups in (self.halves, self.masters, self.own):
             groups.extend([] for _ in optimizer.param_groups[len(groups) :])
         has_state = False
@@ -112,6 +104,31 @@ class MasterGroups:
             self._pair()
         if has_state:  # of 16 bits, which becomes float32
             optimizer.load_state_dict(optimizer.state_dict())
+
+    def _check(self, new: Sequence[torch.Tensor]) -> None:
+        taken = {*map(id, self.all_halves)}
+        for param in new:
+            if not param.is_floating_point() or torch.nn.parameter.is_lazy(param):
+                raise TypeError(
+                    f"FP16_Optimizer: a parameter is {param.dtype}, or has no shape yet; allowed "
+                    "are torch.float16, torch.bfloat16, torch.float32 and torch.float64. Run a "
+                    "lazy model on a batch first."
+                )
+            if is_sharded(param):
+                raise TypeError(
+                    "FP16_Optimizer: a parameter is sharded over ranks, which would see the "
+                    "overflows of their shards alone. Use amp.initialize; see docs/distributed.md."
+                )
+            if id(param) in taken:
+                raise ValueError(
+                    f"FP16_Optimizer: a parameter of shape {list(param.shape)} is in the groups "
+                    "twice, or is there beside its master. Pass each parameter once."
+                )
+            taken.add(id(param))
+
+    def all(self) -> list[torch.Tensor]:
+        """All parameters of the model that have gradients."""
+        return [*self.all_halves, *self.all_own]
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -163,17 +180,24 @@ class MasterGroups:
         found, _ = unscale_into(own, self.pairs, {}, divisor)
         return found is not None and bool(found)
 
+    def refuse_missed(self) -> None:
+        """Raise if gradients of 16-bit parameters have not been brought to their masters."""
+        both = zip(self.all_halves, self.all_masters, strict=True)
+        if any(param.grad is not None and master.grad is None for param, master in both):
+            raise RuntimeError(
+                "FP16_Optimizer: step() was called, and gradients have not come to the masters. "
+                "Call optimizer.backward(loss) in the place of loss.backward(); or scale the loss "
+                "by optimizer.loss_scale and call optimizer.update_master_grads() afterwards."
+            )
+
     def zero_grad(self, optimizer: Any, *, set_to_none: bool) -> None:
         """Clear the gradients of masters, 16-bit parameters and all else in the groups."""
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
         for param in (*stepped, *self.all_halves):
-            grad = param.grad
-            if set_to_none or grad is None:
+            if set_to_none or param.grad is None:
                 param.grad = None
-                continue
-            if grad.grad_fn is not None:
-                grad.detach_()  # not always: DDP's gradient_as_bucket_view makes views, see torch's
-            grad.requires_grad_(False).zero_()
+            else:
+                write_zeros(param.grad)
 
 
 @torch.no_grad()
@@ -182,3 +206,19 @@ def load(targets: Groups, groups: Groups) -> None:
     for tensors, saved in zip(targets, groups, strict=True):
         for tensor, value in zip(tensors, saved, strict=True):
             tensor.copy_(value)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise if ``optimizer`` cannot be wrapped by an ``FP16_Optimizer``."""
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+        raise TypeError(
+            f"FP16_Optimizer: init_optimizer was a {type(optimizer).__name__}; it must be an "
+            "optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    if hasattr(optimizer, "fp32_from_fp16_groups"):
+        raise TypeError("FP16_Optimizer: init_optimizer is an FP16_Optimizer already.")
+    if hasattr(optimizer, "_amp_stash"):
+        raise RuntimeError(
+            "FP16_Optimizer: the optimizer went through amp.initialize, which keeps masters and "
+            "scales the loss itself. Use one of the two."
+        )

@@ -13,6 +13,7 @@ import torch
 
 from apex.fp16_utils import checkpoint
 from apex.fp16_utils import fp16_optimizer as _base
+from apex.fp16_utils.loss_scaler import DynamicLossScaler
 from apex.fp16_utils.masters import load
 
 __all__ = ["FP16_Optimizer", "fused_norm"]
@@ -94,6 +95,27 @@ class FP16_Optimizer(_base.FP16_Optimizer):
     @cur_scale.setter
     def cur_scale(self, value: float) -> None:
         self.loss_scale = value
+
+    @property
+    def scale_factor(self) -> float:
+        """What a dynamic scale grows by and is divided by."""
+        return self._dynamic.scale_factor
+
+    @property
+    def scale_window(self) -> int:
+        """Clean steps after which a dynamic scale grows."""
+        return self._dynamic.scale_window
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The iteration of the last overflow with a dynamic scale, -1 before."""
+        return self._dynamic.last_overflow_iter
+
+    @property
+    def _dynamic(self) -> DynamicLossScaler:
+        if isinstance(self.loss_scaler, DynamicLossScaler):
+            return self.loss_scaler
+        raise AttributeError("a static loss scale has no factor, window and overflows")
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:

@@ -345,7 +345,7 @@ class Pairs:
                 weight.grad = None
                 tensor.grad = None
             elif weight.grad is not None:
-                weight.grad.detach_().zero_()
+                write_zeros(weight.grad)
 
     def free_grads(self, sharers: Sharers, stepped: int) -> None:
         """Free the masters' gradients, where no other optimizer has yet to step on them.
@@ -363,6 +363,13 @@ class Pairs:
             master.waiting.discard(stepped)
             if not master.waiting:
                 tensor.grad = None
+
+
+def write_zeros(grad: torch.Tensor) -> None:
+    """Set a gradient to zeros, as ``Optimizer.zero_grad(set_to_none=False)`` does."""
+    if grad.grad_fn is not None:
+        grad.detach_()  # not always: gradient_as_bucket_view makes views, which refuse it
+    grad.requires_grad_(False).zero_()
 
 
 def _any_nonzero(values: list[torch.Tensor]) -> bool:
