@@ -310,8 +310,8 @@ def _torch_layer(step: Any) -> _TorchLayer | None:
 def _whole_sequence(cell: RNNCell) -> _TorchLayer | None:
     """Return what torch has for this cell's layer, if it computes what calling the cell does."""
     found = _torch_layer(cell.cell)
-    if found is None or type(cell).forward is not RNNCell.forward:
-        return None
+    if found is None or type(cell).forward is not RNNCell.forward or "forward" in cell.__dict__:
+        return None  # the program's own forward, of a subclass or set on the cell
     if cell.w_ho is not None and (
         found.module is not nn.LSTM or cell.output_size > cell.hidden_size
     ):
