@@ -408,3 +408,15 @@ def test_a_forward_set_on_a_cell():
     cell.forward = lambda input: calls.append(1) or step(input)
     assert_close_to_largest(network(x)[0], want, RECURRENT)
     assert len(calls) == SEQ
+
+
+def test_copies_of_a_compiled_cell():
+    """They are not compiled, as torch's modules."""
+    cell, x = build("mLSTM").rnns[0], sequence()[0]
+    cell(x)
+    cell.compile(backend="eager")
+    copies = copy.deepcopy(cell), pickle.loads(pickle.dumps(cell))
+    del cell._compiled_call_impl  # as nn.Module deletes it from copies
+    want = cell(x)
+    for other in copies:
+        assert_equal(other(x), want)

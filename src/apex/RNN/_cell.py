@@ -278,7 +278,8 @@ class RNNCell(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles get the values of the states without their history."""
         hidden = [None if state is None else state.detach() for state in self.hidden]
-        return {**self.__dict__, "hidden": hidden}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "hidden": hidden}
 
     def extra_repr(self) -> str:
         """Show the sizes in ``print(model)``."""
