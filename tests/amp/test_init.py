@@ -385,6 +385,11 @@ def test_a_registration_of_what_is_no_function():
         amp.register_half_function(backend, "Cell")
     with pytest.raises(TypeError, match="number cannot be replaced: it is a int"):
         amp.register_half_function(backend, "number")
+    slots = type("Slots", (), {"__slots__": ("call",)})()
+    slots.call = before = lambda x: x
+    with pytest.raises(TypeError, match="call cannot be replaced: it is a member_descriptor"):
+        amp.register_half_function(slots, "call")
+    assert slots.call is before
     with pytest.raises(ValueError, match="No function named FRUBackend in module"):
         amp.register_half_function(backend, "FRUBackend")
     amp.init()

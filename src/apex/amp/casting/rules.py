@@ -169,7 +169,7 @@ def check_replaceable(owner: Any, name: str) -> None:
     """Raise ``TypeError`` if ``owner.name`` is no function or cannot be replaced."""
     with _lock:
         raw, own = _attribute(owner, name), name in getattr(owner, "__dict__", ())
-        if not callable(getattr(owner, name)):
+        if inspect.isdatadescriptor(raw) or not callable(getattr(owner, name)):
             raise TypeError(f"it is a {type(raw).__name__}, not a function")
         setattr(owner, name, raw)
         if not own:
