@@ -379,6 +379,19 @@ def test_a_registered_backend(kind, form, lines):
     assert gradients(call) == GETS[None]
 
 
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_registered_method_of_a_layer_of_torch(kind):
+    """As the refusal of a class advises; the layer's weights are float32."""
+    REGISTER[kind](nn.Linear, "forward")
+    amp.init()
+    linear = nn.Linear(2, 2)
+    nn.init.ones_(linear.weight)
+    nn.init.ones_(linear.bias)
+    got = linear(torch.ones(1, 2))
+    assert got.dtype == (torch.float32 if kind == "float" else torch.float16)
+    assert got.tolist() == [[3.0, 3.0]]
+
+
 def test_a_registration_of_what_is_no_function():
     backend = types.SimpleNamespace(Cell=nn.RNNCell, number=3)
     with pytest.raises(TypeError, match=r"Cell is a class, not a function.*\.Cell, 'forward'\)"):

@@ -242,6 +242,8 @@ def _with_casts_of_forward(position: int, checkpoint: Callable[..., Any]) -> Cal
 
 
 def _is_torchs(owner: Any) -> bool:
+    if issubclass(owner if isinstance(owner, type) else type(owner), torch.nn.Module):
+        return False  # its methods use weights too, which no rule has cast
     module = owner.__name__ if inspect.ismodule(owner) else getattr(owner, "__module__", "")
     return str(module).split(".")[0] == "torch"
 
