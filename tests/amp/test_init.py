@@ -338,6 +338,15 @@ def test_decorated_under_a_staticmethod(kind):
     assert x.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", DECORATE)
+def test_decorated_above_a_staticmethod(kind):
+    for method in (staticmethod, classmethod):
+        with pytest.raises(TypeError, match=f"a {method.__name__}; .*above @amp.{kind}_function"):
+            DECORATE[kind](method(lambda *args: args))
+    with pytest.raises(TypeError, match="fn was a NoneType; it must be a function"):
+        DECORATE[kind](None)
+
+
 def backend_of(kind):
     """A backend with ``FRUBackend`` in it, in each form that a backend may have."""
 

@@ -57,6 +57,12 @@ __all__ = [
 
 
 def _decorate(function: _F, kind: str) -> _F:
+    if isinstance(function, (classmethod, staticmethod)) or not callable(function):
+        raise TypeError(
+            f"amp.{kind}_function: fn was a {type(function).__name__}; it must be a function. "
+            f"Write @classmethod or @staticmethod above @amp.{kind}_function, not below."
+        )
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts = state.current()
