@@ -317,7 +317,8 @@ def _whole_sequence(cell: RNNCell) -> _TorchLayer | None:
         found.module is not nn.LSTM or cell.output_size > cell.hidden_size
     ):
         return None  # torch projects an LSTM's output only, and to fewer features
-    hooks = (cell._forward_pre_hooks, cell._forward_hooks)  # weight norm, sharding: at each call
+    # Hooks are called at each step; those of weight norm or sharding set the weights.
+    hooks = (cell._forward_pre_hooks, cell._forward_hooks)
     return None if any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)) else found
 
 

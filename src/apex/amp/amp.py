@@ -165,7 +165,7 @@ _ORDER_OF_2018 = ("enabled", "enable_caching", "verbose", "allow_banned")
 def _in_either_order(function: _F) -> _F:
     """Have ``init`` take its positional arguments in the order of 2018 too.
 
-    There the second one was a flag; now it is ``loss_scale``, which is none.
+    The second one was a flag in 2018; now it is ``loss_scale``, which is a string or a number.
     """
 
     @functools.wraps(function)

@@ -30,7 +30,7 @@ class OptimWrapper(WrappedOptimizer):
         num_loss: How many ``scale_loss`` blocks there are before each ``step``.
 
     Raises:
-        TypeError: ``optimizer`` is none, or is wrapped already.
+        TypeError: ``optimizer`` is not an optimizer, or is wrapped already.
         ValueError: ``num_loss`` is not an integer above 0.
         RuntimeError: ``optimizer`` went through ``amp.initialize``.
 
