@@ -1,4 +1,4 @@
-"""What NVIDIA's Apex spoke with: deprecation warnings, a check of cuDNN's version, a log formatter.
+"""Deprecation warnings, a check of cuDNN's version and a log formatter, as in NVIDIA's Apex.
 
 Nothing in this package uses them: nothing here is deprecated, needs cuDNN or sets up logging.
 Programs import them from ``apex``.

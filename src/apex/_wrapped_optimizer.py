@@ -1,4 +1,4 @@
-"""A base for optimizers that stand around another one."""
+"""The base class of optimizers that wrap another one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """An optimizer around another one; groups, state, hooks and checkpoints are the other's.
+    """An optimizer that wraps another one; groups, state, hooks and checkpoints are the other's.
 
     The wrappers of the original were no ``torch.optim.Optimizer``, which learning-rate schedulers
     refused.
@@ -17,7 +17,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         optimizer: The optimizer to wrap.
 
     Raises:
-        TypeError: ``optimizer`` is none.
+        TypeError: ``optimizer`` is not an optimizer.
 
     Attributes:
         optim: The wrapped optimizer.

@@ -396,3 +396,27 @@ def test_compiled_around_torchs_functions(name):
             module.detach_hidden()
     pairs = zip(network.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(one.grad, two.grad) for one, two in pairs)
+
+
+def test_a_forward_set_on_a_cell():
+    """As by programs that wrap one; it is called at each step, as that of a subclass is."""
+    network, x = build("LSTM"), sequence()
+    want = network(x)[0]
+    network.reset_hidden(BATCH)
+    cell, calls = network.rnns[0], []
+    step = cell.forward
+    cell.forward = lambda input: calls.append(1) or step(input)
+    assert_close_to_largest(network(x)[0], want, RECURRENT)
+    assert len(calls) == SEQ
+
+
+def test_copies_of_a_compiled_cell():
+    """They are not compiled, as torch's modules."""
+    cell, x = build("mLSTM").rnns[0], sequence()[0]
+    cell(x)
+    cell.compile(backend="eager")
+    copies = copy.deepcopy(cell), pickle.loads(pickle.dumps(cell))
+    del cell._compiled_call_impl  # as nn.Module deletes it from copies
+    want = cell(x)
+    for other in copies:
+        assert_equal(other(x), want)

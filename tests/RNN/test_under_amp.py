@@ -132,6 +132,18 @@ def test_both_ways_to_run_a_layer_have_one_dtype(name, level):
         assert_close_in_rms(one, other.double(), RECURRENT_16_BIT)
 
 
+def test_networks_built_while_cells_of_torch_are_registered():
+    """A registration replaces ``torch.lstm_cell``; networks know it all the same."""
+    amp.register_float_function(torch, "lstm_cell")
+    amp.register_float_function(torch, "gru_cell")
+    amp.init()
+    with pytest.raises(ValueError, match="GRU's output_size is 2"):
+        RNN.GRU(INPUT, HIDDEN, 1, output_size=2)
+    network = RNN.LSTM(INPUT, HIDDEN, 1, output_size=2)
+    output, _ = network(torch.randn(SEQ, BATCH, INPUT), collect_hidden=True)
+    assert output.shape == (SEQ, BATCH, 2)
+
+
 @pytest.mark.parametrize("level", STATES)
 def test_state_dicts_have_float32_and_load(level):
     network = RNN.mLSTM(INPUT, HIDDEN, 2, bidirectional=True)

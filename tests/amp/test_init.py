@@ -338,6 +338,15 @@ def test_decorated_under_a_staticmethod(kind):
     assert x.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", DECORATE)
+def test_decorated_above_a_staticmethod(kind):
+    for method in (staticmethod, classmethod):
+        with pytest.raises(TypeError, match=f"a {method.__name__}; .*above @amp.{kind}_function"):
+            DECORATE[kind](method(lambda *args: args))
+    with pytest.raises(TypeError, match="fn was a NoneType; it must be a function"):
+        DECORATE[kind](None)
+
+
 def backend_of(kind):
     """A backend with ``FRUBackend`` in it, in each form that a backend may have."""
 
@@ -379,12 +388,30 @@ def test_a_registered_backend(kind, form, lines):
     assert gradients(call) == GETS[None]
 
 
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_registered_method_of_a_layer_of_torch(kind):
+    """As the refusal of a class advises; the layer's weights are float32."""
+    REGISTER[kind](nn.Linear, "forward")
+    amp.init()
+    linear = nn.Linear(2, 2)
+    nn.init.ones_(linear.weight)
+    nn.init.ones_(linear.bias)
+    got = linear(torch.ones(1, 2))
+    assert got.dtype == (torch.float32 if kind == "float" else torch.float16)
+    assert got.tolist() == [[3.0, 3.0]]
+
+
 def test_a_registration_of_what_is_no_function():
     backend = types.SimpleNamespace(Cell=nn.RNNCell, number=3)
     with pytest.raises(TypeError, match=r"Cell is a class, not a function.*\.Cell, 'forward'\)"):
         amp.register_half_function(backend, "Cell")
     with pytest.raises(TypeError, match="number cannot be replaced: it is a int"):
         amp.register_half_function(backend, "number")
+    slots = type("Slots", (), {"__slots__": ("call",)})()
+    slots.call = before = lambda x: x
+    with pytest.raises(TypeError, match="call cannot be replaced: it is a member_descriptor"):
+        amp.register_half_function(slots, "call")
+    assert slots.call is before
     with pytest.raises(ValueError, match="No function named FRUBackend in module"):
         amp.register_half_function(backend, "FRUBackend")
     amp.init()

@@ -338,6 +338,37 @@ def test_an_inactive_handle_passes_the_loss_through(wrapped):
     assert torch.equal(model.bias, before - model.bias.grad)
 
 
+@pytest.mark.parametrize("way", ["_deactivate", "_disable_casts", "amp.init(False)"])
+def test_a_closure_while_the_handle_is_inactive(way):
+    """The optimizer steps as if amp had never been; an active handle takes it again."""
+    model, optimizer, x = small()
+    handle = amp.init()
+    wrapped = handle.wrap_optimizer(optimizer)
+    if way == "_deactivate":
+        handle._deactivate()
+    if way == "amp.init(False)":
+        wrapped = amp.init(False).wrap_optimizer(optimizer)
+
+    def closure():
+        wrapped.zero_grad()
+        loss = model(x).mean()
+        loss.backward()
+        return loss
+
+    before = model.bias.clone()
+    with handle._disable_casts():
+        assert wrapped.step(closure).dtype == torch.float32
+    assert torch.equal(model.bias, before - 0.5)
+    if way == "_disable_casts":
+        with wrapped.scale_loss(model(x).float().mean()) as scaled_loss:
+            scaled_loss.backward()
+            poison(model)
+        before = model.bias.clone()
+        wrapped.step()
+        assert torch.equal(model.bias, before)
+        assert scales(wrapped) == [2.0**15]
+
+
 def test_what_old_code_reads_off_a_handle():
     handle = amp.init(loss_scale=128.0, enable_caching=False, verbose=False)
     assert (handle.has_cache, handle.verbose, handle.cache) == (False, False, {})

@@ -69,8 +69,9 @@ class stackedRNN(_Layers):
 
     Raises:
         AssertionError: The list is not ``num_layers`` long.
-        ArgumentError: ``inputRNN`` is neither, a layer does not fit the one below, or a number is
-            out of range; it is a RuntimeError, TypeError and ValueError.
+        ArgumentError: ``inputRNN`` is neither a cell nor a list of cells, a layer does not fit the
+            one below, or a number is out of range. ArgumentError is a RuntimeError, TypeError and
+            ValueError.
 
     Example:
         >>> stack = stackedRNN(RNNCell(3, 10, 20, torch.gru_cell, n_hidden_states=1), num_layers=2)

@@ -278,7 +278,8 @@ class RNNCell(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles get the values of the states without their history."""
         hidden = [None if state is None else state.detach() for state in self.hidden]
-        return {**self.__dict__, "hidden": hidden}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "hidden": hidden}
 
     def extra_repr(self) -> str:
         """Show the sizes in ``print(model)``."""
@@ -310,13 +311,14 @@ def _torch_layer(step: Any) -> _TorchLayer | None:
 def _whole_sequence(cell: RNNCell) -> _TorchLayer | None:
     """Return what torch has for this cell's layer, if it computes what calling the cell does."""
     found = _torch_layer(cell.cell)
-    if found is None or type(cell).forward is not RNNCell.forward:
-        return None
+    if found is None or type(cell).forward is not RNNCell.forward or "forward" in cell.__dict__:
+        return None  # the program's own forward, of a subclass or set on the cell
     if cell.w_ho is not None and (
         found.module is not nn.LSTM or cell.output_size > cell.hidden_size
     ):
         return None  # torch projects an LSTM's output only, and to fewer features
-    hooks = (cell._forward_pre_hooks, cell._forward_hooks)  # weight norm, sharding: at each call
+    # Hooks are called at each step; those of weight norm or sharding set the weights.
+    hooks = (cell._forward_pre_hooks, cell._forward_hooks)
     return None if any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)) else found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+# Names, not torch.lstm_cell at each call: registrations of amp replace that attribute later.
+from torch import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
 
 from apex.RNN.cells import mLSTMRNNCell
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
@@ -78,7 +79,7 @@ def LSTM(
         >>> output.shape, h.shape, c.shape
         (torch.Size([5, 3, 20]), torch.Size([2, 3, 20]), torch.Size([2, 3, 20]))
     """
-    cell = RNNCell(4, input_size, hidden_size, torch.lstm_cell, 2, bias, output_size)
+    cell = RNNCell(4, input_size, hidden_size, lstm_cell, 2, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first=batch_first)
 
 
@@ -103,7 +104,7 @@ def GRU(
         >>> output.shape
         torch.Size([5, 3, 20])
     """
-    cell = RNNCell(3, input_size, hidden_size, torch.gru_cell, 1, bias, output_size)
+    cell = RNNCell(3, input_size, hidden_size, gru_cell, 1, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first=batch_first)
 
 
@@ -126,7 +127,7 @@ def ReLU(
         >>> output.shape
         torch.Size([5, 3, 6])
     """
-    cell = RNNCell(1, input_size, hidden_size, torch.rnn_relu_cell, 1, bias, output_size)
+    cell = RNNCell(1, input_size, hidden_size, rnn_relu_cell, 1, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first=batch_first)
 
 
@@ -149,7 +150,7 @@ def Tanh(
         >>> output.shape
         torch.Size([5, 3, 6])
     """
-    cell = RNNCell(1, input_size, hidden_size, torch.rnn_tanh_cell, 1, bias, output_size)
+    cell = RNNCell(1, input_size, hidden_size, rnn_tanh_cell, 1, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first=batch_first)
 
 

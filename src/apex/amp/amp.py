@@ -57,6 +57,12 @@ __all__ = [
 
 
 def _decorate(function: _F, kind: str) -> _F:
+    if isinstance(function, (classmethod, staticmethod)) or not callable(function):
+        raise TypeError(
+            f"amp.{kind}_function: fn was a {type(function).__name__}; it must be a function. "
+            f"Write @classmethod or @staticmethod above @amp.{kind}_function, not below."
+        )
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts = state.current()
@@ -159,7 +165,7 @@ _ORDER_OF_2018 = ("enabled", "enable_caching", "verbose", "allow_banned")
 def _in_either_order(function: _F) -> _F:
     """Have ``init`` take its positional arguments in the order of 2018 too.
 
-    There the second one was a flag; now it is ``loss_scale``, which is none.
+    The second one was a flag in 2018; now it is ``loss_scale``, which is a string or a number.
     """
 
     @functools.wraps(function)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from apex._wrapped_optimizer import WrappedOptimizer
+from apex.amp.optimizer import state_of
 from apex.amp.scaler import LossScaler
 from apex.amp.scaling import scale_loss
 
@@ -29,7 +30,7 @@ class OptimWrapper(WrappedOptimizer):
         num_loss: How many ``scale_loss`` blocks there are before each ``step``.
 
     Raises:
-        TypeError: ``optimizer`` is none, or is wrapped already.
+        TypeError: ``optimizer`` is not an optimizer, or is wrapped already.
         ValueError: ``num_loss`` is not an integer above 0.
         RuntimeError: ``optimizer`` went through ``amp.initialize``.
 
@@ -105,6 +106,9 @@ class OptimWrapper(WrappedOptimizer):
             return self.optim.step()
         if self._amp_handle.is_active():
             raise NotImplementedError("amp: a wrapped optimizer's step() takes no closure.")
+        record = state_of(self.optim)
+        if record is not None and record.training.properties.opt_level is None:
+            record.detach()  # of amp.init: its step may be skipped, so it refuses closures
         return self.optim.step(closure)
 
     @property

@@ -35,7 +35,7 @@ class LARC(WrappedOptimizer):
         epsilon: ``eps`` in the very first version, which did not clip; so this turns ``clip`` off.
 
     Raises:
-        TypeError: ``clip`` is not a flag, or ``optimizer`` is none.
+        TypeError: ``clip`` is not a flag, or ``optimizer`` is not an optimizer.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

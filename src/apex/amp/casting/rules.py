@@ -169,7 +169,7 @@ def check_replaceable(owner: Any, name: str) -> None:
     """Raise ``TypeError`` if ``owner.name`` is no function or cannot be replaced."""
     with _lock:
         raw, own = _attribute(owner, name), name in getattr(owner, "__dict__", ())
-        if not callable(getattr(owner, name)):
+        if inspect.isdatadescriptor(raw) or not callable(getattr(owner, name)):
             raise TypeError(f"it is a {type(raw).__name__}, not a function")
         setattr(owner, name, raw)
         if not own:
@@ -242,6 +242,8 @@ def _with_casts_of_forward(position: int, checkpoint: Callable[..., Any]) -> Cal
 
 
 def _is_torchs(owner: Any) -> bool:
+    if issubclass(owner if isinstance(owner, type) else type(owner), torch.nn.Module):
+        return False  # its methods use weights too, which no rule has cast
     module = owner.__name__ if inspect.ismodule(owner) else getattr(owner, "__module__", "")
     return str(module).split(".")[0] == "torch"
 
