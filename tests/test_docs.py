@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_of_the_page_on_older_scripts_runs(program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    amp.reset()
     try:
         exec(program, {"__name__": "__main__"})
     finally:

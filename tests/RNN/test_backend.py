@@ -6,9 +6,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from apex import RNN
-from apex.RNN import _cell
+from apex.RNN import _cell, models
 from apex.RNN.cells import mLSTMRNNCell
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
 from tests.tolerance import RECURRENT, assert_close_to_largest
@@ -420,3 +421,23 @@ def test_copies_of_a_compiled_cell():
     want = cell(x)
     for other in copies:
         assert_equal(other(x), want)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_starts_where_the_forward_did_or_is_refused(reentrant):
+    torch.manual_seed(0)
+    network = models.mLSTM(3, 4, 2).double()
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+
+    def begin_anew(x):
+        network.reset_hidden(2)
+        return network(x)[0]
+
+    want = torch.autograd.grad(begin_anew(x).square().sum(), [*network.parameters()])
+    checkpoint(begin_anew, x, use_reentrant=reentrant).square().sum().backward()
+    for parameter, grad in zip(network.parameters(), want, strict=True):
+        assert torch.equal(parameter.grad, grad)
+    network.reset_hidden(2)
+    loss = checkpoint(lambda x: network(x)[0], x, use_reentrant=reentrant).square().sum()
+    with pytest.raises(RuntimeError, match="this forward runs in a backward pass"):
+        loss.backward()

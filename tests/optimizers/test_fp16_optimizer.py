@@ -182,6 +182,31 @@ def test_a_state_without_its_keys_changes_nothing():
         checkpoints.assert_equal(optimizer.state_dict(), before)
 
 
+def test_a_file_of_2018_loads():
+    """Then each group was one flat parameter; its steps were counted by parameter."""
+    old = {"adam": ADAMS["FusedAdam of contrib"], "dynamic_loss_scale": True}
+    model, optimizer = start(**old)
+    train(model, optimizer, range(2))
+    now = copy.deepcopy(optimizer.state_dict())
+    inner = now["optimizer_state_dict"]
+    flat = {"state": {}, "param_groups": []}
+    for key, group in zip((1001, 1002), inner["param_groups"], strict=True):
+        states = [inner["state"][place] for place in group["params"]]
+        names = ("exp_avg", "exp_avg_sq")
+        flat["state"][key] = {n: torch.cat([s[n].flatten() for s in states]) for n in names}
+        flat["state"][key]["step"] = states[0]["step"]
+        flat["param_groups"].append({**group, "params": [key]})
+    masters = now.pop("fp32_groups")
+    now["fp32_groups_flat"] = [torch.cat([m.flatten() for m in group]) for group in masters]
+    again, other = start(**old)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict({**now, "optimizer_state_dict": flat})
+    checkpoints.assert_equal(other.state_dict(), optimizer.state_dict())
+    now["fp32_groups_flat"][0] = torch.zeros(3)
+    with pytest.raises(ValueError, match="a saved group has 3 elements"):
+        other.load_state_dict({**now, "optimizer_state_dict": flat})
+
+
 def test_fused_norm():
     x = torch.full((4, 4), 2.0**14, dtype=torch.float16)
     assert fused_norm(x) == 2.0**16

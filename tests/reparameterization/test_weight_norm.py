@@ -275,3 +275,10 @@ def test_setting_the_weight():
     layer = apply_weight_norm(nn.Linear(3, 2))
     with pytest.raises(AttributeError, match="'weight' is computed from weight_g and weight_v"):
         layer.weight = torch.ones(2, 3)
+
+
+def test_assigning_to_a_computed_weight_says_what_to_set():
+    layer = apply_weight_norm(nn.Linear(2, 3))
+    for value in (torch.ones(3, 2), nn.Parameter(torch.ones(3, 2))):
+        with pytest.raises(AttributeError, match="computed from weight_g and weight_v. Set these"):
+            layer.weight = value

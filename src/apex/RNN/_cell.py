@@ -110,6 +110,7 @@ class RNNCell(nn.Module):
     w_ho: nn.Parameter | None
     b_ih: nn.Parameter | None
     b_hh: nn.Parameter | None
+    _left: Any  # the states that the last run_layer left, and the backward pass that it ran in
 
     def __init__(
         self,
@@ -279,7 +280,7 @@ class RNNCell(nn.Module):
         """Copies and pickles get the values of the states without their history."""
         hidden = [None if state is None else state.detach() for state in self.hidden]
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "hidden": hidden}
+        return {**state, "hidden": hidden, "_left": (None, -1)}
 
     def extra_repr(self) -> str:
         """Show the sizes in ``print(model)``."""
@@ -330,6 +331,20 @@ def _sequence_weights(cell: RNNCell) -> list[Tensor]:
 
 def run_layer(cell: RNNCell, input: Tensor, collect: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run one layer; return its output, and its states after the last step or after each."""
+    backward = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    left, left_in = cell.__dict__.get("_left", (None, -1))
+    if backward not in (-1, left_in) and cell.hidden is left:
+        raise RuntimeError(
+            "apex.RNN: this forward runs in a backward pass, as under torch.utils.checkpoint, and "
+            "would start from the states that the last forward left, not from those that it "
+            "started from. Call reset_hidden(batch size) first, or set cell.hidden."
+        )
+    result = _run_layer(cell, input, collect)
+    cell._left = (cell.hidden, backward)
+    return result
+
+
+def _run_layer(cell: RNNCell, input: Tensor, collect: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
     found = None if collect else _whole_sequence(cell)
     if found is not None:
         return _run_in_torch(found.sequence, cell, input)

@@ -31,10 +31,10 @@ _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 def _scalers(optimizers: Any, called: str) -> list[LossScaler]:
     """The scalers of the training of ``optimizers``; of the newest one without them."""
     if optimizers is None:
+        _warn_of_others(called)
         alive = {id(state.training): state.training for state in states()}
         if not hasattr(_amp_state, "training") and len(alive) == 1:  # of an amp.init handle
             return next(iter(alive.values())).loss_scalers
-        _warn_of_others(called)
         newest: list[LossScaler] = getattr(_amp_state, "loss_scalers", [])
         return newest
     listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
@@ -71,10 +71,12 @@ def _warn_of_others(called: str) -> None:
 
 
 def _has_others(newest: Any) -> bool:
-    return any(
-        state.training is not newest and not state.superseded and state.can_skip()
+    others = {
+        id(state.training)
         for state in states()
-    )
+        if state.training is not newest and not state.superseded and state.can_skip()
+    }
+    return len(others) > (newest is None)  # without initialize, that of an amp.init handle is meant
 
 
 def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:

@@ -160,3 +160,42 @@ def _fits(keys: Sequence[Any], params: Sequence[torch.Tensor], state: Mapping[An
         for value in state.get(key, {}).values()
         if isinstance(value, torch.Tensor) and value.dim() > 0
     )
+
+
+def from_flat(saved: Mapping[str, Any], groups: Sequence[Sequence[torch.Tensor]]) -> dict[str, Any]:
+    """Split what BERT's programs saved before spring 2019: each group as one flat parameter.
+
+    Args:
+        saved: The state of an ``FP16_Optimizer`` with ``fp32_groups_flat``.
+        groups: The parameters by group.
+
+    Raises:
+        ValueError: A flat tensor has not as many elements as the parameters of its group.
+    """
+    state: dict[int, Any] = {}
+    made: dict[str, Any] = {"state": state, "param_groups": []}
+    inner = saved["optimizer_state_dict"]
+    for group, params in zip(inner["param_groups"], groups, strict=True):
+        keys = range(len(state), len(state) + len(params))
+        values = inner["state"].get(group["params"][0], {})
+        split = {name: _split(value, params) for name, value in values.items()}
+        state.update(
+            (key, {n: parts[i] for n, parts in split.items()}) for i, key in enumerate(keys)
+        )
+        made["param_groups"].append({**group, "params": [*keys]})
+    flat = zip(saved["fp32_groups_flat"], groups, strict=True)
+    masters = [_split(tensor, params) for tensor, params in flat]
+    return {**saved, "fp32_groups": masters, "optimizer_state_dict": made}
+
+
+def _split(value: Any, params: Sequence[torch.Tensor]) -> list[Any]:
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return [value for _ in params]
+    sizes = [param.numel() for param in params]
+    if value.numel() != sum(sizes):
+        raise ValueError(
+            f"FP16_Optimizer: a saved group has {value.numel()} elements, and the parameters of "
+            f"this group {sum(sizes)}. Make model and groups as they were when it was saved."
+        )
+    pieces = zip(torch.split(value.reshape(-1), sizes), params, strict=True)
+    return [piece.view(param.shape) for piece, param in pieces]

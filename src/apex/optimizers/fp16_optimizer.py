@@ -138,9 +138,11 @@ class FP16_Optimizer(_base.FP16_Optimizer):
         Raises:
             ValueError: Keys, groups or shapes do not fit; nothing was changed.
         """
+        self._params.add_new(self.optim)
+        if "fp32_groups_flat" in state_dict:
+            state_dict = checkpoint.from_flat(state_dict, self.fp32_groups)
         wanted = ("dynamic_loss_scale", "cur_scale", "cur_iter")
         checkpoint.check_keys(state_dict, (*wanted, "optimizer_state_dict", "fp32_groups"))
-        self._params.add_new(self.optim)
         numbers = dict(state_dict)
         if not numbers["dynamic_loss_scale"]:
             numbers = {"cur_scale": numbers["cur_scale"]}

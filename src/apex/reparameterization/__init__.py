@@ -136,9 +136,9 @@ def remove_reparameterization(
         owner, leaf = Reparameterization.get_module_and_name(module, name)
         fn = computed(owner).get(leaf)
         if not isinstance(fn, reparameterization):
+            found = f", but by {type(fn).__name__}" if fn else ""
             raise ValueError(
-                f"{name} has no reparameterization of class {reparameterization.__name__}, but "
-                f"{type(fn).__name__ if fn else 'none'}."
+                f"{name} is not reparameterized by {reparameterization.__name__}{found}."
             )
         fn.remove(owner)
         return module

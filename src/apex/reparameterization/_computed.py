@@ -31,6 +31,12 @@ class Computed(torch.nn.Module):
 
     _computed: dict[str, Computes]
 
+    def register_parameter(self, name: str, param: Any) -> None:
+        """Refuse the name of a computed attribute; assigning a parameter comes here too."""
+        if name in self._computed:
+            raise AttributeError(_set_these(self, name))
+        super().register_parameter(name, param)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load the names that torch's parametrizations write, too."""
         for leaf, fn in self._computed.items():
@@ -79,10 +85,14 @@ def _property(name: str) -> property:
             raise RuntimeError(f"{name!r} cannot be computed: {error}") from error
 
     def set_(module: Computed, value: Any) -> None:
-        names = " and ".join(module._computed[name].reparameterization_names)
-        raise AttributeError(f"{name!r} is computed from {names}. Set these.")
+        raise AttributeError(_set_these(module, name))
 
     return property(get, set_)
+
+
+def _set_these(module: Computed, name: str) -> str:
+    names = " and ".join(module._computed[name].reparameterization_names)
+    return f"{name!r} is computed from {names}. Set these."
 
 
 def computed(module: torch.nn.Module) -> Mapping[str, Computes]:

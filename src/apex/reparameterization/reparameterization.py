@@ -149,7 +149,10 @@ class Reparameterization:
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         if leaf not in computed(owner) and not hasattr(owner, leaf):
-            raise AttributeError(f"{type(owner).__name__} {path!r} has no attribute {leaf!r}.")
+            names = ", ".join(found for found, _ in module.named_parameters()) or "none"
+            raise AttributeError(
+                f"{type(module).__name__} has no parameter {name!r}. Its parameters: {names}."
+            )
         return owner, leaf
 
     def get_params(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -239,7 +242,7 @@ def _parameter(owner: torch.nn.Module, leaf: str, name: str) -> torch.nn.Paramet
         if leaf in (old, *fn.reparameterization_names):
             raise ValueError(
                 f"{name} is reparameterized already: {old!r} is computed from "
-                f"{fn.reparameterization_names}. Remove that first."
+                f"{fn.reparameterization_names}. Call remove_reparameterization first."
             )
     weight = owner._parameters.get(leaf)
     if weight is None:
