@@ -19,8 +19,7 @@ The original had two sets of rules, of 2018 and of 2025. These hold here:
 * ``step``, ``clip_master_grads`` and ``inspect_master_grad_data`` call ``update_master_grads``
   themselves if a ``backward`` has left that to the program.
 
-Wrap the model in DistributedDataParallel first: gradients are summed where they arrive, on the
-model's parameters. Not to be combined with ``amp.initialize``.
+Not to be combined with ``amp.initialize``.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ class FP16_Optimizer(WrappedOptimizer):
     @property
     def fp32_from_fp32_groups(self) -> Groups:
         """The parameters without masters, a list for each group."""
-        return self._params.own
+        return self._params.wide
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
@@ -164,7 +163,7 @@ class FP16_Optimizer(WrappedOptimizer):
     @property
     def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
         """The parameters without masters of all groups."""
-        return self._params.all_own
+        return self._params.all_wide
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its 16-bit parameters get masters."""
@@ -222,7 +221,7 @@ class FP16_Optimizer(WrappedOptimizer):
     ) -> None:
         """Backpropagate ``loss`` times the loss scale.
 
-        May be called several times before a step: gradients add up.
+        Gradients of several calls add up.
 
         Args:
             loss: A tensor with one element; it is scaled in float32.
@@ -353,10 +352,9 @@ class FP16_Optimizer(WrappedOptimizer):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a bit-exact resume needs besides the model's ``state_dict``.
+        """All that a bit-exact resume needs besides the model's: dicts, lists, numbers and tensors.
 
-        Dicts, lists, numbers and tensors, which ``torch.load`` reads by default. As in torch's
-        optimizers tensors are not copied.
+        As in torch's optimizers tensors are not copied.
         """
         return {
             "loss_scaler": checkpoint.scaler_to_dict(self.loss_scaler),

@@ -23,18 +23,18 @@ class MasterGroups:
     Args:
         halves: The 16-bit parameters that have masters already, by group.
         masters: Their masters.
-        own: Parameters of 32 or 64 bits, which need none.
+        wide: Parameters of 32 or 64 bits, which need none.
 
     Attributes:
         pairs: Parameters with their masters, in columns.
-        still_scaled: ids of parameters of ``own`` whose gradient, if there is one, is still scaled.
+        still_scaled: ids of parameters in ``wide`` whose gradient, if any, is still scaled.
     """
 
-    def __init__(self, halves: Groups, masters: Groups, own: Groups) -> None:
-        self.halves, self.masters, self.own = halves, masters, own
+    def __init__(self, halves: Groups, masters: Groups, wide: Groups) -> None:
+        self.halves, self.masters, self.wide = halves, masters, wide
         self.still_scaled: set[int] = set()
         self.pairs = Pairs([], [])
-        for param in self.all_own:
+        for param in self.all_wide:
             self._watch(param)
         self._pair()
 
@@ -49,9 +49,9 @@ class MasterGroups:
         return [param for group in self.masters for param in group]
 
     @property
-    def all_own(self) -> list[torch.Tensor]:
+    def all_wide(self) -> list[torch.Tensor]:
         """The parameters without masters of all groups."""
-        return [param for group in self.own for param in group]
+        return [param for group in self.wide for param in group]
 
     def _watch(self, param: torch.Tensor) -> None:
         arrived = self.still_scaled
@@ -75,9 +75,9 @@ class MasterGroups:
                 changed.
             ValueError: A parameter is there twice; nothing was changed.
         """
-        for params in self.own:  # model.half() was called since
+        for params in self.wide:  # model.half() was called since
             params[:] = [param for param in params if param.dtype not in HALF_TYPES]
-        known = {*map(id, self.all_masters), *map(id, self.all_own)}
+        known = {*map(id, self.all_masters), *map(id, self.all_wide)}
         new = [
             (number, index, param)
             for number, group in enumerate(optimizer.param_groups)
@@ -85,12 +85,12 @@ class MasterGroups:
             if param.requires_grad and id(param) not in known
         ]
         self._check([param for _, _, param in new])
-        for groups in (self.halves, self.masters, self.own):
+        for groups in (self.halves, self.masters, self.wide):
             groups.extend([] for _ in optimizer.param_groups[len(groups) :])
         has_state = False
         for number, index, param in new:
             if param.dtype not in HALF_TYPES:
-                self.own[number].append(param)
+                self.wide[number].append(param)
                 self._watch(param)
                 continue
             master = param.detach().clone().float().requires_grad_()
@@ -128,7 +128,7 @@ class MasterGroups:
 
     def all(self) -> list[torch.Tensor]:
         """All parameters of the model that have gradients."""
-        return [*self.all_halves, *self.all_own]
+        return [*self.all_halves, *self.all_wide]
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -137,8 +137,8 @@ class MasterGroups:
         """Bring all gradients that are still scaled to a scale that is ``factor`` times theirs."""
         if factor == 1.0:
             return
-        own = [param for param in self.all_own if id(param) in self.still_scaled]
-        for param in (*self.all_halves, *own):
+        wide = [param for param in self.all_wide if id(param) in self.still_scaled]
+        for param in (*self.all_halves, *wide):
             if param.grad is not None:
                 param.grad.mul_(factor)
 
@@ -149,7 +149,7 @@ class MasterGroups:
         All of these parameters count as scaled then: where a rank has not used one,
         DistributedDataParallel writes the other ranks' gradient, and no hook is called.
         """
-        for param in self.all_own:
+        for param in self.all_wide:
             if param.grad is not None and id(param) not in self.still_scaled:
                 param.grad.mul_(scale)
             self.still_scaled.add(id(param))
@@ -164,20 +164,20 @@ class MasterGroups:
         Returns:
             Whether an element was inf or nan; False without ``check``.
         """
-        own = []
-        for param in self.all_own:
+        wide = []
+        for param in self.all_wide:
             if param.grad is not None and id(param) in self.still_scaled:
                 param.grad = param.grad.coalesce() if param.grad.is_sparse else param.grad
-                own.append(param.grad)
+                wide.append(param.grad)
         self.still_scaled.clear()
         for master in self.all_masters:
             master.grad = None
         divisor: torch.Tensor | float = scale
         if check:  # the flag comes on the divisor's device
             halves = (param.grad for param in self.all_halves if param.grad is not None)
-            first = next((grad for grad in (*own, *halves)), torch.empty(()))
+            first = next((grad for grad in (*wide, *halves)), torch.empty(()))
             divisor = torch.tensor(scale, dtype=torch.float32, device=first.device)
-        found, _ = unscale_into(own, self.pairs, {}, divisor)
+        found, _ = unscale_into(wide, self.pairs, {}, divisor)
         return found is not None and bool(found)
 
     def refuse_missed(self) -> None:
