@@ -90,18 +90,18 @@ class LossScaler:
         growth_factor = scale_factor if growth_factor is None else growth_factor
         backoff_factor = 1.0 / scale_factor if backoff_factor is None else backoff_factor
         most = inf if max_loss_scale is None else max_loss_scale
-        _check("growth_factor", growth_factor, lambda x: x >= 1.0, "at least 1")
-        _check("backoff_factor", backoff_factor, lambda x: 0.0 < x <= 1.0, "in the range (0, 1]")
-        _check("growth_interval", scale_window, lambda x: x >= 1, "at least 1")
-        _check("growth_interval", scale_window, lambda x: type(x) is int, "an integer")
-        _check("hysteresis", hysteresis, lambda x: x >= 1, "at least 1")
-        _check("init_scale", init_scale, lambda x: 0.0 < x <= HUGE, "above 0, at most 2**127")
-        _check("max_loss_scale", most, lambda x: x > 0.0, "above 0")
+        check("growth_factor", growth_factor, lambda x: x >= 1.0, "at least 1")
+        check("backoff_factor", backoff_factor, lambda x: 0.0 < x <= 1.0, "in the range (0, 1]")
+        check("growth_interval", scale_window, lambda x: x >= 1, "at least 1")
+        check("growth_interval", scale_window, lambda x: type(x) is int, "an integer")
+        check("hysteresis", hysteresis, lambda x: x >= 1, "at least 1")
+        check("init_scale", init_scale, lambda x: 0.0 < x <= HUGE, "above 0, at most 2**127")
+        check("max_loss_scale", most, lambda x: x > 0.0, "above 0")
         if min_loss_scale is not None:
             allowed = f"at least 0, at most max_loss_scale ({max_loss_scale})"
-            _check("min_loss_scale", min_loss_scale, lambda x: 0.0 <= x <= most, allowed)
+            check("min_loss_scale", min_loss_scale, lambda x: 0.0 <= x <= most, allowed)
         if loss_scale != "dynamic":
-            _check("loss_scale", float(loss_scale), lambda x: 0.0 < x < inf, "finite, above 0")
+            check("loss_scale", float(loss_scale), lambda x: 0.0 < x < inf, "finite, above 0")
         dynamic = loss_scale == "dynamic"
         self._min_loss_scale = min_loss_scale
         self._max_loss_scale = max_loss_scale
@@ -354,7 +354,7 @@ class LossScaler:
         return self.update_scale()
 
 
-def _check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) -> None:
+def check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) -> None:
     try:
         right = is_right(value)
     except TypeError:  # no number

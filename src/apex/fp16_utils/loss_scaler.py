@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from apex.amp.scaler import check
 from apex.fp16_utils.fp16util import to_python_float
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
@@ -32,15 +33,6 @@ def check_scale(name: str, value: Any) -> float:
     if not TINY <= scale <= 1 / TINY:
         raise ValueError(f"{name} was {value!r}; it must be a number from 2**-126 to 2**126.")
     return scale
-
-
-def _check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) -> None:
-    try:
-        right = is_right(value)
-    except TypeError:  # no number
-        right = False
-    if not right:
-        raise ValueError(f"DynamicLossScaler: {name} was {value!r}; it must be {allowed}.")
 
 
 class LossScaler:
@@ -126,13 +118,13 @@ class DynamicLossScaler(LossScaler):
         max_loss_scale: float | None = None,
     ) -> None:
         self.cur_scale = check_scale("DynamicLossScaler: init_scale", init_scale)
-        _check("scale_factor", scale_factor, lambda x: 1.0 < x < math.inf, "above 1")
-        _check("scale_window", scale_window, lambda x: x >= 1 and not x % 1, "an integer above 0")
+        check("scale_factor", scale_factor, lambda x: 1.0 < x < math.inf, "above 1")
+        check("scale_window", scale_window, lambda x: x >= 1 and not x % 1, "an integer above 0")
         lowest = 0.0 if min_loss_scale is None else min_loss_scale
         highest = math.inf if max_loss_scale is None else max_loss_scale
-        _check("max_loss_scale", highest, lambda x: x > 0.0, "above 0")
+        check("max_loss_scale", highest, lambda x: x > 0.0, "above 0")
         allowed = f"at least 0, at most max_loss_scale ({max_loss_scale})"
-        _check("min_loss_scale", lowest, lambda x: 0.0 <= x <= highest, allowed)
+        check("min_loss_scale", lowest, lambda x: 0.0 <= x <= highest, allowed)
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
         self.cur_scale = self._bounded(self.cur_scale)
