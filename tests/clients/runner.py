@@ -122,8 +122,8 @@ def run(client, wheel, seconds=SECONDS):
         # Caches and settings of the packages are in the user's home; nothing is downloaded.
         own = {"HOME": home, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         started = time.monotonic()
-        # -I: neither PYTHONPATH nor this folder is on the path.
-        words = [client.python, "-I", HERE / "inside.py", client.folder / "checks.py"]
+        # -I: neither PYTHONPATH nor this folder is on the path. -B: no bytecode beside the checks.
+        words = [client.python, "-IB", HERE / "inside.py", client.folder / "checks.py"]
         try:
             done = subprocess.run(
                 words, cwd=home, env={**os.environ, **own}, timeout=seconds, check=False,

@@ -45,8 +45,8 @@ def test_every_version_is_pinned(client):
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """A client of no packages; its environment borrows pytest and torch from this one."""
+def toy(tmp_path_factory, wheel):
+    """A client with the wheel alone; its environment borrows pytest and torch from this one."""
     root = tmp_path_factory.mktemp("toy")
     client = runner.Client(root / "toy", root / ".clients" / "toy")
     client.folder.mkdir()
@@ -56,6 +56,7 @@ def toy(tmp_path_factory):
     packages = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
     with open(f"{packages}/borrowed.pth", "w") as borrowed:
         borrowed.write(sysconfig.get_path("purelib"))
+    run(client, wheel, "")
     return client
 
 
@@ -64,6 +65,13 @@ def run(client, wheel, checks, **options):
     return runner.run(client, wheel, **options)
 
 
+@pytest.fixture
+def _wheel_stays(monkeypatch):
+    """Spare the seconds that pip takes."""
+    monkeypatch.setattr(runner, "_pip", lambda *words: None)
+
+
+@pytest.mark.usefixtures("_wheel_stays")
 def test_checks_see_the_wheel_and_not_the_tree(toy, wheel, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(runner.ROOT / "src"))
     checks = (
@@ -90,6 +98,7 @@ def test_checks_see_the_wheel_and_not_the_tree(toy, wheel, monkeypatch):
     ],
     ids=["fails", "skips", "does not import", "has no checks"],
 )
+@pytest.mark.usefixtures("_wheel_stays")
 def test_anything_but_passed_fails_and_is_shown(toy, wheel, checks, said):
     result = run(toy, wheel, checks)
     assert not result.passed
@@ -97,6 +106,7 @@ def test_anything_but_passed_fails_and_is_shown(toy, wheel, checks, said):
     assert "FAILED" in str(result)
 
 
+@pytest.mark.usefixtures("_wheel_stays")
 def test_checks_that_hang_are_stopped(toy, wheel):
     checks = "import time\ndef test_a():\n    time.sleep(600)\n"
     result = run(toy, wheel, checks, seconds=3)
