@@ -71,7 +71,7 @@ def _run(*words):
 def test_help_lists_the_commands():
     done = _run("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(word in done.stdout for word in ("demo", "test", "check", "--all"))
+    assert all(word in done.stdout for word in ("demo", "test", "check", "clients", "--all"))
 
 
 @pytest.mark.parametrize(("words", "said"), [(["fly"], "'fly' is not a command"), ([], "which")])
@@ -80,7 +80,24 @@ def test_bad_command_gets_one_line_and_2(words, said):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
-    assert "demo, test or check" in done.stderr
+    assert "demo, test, check or clients" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["demo", "--x"], ["apex", "bench", "--x"]),
+        (["clients", "timm"], ["tests.clients", "timm"]),
+        (["test", "tests/amp"], ["pytest", "tests/amp"]),
+        (["test", "--all"], ["pytest", "--numprocesses=auto", "--all"]),
+    ],
+)
+def test_a_command_hands_over_to_its_module(dev, monkeypatch, words, module):
+    monkeypatch.setattr(dev, "set_up", lambda: None)
+    handed = []
+    monkeypatch.setattr(dev, "_hand_over", lambda words: handed.extend(words) or 0)
+    assert dev.main(words) == 0
+    assert handed == [str(dev.PYTHON), "-m", *module]
 
 
 def test_second_set_up_does_nothing(dev, calls):

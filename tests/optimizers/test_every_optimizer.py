@@ -13,7 +13,7 @@ import torch
 from apex import amp, optimizers
 from apex.contrib import optimizers as contrib
 from apex.ops import _runtime
-from apex.optimizers import FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad
+from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad
 from apex.parallel import LARC
 from tests.optimizers.common import (
     EVERY,
@@ -524,6 +524,48 @@ def test_torch_grad_scaler_drives_the_step(make, historic):
 
 
 @every
+def test_torch_grad_scaler_skips_without_calling_step(make):
+    """accelerate and others tell by that whether a step was skipped."""
+    params = parameters(shapes=SMALL)
+    optimizer = make(params)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append(True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for bad in (True, False):
+        scaler.scale(torch.ones(()))
+        give_grads(params, 0)
+        if bad:
+            params[1].grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert called == ([] if bad else [True])
+
+
+STEPS_UNSCALE = pytest.mark.parametrize(
+    "make",
+    [lambda params: FusedAdam(params, capturable=True), FusedMixedPrecisionLamb],
+    ids=["FusedAdam,capturable", "FusedMixedPrecisionLamb"],
+)
+
+
+@STEPS_UNSCALE
+def test_torch_grad_scaler_leaves_the_skip_to_these(make):
+    """The host does not wait for the flag: a CUDA graph could not."""
+    params = parameters(shapes=SMALL)
+    optimizer = make(params)
+    before = values(params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    give_grads(params, 0)
+    params[1].grad[0] = float("inf")
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append(True))
+    scaler.step(optimizer)
+    assert called
+    assert same(values(params), before)
+
+
+@STEPS_UNSCALE
 def test_an_optimizer_without_gradients_is_passed_over(make):
     """The scaler's flag for it is the integer 0, the sum over no devices."""
     idle, busy = parameters(shapes=SMALL)

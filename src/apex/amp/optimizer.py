@@ -68,8 +68,8 @@ class OptimizerState:
         fused = FusedGradients(params) if asked and hasattr(optimizer, "step_scaled") else None
         self.ledger = Ledger(params, training, fused)
         self.overflow = Overflow(training.verbosity, training.max_skipped_steps)
-        self._takes_flag = bool(getattr(optimizer, _MARK, False))
         self._takes_options = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
+        self._takes_flag = self._takes_options or bool(getattr(optimizer, _MARK, False))
         # Until an optimizer was seen to step the masters it was given; those of apex.optimizers do.
         needs_check = use_masters and not self._takes_options
         self._step_check = StepCheck(optimizer, params) if needs_check else None

@@ -57,8 +57,9 @@ class FusedOptimizer(StatefulOptimizer):
         RuntimeError: A parameter is not a dense float16, bfloat16, float32 or float64 tensor.
     """
 
-    # A parameter with this name in step() would make torch's GradScaler warn at each step.
-    _step_supports_amp_scaling = True
+    # Where True, torch's GradScaler leaves unscaling and the skip to the step. Programs see that:
+    # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
+    _step_supports_amp_scaling = False
 
     #: What is computed from tensors as a whole, and so refuses sharded ones; "" for nothing.
     _needs_whole = ""

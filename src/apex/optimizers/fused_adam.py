@@ -32,6 +32,7 @@ class FusedAdam(FusedOptimizer):
         amsgrad: Not supported; here because callers pass ``False``.
         set_grad_none: Kept from the original; gradients are freed in any case.
         capturable: Keep ``lr`` and ``step`` on the device, so that a CUDA graph can replay a step.
+            torch's ``GradScaler`` then leaves unscaling and the skip to the step, too.
         master_weights: Keep float32 masters of 16-bit parameters, made at the first step; needs
             ``capturable``.
         storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
@@ -99,6 +100,7 @@ class FusedAdam(FusedOptimizer):
         self.use_mt = use_mt
         self.max_grad_norm = max_grad_norm
         self.capturable = capturable
+        self._step_supports_amp_scaling = capturable  # a graph cannot wait for GradScaler's flag
         self.master_weights = master_weights
         if master_weights:
             self._mastered = frozenset(HALF)

@@ -48,6 +48,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     _keeps_saved_dtypes = True
+    _step_supports_amp_scaling = True
 
     def __init__(  # noqa: PLR0913
         self,

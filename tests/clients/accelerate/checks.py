@@ -1,0 +1,95 @@
+"""accelerate: its loop with FusedAdam, in float32, bfloat16, and float16 with a scaler."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
+
+from apex.optimizers import FusedAdam
+
+CLIP = 0.5
+PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+
+
+class Loop:
+    """A model, an optimizer, data and a scheduler that one Accelerator has prepared."""
+
+    def __init__(self, precision, optimizer_class, seed=0):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        self.accelerator = Accelerator(
+            cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
+        )
+        if precision == "fp16":
+            # accelerate takes "fp16" on a CPU, and then casts and scales nothing there. What it
+            # sets on a GPU is therefore set by hand.
+            assert self.accelerator.scaler is None
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        set_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
+        inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        rows = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
+        loader = torch.utils.data.DataLoader(rows, batch_size=16)
+        optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.01)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=24)
+        prepared = self.accelerator.prepare(model, optimizer, loader, scheduler)
+        self.model, self.optimizer, self.loader, self.scheduler = prepared
+        self.products = set()
+        model[0].register_forward_hook(lambda *of: self.products.add(of[-1].dtype))
+
+    def train(self, epochs):
+        """Return the losses of all batches and the norms of all steps, before clipping."""
+        losses, norms = [], []
+        for _ in range(epochs):
+            for x, y in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = torch.nn.functional.cross_entropy(self.model(x), y)
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        params = self.model.parameters()
+                        norms.append(self.accelerator.clip_grad_norm_(params, CLIP).item())
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses, norms
+
+
+@PRECISIONS
+def test_training_is_that_of_torchs_adamw(precision):
+    ours, torchs = Loop(precision, FusedAdam), Loop(precision, torch.optim.AdamW)
+    assert type(ours.optimizer.optimizer) is FusedAdam
+    found = ours.train(epochs=6), ours.model.state_dict()
+    torch.testing.assert_close(found, (torchs.train(epochs=6), torchs.model.state_dict()))
+    dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert ours.products == {dtype}
+    (losses, norms), _ = found
+    assert max(norms) > CLIP  # and after that the gradients are clipped
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+
+
+def test_an_overflow_skips_the_step():
+    loop = Loop("fp16", FusedAdam)
+    loop.accelerator.scaler = loop.optimizer.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**40
+    )
+    before = [p.detach().clone() for p in loop.model.parameters()]
+    losses, norms = loop.train(epochs=1)
+    assert not torch.isfinite(torch.tensor(norms)).any()
+    assert loop.accelerator.optimizer_step_was_skipped
+    assert all(map(torch.equal, loop.model.parameters(), before))
+    assert loop.accelerator.scaler.get_scale() == 2.0**38
+    assert losses == Loop("fp16", FusedAdam).train(epochs=1)[0][:2] + losses[2:]
+
+
+@PRECISIONS
+def test_saved_state_resumes_to_the_bit(tmp_path, precision):
+    loop = Loop(precision, FusedAdam)
+    loop.train(epochs=2)
+    loop.accelerator.save_state(str(tmp_path))
+    wanted = loop.train(epochs=2), loop.model.state_dict()
+    other = Loop(precision, FusedAdam, seed=1)
+    other.accelerator.load_state(str(tmp_path))
+    found = other.train(epochs=2), other.model.state_dict()
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)

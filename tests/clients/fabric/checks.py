@@ -1,0 +1,91 @@
+"""Lightning Fabric: FusedAdam under its precision plug-ins, its gradient scaler among them."""
+
+import pytest
+import torch
+from lightning_fabric import Fabric, seed_everything
+from lightning_fabric.plugins.precision import MixedPrecision
+
+from apex.optimizers import FusedAdam
+
+CLIP = 0.25
+
+
+def start(precision, optimizer_class=FusedAdam, seed=0, scale=2.0**10):
+    if precision == "16-mixed":
+        # On a CPU, Fabric replaces this precision by bf16-mixed unless it is given the plug-in.
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        options = {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
+    else:
+        options = {"precision": precision}
+    fabric = Fabric(accelerator="cpu", devices=1, **options)
+    seed_everything(seed, verbose=False)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
+    products = set()
+    model[0].register_forward_hook(lambda *of: products.add(of[-1].dtype))
+    optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.01)
+    return fabric, *fabric.setup(model, optimizer), products
+
+
+def train(fabric, model, optimizer, products, clip=True):
+    """Return the losses of twelve steps and the norms before clipping."""
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    losses, norms = [], []
+    for _ in range(12):
+        loss = torch.nn.functional.cross_entropy(model(inputs), inputs[:, :4].argmax(1))
+        fabric.backward(loss)
+        if clip:
+            norms.append(fabric.clip_gradients(model, optimizer, max_norm=CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16),
+    ],
+)  # fmt: skip
+def test_training_is_that_of_torchs_adamw(precision, dtype):
+    ours, torchs = start(precision), start(precision, torch.optim.AdamW)
+    assert isinstance(ours[2], FusedAdam)
+    assert type(ours[2].optimizer) is FusedAdam
+    found = train(*ours), ours[1].state_dict()
+    torch.testing.assert_close(found, (train(*torchs), torchs[1].state_dict()))
+    assert ours[3] == {dtype}
+    (losses, norms), _ = found
+    assert min(norms) > CLIP
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_half_weights_train_as_float32_ones():
+    """The moments are float32. torch's AdamW has them in float16, where its eps is 0: nan."""
+    half, single = start("16-true"), start("32-true")
+    losses, _ = train(*half)
+    assert {p.dtype for p in half[1].parameters()} == half[3] == {torch.float16}
+    moments = [slot for slots in half[2].state.values() for slot in slots.values()]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    wanted, _ = train(*single)  # by torch's tolerance for float16
+    torch.testing.assert_close(torch.tensor(losses).half(), torch.tensor(wanted).half())
+
+
+def test_an_overflow_skips_the_step():
+    fabric, model, optimizer, products = start("16-mixed", scale=2.0**40)
+    before = [p.detach().clone() for p in model.parameters()]
+    losses, _ = train(fabric, model, optimizer, products, clip=False)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert len(set(losses)) == 1
+    assert fabric.strategy.precision.scaler.get_scale() == 2.0**28
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "16-true"])
+def test_saved_state_resumes_to_the_bit(tmp_path, precision):
+    fabric, model, optimizer, products = start(precision)
+    train(fabric, model, optimizer, products)
+    fabric.save(tmp_path / "state", {"model": model, "optimizer": optimizer})
+    wanted = train(fabric, model, optimizer, products), model.state_dict()
+    fabric, model, optimizer, products = start(precision, seed=1)
+    fabric.load(tmp_path / "state", {"model": model, "optimizer": optimizer})
+    found = train(fabric, model, optimizer, products), model.state_dict()
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
