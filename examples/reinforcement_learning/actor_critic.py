@@ -2,17 +2,16 @@
 
 Each update takes ``--rollout`` steps in ``--envs`` environments, estimates advantages by GAE
 (Schulman et al., 2016) and takes one optimizer step on two losses: the policy's is loss 0, the
-value function's is loss 1. A run ends when the task is solved: the last 100 episodes have an
-average return of 475, the threshold that gymnasium registers for CartPole-v1.
+value function's is loss 1. A run ends when 100 episodes in a row have an average return of 475.
 """
 
 import argparse
+import contextlib
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
-import report
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,16 +19,15 @@ from torch import nn
 from apex import amp
 
 try:
-    import gymnasium
-    from gymnasium.vector import AutoresetMode, SyncVectorEnv
-except ModuleNotFoundError:
-    raise SystemExit("gymnasium is missing: pip install 'gymnasium>=1.1'") from None
+    from environments import EPISODES, TASK, THRESHOLD, Environments, Rollout
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing: pip install 'gymnasium>=1.1' matplotlib") from None
 
-TASK = "CartPole-v1"
-EPISODES = 100  # that the average return is taken over
 GAMMA, LAMBDA = 0.99, 0.95  # discount, and decay of GAE
 ENTROPY = 0.01  # weight of the entropy in the policy's loss
 MAX_NORM = 0.5  # of the gradients of both losses
+EVERY = 20_000  # steps from one line of progress to the next
 
 
 class ActorCritic(nn.Module):
@@ -53,74 +51,23 @@ def _network(inputs: int, width: int, outputs: int, gain: float) -> nn.Sequentia
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-class Rollout(NamedTuple):
-    """What happened in some steps: tensors of (steps, environments), states with one step more."""
-
-    states: torch.Tensor
-    actions: torch.Tensor
-    rewards: torch.Tensor
-    terminated: torch.Tensor  # the pole fell
-    ended: torch.Tensor  # that, or the limit of 500 steps was reached
-    real: torch.Tensor  # 0 where the environment only began a new episode
-
-
-class Environments:
-    """Several environments that advance together, each with episodes of its own."""
-
-    def __init__(self, number: int, seed: int) -> None:
-        makers = [lambda: gymnasium.make(TASK)] * number
-        # After an episode, the next step ignores the action and begins the next episode. So the
-        # last state of an episode is in the rollout, and its value is known.
-        self.vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
-        self.state = torch.from_numpy(self.vector.reset(seed=seed)[0])
-        self.ended = torch.zeros(number, dtype=torch.bool)
-        self.sums = torch.zeros(number)  # rewards of the episodes that run
-        self.steps = 0  # of all environments together
-        self.episodes: list[tuple[int, float]] = []  # steps taken before its end, return
-
-    def rollout(self, steps: int, act: Callable[[torch.Tensor], torch.Tensor]) -> Rollout:
-        """Take ``steps`` steps in each environment with the actions that ``act`` chooses."""
-        states, taken = [self.state], []
-        for _ in range(steps):
-            actions, real = act(self.state), ~self.ended
-            found, rewards, terminated, truncated, _ = self.vector.step(actions.numpy())
-            self.state = torch.from_numpy(found)
-            rewards, terminated = torch.from_numpy(rewards).float(), torch.from_numpy(terminated)
-            self.ended = terminated | torch.from_numpy(truncated)
-            self._count(rewards, real)
-            states.append(self.state)
-            taken.append((actions, rewards, terminated.float(), self.ended.float(), real.float()))
-        return Rollout(torch.stack(states), *map(torch.stack, zip(*taken, strict=True)))
-
-    def _count(self, rewards: torch.Tensor, real: torch.Tensor) -> None:
-        self.steps += int(real.sum())
-        self.sums += rewards
-        for ended in self.ended.nonzero().flatten().tolist():
-            self.episodes.append((self.steps, float(self.sums[ended])))
-            self.sums[ended] = 0
-
-    def average_return(self) -> float:
-        """Average over the last 100 episodes, or those that there are."""
-        last = [found for _, found in self.episodes[-EPISODES:]]
-        return sum(last) / max(1, len(last))
-
-
 def advantages(rollout: Rollout, values: torch.Tensor) -> torch.Tensor:
     """Generalized advantage estimates.
 
-    ``delta[t] = r[t] + GAMMA V(s[t+1]) - V(s[t])``, without ``V(s[t+1])`` where the pole fell;
-    ``A[t] = delta[t] + GAMMA LAMBDA A[t+1]``, without ``A[t+1]`` where the episode ended.
+    ``delta[t] = (1 - GAMMA) r[t] + GAMMA V(s[t+1]) - V(s[t])``, without ``V(s[t+1])`` where the
+    pole fell; ``A[t] = delta[t] + GAMMA LAMBDA A[t+1]``, without ``A[t+1]`` where the episode
+    ended. The factor ``1 - GAMMA`` keeps values below 1 (else 100), so that the value function's
+    gradients do not fill the norm that both losses are clipped to.
 
     Args:
         rollout: With tensors of (steps, environments).
-        values: (steps + 1, environments), float32, of ``rollout.states``.
+        values: (steps + 1, environments), of ``rollout.states``.
 
     Returns:
-        (steps, environments), float32.
+        (steps, environments), in the dtype of ``values``.
     """
-    deltas = (
-        (1 - GAMMA) * rollout.rewards + GAMMA * (1 - rollout.terminated) * values[1:] - values[:-1]
-    )
+    following = GAMMA * (1 - rollout.terminated) * values[1:]
+    deltas = (1 - GAMMA) * rollout.rewards + following - values[:-1]
     found, later = torch.zeros_like(deltas), torch.zeros_like(deltas[0])
     for step in reversed(range(len(deltas))):
         later = deltas[step] + GAMMA * LAMBDA * (1 - rollout.ended[step]) * later
@@ -128,25 +75,21 @@ def advantages(rollout: Rollout, values: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, device: torch.device
-) -> None:
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout) -> None:
     """Take one step on the policy's loss and the value function's."""
-    rollout = Rollout(*(tensor.to(device) for tensor in rollout))
     scores, values = model(rollout.states)
     values = values.float()
-    gained = advantages(rollout, values.detach())
-    targets = gained + values.detach()[:-1]
-    real, number = rollout.real, rollout.real.sum()
-    mean = (gained * real).sum() / number
-    spread = (((gained - mean) * real).square().sum() / number).sqrt()
-    gained = (gained - mean) / (spread + 1e-8)
+    estimates = advantages(rollout, values.detach())
+    targets = estimates + values.detach()[:-1]
+    real = rollout.real.bool()
+    used = estimates[real]
+    used = (used - used.mean()) / (used.std(correction=0) + 1e-8)
 
-    logs = F.log_softmax(scores[:-1], dim=-1)
-    chosen = logs.gather(-1, rollout.actions.unsqueeze(-1)).squeeze(-1)
-    entropy = -(logs.exp() * logs).sum(-1)
-    policy_loss = -((chosen * gained + ENTROPY * entropy) * real).sum() / number
-    value_loss = ((values[:-1] - targets).square() * real).sum() / number
+    logs = F.log_softmax(scores[:-1].float(), dim=-1)[real]
+    chosen = logs.gather(-1, rollout.actions[real].unsqueeze(-1)).squeeze(-1)
+    entropy = -(logs.exp() * logs).sum(dim=-1)
+    policy_loss = -(chosen * used + ENTROPY * entropy).mean()
+    value_loss = F.mse_loss(values[:-1][real], targets[real])
 
     optimizer.zero_grad()
     with amp.scale_loss(policy_loss, optimizer, loss_id=0) as scaled_loss:
@@ -162,24 +105,103 @@ def train(level: str, seed: int, args: argparse.Namespace) -> Iterator[Environme
     torch.manual_seed(seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     envs = Environments(args.envs, seed)
-    space = envs.vector.single_observation_space.shape[0]
-    model = ActorCritic(space, int(envs.vector.single_action_space.n)).to(device)
+    model = ActorCritic(envs.inputs, envs.actions).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, num_losses=2, verbosity=0)
 
     @torch.no_grad()
     def act(states: torch.Tensor) -> torch.Tensor:
-        scores, _ = model(states.to(device))
-        return torch.multinomial(F.softmax(scores.float(), dim=-1).cpu(), 1).squeeze(-1)
+        scores, _ = model(states.to(device))  # not model.policy: at O2 the model casts its inputs
+        chances = F.softmax(scores.float(), dim=-1)
+        return torch.multinomial(chances.cpu(), 1).squeeze(-1)
 
-    while envs.steps < args.max_steps and not solved(envs):
+    while envs.steps < args.max_steps and not envs.solved():
         for group in optimizer.param_groups:
             group["lr"] = args.lr * (1 - envs.steps / args.max_steps)
-        update(model, optimizer, envs.rollout(args.rollout, act), device)
+        rollout = envs.rollout(args.rollout, act)
+        update(model, optimizer, Rollout(*(tensor.to(device) for tensor in rollout)))
         yield envs
 
 
-def solved(envs: Environments) -> bool:
-    """Whether 100 episodes have the average return that gymnasium asks for."""
-    threshold = gymnasium.spec(TASK).reward_threshold
-    return len(envs.episodes) >= EPISODES and envs.average_return() >= threshold
+def watched(updates: Iterator[Environments], title: str, total: int) -> Environments:
+    """Train to the end, with a bar where standard error is a terminal and lines now and then."""
+    with contextlib.ExitStack() as stack:
+        bar = None
+        if sys.stderr.isatty():
+            with contextlib.suppress(ModuleNotFoundError):  # rich
+                from rich.console import Console
+                from rich.progress import Progress
+
+                bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+                task = bar.add_task(title, total=total)
+        lines = 0
+        for envs in updates:
+            if bar:
+                bar.update(task, completed=envs.steps)
+            if envs.steps // EVERY > lines:
+                lines = envs.steps // EVERY
+                print(
+                    f"{title}: {envs.steps} steps, return {envs.average_return():.1f}", flush=True
+                )
+    return envs
+
+
+def draw(curves: dict[str, list[tuple[int, float]]], path: str) -> None:
+    """Draw the average return of the last 100 episodes over the steps, a line for each run."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for title, episodes in curves.items():
+        returns = [found for _, found in episodes]
+        parts = [returns[max(0, end - EPISODES) : end] for end in range(1, len(returns) + 1)]
+        axes.plot([at for at, _ in episodes], [sum(p) / len(p) for p in parts], label=title)
+    axes.axhline(THRESHOLD, color="grey", linestyle="--", label="solved")
+    axes.set(xlabel="steps", ylabel=f"average return of {EPISODES} episodes", title=TASK)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options; ends the program with a message where they are wrong."""
+    parser = argparse.ArgumentParser(description=f"A2C on {TASK} in mixed precision.")
+    add = parser.add_argument
+    levels = ["O0", "O1", "O2", "O3", "O4", "O5"]
+    add("--opt-level", nargs="+", choices=levels, default=["O1"], help="a run at each")
+    add("--seed", nargs="+", type=int, default=[0], help="a run with each")
+    add("--envs", type=int, default=8, help="environments at once (default: %(default)s)")
+    add("--rollout", type=int, default=16, help="steps in each per update (default: %(default)s)")
+    add("--lr", type=float, default=2e-3, help="of Adam; falls to 0 at --max-steps")
+    add("--max-steps", type=int, default=300_000, help="end of a run that does not solve the task")
+    add("--picture", default="returns.png", metavar="FILE.png", help="default: %(default)s")
+    args = parser.parse_args(argv)
+    for name in ("envs", "rollout", "max_steps"):
+        if getattr(args, name) < 1:
+            option = name.replace("_", "-")
+            parser.error(f"--{option} {getattr(args, name)}: it must be at least 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train at each level with each seed, and draw the learning curves."""
+    args = parse(argv)
+    curves: dict[str, list[tuple[int, float]]] = {}
+    try:
+        for level in args.opt_level:
+            for seed in args.seed:
+                title, began = f"{level} seed {seed}", time.perf_counter()
+                envs = watched(train(level, seed, args), title, args.max_steps)
+                curves[title] = envs.episodes
+                print(
+                    f"{title}: {'solved' if envs.solved() else 'not solved'} after {envs.steps} "
+                    f"steps, {len(envs.episodes)} episodes, {time.perf_counter() - began:.0f} s; "
+                    f"return {envs.average_return():.1f}",
+                    flush=True,
+                )
+                draw(curves, args.picture)
+                amp.reset()  # the next run may be at another level
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()
