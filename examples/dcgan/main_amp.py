@@ -219,7 +219,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         train(build(args, device), images, judge, folder)
     except KeyboardInterrupt:
-        print(f"interrupted; --resume {folder / CHECKPOINT} goes on", file=sys.stderr)
+        print(
+            f"interrupted; --resume {folder / CHECKPOINT} goes on after the last whole epoch",
+            file=sys.stderr,
+        )
         raise SystemExit(130) from None
 
 

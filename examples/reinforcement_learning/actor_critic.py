@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -177,6 +178,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             parser.error(f"--{option} {getattr(args, name)}: it must be at least 1")
+    folder = Path(args.picture).parent
+    if not folder.is_dir():
+        parser.error(f"--picture {args.picture}: there is no folder {folder}")
     return args
 
 
