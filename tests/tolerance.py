@@ -141,4 +141,6 @@ RECURRENT = 2.0**-47
 RECURRENT_16_BIT = 9.0
 
 # Gradients of a small BERT for 16 paragraphs in three passes against one, of the largest element.
-BERT_ACCUMULATION = {"O0": 1e-6, "O2": 2.0**-9}
+# Largest over 12 seeds: 1.6e-6 and 3.1e-2. At O2 torch's CPU kernel adds up the gradient of the
+# token-type embedding, one row for all 400 tokens, in float16; all others are within 5.6e-3.
+BERT_ACCUMULATION = {"O0": 4e-6, "O2": 2.0**-4}

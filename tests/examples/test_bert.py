@@ -18,7 +18,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "bert"
-TINY = "--hidden 32 --layers 1 --length 32 --limit 600 --batch-size 16 --lr 5e-3"
+TINY = "--hidden 32 --layers 1 --length 32 --limit 640 --batch-size 16 --lr 5e-3"
+THREE = ["combinatorics", "matrices", "stats"]  # classes of about the same size
 
 
 def load_example():
@@ -41,14 +42,15 @@ load = functools.cache(data.load)
 
 
 def few(limit):
-    """The data with a tenth of the tests, read once for all runs."""
+    """Every second test; read once for all runs."""
     train, test = load()
-    return data.Texts(*(part[:limit] for part in train)), data.Texts(*(part[::10] for part in test))
+    return data.Texts(*(part[:limit] for part in train)), data.Texts(*(part[::2] for part in test))
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "CLASSES", THREE)
     monkeypatch.setattr(data, "load", few)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     yield
@@ -64,6 +66,18 @@ def prepared(words):
     return finetune.prepare(finetune.parse(f"{TINY} {words}".split()))
 
 
+def gradients_of_a_step(run):
+    """Take a step on 16 paragraphs; the gradients that the optimizer was given."""
+    found = []
+    hook = run.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: found.extend(p.grad.clone() for p in amp.master_params(optimizer))
+    )
+    finetune.train_step(run, torch.arange(16))
+    hook.remove()
+    assert amp.stepped(run.optimizer)
+    return torch.cat([grad.flatten() for grad in found])
+
+
 class Killed(BaseException):
     """Ends a run; nothing may catch it."""
 
@@ -77,20 +91,24 @@ def killed_after(steps):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_it_learns_and_goes_on_bit_for_bit(level, capsys):
-    """Two epochs of 38 steps, killed in the second one."""
-    words = f"--epochs 2 --save-every 7 --opt_level {level} --save"
+    """Three epochs of 40 steps, killed in the second one.
+
+    Right on held-out files, over five seeds: 59 to 78 %; the largest class has 38 %.
+    """
+    words = f"--epochs 3 --save-every 7 --opt_level {level} --save"
     run(f"{words} straight")
     lines = re.sub(r", \d+ s", "", capsys.readouterr().out).splitlines()
-    assert float(re.search(r"files (.+)%", lines[-1])[1]) > 30
+    majority = float(re.search(r"largest class (.+?)%", lines[0])[1])
+    assert float(re.search(r"files (.+)%", lines[-1])[1]) > majority + 10
 
-    with pytest.raises(Killed), killed_after(52):
+    with pytest.raises(Killed), killed_after(67):
         run(f"{words} killed")
     amp.reset()
-    assert torch.load("killed", weights_only=True)["step"] == 49
+    assert torch.load("killed", weights_only=True)["step"] == 63
     capsys.readouterr()
     run(f"{words} killed --resume killed")
     again = re.sub(r", \d+ s", "", capsys.readouterr().out).splitlines()
-    assert again == ["resumed at step 49", lines[0], lines[-1]]
+    assert again == ["resumed at step 63", lines[0], *lines[2:]]
     assert_equal(torch.load("killed"), torch.load("straight"))
     assert not pathlib.Path("killed.tmp").exists()
 
@@ -103,12 +121,9 @@ def test_passes_that_add_up_are_one_step(level):
         run = prepared(f"--dropout 0 --clip 0 --accumulate {passes} --opt_level {level}")
         forward = mock.Mock(wraps=run.model.forward)
         with mock.patch.object(run.model, "forward", forward):
-            finetune.train_step(run, torch.arange(16))
+            found[passes] = gradients_of_a_step(run)
         sizes = [len(call.kwargs["input_ids"]) for call in forward.call_args_list]
         assert sizes == ([16] if passes == 1 else [6, 6, 4])
-        grads = [param.grad for param in amp.master_params(run.optimizer)]
-        found[passes] = torch.cat([grad.flatten() for grad in grads])
-        assert amp.stepped(run.optimizer)
         amp.reset()
     assert_close_to_largest(found[3], found[1], BERT_ACCUMULATION[level])
 
@@ -117,9 +132,7 @@ def test_passes_that_add_up_are_one_step(level):
 def test_clip_and_groups(optimizer):
     run = prepared(f"--clip 0.25 --opt_level O5 --optimizer {optimizer}")
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    finetune.train_step(run, torch.arange(16))
-    grads = [param.grad for param in amp.master_params(run.optimizer)]
-    assert torch.nn.utils.get_total_norm(grads).item() == pytest.approx(0.25)
+    assert gradients_of_a_step(run).norm().item() == pytest.approx(0.25)
     assert any(not torch.equal(p, before[name]) for name, p in run.model.named_parameters())
     decayed, others = run.optimizer.param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.01, 0.0)
@@ -129,7 +142,7 @@ def test_clip_and_groups(optimizer):
 
 
 def test_the_rate_rises_and_falls():
-    """10 steps: 38 for 600 paragraphs, so 160 of them; three of warm-up."""
+    """Ten steps, three of them of warm-up."""
     run = prepared("--limit 160 --epochs 1 --warmup 0.3 --lr 1")
     rates = []
     for _ in range(10):
@@ -145,13 +158,13 @@ def test_held_out_files():
     train, test = load()
     trained_on, tested = set(train.texts), set(test.texts)
     assert not trained_on & tested
-    sources = pathlib.Path(importlib.import_module("sympy").__file__).parent / "geometry"
+    sources = pathlib.Path(importlib.import_module("sympy").__file__).parent / "stats"
     files = [set(data._paragraphs(file)) for file in data._sources(sources)]
     others = [set().union(*files[:i], *files[i + 1 :]) for i in range(len(files))]
     own = [file - other for file, other in zip(files, others, strict=True)]
     assert not any(file & trained_on and file & tested for file in own)
     assert 0 < sum(bool(file & tested) for file in own) < len(own)
-    assert set(train.labels) == set(test.labels) == set(range(10))
+    assert set(train.labels) == set(test.labels) == {0, 1, 2}
     assert not any(re.search(r"sympy\.\w", text) for text in (*train.texts, *test.texts))
 
 
@@ -161,7 +174,7 @@ def test_vocabulary():
     tokenizer = data.tokenizer(texts)
     assert tokenizer.tokenize("Polynomial") == ["polynomial"]
     assert tokenizer.tokenize("rides") == ["r", "##ides"]
-    assert tokenizer.tokenize("x-ray") == ["[UNK]", "[UNK]", "[UNK]"]
+    assert tokenizer.tokenize("zoo") == ["[UNK]"]  # no z: no pieces
     assert tokenizer.get_vocab() == data.tokenizer(texts).get_vocab()
 
 
@@ -173,7 +186,7 @@ def test_simple_classifiers():
 
 
 def test_pretrained_weights(capsys):
-    """A folder with a model of two classes and its tokenizer."""
+    """A folder with a model of two classes, and its tokenizer."""
     config = transformers.BertConfig(
         vocab_size=300,
         hidden_size=16,
@@ -191,7 +204,7 @@ def test_pretrained_weights(capsys):
     words = "bert.embeddings.word_embeddings.weight"
     assert torch.equal(run.model.state_dict()[words], model.state_dict()[words].float())
     finetune.train_step(run, torch.arange(16))
-    assert run.model.config.num_labels == 10
+    assert run.model.config.num_labels == 3
     assert run.args.lr == 5e-3
 
 
@@ -201,7 +214,7 @@ def test_pretrained_weights(capsys):
         ("--resume missing", "--resume missing: there is no such file"),
         ("--resume text", "--resume text: this is no checkpoint of this program"),
         ("--resume saved --clip 2", "clip was 1.0 and is 2.0 now; the run goes on with the same"),
-        ("--resume saved --limit 500", "limit was 600 and is 500 now"),
+        ("--resume saved --limit 500", "limit was 640 and is 500 now"),
         ("--model missing", "--model missing: neither a folder with a model and its tokenizer"),
     ],
 )
