@@ -42,8 +42,8 @@ def load(folder: str | None = None) -> Text:
     counts, first = Counter(train), ["<unk>", "<eos>"]
     vocabulary = first + sorted(w for w in counts if counts[w] >= AT_LEAST and w not in first)
     number = {word: n for n, word in enumerate(vocabulary)}
-    parts = (torch.tensor([number.get(w, UNKNOWN) for w in part]) for part in (train, held))
-    return Text(vocabulary, *parts, zlib.crc32(repr((train, held)).encode()))
+    numbers = [torch.tensor([number.get(w, UNKNOWN) for w in part]) for part in (train, held)]
+    return Text(vocabulary, *numbers, checksum=zlib.crc32(repr((train, held)).encode()))
 
 
 def _topics() -> list[str]:

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import checkpoint
@@ -138,7 +138,7 @@ def perplexity(loss: float) -> float:
     return torch.tensor(loss, dtype=torch.float64).exp().item()
 
 
-def with_bar(pieces: Iterable[Any], title: str, steps: int) -> Iterator[Any]:
+def with_bar(pieces: Iterable[Any], title: str, steps: int) -> Generator[Any, None, None]:
     """Yield ``pieces``; in a terminal, and with rich, a bar shows how many are done."""
     with contextlib.suppress(ModuleNotFoundError):
         from rich.console import Console
