@@ -61,10 +61,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--hidden {args.hidden}: it must be a multiple of 4, the number of heads")
     if not (0 <= args.warmup < 1 and 0 <= args.dropout < 1 and args.clip >= 0):
         parser.error("--warmup and --dropout are from 0 to below 1, --clip is 0 or more")
+    if args.save and not os.path.isdir(folder := os.path.dirname(os.path.abspath(args.save))):
+        parser.error(f"--save {args.save}: there is no folder {folder}")
     if args.save_every and not args.save:
         parser.error("--save-every needs --save FILE")
     if args.lr is None:
         args.lr = PRETRAINED_RATE if args.model else RATES[args.optimizer]
+    if not args.lr > 0:
+        parser.error(f"--lr {args.lr}: it must be above 0")
     return args
 
 
@@ -192,7 +196,8 @@ def pretrained(
             f"--model {args.model}: neither a folder with a model and its tokenizer nor a name "
             f"that transformers has downloaded before ({' '.join(str(error).split())})"
         ) from None
-    if args.length > (most := tokenizer.model_max_length):
+    most = getattr(model.config, "max_position_embeddings", args.length)
+    if args.length > most:
         raise SystemExit(f"--length {args.length}: {args.model} takes {most} tokens at most")
     return tokenizer, model.float()
 

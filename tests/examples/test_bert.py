@@ -200,6 +200,8 @@ def test_pretrained_weights(capsys):
     with pytest.raises(SystemExit, match="--model folder: neither a folder with a model and its"):
         prepared("--model folder")
     data.tokenizer(few(600)[0].texts[:5]).save_pretrained("folder")
+    with pytest.raises(SystemExit, match="--length 32: folder takes 24 tokens at most"):
+        prepared("--model folder")
     run = prepared("--model folder --length 16")
     words = "bert.embeddings.word_embeddings.weight"
     assert torch.equal(run.model.state_dict()[words], model.state_dict()[words].float())
@@ -234,6 +236,8 @@ def test_wrong_input_is_one_line(words, text):
         ("--length 2", "--length 2: it must be at least 3"),
         ("--warmup 1", "--warmup and --dropout are from 0 to below 1"),
         ("--save-every 3", "--save-every needs --save FILE"),
+        ("--save missing/file", "--save missing/file: there is no folder"),
+        ("--lr 0", "--lr 0.0: it must be above 0"),
         ("--opt_level O3", "invalid choice: 'O3'"),
     ],
 )
@@ -250,3 +254,14 @@ def test_interrupted():
         pytest.raises(SystemExit, match="interrupted after step 0"),
     ):
         run("--epochs 1")
+
+
+def test_progress_bar(monkeypatch, capsys):
+    """The steps are the same with it; it begins where the run was resumed."""
+    pytest.importorskip("rich")
+    assert list(finetune.with_bar(range(2, 5), 5)) == [2, 3, 4]
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert list(finetune.with_bar(range(2, 4), 5)) == [2, 3]
+    assert "40%" in capsys.readouterr().out
