@@ -36,16 +36,29 @@ class ActorCritic(nn.Module):
 
     def __init__(self, inputs: int, actions: int, width: int = 64) -> None:
         super().__init__()
-        self.policy = _network(inputs, width, actions, gain=0.01)  # begins near uniform
-        self.value = _network(inputs, width, 1, gain=1.0)
+        self.policy = _network(inputs, width, nn.Linear(width, actions), gain=0.01)  # near uniform
+        self.value = _network(inputs, width, Float32Linear(width, 1), gain=1.0)
 
     def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Map states ``(..., inputs)`` to scores ``(..., actions)`` and values ``(...)``."""
         return self.policy(states), self.value(states).squeeze(-1)
 
 
-def _network(inputs: int, width: int, outputs: int, gain: float) -> nn.Sequential:
-    layers = [nn.Linear(inputs, width), nn.Linear(width, width), nn.Linear(width, outputs)]
+class Float32Linear(nn.Linear):
+    """A linear layer that computes in float32 at every level.
+
+    In bfloat16, values between 0.5 and 1 are rounded by up to 2**-9, a fifth of what one more step
+    is worth (0.01), and advantages are differences of such values.
+    """
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map ``(..., in_features)`` to float32 ``(..., out_features)``."""
+        with amp.disable_casts():
+            return F.linear(inputs.float(), self.weight.float(), self.bias.float())
+
+
+def _network(inputs: int, width: int, last: nn.Linear, gain: float) -> nn.Sequential:
+    layers = [nn.Linear(inputs, width), nn.Linear(width, width), last]
     for layer, size in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
         nn.init.orthogonal_(layer.weight, size)
         nn.init.zeros_(layer.bias)
