@@ -7,6 +7,7 @@ value function's is loss 1. A run ends when 100 episodes in a row have an averag
 
 import argparse
 import contextlib
+import importlib.util
 import math
 import sys
 import time
@@ -141,17 +142,18 @@ def watched(updates: Iterator[Environments], title: str, total: int) -> Environm
     """Train to the end, with a bar where standard error is a terminal and lines now and then."""
     with contextlib.ExitStack() as stack:
         bar = None
-        if sys.stderr.isatty():
-            with contextlib.suppress(ModuleNotFoundError):  # rich
-                from rich.console import Console
-                from rich.progress import Progress
+        if sys.stderr.isatty() and importlib.util.find_spec("rich"):
+            from rich.console import Console
+            from rich.progress import Progress
 
-                bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
-                task = bar.add_task(title, total=total)
+            console = Console(stderr=True, soft_wrap=True)
+            together = sys.stdout.isatty()  # redirected, the lines must not go to the terminal
+            bar = Progress(console=console, transient=True, redirect_stdout=together)
+            stack.enter_context(bar).add_task(title, total=total)
         lines = 0
         for envs in updates:
             if bar:
-                bar.update(task, completed=envs.steps)
+                bar.update(bar.task_ids[0], completed=envs.steps)
             if envs.steps // EVERY > lines:
                 lines = envs.steps // EVERY
                 print(
