@@ -162,14 +162,23 @@ def watched(updates: Iterator[Environments], title: str, total: int) -> Environm
     return envs
 
 
-def draw(curves: dict[str, list[tuple[int, float]]], path: str) -> None:
-    """Draw the average return of the last 100 episodes over the steps, a line for each run."""
+def draw(curves: list[tuple[str, list[tuple[int, float]]]], path: str) -> None:
+    """Draw the average return of the last 100 episodes over the steps, a line for each run.
+
+    Args:
+        curves: Level and episodes of each run; the runs of a level have one colour.
+        path: File to write.
+    """
+    levels = list(dict.fromkeys(level for level, _ in curves))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for title, episodes in curves.items():
+    for level, episodes in curves:
         returns = [found for _, found in episodes]
         parts = [returns[max(0, end - EPISODES) : end] for end in range(1, len(returns) + 1)]
-        axes.plot([at for at, _ in episodes], [sum(p) / len(p) for p in parts], label=title)
+        color = f"C{levels.index(level)}"
+        axes.plot([at for at, _ in episodes], [sum(p) / len(p) for p in parts], color=color)
+    for number, level in enumerate(levels):
+        axes.plot([], color=f"C{number}", label=level)
     axes.axhline(THRESHOLD, color="grey", linestyle="--", label="solved")
     axes.set(xlabel="steps", ylabel=f"average return of {EPISODES} episodes", title=TASK)
     axes.legend(fontsize="small")
@@ -202,13 +211,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train at each level with each seed, and draw the learning curves."""
     args = parse(argv)
-    curves: dict[str, list[tuple[int, float]]] = {}
+    curves: list[tuple[str, list[tuple[int, float]]]] = []
     try:
         for level in args.opt_level:
             for seed in args.seed:
                 title, began = f"{level} seed {seed}", time.perf_counter()
                 envs = watched(train(level, seed, args), title, args.max_steps)
-                curves[title] = envs.episodes
+                curves.append((level, envs.episodes))
                 print(
                     f"{title}: {'solved' if envs.solved() else 'not solved'} after {envs.steps} "
                     f"steps, {len(envs.episodes)} episodes, {time.perf_counter() - began:.0f} s; "
