@@ -6,11 +6,12 @@ digits (loss 2).
 """
 
 import argparse
+import importlib.util
 import os
 import pickle
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,15 +169,18 @@ def save(state: dict[str, Any], path: Path) -> None:
     os.replace(temporary, path)
 
 
-def with_bar(batches: Sequence[torch.Tensor], title: str) -> Iterable[torch.Tensor]:
-    """Show progress through ``batches`` where standard error is a terminal and rich installed."""
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ModuleNotFoundError:
-        return batches
-    console = Console(stderr=True)
-    return track(batches, title, console=console, transient=True, disable=not console.is_terminal)
+def with_bar(batches: Sequence[torch.Tensor], title: str) -> Iterator[torch.Tensor]:
+    """Yield ``batches``, with a bar where standard error is a terminal and rich is installed."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield from batches
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True, soft_wrap=True)  # a line of amp's stays a line
+    together = sys.stdout.isatty()  # redirected, the output must not be moved to the terminal
+    with Progress(console=console, transient=True, redirect_stdout=together) as progress:
+        yield from progress.track(batches, description=title)
 
 
 def train(gan: Gan, images: torch.Tensor, judge: digits.Judge, folder: Path) -> None:
@@ -203,6 +207,16 @@ def train(gan: Gan, images: torch.Tensor, judge: digits.Judge, folder: Path) -> 
         )
 
 
+def run(args: argparse.Namespace, folder: Path) -> None:
+    """Make everything and train."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(args.manualSeed)
+    images, labels = (tensor.to(device) for tensor in digits.load(args.imageSize))
+    judge = digits.Judge(images, labels)  # before amp.initialize: it is to stay in float32
+    print(f"real digits: score {judge.best:.2f}, {judge.accuracy:.1%} recognised", flush=True)
+    train(build(args, device), images, judge, folder)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as the options say."""
     args = parse(argv)
@@ -211,16 +225,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SystemExit(f"--outf {folder}: {error.strerror}") from None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(args.manualSeed)
-    images, labels = (tensor.to(device) for tensor in digits.load(args.imageSize))
-    judge = digits.Judge(images, labels)  # before amp.initialize: it is to stay in float32
-    print(f"real digits: score {judge.best:.2f}, {judge.accuracy:.1%} recognised", flush=True)
     try:
-        train(build(args, device), images, judge, folder)
+        run(args, folder)
     except KeyboardInterrupt:
+        saved = folder / CHECKPOINT
         print(
-            f"interrupted; --resume {folder / CHECKPOINT} goes on after the last whole epoch",
+            f"interrupted; --resume {saved} goes on" if saved.exists() else "interrupted",
             file=sys.stderr,
         )
         raise SystemExit(130) from None

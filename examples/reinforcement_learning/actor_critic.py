@@ -7,6 +7,7 @@ value function's is loss 1. A run ends when 100 episodes in a row have an averag
 
 import argparse
 import contextlib
+import importlib.util
 import math
 import sys
 import time
@@ -36,16 +37,29 @@ class ActorCritic(nn.Module):
 
     def __init__(self, inputs: int, actions: int, width: int = 64) -> None:
         super().__init__()
-        self.policy = _network(inputs, width, actions, gain=0.01)  # begins near uniform
-        self.value = _network(inputs, width, 1, gain=1.0)
+        self.policy = _network(inputs, width, nn.Linear(width, actions), gain=0.01)  # near uniform
+        self.value = _network(inputs, width, Float32Linear(width, 1), gain=1.0)
 
     def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Map states ``(..., inputs)`` to scores ``(..., actions)`` and values ``(...)``."""
         return self.policy(states), self.value(states).squeeze(-1)
 
 
-def _network(inputs: int, width: int, outputs: int, gain: float) -> nn.Sequential:
-    layers = [nn.Linear(inputs, width), nn.Linear(width, width), nn.Linear(width, outputs)]
+class Float32Linear(nn.Linear):
+    """A linear layer that computes in float32 at every level.
+
+    In bfloat16, values between 0.5 and 1 are rounded by up to 2**-9, a fifth of what one more step
+    is worth (0.01), and advantages are differences of such values.
+    """
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map ``(..., in_features)`` to float32 ``(..., out_features)``."""
+        with amp.disable_casts():
+            return F.linear(inputs.float(), self.weight.float(), self.bias.float())
+
+
+def _network(inputs: int, width: int, last: nn.Linear, gain: float) -> nn.Sequential:
+    layers = [nn.Linear(inputs, width), nn.Linear(width, width), last]
     for layer, size in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
         nn.init.orthogonal_(layer.weight, size)
         nn.init.zeros_(layer.bias)
@@ -128,17 +142,18 @@ def watched(updates: Iterator[Environments], title: str, total: int) -> Environm
     """Train to the end, with a bar where standard error is a terminal and lines now and then."""
     with contextlib.ExitStack() as stack:
         bar = None
-        if sys.stderr.isatty():
-            with contextlib.suppress(ModuleNotFoundError):  # rich
-                from rich.console import Console
-                from rich.progress import Progress
+        if sys.stderr.isatty() and importlib.util.find_spec("rich"):
+            from rich.console import Console
+            from rich.progress import Progress
 
-                bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
-                task = bar.add_task(title, total=total)
+            console = Console(stderr=True, soft_wrap=True)
+            together = sys.stdout.isatty()  # redirected, the lines must not go to the terminal
+            bar = Progress(console=console, transient=True, redirect_stdout=together)
+            stack.enter_context(bar).add_task(title, total=total)
         lines = 0
         for envs in updates:
             if bar:
-                bar.update(task, completed=envs.steps)
+                bar.update(bar.task_ids[0], completed=envs.steps)
             if envs.steps // EVERY > lines:
                 lines = envs.steps // EVERY
                 print(
@@ -147,14 +162,23 @@ def watched(updates: Iterator[Environments], title: str, total: int) -> Environm
     return envs
 
 
-def draw(curves: dict[str, list[tuple[int, float]]], path: str) -> None:
-    """Draw the average return of the last 100 episodes over the steps, a line for each run."""
+def draw(curves: list[tuple[str, list[tuple[int, float]]]], path: str) -> None:
+    """Draw the average return of the last 100 episodes over the steps, a line for each run.
+
+    Args:
+        curves: Level and episodes of each run; the runs of a level have one colour.
+        path: File to write.
+    """
+    levels = list(dict.fromkeys(level for level, _ in curves))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for title, episodes in curves.items():
+    for level, episodes in curves:
         returns = [found for _, found in episodes]
         parts = [returns[max(0, end - EPISODES) : end] for end in range(1, len(returns) + 1)]
-        axes.plot([at for at, _ in episodes], [sum(p) / len(p) for p in parts], label=title)
+        color = f"C{levels.index(level)}"
+        axes.plot([at for at, _ in episodes], [sum(p) / len(p) for p in parts], color=color)
+    for number, level in enumerate(levels):
+        axes.plot([], color=f"C{number}", label=level)
     axes.axhline(THRESHOLD, color="grey", linestyle="--", label="solved")
     axes.set(xlabel="steps", ylabel=f"average return of {EPISODES} episodes", title=TASK)
     axes.legend(fontsize="small")
@@ -187,13 +211,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train at each level with each seed, and draw the learning curves."""
     args = parse(argv)
-    curves: dict[str, list[tuple[int, float]]] = {}
+    curves: list[tuple[str, list[tuple[int, float]]]] = []
     try:
         for level in args.opt_level:
             for seed in args.seed:
                 title, began = f"{level} seed {seed}", time.perf_counter()
                 envs = watched(train(level, seed, args), title, args.max_steps)
-                curves[title] = envs.episodes
+                curves.append((level, envs.episodes))
                 print(
                     f"{title}: {'solved' if envs.solved() else 'not solved'} after {envs.steps} "
                     f"steps, {len(envs.episodes)} episodes, {time.perf_counter() - began:.0f} s; "

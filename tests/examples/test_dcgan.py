@@ -222,7 +222,14 @@ def test_an_interrupt_ends_it_without_a_traceback(few, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main_amp.Gan, "step", interrupted)
+    words = f"{TINY} --niter 1 --opt_level O0".split()
+    with monkeypatch.context() as patch:
+        patch.setattr(main_amp.Gan, "step", interrupted)
+        with pytest.raises(SystemExit, match="130"):
+            main_amp.main(words)
+        assert capsys.readouterr().err == "interrupted\n"
+    main_amp.main(words)
+    monkeypatch.setattr(digits, "Judge", interrupted)
     with pytest.raises(SystemExit, match="130"):
-        main_amp.main(f"{TINY} --opt_level O0".split())
-    assert "interrupted; --resume checkpoint.pth goes on" in capsys.readouterr().err
+        main_amp.main(words)
+    assert capsys.readouterr().err == "interrupted; --resume checkpoint.pth goes on\n"

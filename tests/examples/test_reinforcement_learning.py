@@ -33,6 +33,9 @@ def _clean(monkeypatch):
     amp.reset()
 
 
+BALANCE = torch.tensor([0.1, 0.2, 1.0, 1.0])  # pushes towards where the pole leans
+
+
 def random_actions(states):
     return torch.randint(0, 2, (len(states),))
 
@@ -77,10 +80,20 @@ def test_each_loss_has_a_scale(example, monkeypatch):
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.parametrize(("level", "half"), [("O2", torch.float16), ("O4", torch.bfloat16)])
+def test_values_are_not_rounded_to_16_bits(example, level, half):
+    model = example.ActorCritic(4, 2)
+    model = amp.initialize(model, opt_level=level, num_losses=2, verbosity=0)
+    _, values = model(torch.randn(50, 4))
+    assert values.dtype == torch.float32
+    assert int((values.to(half).float() == values).sum()) < 5
+
+
 def test_one_update(example):
     """At O0 it is this step of plain torch."""
     rollout = example.Environments(8, seed=0).rollout(60, random_actions)
-    assert rollout.real.sum() < rollout.real.numel()  # some episodes ended
+    rollout.terminated[tuple(rollout.ended.nonzero()[0])] = 0  # as if the limit had ended it
+    assert rollout.terminated.sum() > 0
     torch.manual_seed(0)
     actual = example.ActorCritic(4, 2)
     expected = example.ActorCritic(4, 2)
@@ -146,6 +159,14 @@ def test_environments_leave_out_the_steps_that_begin_an_episode(example):
     states = torch.cat([rollout.states[:-1] for rollout in rollouts])
     begun = states[1:][real[1:] == 0]  # the last states of episodes
     assert bool(((begun[:, 0].abs() > 2.4) | (begun[:, 2].abs() > 0.2095)).all())
+
+
+def test_the_limit_of_500_steps_ends_an_episode(example):
+    envs = example.Environments(1, seed=0)
+    rollout = envs.rollout(501, lambda states: (states @ BALANCE > 0).long())
+    assert rollout.ended.nonzero().tolist() == [[499, 0]]
+    assert rollout.terminated.sum() == 0
+    assert envs.episodes == [(500, 500.0)]
 
 
 def test_solved_takes_100_episodes(example):
