@@ -59,7 +59,7 @@ def calls(dev, monkeypatch):
     return steps
 
 
-FULL = ["venv", "hatchling==1.0", ".[bench,dev]"]
+FULL = ["venv", "hatchling==1.0", ".[bench,dev,examples]"]
 
 
 def _run(*words):
