@@ -1,7 +1,8 @@
-"""What the bench measured, as plain data: single runs, the file they are kept in, the table rows.
+"""What `apex bench` measured, as plain data, and the file that it is kept in.
 
-Nothing here trains or draws. A `Run` is one training at one level; a `Report` is all of them with
-the machine they ran on; a `Row` is what the table says of one level at one batch size, over seeds.
+A `Cell` is one training, named by everything that decides its numbers but the machine; a `Run` is
+what was measured of it; a `Report` is all runs of a matrix with the machine they ran on. Nothing
+here trains, computes statistics or draws.
 """
 
 import dataclasses
@@ -10,57 +11,86 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = [
-    "BASELINE",
-    "Report",
-    "Row",
-    "Run",
-    "Spread",
-    "percentile",
-    "read",
-    "rows",
-    "save",
-    "write",
-]
+import numpy as np
 
-FORMAT = "apex bench 1"
-BASELINE = "O0"
+__all__ = ["FORMAT", "Cell", "Report", "Run", "jsonable", "percentile", "read", "run_from", "save", "write"]
 
-Status = Literal["ok", "diverged", "failed"]
+FORMAT = "apex bench 2"  # its JSON Schema: schema.json beside this file
+
+Status = Literal["ok", "diverged", "out of memory", "failed"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of the matrix."""
+
+    task: str
+    level: str
+    """One of `apex.bench.precision.LEVELS`."""
+    tf32: bool | None
+    """Whether float32 products may use TF32; ``None`` on a device that has none."""
+    batch: int
+    seed: int
+    optimizer: str
+    lr: float
+    epochs: int
+    compile: bool
+    quick: bool
+    """Less data, in a process that cells of the same level share."""
+
+    @property
+    def label(self) -> str:
+        """The level as tables and plots name it, with TF32 where that is a choice."""
+        return self.level if self.tf32 is None else f"{self.level} TF32 {_on_off(self.tf32)}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: one level, one batch size, one seed.
+    """What was measured of a cell.
 
-    A run that ``failed`` keeps what it had measured until then; one that ``diverged`` ended with a
-    loss or with outputs that are not finite.
+    A run that ``failed`` or was ``out of memory`` keeps what it had measured until then; one that
+    ``diverged`` ended with a loss or weights that are not finite.
     """
 
-    level: str
-    dtype: str
-    batch: int
-    seed: int
+    cell: Cell
     status: Status
-    error: str | None
-    step_ms: tuple[float, ...]
-    """Every step in order, in milliseconds; the first ``warm_up`` of them do not count."""
-    warm_up: int
-    losses: tuple[float, ...]
+    error: str | None = None
+    step_ms: tuple[float, ...] = ()
+    """Every step in order, from zero_grad to the end of step; the first ``warm_up`` do not count.
+    By the host's clock on a CPU, by CUDA events on a GPU."""
+    data_ms: tuple[float, ...] = ()
+    """Before each step, until its batch was on the device; by the host's clock."""
+    host_ms: float | None = None
+    """On a GPU: median time until the calls of a step had returned."""
+    replay_ms: float | None = None
+    """On a GPU: median time of a step replayed as a CUDA graph, which has no host time in it."""
+    warm_up: int = 0
+    losses: tuple[float, ...] = ()
     """Training loss of every step."""
-    epoch_accuracy: tuple[float, ...]
-    """Test accuracy after each epoch, in per cent."""
-    steps_per_epoch: int
-    peak_bytes: int | None
-    skipped: int
+    accuracy: tuple[float, ...] = ()
+    """In per cent after each epoch, on data not trained on; empty for a task that has none."""
+    steps_per_epoch: int = 0
+    epoch_seconds: tuple[float, ...] = ()
+    """Of each epoch with its data and without its evaluation."""
+    peak_tensor_bytes: int | None = None
+    """Of tensors, in a training of a few steps apart: weights to activations."""
+    peak_process_bytes: int | None = None
+    """On a CPU: how much the resident set of the cell's own process grew in its training at most;
+    ``None`` where cells share a process."""
+    skipped: int = 0
     """Optimizer steps left out because a gradient was not finite."""
-    loss_scale: float | None
-    """Loss scale after the last step."""
+    scales: tuple[float, ...] = ()
+    """Loss scale after every step (of the first loss, where there are several)."""
+    joules: float | None = None
+    """Energy of all epochs, where the machine lets it be read."""
+    flops: int | None = None
+    """Of the matrix products and convolutions of one step, forward and backward."""
+    moved_bytes: int | None = None
+    """Of one step: the inputs and outputs of every operation, each read or written once."""
 
     @property
     def counted_ms(self) -> tuple[float, ...]:
@@ -68,178 +98,63 @@ class Run:
         return self.step_ms[self.warm_up :]
 
     @property
+    def finished(self) -> bool:
+        """Whether the training came to its end, with whatever result."""
+        return self.status in ("ok", "diverged")
+
+    @property
     def epoch_losses(self) -> tuple[float, ...]:
         """Mean training loss of each finished epoch."""
         n = self.steps_per_epoch
-        epochs = range(len(self.losses) // n)
+        epochs = range(len(self.losses) // n) if n else ()
         return tuple(statistics.fmean(self.losses[i * n : (i + 1) * n]) for i in epochs)
 
 
 @dataclass(frozen=True)
 class Report:
-    """All runs, finished or failed, with what is needed to read and to repeat them."""
+    """All runs of a matrix, with what is needed to read and to repeat them."""
 
     environment: dict[str, Any]
-    options: dict[str, Any]
-    planned: int
-    complete: bool
-    notes: dict[str, str]
-    """How the numbers were taken: a sentence for each of ``time``, ``memory``, ``quality``."""
+    """Of `apex.bench.options.environment`: date, versions, device, threads."""
+    plan: tuple[Cell, ...]
+    """Every cell that was asked for, in order."""
     runs: tuple[Run, ...]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean over the seeds and, from two seeds on, the sample standard deviation."""
-
-    mean: float
-    sd: float | None
-
-
-@dataclass(frozen=True)
-class Row:
-    """One level at one batch size: its runs put together.
-
-    A number is ``None`` where nothing was measured; ``speed`` and ``memory`` (times the value at
-    O0) also where O0 at the same batch size was not.
-    """
-
-    level: str
-    dtype: str
-    batch: int
-    planned: int
-    finished: int
-    problem: str | None
-    ms_median: float | None
-    ms_p10: float | None
-    ms_p90: float | None
-    speed: float | None
-    peak_bytes: int | None
-    memory: float | None
-    loss: Spread | None
-    accuracy: Spread | None
-    skipped: int | None
-    loss_scale: tuple[float, ...]
-    """The different final values among the seeds, ascending."""
+    """At most one for each cell of the plan; those of an interrupted matrix are fewer."""
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
+    """How the numbers were taken: a sentence for each of ``time``, ``memory``, ``quality`` ..."""
+    largest: tuple[dict[str, Any], ...] = ()
+    """Of ``--batch max``: ``task``, ``level`` (a label), ``batch`` (the largest that fitted),
+    ``limit_bytes``."""
+    ceilings: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Measured in the same run: ``flops float32`` ... (per second) and ``bytes`` (per second)."""
 
     @property
-    def peak_mib(self) -> float | None:
-        """The peak in units of 2**20 bytes."""
-        return None if self.peak_bytes is None else self.peak_bytes / 2**20
+    def complete(self) -> bool:
+        """Whether every cell was run."""
+        return len(self.runs) == len(self.plan)
+
+    @property
+    def quick(self) -> bool:
+        """Whether any cell was a quick one."""
+        return any(cell.quick for cell in self.plan)
 
 
-def rows(report: Report) -> list[Row]:
-    """Put the runs together, one row per batch size and level, in the order of the options."""
-    return [
-        row
-        for batch in report.options["batch"]
-        for row in _rows_at(report, batch, tuple(report.options["levels"].items()))
-    ]
-
-
-def _rows_at(report: Report, batch: int, levels: Sequence[tuple[str, str]]) -> list[Row]:
-    seeds = int(report.options["seeds"])
-    runs = {
-        level: [run for run in report.runs if (run.level, run.batch) == (level, batch)]
-        for level, _ in levels
-    }
-    plain = [
-        _row(level, dtype, batch, seeds, runs[level], report.complete) for level, dtype in levels
-    ]
-    base = next((row for row in plain if row.level == BASELINE), None)
-    return plain if base is None else [_relative(row, base) for row in plain]
-
-
-def _row(
-    level: str, dtype: str, batch: int, planned: int, runs: Sequence[Run], complete: bool
-) -> Row:
-    whole = [run for run in runs if run.status != "failed"]
-    times = [ms for run in whole for ms in run.counted_ms]
-    peaks = [run.peak_bytes for run in whole if run.peak_bytes is not None]
-    return Row(
-        level=level,
-        dtype=dtype,
-        batch=batch,
-        planned=planned,
-        finished=len(runs),
-        problem=_problem(runs, planned, complete),
-        ms_median=percentile(times, 50),
-        ms_p10=percentile(times, 10),
-        ms_p90=percentile(times, 90),
-        speed=None,
-        peak_bytes=max(peaks, default=None),
-        memory=None,
-        loss=_spread([run.epoch_losses[-1] for run in whole]),
-        accuracy=_spread([run.epoch_accuracy[-1] for run in whole]),
-        skipped=sum(run.skipped for run in runs) if runs else None,
-        loss_scale=tuple(sorted({run.loss_scale for run in whole if run.loss_scale is not None})),
-    )
-
-
-def _relative(row: Row, base: Row) -> Row:
-    speed = memory = None
-    if row.ms_median and base.ms_median:
-        speed = base.ms_median / row.ms_median
-    if row.peak_bytes and base.peak_bytes:
-        memory = row.peak_bytes / base.peak_bytes
-    return dataclasses.replace(row, speed=speed, memory=memory)
-
-
-def _problem(runs: Sequence[Run], planned: int, complete: bool) -> str | None:
-    """Say what is wrong with these runs, or ``None`` if all went well."""
-    failed = [run for run in runs if run.status == "failed"]
-    diverged = [run for run in runs if run.status == "diverged"]
-    found = []
-    if failed:
-        found.append(f"failed{_share(failed, planned)}: {failed[0].error}")
-    if diverged:
-        found.append(f"diverged{_share(diverged, planned)}")
-    if not complete and len(runs) < planned:
-        found.append(f"{len(runs)} of {planned} runs" if runs else "not run")
-    return "; ".join(found) or None
-
-
-def _share(part: Sequence[Run], planned: int) -> str:
-    return f" ({len(part)} of {planned})" if planned > 1 else ""
-
-
-def _spread(values: Sequence[float]) -> Spread | None:
-    if not values:
-        return None
-    if not all(map(math.isfinite, values)):
-        return Spread(sum(values), None)  # inf or nan, whichever the values make
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return Spread(statistics.fmean(values), sd)
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
+def percentile(values: Any, percent: float) -> float | None:
     """Interpolate linearly between the two nearest ranks; ``None`` of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return float(np.percentile(values, percent)) if len(values) else None
 
 
 def write(report: Report, path: Path) -> None:
     """Write the report as JSON, whole or not at all: an interruption leaves the former file.
 
-    Numbers that JSON lacks are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. The rows of the
-    table are in the file too, for readers; `read` computes them anew.
+    Numbers that JSON lacks are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
     """
-    content = {
-        "format": FORMAT,
-        **dataclasses.asdict(report),
-        "rows": [dataclasses.asdict(row) for row in rows(report)],
-    }
-    save(content, path)
+    save({"format": FORMAT, **dataclasses.asdict(report)}, path)
 
 
 def save(content: dict[str, Any], path: Path) -> None:
     """Write JSON whole or not at all; `write` says what becomes of inf and nan."""
-    text = json.dumps(_jsonable(content), indent=1, allow_nan=False)
+    text = json.dumps(jsonable(content), indent=1, allow_nan=False)
     # A list of numbers goes on one line. Strings are safe: there is no bare line break in them.
     text = re.sub(r"\[\n[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -254,30 +169,51 @@ def read(path: Path) -> Report:
     """Read back what `write` wrote; every number is the same to the last bit.
 
     Raises:
-        ValueError: The file is not a report of this format.
+        ValueError: The file is not a report of this format; the message is one line.
+        OSError: It cannot be read.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path.name} is not a report that apex bench writes (form {FORMAT!r})")
-    runs = tuple(_run(fields) for fields in content["runs"])
-    names = [field.name for field in dataclasses.fields(Report) if field.name != "runs"]
-    return Report(**{name: content[name] for name in names}, runs=runs)
+        raise ValueError(f"{path} is not a report that apex bench writes (format {FORMAT!r})")
+    try:
+        return Report(
+            environment=content["environment"],
+            plan=tuple(Cell(**cell) for cell in content["plan"]),
+            runs=tuple(run_from(fields) for fields in content["runs"]),
+            notes=content["notes"],
+            largest=tuple(content["largest"]),
+            ceilings=content["ceilings"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is a damaged report of apex bench ({why})") from error
 
 
-def _run(fields: dict[str, Any]) -> Run:
-    values = dict(fields)
-    for name in ("step_ms", "losses", "epoch_accuracy"):
+def run_from(fields: dict[str, Any]) -> Run:
+    """Make a run of what `dataclasses.asdict` and JSON made of it.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is not such a thing.
+    """
+    values = {**fields, "cell": Cell(**fields["cell"])}
+    for name in ("step_ms", "data_ms", "losses", "accuracy", "epoch_seconds", "scales"):
         values[name] = tuple(map(float, fields[name]))
-    if values["loss_scale"] is not None:
-        values["loss_scale"] = float(fields["loss_scale"])
     return Run(**values)
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """Replace inf and nan by strings and tuples by lists."""
     if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
+        return {key: jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def _on_off(flag: bool) -> str:
+    return "on" if flag else "off"

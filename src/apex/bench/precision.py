@@ -1,0 +1,160 @@
+"""The precisions that `apex bench` compares, each as a user's loop would have it.
+
+O0 to O5 are `apex.amp`; ``native-fp16`` and ``native-bf16`` are what torch itself offers,
+`torch.autocast` with a `GradScaler`; ``FP16`` is the way of 2018 that tutorial T2 measured,
+`network_to_half` with `FP16_Optimizer(static_loss_scale=128)`. A training step is::
+
+    with precision.forward():
+        loss = task.loss(model, batch)
+    precision.backward(loss, optimizer)
+    precision.step(optimizer)
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from apex import amp, fp16_utils
+
+__all__ = ["ALIASES", "LEVELS", "Precision", "precision"]
+
+LEVELS = {
+    "O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "fp16", "O4": "bf16", "O5": "bf16",
+    "native-fp16": "fp16", "native-bf16": "bf16", "FP16": "fp16",
+}  # fmt: skip
+ALIASES = {"FP32": "O0", "amp": "O1"}  # the names of tutorial T2
+STATIC_SCALE = 128.0  # of T2's FP16
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+class Precision(Protocol):
+    """One way to train in lower precision, for a training of one or more models."""
+
+    def start(
+        self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
+    ) -> tuple[Sequence[nn.Module], Optimizers]:
+        """Take models in float32 and their optimizers; return what the loop uses."""
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Surround the forward and the loss, in training and in evaluation."""
+
+    def backward(
+        self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, loss_id: int = 0
+    ) -> None:
+        """Compute gradients of the scaled loss."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale and step, or skip."""
+
+    def scale(self) -> float | torch.Tensor:
+        """Return the present loss scale of the first loss, without waiting for the device."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        """Say whether the last step was taken; ``None`` where only a fallen scale tells."""
+
+
+class _Amp:
+    def __init__(self, level: str) -> None:
+        self._level = level
+
+    def start(
+        self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
+    ) -> tuple[Sequence[nn.Module], Optimizers]:
+        made: Any = amp.initialize(
+            list(models), list(optimizers), self._level, num_losses=losses, verbosity=0
+        )
+        return cast("tuple[Sequence[nn.Module], Optimizers]", made)
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def backward(
+        self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, loss_id: int = 0
+    ) -> None:
+        with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def scale(self) -> float:
+        return float(amp.state_dict()["loss_scaler0"]["loss_scale"])
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        return amp.stepped(optimizer)
+
+
+class _Native:
+    """torch.autocast; float16 needs the scaler, and with bfloat16 it is off."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device.type
+        self._scaler = torch.amp.GradScaler(self._device, enabled=dtype == torch.float16)
+
+    def start(
+        self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
+    ) -> tuple[Sequence[nn.Module], Optimizers]:
+        return models, optimizers
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device, self._dtype)
+
+    def backward(
+        self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, loss_id: int = 0
+    ) -> None:
+        self._scaler.scale(loss).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def scale(self) -> float | torch.Tensor:
+        scale = self._scaler._scale  # what get_scale() would read, which waits for a GPU
+        return 1.0 if scale is None else scale.clone()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        return None if self._scaler.is_enabled() else True
+
+
+class _Legacy:
+    """T2's FP16: a 16-bit network, float32 masters, a static scale that skips no step."""
+
+    def start(
+        self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
+    ) -> tuple[Sequence[nn.Module], Optimizers]:
+        halves = [fp16_utils.network_to_half(model) for model in models]
+        wrapped = [
+            fp16_utils.FP16_Optimizer(optimizer, static_loss_scale=STATIC_SCALE, verbose=False)
+            for optimizer in optimizers
+        ]
+        return halves, cast(Optimizers, wrapped)
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def backward(
+        self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, loss_id: int = 0
+    ) -> None:
+        cast(fp16_utils.FP16_Optimizer, optimizer).backward(loss.float())
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def scale(self) -> float:
+        return STATIC_SCALE
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        return not cast(fp16_utils.FP16_Optimizer, optimizer).overflow
+
+
+def precision(level: str, device: torch.device) -> Precision:
+    """Make the precision of one of `LEVELS` for a training on ``device``."""
+    if level.startswith("native-"):
+        dtype = torch.float16 if level == "native-fp16" else torch.bfloat16
+        return _Native(dtype, device)
+    return _Legacy() if level == "FP16" else _Amp(level)

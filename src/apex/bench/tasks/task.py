@@ -1,0 +1,94 @@
+"""What a benchmark trains: the protocol of a task, ours and the user's alike.
+
+``apex bench --task user.py:build`` calls ``build(options)`` and needs three functions of what it
+returns, which may be any object::
+
+    class Regression:
+        def model(self):  # in float32, on the CPU; the seed is set before
+            return torch.nn.Linear(1024, 512)
+
+        def loss(self, model, batch):  # a scalar; the batch is on the model's device
+            x, y = batch
+            return torch.nn.functional.mse_loss(model(x).float(), y)
+
+        def loader(self, batch_size, seed):  # one epoch; the seed decides the order
+            yield ...
+
+
+    def build(options):
+        return Regression()
+
+Each epoch asks for ``loader(batch_size, seed)`` again, with another seed. A batch is a tensor, or a
+tuple, list or dict of tensors, on any device. What else a task may have is in `Task`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from apex.bench.precision import Precision
+
+__all__ = ["Task", "TaskOptions"]
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What ``build`` is told."""
+
+    device: torch.device
+    """Where the training will be. Data that is small may be there from the start."""
+    quick: bool = False
+    """Whether to take less data, so that an epoch takes a few seconds on a CPU."""
+    data: Path | None = None
+    """The folder of ``--data``, for tasks whose data are files of the user's."""
+    download: bool = False
+    """Whether the data may be fetched (``--download``)."""
+
+
+class Task:
+    """A task of ours. A user's task needs `model`, `loss` and `loader`; the rest has defaults.
+
+    The attributes are looked up with these defaults, so a user's class need not inherit.
+    """
+
+    optimizer: ClassVar[str] = "sgd"
+    """One of `apex.bench.optimizers.OPTIMIZERS`, where ``--optimizer`` says nothing."""
+    lr: ClassVar[float | None] = None
+    """Learning rate for `optimizer`; ``None`` is that of `OPTIMIZERS`."""
+    epochs: ClassVar[int] = 1
+    """Where ``--epochs`` says nothing."""
+    unit: ClassVar[str] = "samples"
+    """What one element of a batch is called: images, sequences."""
+
+    def model(self) -> nn.Module | Sequence[nn.Module]:
+        """Build the model in float32; a sequence of models has an optimizer for each."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Compute the loss of a batch, a scalar."""
+        raise NotImplementedError
+
+    def loader(self, batch_size: int, seed: int) -> Iterable[Any]:
+        """Give the batches of one epoch; the last may not be smaller."""
+        raise NotImplementedError
+
+    accuracy: Callable[[nn.Module], float] | None = None
+    """``accuracy(model)``: per cent right on data that were not trained on, called after each epoch
+    in evaluation mode without gradients; ``None`` where a task has no such number."""
+
+    step: (
+        Callable[
+            ["Precision", Sequence[nn.Module], Sequence[torch.optim.Optimizer], Any], torch.Tensor
+        ]
+        | None
+    ) = None
+    """``step(precision, models, optimizers, batch)``: a whole training step that returns the loss,
+    for tasks with several losses or models; ``None`` is zero_grad, `loss`, backward, step."""
+
+    losses: ClassVar[int] = 1
+    """How many losses a step has, each with a loss scale of its own."""
