@@ -17,7 +17,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-__all__ = ["FORMAT", "Cell", "Report", "Run", "jsonable", "percentile", "read", "run_from", "save", "write"]
+__all__ = [
+    "FORMAT",
+    "Cell",
+    "Report",
+    "Run",
+    "jsonable",
+    "percentile",
+    "read",
+    "run_from",
+    "save",
+    "write",
+]
 
 FORMAT = "apex bench 2"  # its JSON Schema: schema.json beside this file
 
