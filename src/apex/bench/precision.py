@@ -51,10 +51,7 @@ class Precision(Protocol):
         """Unscale and step, or skip."""
 
     def scale(self) -> float | torch.Tensor:
-        """Return the present loss scale of the first loss, without waiting for the device."""
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> bool | None:
-        """Say whether the last step was taken; ``None`` where only a fallen scale tells."""
+        """Return the loss scale that the next step uses, of the first loss, without waiting."""
 
 
 class _Amp:
@@ -83,9 +80,6 @@ class _Amp:
 
     def scale(self) -> float:
         return float(amp.state_dict()["loss_scaler0"]["loss_scale"])
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> bool | None:
-        return amp.stepped(optimizer)
 
 
 class _Native:
@@ -117,9 +111,6 @@ class _Native:
         scale = self._scaler._scale  # what get_scale() would read, which waits for a GPU
         return 1.0 if scale is None else scale.clone()
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> bool | None:
-        return None if self._scaler.is_enabled() else True
-
 
 class _Legacy:
     """T2's FP16: a 16-bit network, float32 masters, a static scale that skips no step."""
@@ -147,9 +138,6 @@ class _Legacy:
 
     def scale(self) -> float:
         return STATIC_SCALE
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> bool | None:
-        return not cast(fp16_utils.FP16_Optimizer, optimizer).overflow
 
 
 def precision(level: str, device: torch.device) -> Precision:

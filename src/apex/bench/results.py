@@ -95,7 +95,7 @@ class Run:
     skipped: int = 0
     """Optimizer steps left out because a gradient was not finite."""
     scales: tuple[float, ...] = ()
-    """Loss scale after every step (of the first loss, where there are several)."""
+    """Loss scale that each step used (of the first loss, where there are several)."""
     joules: float | None = None
     """Energy of all epochs, where the machine lets it be read."""
     flops: int | None = None

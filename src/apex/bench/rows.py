@@ -63,7 +63,7 @@ class Row:
     accuracy: Spread | None
     skipped: int | None
     scale_ends: tuple[float, ...]
-    """Loss scale after the first and the last step, over the seeds: different values, ascending."""
+    """Loss scale of the first and the last step, over the seeds: different values, ascending."""
     joules_per_sample: float | None
     of_flops: float | None
     """Share of the measured ceiling of matrix products in the row's dtype."""
