@@ -108,8 +108,8 @@ class _Native:
         self._scaler.update()
 
     def scale(self) -> float | torch.Tensor:
-        scale = self._scaler._scale  # what get_scale() would read, which waits for a GPU
-        return 1.0 if scale is None else scale.clone()
+        scale = self._scaler._scale  # None before the first loss; get_scale() waits for a GPU
+        return self._scaler.get_scale() if scale is None else scale.clone()
 
 
 class _Legacy:

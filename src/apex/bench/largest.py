@@ -1,0 +1,113 @@
+"""``--batch max``: the largest batch that fits into memory, for each level.
+
+A child process tries a few steps under a limit of memory, with batches made of one batch of the
+task repeated. The size is doubled until a try fails, and then halved in between until the answer
+is known to one part in sixteen. The limit is on what the training may take beyond what the process
+had before it, so that the machine itself never runs out: on a CPU `RLIMIT_DATA`, on a GPU the share
+that torch's allocator may use.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from apex.bench import cell as cells
+from apex.bench.cli import UsageError
+from apex.bench.results import Cell, Run
+from apex.bench.tasks.task import Task, TaskOptions
+from apex.bench.worker import Job, Worker
+
+__all__ = ["largest", "probe"]
+
+FIRST = 16
+RESOLUTION = 1 / 16
+
+
+def largest(
+    cell: Cell,
+    options: TaskOptions,
+    limit_bytes: int,
+    told: Callable[[int], None] = lambda batch: None,
+) -> tuple[int, str | None]:
+    """Find the largest batch of a cell that fits.
+
+    Args:
+        cell: Task, level, optimizer; its batch size is not looked at.
+        options: Of the task.
+        limit_bytes: What the training may take.
+        told: Called with each size before it is tried.
+
+    Returns:
+        The size, 0 if not even one sample fits, and the error of a try that failed for another
+        reason than memory.
+    """
+    fits, fails = 0, None
+    batch = FIRST
+    while fails is None or fails - fits > max(1, RESOLUTION * fits):
+        told(batch)
+        run = _try(dataclasses.replace(cell, batch=batch), options, limit_bytes)
+        if run.status == "failed":
+            return fits, run.error
+        if run.status == "out of memory":
+            fails = batch
+        else:
+            fits = batch
+        batch = 2 * fits if fails is None else (fits + fails) // 2
+        if batch == 0:
+            break
+    return fits, None
+
+
+def _try(cell: Cell, options: TaskOptions, limit_bytes: int) -> Run:
+    worker = Worker()
+    try:
+        run = worker.run(Job(cell, options, limit_bytes=limit_bytes))
+    finally:
+        worker.close()
+    if run.error is not None and run.error.startswith("its process was ended by"):
+        # A library that is refused memory may not survive it, oneDNN on some CPUs for one.
+        return dataclasses.replace(run, status="out of memory")
+    return run
+
+
+def probe(cell: Cell, task: Task, device: torch.device, limit_bytes: int) -> Run:
+    """Train a few steps at the cell's batch size under the limit; runs in a process of its own."""
+    smallest = next(iter(task.loader(1, 0)))
+    _limit(limit_bytes, device)
+    try:
+        batch = _repeated(smallest, cell.batch, device)
+        cells.few_steps(cell, task, device, batch)
+    except Exception as error:  # noqa: BLE001  what went wrong is the answer
+        status = "out of memory" if cells.out_of_memory(error) else "failed"
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Run(cell, status, words)  # type: ignore[arg-type]
+    return Run(cell, "ok")
+
+
+def _limit(limit_bytes: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        used = torch.cuda.memory_reserved(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (used + limit_bytes) / total), device)
+        return
+    try:
+        import resource
+
+        lines = Path("/proc/self/status").read_text().splitlines()
+        size = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+    except (ImportError, OSError, StopIteration):
+        raise UsageError("--batch max: memory can be limited on Linux and on GPUs only") from None
+    limit = 1024 * size + limit_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _repeated(batch: Any, times: int, device: torch.device) -> Any:
+    """Repeat a batch of one sample along the first dimension."""
+
+    def repeat(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device).repeat(times, *[1] * (tensor.dim() - 1))
+
+    return cells.mapped(batch, repeat)
