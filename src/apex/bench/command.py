@@ -29,6 +29,7 @@ from apex.bench.options import (
     unique,
 )
 from apex.bench.precision import ALIASES, LEVELS
+from apex.bench.progress import Bar, progress
 from apex.bench.results import Cell, Report, Run, write
 from apex.bench.tasks.task import TaskOptions
 
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="train what torch.compile makes")
     parser.add_argument(
         "--tf32", choices=["on", "off", "both"],
-        help="on a GPU that has it: for float32 products; O0 is always shown both ways (default: off)",
+        help="on a GPU that has it: for float32 products; O0 is always both (default: off)",
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true",
@@ -171,26 +172,24 @@ class _Bench:
         )
 
     def run_all(self) -> None:
-        with report.progress(self._plan, self._search) as progress:
+        with progress(self._plan, self._search) as bar:
             self._ceilings = ceilings(self._options.device)
 
             def ended(run: Run) -> None:
                 self._runs.append(run)
                 write(self.report(), self._file)
-                progress.ended(run)
+                bar.ended(run)
 
-            matrix.run_all(
-                self._plan, self._options, self._store, progress.begun, progress.told, ended
-            )
+            matrix.run_all(self._plan, self._options, self._store, bar.begun, bar.told, ended)
             for cell in self._search:
-                self._find_largest(cell, progress)
+                self._find_largest(cell, bar)
             self.searched = True
 
-    def _find_largest(self, cell: Cell, progress: Any) -> None:
+    def _find_largest(self, cell: Cell, bar: Bar) -> None:
         limit = self._limit
         if limit is None:  # a GPU: all of it
             limit = torch.cuda.get_device_properties(self._options.device).total_memory
-        batch, error = largest(cell, self._options, limit, lambda size: progress.tried(cell, size))
+        batch, error = largest(cell, self._options, limit, lambda size: bar.tried(cell, size))
         self._largest.append(
             {
                 "task": cell.task,
@@ -200,6 +199,7 @@ class _Bench:
                 "error": error,
             }
         )
+        bar.found(cell, batch)
         write(self.report(), self._file)
 
 

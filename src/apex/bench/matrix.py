@@ -30,7 +30,7 @@ def plan(
     batches: Sequence[int],
     seeds: int,
     *,
-    compile: bool,  # noqa: A002  the option's name
+    compile: bool,
     quick: bool,
 ) -> tuple[Cell, ...]:
     """Make the cells in the order in which they run.

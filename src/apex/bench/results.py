@@ -135,7 +135,7 @@ class Report:
     """How the numbers were taken: a sentence for each of ``time``, ``memory``, ``quality`` ..."""
     largest: tuple[dict[str, Any], ...] = ()
     """Of ``--batch max``: ``task``, ``level`` (a label), ``batch`` (the largest that fitted),
-    ``limit_bytes``."""
+    ``limit_bytes``, ``error`` (why the search ended early, or ``None``)."""
     ceilings: dict[str, float] = dataclasses.field(default_factory=dict)
     """Measured in the same run: ``flops float32`` ... (per second) and ``bytes`` (per second)."""
 
