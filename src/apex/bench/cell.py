@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def train(
         epoch_seconds=tuple(trace.epoch_seconds),
         peak_tensor_bytes=trace.peak_tensor_bytes,
         peak_process_bytes=trace.peak_process_bytes,
-        skipped=sum(after < before for before, after in zip(trace.scales, trace.scales[1:])),
+        skipped=sum(after < before for before, after in pairwise(trace.scales)),
         scales=tuple(trace.scales[:-1]),
         joules=trace.joules,
         flops=trace.flops,

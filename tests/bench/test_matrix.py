@@ -1,0 +1,198 @@
+"""Cells in processes of their own: what is kept when something is killed, and what fits."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from apex.bench import results
+from apex.bench.cli import main
+
+TASKS = Path(__file__).with_name("user_task.py")
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    file = tmp_path / "log"
+    file.touch()
+    monkeypatch.setenv("USER_TASK_LOG", str(file))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return file
+
+
+def bench(out, task, *options):
+    words = ["--task", f"{TASKS}:{task}", "--device", "cpu", "--batch", "8", "--out", str(out)]
+    return main(["bench", *words, *options])
+
+
+def read(out):
+    return results.read(out / "results.json")
+
+
+def processes(log):
+    """The processes that trained, in order, each once."""
+    return list(dict.fromkeys(log.read_text().split()))
+
+
+def test_each_cell_has_a_process_of_its_own_and_is_trained_once(tmp_path, log):
+    options = ("--levels", "O0", "O4", "--seeds", "2")
+    assert bench(tmp_path, "build", *options) == 0
+    report = read(tmp_path)
+    found = [(run.cell.seed, run.cell.level) for run in report.runs]
+    assert found == [(0, "O0"), (0, "O4"), (1, "O0"), (1, "O4")]
+    assert len(processes(log)) == 4
+    for run in report.runs:
+        assert (run.status, run.steps_per_epoch, len(run.losses)) == ("ok", 8, 16)
+        assert len(run.step_ms) == len(run.data_ms) == len(run.scales) == 16
+        assert run.losses[-1] < run.losses[0] / 2
+        assert run.peak_process_bytes is not None
+        assert run.peak_tensor_bytes > 0
+        assert run.flops > 0
+    before = log.read_text()
+    first = (tmp_path / "results.json").read_text()
+    assert bench(tmp_path, "build", *options) == 0  # all is there: nothing is trained
+    assert log.read_text().count("\n") - before.count("\n") <= 1  # the look at the first batch
+    assert json.loads(first)["runs"] == json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert bench(tmp_path, "build", *options, "--fresh") == 0
+    assert len(processes(log)) > 4
+
+
+def test_quick_cells_of_a_level_share_a_process(tmp_path, log):
+    assert bench(tmp_path, "build", "--levels", "O0", "O5", "--seeds", "2", "--quick") == 0
+    runs = read(tmp_path).runs
+    assert len(runs) == 4
+    assert all(run.cell.quick and run.peak_process_bytes is None for run in runs)
+    assert len(set(processes(log)) - {str(os.getpid())}) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log):
+    words = ["bench", "--task", f"{TASKS}:slow", "--device", "cpu", "--levels", "O0", "--seeds", "3"]
+    words += ["--batch", "8", "--epochs", "1", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen([sys.executable, "-m", "apex.bench.cli", *words], env=dict(os.environ))
+    cells = tmp_path / "out" / "cells"
+    wait(lambda: cells.is_dir() and len(list(cells.glob("*.json"))) == 1)
+    wait(lambda: len(set(processes(log)) - {str(process.pid)}) == 2)  # the second has begun
+    process.kill()
+    process.wait()
+    wait(lambda: not any(alive(pid) for pid in processes(log)))
+    assert len(list(cells.glob("*.json"))) == 1
+    log.write_text("")
+    assert main(words) == 0
+    assert len(read(tmp_path / "out").runs) == 3
+    assert len(set(processes(log)) - {str(os.getpid())}) == 2  # the first was kept
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sends SIGINT to a group of processes")
+def test_ctrl_c_leaves_a_partial_report(tmp_path, log):
+    words = ["bench", "--task", f"{TASKS}:slow", "--device", "cpu", "--levels", "O0", "--seeds", "3"]
+    words += ["--batch", "8", "--epochs", "1", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "apex.bench.cli", *words],
+        env=dict(os.environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    cells = tmp_path / "out" / "cells"
+    wait(lambda: cells.is_dir() and len(list(cells.glob("*.json"))) == 1)
+    wait(lambda: len(set(processes(log)) - {str(process.pid)}) == 2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to parent and child
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "INCOMPLETE: 1 of 3" in out
+    assert "Traceback" not in out + errors
+    report = read(tmp_path / "out")
+    assert [run.status for run in report.runs] == ["ok"]
+    assert not report.complete
+    assert (tmp_path / "out" / "report.html").exists()
+    assert not any(alive(pid) for pid in processes(log))
+
+
+@pytest.mark.parametrize(
+    ("task", "batch", "status", "said"),
+    [
+        ("killed", "8", "failed", "SIGKILL"),
+        ("hungry", "64", "out of memory", "Tried to allocate"),
+        ("diverging", "8", "diverged", None),
+        ("wrong", "8", "failed", "TypeError"),
+    ],
+)
+def test_what_goes_wrong_in_a_cell_is_recorded_and_the_rest_goes_on(
+    tmp_path, log, capsys, task, batch, status, said
+):
+    assert bench(tmp_path, task, "--levels", "O0", "--seeds", "2", "--batch", "8", batch) == 1
+    report = read(tmp_path)
+    assert report.complete
+    bad = [run for run in report.runs if run.status != "ok"]
+    assert bad
+    assert bad[-1].status == status
+    assert said is None or said in bad[-1].error
+    assert status in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory can be limited on Linux and GPUs")
+def test_the_largest_batch_that_fits(tmp_path, log):
+    options = ("--levels", "O0", "--batch", "max", "--memory-limit", "400MiB", "--seeds", "1")
+    words = ["--task", f"{TASKS}:wide", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(["bench", *words, *options]) == 0
+    (found,) = read(tmp_path).largest
+    assert found["limit_bytes"] == 400 * 2**20
+    assert found["error"] is None
+    # The product, its exponential and their gradients: two to four MiB a sample.
+    assert 90 <= found["batch"] <= 210
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--task", "no-such"], "no-such"),
+        (["--task", f"{TASKS}:nothing"], "nothing"),
+        (["--task", f"{TASKS}:broken"], "no such data anywhere"),
+        (["--task", f"{TASKS}:incomplete"], "loader"),
+        (["--task", "/no/such/file.py:build"], "/no/such/file.py"),
+        (["--batch", "max"], "--memory-limit"),
+        (["--batch", "0"], "--batch"),
+        (["--batch", "1000000"], "--batch 1000000"),
+        (["--levels", "O7"], "O7"),
+        (["--tf32", "both", "--device", "cpu"], "TF32"),
+        (["--lr", "-1"], "--lr"),
+        (["--memory-limit", "2"], "--memory-limit"),
+        (["--seeds", "0"], "--seeds"),
+        (["--optimizer", "none"], "none"),
+        (["--device", "cuda:99"], "cuda:99"),
+        (["--out", "/proc/nothing"], "--out"),
+    ],
+)
+def test_bad_requests_are_one_line_and_train_nothing(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    with contextlib.suppress(SystemExit):
+        assert main(["bench", "--quick", *words]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert said in errors
+    assert not list(tmp_path.iterdir())
+
+
+def wait(done, seconds=60):
+    """Wait until something is so."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def alive(pid):
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        status = Path("/proc", pid, "stat").read_text()
+    except OSError:
+        return False
+    return int(pid) != os.getpid() and status.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,127 @@
+"""A user's tasks for the tests of `apex bench`: what each training does is told by its name."""
+
+import os
+import pathlib
+import signal
+import time
+
+import torch
+from torch import nn
+
+FEATURES = 16
+LOG = pathlib.Path(os.environ.get("USER_TASK_LOG", os.devnull))
+MIB = 2**20
+
+
+class Regression:
+    """Fit a plane; 8 batches an epoch. Each training leaves a line with its process in the log."""
+
+    epochs = 2
+    lr = 0.1
+
+    def model(self):
+        return nn.Linear(FEATURES, 1)
+
+    def loss(self, model, batch):
+        x, y = batch
+        return nn.functional.mse_loss(model(x).float(), y)
+
+    def loader(self, batch_size, seed):
+        if seed % 1000 == 0:  # the first epoch of a training, and what is measured apart
+            with LOG.open("a") as log:
+                log.write(f"{os.getpid()}\n")
+        draw = torch.Generator().manual_seed(seed)
+        for _ in range(8):
+            x = torch.randn(batch_size, FEATURES, generator=draw)
+            yield x, x.sum(1, keepdim=True)
+
+    def accuracy(self, model):
+        x = torch.eye(FEATURES)
+        error = (model(x).float() - 1).abs().mean()
+        return 100 * float(1 / (1 + error))
+
+
+class Slow(Regression):
+    """Takes a second for an epoch."""
+
+    def loader(self, batch_size, seed):
+        for batch in super().loader(batch_size, seed):
+            time.sleep(0.125)
+            yield batch
+
+
+class Killed(Regression):
+    """Its process is killed at seed 1."""
+
+    def loader(self, batch_size, seed):
+        if seed >= 1000:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loader(batch_size, seed)
+
+
+class Hungry(Regression):
+    """Has no memory left with 64 samples, and says so as torch does."""
+
+    def loss(self, model, batch):
+        if len(batch[0]) >= 64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().loss(model, batch)
+
+
+class Wide(Regression):
+    """Keeps a mebibyte for every sample until the backward."""
+
+    def loss(self, model, batch):
+        x, y = batch
+        wide = model(x).float() * torch.ones(1, MIB // 4)
+        return nn.functional.mse_loss(wide.exp().mean(1, keepdim=True), y)
+
+
+class Diverging(Regression):
+    """Its loss is not a number."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * float("nan")
+
+
+class Wrong(Regression):
+    """Has a mistake in its loss."""
+
+    def loss(self, model, batch):
+        return model(batch)
+
+
+def build(options):
+    return Regression()
+
+
+def slow(options):
+    return Slow()
+
+
+def killed(options):
+    return Killed()
+
+
+def hungry(options):
+    return Hungry()
+
+
+def wide(options):
+    return Wide()
+
+
+def diverging(options):
+    return Diverging()
+
+
+def wrong(options):
+    return Wrong()
+
+
+def broken(options):
+    raise ValueError("no such data\nanywhere")
+
+
+def incomplete(options):
+    return object()
