@@ -225,3 +225,31 @@ def test_the_order_of_2018(frozen):
     optimizer.state.clear()
     optimizer.load_state_dict({**state, "optimizer_state_dict": old})
     checkpoints.assert_equal(optimizer.optimizer.state_dict(), before)
+
+
+def test_state_that_fits_both_orders_is_not_reordered():
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).half())]
+    inner = torch.optim.SGD(params, lr=1.0, momentum=0.5)
+    optimizer = FP16_Optimizer(inner, verbose=False)
+    optimizer.backward(params[0].sum() + 2 * params[1].float().sum())
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    optimizer.load_state_dict(state)
+    checkpoints.assert_equal(optimizer.state_dict(), state)
+
+
+def test_state_that_fits_no_order_is_not_reordered():
+    """Adafactor's state of a matrix is a row and a column."""
+    model, optimizer = start(torch.optim.Adafactor)
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    optimizer.load_state_dict(state)
+    checkpoints.assert_equal(optimizer.state_dict(), state)
+    inner = state["optimizer_state_dict"]
+    fewer = [{**inner["param_groups"][0], "params": inner["param_groups"][0]["params"][:-1]}]
+    wrong = {**inner, "param_groups": fewer}
+    with pytest.raises(ValueError, match="parameter group that doesn't match the size"):
+        optimizer.load_state_dict({**state, "optimizer_state_dict": wrong})
+    checkpoints.assert_equal(optimizer.state_dict(), state)
