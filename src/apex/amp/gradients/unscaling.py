@@ -58,10 +58,10 @@ def multiply_(grads: Sequence[torch.Tensor], factor: float) -> None:
 
     The bits are those of ``mul_`` on dense tensors.
     """
-    # Not as a float, which torch 2.13 rounds to 16 bits on the CPU: 2**20 would be inf in float16.
+    # torch 2.13 rounds a float to the tensors' 16 bits on the CPU: 2**20 would be inf in float16.
     exact = torch.tensor(factor, dtype=torch.float64, device="cpu")
     for group in _groups(grads):
-        torch._foreach_mul_(group, exact)
+        torch._foreach_mul_(group, exact if group[0].device.type == "cpu" else factor)
 
 
 @torch.no_grad()
