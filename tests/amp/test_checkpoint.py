@@ -1,5 +1,6 @@
 """Saving and restoring."""
 
+import gc
 import itertools
 import math
 
@@ -233,6 +234,68 @@ def test_without_optimizers_it_is_the_newest_with_a_warning_while_others_live():
     del trainings[0]
     assert amp.state_dict() == saved  # the other is gone
     amp.load_state_dict(saved)
+
+
+def of_a_handle(scale):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    return amp.init(loss_scale=scale).wrap_optimizer(optimizer)
+
+
+def scale_of(state):
+    return state["loss_scaler0"]["loss_scale"]
+
+
+def test_a_static_handle_beside_initialize_is_passed_over():
+    _ = of_a_handle(4.0), two_trainings(loss_scale=8.0)
+    assert scale_of(amp.state_dict()) == 8.0
+    amp.load_state_dict(amp.state_dict())
+    dynamic = of_a_handle("dynamic")
+    with pytest.warns(UserWarning, match="several trainings are alive, and this is about the new"):
+        assert scale_of(amp.state_dict()) == 8.0
+    assert scale_of(amp.state_dict(optimizers=dynamic)) == 2.0**16
+
+
+@pytest.mark.parametrize("scale", [4.0, "dynamic"])
+def test_several_trainings_without_a_newest_initialize_are_left_out_with_a_warning(scale):
+    """The newest was released, and an older one is alive beside that of a handle."""
+    (_, older), newest = two_trainings()
+    amp.initialize(*newest, enabled=False)
+    assert scale_of(amp.state_dict()) == 32.0  # the only one
+    wrapped = of_a_handle(scale)
+    with pytest.warns(
+        UserWarning, match=r"several trainings are alive, and this leaves all .*\(\.\."
+    ):
+        assert amp.state_dict() == {}
+    with (
+        pytest.warns(UserWarning, match="1 entries, while 0"),
+        pytest.warns(UserWarning, match="amp.load_state_dict: several trainings") as caught,
+    ):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}})
+    assert {warning.filename for warning in caught} == {__file__}
+    assert scale_of(amp.state_dict(optimizers=older)) == 32.0
+    assert scale_of(amp.state_dict(optimizers=wrapped)) == (4.0 if scale == 4.0 else 2.0**16)
+
+
+def test_the_only_handle_that_is_left():
+    """Optimizers that nothing refers to any more are part of a cycle."""
+    for scale in (4.0, "dynamic", 8.0):
+        wrapped = of_a_handle(scale)
+    assert scale_of(amp.state_dict()) == 8.0
+    del wrapped
+    gc.collect()
+    assert amp.state_dict() == {}
+
+
+def test_an_optimizer_that_cannot_be_stepped_any_more_is_no_other_training():
+    model, wrapped = nn.Linear(2, 2), of_a_handle(4.0)
+    first, second = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    for optimizer in (first, second):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match="another amp.initialize"):
+        first.step()
+    assert scale_of(amp.state_dict()) == 2.0**16
+    amp.initialize(model, second, enabled=False)
+    assert amp.state_dict() == amp.state_dict(optimizers=wrapped)
 
 
 def test_optimizers_of_other_trainings_or_of_none_are_refused():

@@ -11,17 +11,8 @@ from torch import nn
 from apex import amp
 from apex.amp import _speech
 from apex.amp.handle import AmpHandle, NoOpHandle
+from tests.amp.registrations import DECORATE, REGISTER
 
-REGISTER = {
-    "half": amp.register_half_function,
-    "float": amp.register_float_function,
-    "promote": amp.register_promote_function,
-}
-DECORATE = {
-    "half": amp.half_function,
-    "float": amp.float_function,
-    "promote": amp.promote_function,
-}
 # what the function gets for (float32, float16)
 GETS = {
     "half": (torch.float16, torch.float16),

@@ -10,17 +10,8 @@ from torch import nn
 from apex import amp
 from apex.amp.casting import rules
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from tests.amp.registrations import DECORATE, REGISTER
 
-REGISTER = {
-    "half": amp.register_half_function,
-    "float": amp.register_float_function,
-    "promote": amp.register_promote_function,
-}
-DECORATE = {
-    "half": amp.half_function,
-    "float": amp.float_function,
-    "promote": amp.promote_function,
-}
 # What a function under each annotation gets for (float, half), (half, half), (float64, half).
 RECEIVED = {
     "half": ["16 16", "16 16", "64 16"],

@@ -195,6 +195,16 @@ def test_unscale_takes_mixed_dtypes_complex_and_nothing():
     assert all(torch.equal(g, torch.ones_like(g)) for g in grads)
 
 
+@pytest.mark.parametrize("scale", [100.0, 2.0**25])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_inverse_of_a_static_scale_is_not_rounded_to_16_bits(dtype, scale):
+    """2**-25 would be 0 in float16."""
+    grads = [torch.arange(1.0, 256.0).to(dtype)]
+    expected = (grads[0].float() * (1.0 / scale)).to(dtype)
+    unscale_(grads, scale)
+    assert torch.equal(grads[0], expected)
+
+
 @pytest.mark.parametrize("model", [torch.float16, torch.float32])
 @pytest.mark.parametrize("master", [torch.float16, torch.float32])
 def test_public_unscale_methods(model, master):

@@ -14,7 +14,7 @@ def main(checks):
         origin = Path((spec and spec.origin) or "nowhere").resolve()
         if not origin.is_relative_to(Path(sys.prefix).resolve()):
             sys.exit(f"{name} is {origin}, not the one installed in {sys.prefix}")
-    sys.path.append(str(Path(__file__).parents[2]))  # for tests.tolerance; no apex is there
+    sys.path.append(str(Path(__file__).parents[2]))  # for imports from tests; no apex is there
     settings = Path(__file__).with_name("checks.ini")
     return pytest.main(["-c", str(settings), "--rootdir", str(Path(checks).parent), checks])
 

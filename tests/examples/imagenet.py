@@ -1,9 +1,6 @@
 """The ImageNet example with a tiny network on tiny images, run in this process."""
 
 import functools
-import importlib
-import pathlib
-import sys
 import types
 from unittest import mock
 
@@ -11,30 +8,16 @@ import torch
 from torch import nn
 
 from apex import amp
+from tests.examples.imported import EXAMPLES, program
 
-FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "imagenet"
+FOLDER = EXAMPLES / "imagenet"
 LATEST, BEST = "checkpoint.pth.tar", "model_best.pth.tar"
 
 # Three steps an epoch, the last one of a smaller batch; batches of 3 and 4 images to evaluate.
 TINY = "-a tiny --image-size 16 --classes 3 --synthetic-images 28 -b 10 -j 0 -p 1 --lr 10"
 SHORT = f"{TINY} --epochs 2 --checkpoint-freq 2 --opt-level"
 
-
-def load_example():
-    """Import ``main_amp`` and its siblings; other examples have modules of the same names."""
-    names = [file.stem for file in FOLDER.glob("*.py")]
-    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module("main_amp")
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(others)
-
-
-main_amp = load_example()
+main_amp = program("imagenet", "main_amp")
 checkpoint, data, meters, models = (
     getattr(main_amp, name) for name in ("checkpoint", "data", "meters", "models")
 )

@@ -12,31 +12,16 @@ import torch
 
 from apex import amp
 from tests.checkpoints import assert_equal
+from tests.examples.imported import program
 from tests.tolerance import BERT_ACCUMULATION, assert_close_to_largest
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "bert"
 TINY = "--hidden 32 --layers 1 --length 32 --limit 640 --batch-size 16 --lr 5e-3"
 THREE = ["combinatorics", "matrices", "stats"]  # classes of about the same size
 
-
-def load_example():
-    """Import ``finetune`` and ``data``; other examples have modules of the same names."""
-    names = [file.stem for file in FOLDER.glob("*.py")]
-    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module("finetune")
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(others)
-
-
-finetune = load_example()
+finetune = program("bert", "finetune")
 data = finetune.data
 load = functools.cache(data.load)
 

@@ -14,8 +14,6 @@ import time
 import pytest
 import torch
 
-import apex.parallel
-
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "mnist"
 SECONDS = 120  # for all processes of a run together: a hang fails
 # 55 to 63 % right over four seeds on one device; at 1e-2 some orders of the images end at 10 %.
@@ -26,10 +24,6 @@ LINES = (
     r"Accuracy on 599 test images: (\d+\.\d\d) %\n"
 )
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-NEEDS_DDP = pytest.mark.skipif(
-    not hasattr(apex.parallel, "DistributedDataParallel"),
-    reason="apex.parallel.DistributedDataParallel is not here yet",
-)
 
 pytest.importorskip("sklearn")
 
@@ -72,7 +66,6 @@ def test_one_device():
     assert re.fullmatch(LINES, out)
 
 
-@NEEDS_DDP
 @pytest.mark.dist
 def test_mixed_precision_on_two_processes():
     """Rank 0 evaluates alone. It is the same training if torchrun starts the processes."""

@@ -154,6 +154,16 @@ def test_other_classes_are_refused_without_being_executed(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+def without(name):
+    """The newest of the dynamic scalers in OLD, damaged."""
+    values = {key: value for key, value in vars(OLD["2025, dynamic"]).items() if key != name}
+    return as_saved(AmpLossScaler, **values)
+
+
+def with_scaler(state, **numbers):
+    return {"loss_scaler": {**state["loss_scaler"], **numbers}}
+
+
 def test_errors_change_nothing():
     model, optimizer = start()
     train(model, optimizer, range(3))
@@ -164,9 +174,15 @@ def test_errors_change_nothing():
         ({"loss_scaler": Executes("")}, TypeError, "the saved loss_scaler is a Executes"),
         ({"loss_scaler": {"cur_iter": 3}}, ValueError, "has no 'cur_scale'"),
         ({"loss_scaler": {"cur_scale": -1.0}}, ValueError, "must be a number from"),
+        ({"loss_scaler": {"_loss_scale": 2.0}}, ValueError, "has no 'dynamic'; it has _loss_scale"),
+        ({"loss_scaler": without("_unskipped")}, ValueError, "has no '_unskipped'; it has _loss_s"),
+        ({"loss_scaler": without("_scale_seq_len")}, ValueError, "has no '_scale_seq_len'; it has"),
+        (with_scaler(good, cur_iter=None), ValueError, "saved cur_iter was None; it must be an in"),
+        (with_scaler(good, last_overflow_iter=0.5), ValueError, "last_overflow_iter was 0.5; it"),
         ({"fp32_from_fp16": fewer}, ValueError, "the saved masters have the shapes"),
         ({"fp32_from_fp16": shape}, ValueError, r"\(7,\)"),
         ({"optimizer_state_dict": {"state": {}, "param_groups": []}}, ValueError, "param"),
+        ({"optimizer_state_dict": {"state": {}}}, ValueError, "state_dict has no param_groups"),
     ]
     model, optimizer = start()
     train(model, optimizer, [7])
@@ -209,3 +225,31 @@ def test_the_order_of_2018(frozen):
     optimizer.state.clear()
     optimizer.load_state_dict({**state, "optimizer_state_dict": old})
     checkpoints.assert_equal(optimizer.optimizer.state_dict(), before)
+
+
+def test_state_that_fits_both_orders_is_not_reordered():
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).half())]
+    inner = torch.optim.SGD(params, lr=1.0, momentum=0.5)
+    optimizer = FP16_Optimizer(inner, verbose=False)
+    optimizer.backward(params[0].sum() + 2 * params[1].float().sum())
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    optimizer.load_state_dict(state)
+    checkpoints.assert_equal(optimizer.state_dict(), state)
+
+
+def test_state_that_fits_no_order_is_not_reordered():
+    """Adafactor's state of a matrix is a row and a column."""
+    model, optimizer = start(torch.optim.Adafactor)
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    optimizer.load_state_dict(state)
+    checkpoints.assert_equal(optimizer.state_dict(), state)
+    inner = state["optimizer_state_dict"]
+    fewer = [{**inner["param_groups"][0], "params": inner["param_groups"][0]["params"][:-1]}]
+    wrong = {**inner, "param_groups": fewer}
+    with pytest.raises(ValueError, match="parameter group that doesn't match the size"):
+        optimizer.load_state_dict({**state, "optimizer_state_dict": wrong})
+    checkpoints.assert_equal(optimizer.state_dict(), state)

@@ -261,6 +261,35 @@ def test_a_scale_that_the_program_writes_between_passes():
         optimizer.loss_scale = 0
 
 
+@pytest.mark.parametrize("dense", [True, False])
+def test_gradients_of_all_dtypes_are_multiplied_at_once(dense):
+    """By numbers that 16 bits cannot hold, with the bits that ``mul_`` of each gives."""
+    torch.manual_seed(0)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float16)
+    params = [nn.Parameter(torch.randn(5, 3).to(dtype)) for dtype in dtypes]
+    unused = nn.Parameter(torch.ones(2))
+    optimizer = FP16_Optimizer(torch.optim.SGD([*params, unused], 0.1), 100.0, verbose=False)
+
+    def grads():
+        return [p.grad if dense else p.grad._values() for p in params]
+
+    places = torch.tensor([1, 2, 2])  # a sparse gradient is not coalesced
+    rows = [F.embedding(places, param, sparse=not dense).double() for param in params]
+    loss = (torch.stack(rows) * torch.arange(1.0, 4.0) / 7e6).sum()
+    optimizer.backward(loss, update_master_grads=False)
+    for scale in (37.0, 2.0**26):
+        expected = [grad.clone().mul_(scale / optimizer.loss_scale) for grad in grads()]
+        optimizer.loss_scale = scale
+        assert_equal(grads(), expected)
+    assert all(torch.isfinite(grad).all() for grad in expected)
+    assert unused.grad is None
+    optimizer.update_master_grads()
+    expected = [grad.clone().mul_(2.0**26) for grad in grads()[2:4]]
+    zero = torch.zeros((), requires_grad=True)
+    optimizer.backward(zero, update_master_grads=False)  # scales those of earlier passes
+    assert_equal(grads()[2:4], expected)
+
+
 def test_a_state_that_is_loaded_between_passes():
     """The loaded scale is another; the passes of before the load still count."""
     model, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 512.0})

@@ -176,9 +176,33 @@ def test_a_state_without_its_keys_changes_nothing():
     good = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, [2])
     before = copy.deepcopy(optimizer.state_dict())
-    for key in ("dynamic_loss_scale", "cur_scale", "cur_iter", "fp32_groups"):
-        with pytest.raises(ValueError, match=f"state_dict has no {key}; it has"):
-            optimizer.load_state_dict({k: v for k, v in good.items() if k != key})
+    flat = {**good, "fp32_groups_flat": []}
+    keys = {"dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict", "fp32_groups"}
+    for key in keys:
+        for state in (good,) if key == "fp32_groups" else (good, flat):
+            with pytest.raises(ValueError, match=f"state_dict has no {key}; it has"):
+                optimizer.load_state_dict({k: v for k, v in state.items() if k != key})
+            checkpoints.assert_equal(optimizer.state_dict(), before)
+    for key in ("state", "param_groups"):
+        inner = {k: v for k, v in good["optimizer_state_dict"].items() if k != key}
+        for state in (good, flat):
+            with pytest.raises(ValueError, match=f"state_dict has no {key}; it has"):
+                optimizer.load_state_dict({**state, "optimizer_state_dict": inner})
+            checkpoints.assert_equal(optimizer.state_dict(), before)
+    with pytest.raises(ValueError, match="it has a NoneType"):
+        optimizer.load_state_dict(None)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_count_that_is_no_integer_changes_nothing(dynamic):
+    model, optimizer = start(dynamic_loss_scale=dynamic)
+    train(model, optimizer, range(2))
+    good = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, [2])
+    before = copy.deepcopy(optimizer.state_dict())
+    for wrong in (None, "three", math.inf, 1.5):
+        with pytest.raises(ValueError, match=f"cur_iter was {wrong!r}; it must be an integer"):
+            optimizer.load_state_dict({**good, "cur_iter": wrong})
         checkpoints.assert_equal(optimizer.state_dict(), before)
 
 
@@ -202,9 +226,24 @@ def test_a_file_of_2018_loads():
     again.load_state_dict(model.state_dict())
     other.load_state_dict({**now, "optimizer_state_dict": flat})
     checkpoints.assert_equal(other.state_dict(), optimizer.state_dict())
-    now["fp32_groups_flat"][0] = torch.zeros(3)
-    with pytest.raises(ValueError, match="a saved group has 3 elements"):
-        other.load_state_dict({**now, "optimizer_state_dict": flat})
+    before = copy.deepcopy(other.state_dict())
+    for change, text in [
+        (
+            {"fp32_groups_flat": [torch.zeros(3), now["fp32_groups_flat"][1]]},
+            "a saved group has 3 elements",
+        ),
+        (
+            {"fp32_groups_flat": now["fp32_groups_flat"][:1]},
+            "optimizer has 2 groups, and fp32_groups_flat 1; this optimizer has 2. Make the groups",
+        ),
+        (
+            {"optimizer_state_dict": {**flat, "param_groups": flat["param_groups"][:1]}},
+            "optimizer has 1 groups, and fp32_groups_flat 2; this optimizer has 2. Make the groups",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            other.load_state_dict({**now, "optimizer_state_dict": flat, **change})
+        checkpoints.assert_equal(other.state_dict(), before)
 
 
 def test_fused_norm():

@@ -183,6 +183,18 @@ def test_removal_by_name(hook_child):
         assert names(model["head"]) == ["bias", "weight_g", "weight_v"]
 
 
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("right", [True, False])
+def test_the_parameter_that_comes_back_requires_a_gradient_if_one_did(left, right):
+    layer = nn.Linear(3, 2)
+    fn = Reparameterization.apply(layer, "weight", 2, Product)
+    layer.weight_left.requires_grad_(left)
+    layer.weight_right.requires_grad_(right)
+    fn.remove(layer)
+    assert layer.weight.requires_grad == (left or right)
+    assert layer.weight.is_leaf
+
+
 def test_removal_of_one_class():
     model = apply_weight_norm(nested(), "head.weight")
     apply_reparameterization(model, Product, "body.0.weight", 2)

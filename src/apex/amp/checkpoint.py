@@ -24,19 +24,16 @@ from apex.amp._amp_state import _amp_state
 from apex.amp.optimizer import state_of, states
 from apex.amp.registry import is_disabled
 from apex.amp.scaler import LossScaler
+from apex.amp.training import Training
 
 _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 
 
 def _scalers(optimizers: Any, called: str) -> list[LossScaler]:
-    """The scalers of the training of ``optimizers``; of the newest one without them."""
+    """The scalers of the training of ``optimizers``; of :func:`_newest` without them."""
     if optimizers is None:
-        _warn_of_others(called)
-        alive = {id(state.training): state.training for state in states()}
-        if not hasattr(_amp_state, "training") and len(alive) == 1:  # of an amp.init handle
-            return next(iter(alive.values())).loss_scalers
-        newest: list[LossScaler] = getattr(_amp_state, "loss_scalers", [])
-        return newest
+        newest = _newest(called)
+        return [] if newest is None else newest.loss_scalers
     listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     trainings = [None if (s := state_of(o)) is None else s.training for o in listed]
     first = trainings[0] if trainings else None
@@ -56,27 +53,41 @@ def _scalers(optimizers: Any, called: str) -> list[LossScaler]:
     return first.loss_scalers
 
 
-def _warn_of_others(called: str) -> None:
-    """Warn where another training with a dynamic scale is alive."""
-    newest = getattr(_amp_state, "training", None)
-    if not _has_others(newest):
-        return
-    gc.collect()  # an optimizer that went through initialize is part of a cycle
-    if _has_others(newest):
+def _newest(called: str) -> Training | None:
+    """The training of the newest ``initialize``; without one, the only training that is alive.
+
+    Warns where several are alive. Those with a static scale do not count beside ``initialize``'s.
+    """
+    newest: Training | None = getattr(_amp_state, "training", None)
+    allowed = 1 if newest is None else 0
+    others = _others(newest)
+    if len(others) > allowed:
+        gc.collect()  # an optimizer that went through initialize is part of a cycle
+        others = _others(newest)
+    if len(others) > allowed:
+        does = (
+            "leaves all of them out" if newest is None else "is about the newest initialize alone"
+        )
         warnings.warn(
-            f"amp.{called}: several trainings are alive, and this is about the newest initialize "
-            f"call alone. Call amp.{called}(..., optimizers=...) for each of them.",
+            f"amp.{called}: several trainings are alive, and this {does}. Call "
+            f"amp.{called}(..., optimizers=...) for each of them.",
             stacklevel=4,
         )
+    elif others:  # one, without initialize: of an amp.init handle
+        return others[0]
+    return newest
 
 
-def _has_others(newest: Any) -> bool:
-    others = {
-        id(state.training)
+def _others(newest: Training | None) -> list[Training]:
+    """The trainings that are alive beside ``newest``."""
+    found = {
+        id(state.training): state.training
         for state in states()
-        if state.training is not newest and not state.superseded and state.can_skip()
+        if state.training is not newest
+        and not state.superseded
+        and (newest is None or state.can_skip())
     }
-    return len(others) > (newest is None)  # without initialize, that of an amp.init handle is meant
+    return list(found.values())
 
 
 def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
@@ -85,7 +96,9 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
     Args:
         destination: A mapping to fill; ``None`` makes a new ``OrderedDict``.
         optimizers: One or more optimizers of the training; ``None`` means the newest
-            ``initialize`` call, with a warning while another training is alive.
+            ``initialize`` call, or the handle of ``amp.init`` where that is the only training.
+            There is a warning while another training is alive; of several without a newest
+            ``initialize`` call none is meant.
 
     Returns:
         ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for

@@ -43,7 +43,7 @@ def scaler_from(saved: Any) -> LossScaler:
 
     Raises:
         TypeError: It is something else.
-        ValueError: A number is missing or out of range.
+        ValueError: A number is missing, no number or out of range.
     """
     if isinstance(saved, LossScaler | amp_scaler.LossScaler):
         values = vars(saved)
@@ -54,23 +54,38 @@ def scaler_from(saved: Any) -> LossScaler:
             f"FP16_Optimizer: the saved loss_scaler is a {type(saved).__name__}; allowed are a "
             "dict of numbers, and the LossScaler classes of apex.fp16_utils and apex.amp."
         )
-    if "_loss_scale" in values:  # apex.amp's of 2019 to 2025
-        values = _from_amp(values)
     if isinstance(saved, DynamicLossScaler):
         values = {**{name: getattr(saved, name) for name in _NUMBERS[-2:]}, **values}
     try:
+        if "_loss_scale" in values:  # apex.amp's of 2019 to 2025
+            values = _from_amp(values)
         if "cur_iter" not in values:
             return LossScaler(values["cur_scale"])
         scaler = DynamicLossScaler(**{"init_scale": values["cur_scale"], **_options(values)})
         scaler.cur_scale = check_scale("cur_scale", values["cur_scale"])
-        scaler.cur_iter = int(values["cur_iter"])
-        scaler.last_overflow_iter = int(values["last_overflow_iter"])
+        scaler.cur_iter = whole("cur_iter", values["cur_iter"])
+        scaler.last_overflow_iter = whole("last_overflow_iter", values["last_overflow_iter"])
     except KeyError as error:
         raise ValueError(
             f"FP16_Optimizer: the saved loss_scaler has no {error}; it has "
             f"{', '.join(map(str, values))}."
         ) from None
     return scaler
+
+
+def whole(name: str, value: Any) -> int:
+    """Return a saved count as an integer.
+
+    Raises:
+        ValueError: It is not an integer.
+    """
+    try:
+        number = int(value)
+        if number == float(value):
+            return number
+    except (OverflowError, TypeError, ValueError):
+        pass
+    raise ValueError(f"FP16_Optimizer: the saved {name} was {value!r}; it must be an integer.")
 
 
 def _options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +148,11 @@ def in_group_order(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     Args:
         saved: ``state_dict`` of the wrapped optimizer.
         optimizer: The ``FP16_Optimizer``.
+
+    Raises:
+        ValueError: ``saved`` has not the keys of an optimizer's state.
     """
+    check_keys(saved, ("state", "param_groups"))
     groups, state, spare = list(saved["param_groups"]), saved["state"], 0
     for number, group in enumerate(groups):
         keys = list(group["params"])
@@ -170,11 +189,19 @@ def from_flat(saved: Mapping[str, Any], groups: Sequence[Sequence[torch.Tensor]]
         groups: The parameters by group.
 
     Raises:
-        ValueError: A flat tensor has not as many elements as the parameters of its group.
+        ValueError: There is another number of groups, or a flat tensor has not as many elements as
+            the parameters of its group.
     """
     state: dict[int, Any] = {}
     made: dict[str, Any] = {"state": state, "param_groups": []}
     inner = saved["optimizer_state_dict"]
+    numbers = [len(inner["param_groups"]), len(saved["fp32_groups_flat"])]
+    if numbers != [len(groups)] * 2:
+        raise ValueError(
+            f"FP16_Optimizer: the saved optimizer has {numbers[0]} groups, and fp32_groups_flat "
+            f"{numbers[1]}; this optimizer has {len(groups)}. Make the groups as they were when it "
+            "was saved."
+        )
     for group, params in zip(inner["param_groups"], groups, strict=True):
         keys = range(len(state), len(state) + len(params))
         values = inner["state"].get(group["params"][0], {})

@@ -63,8 +63,8 @@ class FP16_Optimizer(WrappedOptimizer):
         verbose: Say how many parameters have masters, and each overflow.
 
     Raises:
-        TypeError: ``init_optimizer`` is none, a parameter is not a real floating tensor or is
-            lazy, or an option is unknown.
+        TypeError: ``init_optimizer`` is not an optimizer, a parameter is not a real floating
+            tensor or is lazy, or an option is unknown.
         ValueError: A number is out of range, or a parameter is in the groups twice.
         RuntimeError: ``init_optimizer`` went through ``amp.initialize``.
 
@@ -231,7 +231,8 @@ class FP16_Optimizer(WrappedOptimizer):
         """
         self._params.add_new(self.optim)
         if self._lowered:  # for these gradients, unless they were cleared since
-            self._lowered = self.loss_scaler.has_overflow(self._params.all())
+            params = (*self.all_fp16_params, *self.all_fp32_from_fp32_params)
+            self._lowered = self.loss_scaler.has_overflow(params)
         self._params.scale_unscaled(self.loss_scale)
         self._pending = True
         scaled(loss, self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]

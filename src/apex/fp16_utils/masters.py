@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from apex.amp.gradients.masters import Master, Pairs, write_zeros
-from apex.amp.gradients.unscaling import unscale_into
+from apex.amp.gradients.unscaling import multiply_, unscale_into
 from apex.ops.placements import is_sharded
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -126,10 +126,6 @@ class MasterGroups:
                 )
             taken.add(id(param))
 
-    def all(self) -> list[torch.Tensor]:
-        """All parameters of the model that have gradients."""
-        return [*self.all_halves, *self.all_wide]
-
     # -- gradients ---------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -138,9 +134,8 @@ class MasterGroups:
         if factor == 1.0:
             return
         wide = [param for param in self.all_wide if id(param) in self.still_scaled]
-        for param in (*self.all_halves, *wide):
-            if param.grad is not None:
-                param.grad.mul_(factor)
+        grads = (param.grad for param in (*self.all_halves, *wide))
+        multiply_([grad for grad in grads if grad is not None], factor)
 
     @torch.no_grad()
     def scale_unscaled(self, scale: float) -> None:
@@ -149,10 +144,10 @@ class MasterGroups:
         All of these parameters count as scaled then: where a rank has not used one,
         DistributedDataParallel writes the other ranks' gradient, and no hook is called.
         """
-        for param in self.all_wide:
-            if param.grad is not None and id(param) not in self.still_scaled:
-                param.grad.mul_(scale)
-            self.still_scaled.add(id(param))
+        wide = self.all_wide
+        grads = (param.grad for param in wide if id(param) not in self.still_scaled)
+        multiply_([grad for grad in grads if grad is not None], scale)
+        self.still_scaled.update(map(id, wide))
 
     @torch.no_grad()
     def unscale(self, scale: float, *, check: bool) -> bool:

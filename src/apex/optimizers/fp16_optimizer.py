@@ -138,11 +138,14 @@ class FP16_Optimizer(_base.FP16_Optimizer):
         Raises:
             ValueError: Keys, groups or shapes do not fit; nothing was changed.
         """
+        wanted = ("dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict")
+        checkpoint.check_keys(state_dict, wanted)
+        checkpoint.check_keys(state_dict["optimizer_state_dict"], ("state", "param_groups"))
         self._params.add_new(self.optim)
         if "fp32_groups_flat" in state_dict:
             state_dict = checkpoint.from_flat(state_dict, self.fp32_groups)
-        wanted = ("dynamic_loss_scale", "cur_scale", "cur_iter")
-        checkpoint.check_keys(state_dict, (*wanted, "optimizer_state_dict", "fp32_groups"))
+        checkpoint.check_keys(state_dict, ("fp32_groups",))
+        cur_iter = checkpoint.whole("cur_iter", state_dict["cur_iter"])
         numbers = dict(state_dict)
         if not numbers["dynamic_loss_scale"]:
             numbers = {"cur_scale": numbers["cur_scale"]}
@@ -151,5 +154,5 @@ class FP16_Optimizer(_base.FP16_Optimizer):
         self.optim.load_state_dict(state_dict["optimizer_state_dict"])
         load(self.fp32_groups, state_dict["fp32_groups"])
         self._set_scaler(scaler)
-        self.cur_iter = int(state_dict["cur_iter"])
+        self.cur_iter = cur_iter
         self.overflow = False

@@ -12,6 +12,7 @@ from mmengine.runner import Runner
 
 from apex import amp
 from apex.optimizers import FusedAdam
+from tests.checkpoints import assert_equal
 
 OPTIMIZERS.register_module(module=FusedAdam)
 
@@ -108,7 +109,7 @@ def test_runner_trains_and_resumes(tmp_path, monkeypatch, level, accumulated):
     file = str(tmp_path / f"iter_{SAVED_AT * accumulated}.pth")
     resumed_losses, resumed_weights = run(tmp_path, level, accumulated, file)
     assert resumed_losses == losses[SAVED_AT * accumulated :]
-    torch.testing.assert_close(resumed_weights, weights, rtol=0.0, atol=0.0)
+    assert_equal(resumed_weights, weights)
     assert amp.state_dict() == scalers
 
 
@@ -146,7 +147,7 @@ def test_accumulation_and_clipping_are_those_of_the_plain_wrapper(level):
     if level == "O0":  # scaled by a power of two, and otherwise the same
         assert losses == plain_losses
         assert norms == plain_norms
-        torch.testing.assert_close(weights, plain_weights, rtol=0.0, atol=0.0)
+        assert_equal(weights, plain_weights)
     else:
         assert_close_for_half(losses, plain_losses)
         assert_close_for_half(norms, plain_norms)
@@ -175,5 +176,5 @@ def test_state_makes_a_round_trip(level, loaded):
     model.load_state_dict(state["model"])
     wrapper.load_state_dict(state["optimizer"])
     found = train(model, wrapper, range(6, 12)), model.state_dict()
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
+    assert_equal(found, wanted)
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 6

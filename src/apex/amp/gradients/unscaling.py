@@ -35,9 +35,9 @@ _Kind = tuple[torch.device, torch.dtype, torch.layout]
 def _groups(grads: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Real dense tensors that share memory with ``grads``, in lists of one device and dtype.
 
-    That is what the foreach kernels want. Sparse gradients must be coalesced. Of a DTensor it is
-    the part on this rank: torch's own kernel would reduce the flag as the first DTensor of a list
-    asks for, and refuse a list with other tensors.
+    That is what the foreach kernels want. Sparse gradients must be coalesced, unless they are only
+    multiplied. Of a DTensor it is the part on this rank: torch's own kernel would reduce the flag
+    as the first DTensor of a list asks for, and refuse a list with other tensors.
     """
     grads = local_parts(grads)
     kinds: list[_Kind] = [(grad.device, grad.dtype, grad.layout) for grad in grads]
@@ -50,6 +50,18 @@ def _groups(grads: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     for (_, dtype, layout), group in groups.items():
         values = group if layout == torch.strided else [grad._values() for grad in group]
         yield [torch.view_as_real(value) for value in values] if dtype.is_complex else values
+
+
+@torch.no_grad()
+def multiply_(grads: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply ``grads``, floating tensors on any devices and of any dtypes, in place.
+
+    The bits are those of ``mul_`` on dense tensors.
+    """
+    # torch 2.13 rounds a float to the tensors' 16 bits on the CPU: 2**20 would be inf in float16.
+    exact = torch.tensor(factor, dtype=torch.float64, device="cpu")
+    for group in _groups(grads):
+        torch._foreach_mul_(group, exact if group[0].device.type == "cpu" else factor)
 
 
 @torch.no_grad()
@@ -66,8 +78,7 @@ def unscale_(grads: Sequence[torch.Tensor], scale: torch.Tensor | float) -> torc
     """
     if not isinstance(scale, torch.Tensor):
         if scale != 1.0:
-            for group in _groups(grads):
-                torch._foreach_mul_(group, 1.0 / scale)
+            multiply_(grads, 1.0 / scale)
         return None
     inverse = scale.reciprocal()
     found: dict[torch.device, torch.Tensor] = {}
