@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.bench.cli import UsageError
-from apex.bench.console import NOTHING, console, number
+from apex.bench.console import console, number
 from apex.bench.intervals import Interval, difference_interval
 from apex.bench.results import Report, Run, read
 from apex.bench.rows import Row, rows, runs_of
@@ -87,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
     if not compared:
         raise UsageError(f"{args.before} and {args.after} have no row in common")
     to = console(120)
-    to.print(_table(compared, args.threshold))
-    for line in [*_only_in_one(before, after), *differences(before, after)]:
+    to.print(_table(compared))
+    found = [_worse(change, args.threshold) for change in compared if change.found(args.threshold)]
+    for line in [*found, *_only_in_one(before, after), *differences(before, after)]:
         to.print(line, markup=False)
     slower = sum(change.slower(args.threshold) for change in compared)
     broken = sum(change.broken for change in compared)
@@ -163,53 +164,49 @@ def _circumstances(report: Report) -> dict[str, str]:
 
 
 def _only_in_one(before: Report, after: Report) -> list[str]:
-    names = [{_name(row): None for row in rows(report)} for report in (before, after)]
-    found = []
-    for which, mine, theirs in (("before", *names), ("after", *reversed(names))):
-        alone = [
-            f"{task} {label} at batch {batch}"
-            for task, batch, label in mine
-            if (task, batch, label) not in theirs
-        ]
-        found += [f"Only {which}: {', '.join(alone)}."] if alone else []
-    return found
+    old, new = (list(dict.fromkeys(map(_name, rows(report)))) for report in (before, after))
+    alone = {
+        "before": [_words(name) for name in old if name not in new],
+        "after": [_words(name) for name in new if name not in old],
+    }
+    return [f"Only {which}: {', '.join(names)}." for which, names in alone.items() if names]
+
+
+def _worse(change: Change, threshold: float) -> str:
+    said = "; ".join(change.found(threshold))
+    return f"{_words(_name(change.after))}: {' '.join(said.split())}."
+
+
+def _words(name: tuple[str, int, str]) -> str:
+    task, batch, label = name
+    return f"{task} {label} at batch {batch}"
 
 
 def _name(row: Row) -> tuple[str, int, str]:
     return row.task, row.batch, row.label
 
 
-def _table(compared: Sequence[Change], threshold: float) -> Any:
+def _table(compared: Sequence[Change]) -> Any:
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("task", "level"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("batch", "before ms", "after ms", "time", "95 %", "memory", "accuracy"):
-        table.add_column(heading, justify="right")
-    table.add_column("worse", overflow="fold")
+    table.add_column("", overflow="fold")
+    for heading in ("step ms", "time (95 %)", "memory", "accuracy"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for change in compared:
-        worse = change.found(threshold)
+        interval = change.time_interval
+        between = "" if interval is None else f" ({interval.low:.2f}–{interval.high:.2f})"
+        times = (number(row.ms_median, ".3g") for row in (change.before, change.after))
         table.add_row(
-            escape(change.before.task),
-            escape(change.before.label),
-            str(change.before.batch),
-            number(change.before.ms_median, ".3g"),
-            number(change.after.ms_median, ".3g"),
-            number(change.time, ".2f", "x"),
-            _range(change.time_interval),
+            escape(_words(_name(change.before))),
+            " → ".join(times),
+            number(change.time, ".2f", f"x{between}"),
             number(change.memory, ".2f", "x"),
             number(change.accuracy, "+.2f"),
-            escape("; ".join(worse)),
-            style="red" if change.slower(threshold) or change.broken else None,
         )
     return table
-
-
-def _range(interval: Interval | None) -> str:
-    return NOTHING if interval is None else f"{interval.low:.2f}–{interval.high:.2f}"
 
 
 def _read(path: Path) -> Report:

@@ -2,7 +2,7 @@
 
 FLOPs are those of matrix products and convolutions, by torch's own counter. Bytes are those that
 each operation has to move if it finds nothing in a cache: every tensor it reads, once, and every
-tensor it writes, once. Views move nothing. What is changed in place counts as
+tensor it writes, once. Views and allocations move nothing. What is changed in place counts as
 read and written, even if it is only filled; an embedding counts with its whole table; what an
 operation writes in between for itself is not seen.
 """
@@ -52,12 +52,16 @@ class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        arguments = func._schema.arguments
+        name, arguments = func._schema.name.removeprefix("aten::"), func._schema.arguments
+        if "empty" in name:
+            return result
         given = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
         written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         out = {a.name for a in arguments if a.is_out}
-        reads = list(_tensors(value for name, value in given.items() if name not in out))
-        writes = list(_tensors(value for name, value in given.items() if name in written))
+        if name.startswith("new_") or name.endswith("_like"):  # these take a shape, not numbers
+            given = {}
+        reads = list(_tensors(value for key, value in given.items() if key not in out))
+        writes = list(_tensors(value for key, value in given.items() if key in written))
         memory = {_place(tensor) for tensor in [*reads, *writes]}
         fresh = [tensor for tensor in _tensors([result]) if _place(tensor) not in memory]
         if writes or fresh:

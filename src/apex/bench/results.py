@@ -187,7 +187,7 @@ def read(path: Path) -> Report:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a report that apex bench writes (format {FORMAT!r})")
