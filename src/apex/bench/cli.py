@@ -49,6 +49,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "info": Command("apex.bench.info", "what is installed here and which code path runs it"),
     "bench": Command("apex.bench.command", "what each precision level costs and gives"),
+    "bench compare": Command("apex.bench.compare", "what got slower between two results files"),
     "bench kernels": Command(
         "apex.bench.kernel_times", "how long each operation takes, ours and other people's"
     ),

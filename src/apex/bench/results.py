@@ -13,7 +13,8 @@ import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -32,6 +33,7 @@ __all__ = [
 
 FORMAT = "apex bench 2"  # its JSON Schema: schema.json beside this file
 
+T = TypeVar("T")
 Status = Literal["ok", "diverged", "out of memory", "failed"]
 
 
@@ -185,34 +187,50 @@ def read(path: Path) -> Report:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a report that apex bench writes (format {FORMAT!r})")
     try:
-        return Report(
-            environment=content["environment"],
-            plan=tuple(Cell(**cell) for cell in content["plan"]),
-            runs=tuple(run_from(fields) for fields in content["runs"]),
-            notes=content["notes"],
-            largest=tuple(content["largest"]),
-            ceilings=content["ceilings"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is a damaged report of apex bench ({why})") from error
+        return _typed(Report, {key: content[key] for key in content if key != "format"})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is a damaged report of apex bench ({error})") from error
 
 
 def run_from(fields: dict[str, Any]) -> Run:
     """Make a run of what `dataclasses.asdict` and JSON made of it.
 
     Raises:
-        KeyError, TypeError, ValueError: It is not such a thing.
+        TypeError, ValueError: It is not such a thing; the message is one line.
     """
-    values = {**fields, "cell": Cell(**fields["cell"])}
-    for name in ("step_ms", "data_ms", "losses", "accuracy", "epoch_seconds", "scales"):
-        values[name] = tuple(map(float, fields[name]))
-    return Run(**values)
+    return _typed(Run, fields)
+
+
+def _typed(kind: type[T], fields: Any) -> T:
+    """Make a dataclass of a JSON object that has exactly its fields, each of its type."""
+    hints = get_type_hints(kind)
+    if not isinstance(fields, dict) or fields.keys() != hints.keys():
+        raise TypeError(f"a {kind.__name__.lower()} has the fields {', '.join(hints)}")
+    return kind(**{name: _value(name, hints[name], fields[name]) for name in hints})
+
+
+def _value(name: str, hint: Any, value: Any) -> Any:
+    """Check one value and undo `jsonable`; an integer will do for a float."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is UnionType:  # X | None
+        return None if value is None else _value(name, inner[0], value)
+    if kind is tuple and isinstance(value, list):
+        return tuple(_value(name, inner[0], item) for item in value)
+    if kind is dict and isinstance(value, dict):
+        return {key: _value(name, inner[1], item) for key, item in value.items()}
+    if kind in (Cell, Run):
+        return _typed(kind, value)
+    if kind is float and (type(value) in (int, float) or value in ("nan", "inf", "-inf")):
+        return float(value)
+    right = value in inner if kind is Literal else kind is Any or type(value) is kind
+    if not right:
+        raise TypeError(f"{name} is {str(value)[:40]!r}")
+    return value
 
 
 def jsonable(value: Any) -> Any:

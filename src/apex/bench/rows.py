@@ -110,7 +110,8 @@ def _row(report: Report, cells: Sequence[Cell]) -> Row:
     samples = [len(run.step_ms) * cell.batch for run in whole]
     joules = [run.joules for run in whole if run.joules is not None]
     flops, moved = _median_of(whole, "flops"), _median_of(whole, "moved_bytes")
-    top_flops = report.ceilings.get(f"flops {LEVELS[cell.level]}")
+    products = LEVELS[cell.level] + (" TF32" if cell.tf32 and LEVELS[cell.level] == "fp32" else "")
+    top_flops = report.ceilings.get(f"flops {products}")
     return Row(
         task=cell.task,
         label=cell.label,

@@ -1,0 +1,70 @@
+"""The most that this device does: matrix products and bytes copied per second, measured.
+
+A training step is compared with these and not with a data sheet: a sheet names peaks that no
+program reaches, and says nothing of the machine's other work, its cooling or its emulated dtypes.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from apex.bench.clocks import copy_gb_s, take_turns
+
+__all__ = ["ceilings"]
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SIZES = (256, 512, 1024, 2048, 4096, 8192)  # 8192: 0.8 GiB in float32, 1.4 ms at 800 TFLOP/s
+LONG_ENOUGH_MS = 20.0
+SECONDS = 0.25  # for each dtype; the best of these times counts, as a disturbance only slows
+COPIES = 3
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """Measure for about two seconds.
+
+    Products are of square matrices, at sizes that double until one product takes 20 ms; the fastest
+    size counts. On a GPU ``flops fp32`` is without TF32.
+
+    Returns:
+        ``flops fp32``, ``flops fp16``, ``flops bf16``, on a GPU ``flops fp32 TF32``, and ``bytes``,
+        read and written: each per second.
+    """
+    with _fp32("ieee"):
+        found = {f"flops {name}": _flops(dtype, device) for name, dtype in DTYPES.items()}
+    if device.type == "cuda":
+        with _fp32("tf32"):
+            found["flops fp32 TF32"] = _flops(torch.float32, device)
+    return {**found, "bytes": 1e9 * copy_gb_s(device, COPIES)}
+
+
+@torch.no_grad()
+def _flops(dtype: torch.dtype, device: torch.device) -> float:
+    best = 0.0
+    for size in SIZES:
+        a, b = torch.randn(2, size, size, device=device).to(dtype)
+        calls = {"product": lambda a=a, b=b: a @ b}
+        take_turns(calls, 1, device)  # the library chooses its kernel, and on a CPU starts threads
+        laps = take_turns(calls, 2, device)["product"]
+        if laps[-1].ms >= LONG_ENOUGH_MS or size == SIZES[-1]:
+            end = time.perf_counter() + SECONDS
+            while time.perf_counter() < end:
+                laps += take_turns(calls, 1, device)["product"]
+        best = max(best, 2 * size**3 / (min(lap.ms for lap in laps) / 1000))
+        if laps[-1].ms >= LONG_ENOUGH_MS:
+            break
+    return best
+
+
+@contextlib.contextmanager
+def _fp32(precision: str) -> Iterator[None]:
+    """Choose how a GPU multiplies float32 matrices."""
+    place: Any = torch.backends.cuda.matmul
+    before = place.fp32_precision
+    place.fp32_precision = precision
+    try:
+        yield
+    finally:
+        place.fp32_precision = before
