@@ -65,7 +65,7 @@ class _Amp:
         self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
     ) -> tuple[Sequence[nn.Module], Optimizers]:
         made: Any = amp.initialize(
-            list(models), list(optimizers), self._level, num_losses=losses, verbosity=0
+            list(models), list(optimizers), opt_level=self._level, num_losses=losses, verbosity=0
         )
         return cast("tuple[Sequence[nn.Module], Optimizers]", made)
 
