@@ -121,7 +121,7 @@ class _Trainer:
         models = [model.to(device).train() for model in models]
         steppers = [optimizers.make(cell.optimizer, m.parameters(), cell.lr) for m in models]
         self._task = task
-        self.precision = precision(cell.level, device)
+        self.precision = precision(cell.level, device, task.growth_interval)
         self.models, self._optimizers = self.precision.start(models, steppers, task.losses)
         if cell.compile:
             for model in self.models:

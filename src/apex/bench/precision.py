@@ -55,14 +55,20 @@ class Precision(Protocol):
 
 
 class _Amp:
-    def __init__(self, level: str) -> None:
+    def __init__(self, level: str, growth_interval: int) -> None:
         self._level = level
+        self._growth_interval = growth_interval
 
     def start(
         self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
     ) -> tuple[Sequence[nn.Module], Optimizers]:
         made: Any = amp.initialize(
-            list(models), list(optimizers), self._level, num_losses=losses, verbosity=0
+            list(models),
+            list(optimizers),
+            opt_level=self._level,
+            num_losses=losses,
+            verbosity=0,
+            growth_interval=self._growth_interval,
         )
         return cast("tuple[Sequence[nn.Module], Optimizers]", made)
 
@@ -85,10 +91,12 @@ class _Amp:
 class _Native:
     """torch.autocast; float16 needs the scaler, and with bfloat16 it is off."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, growth_interval: int) -> None:
         self._dtype = dtype
         self._device = device.type
-        self._scaler = torch.amp.GradScaler(self._device, enabled=dtype == torch.float16)
+        self._scaler = torch.amp.GradScaler(
+            self._device, growth_interval=growth_interval, enabled=dtype == torch.float16
+        )
 
     def start(
         self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
@@ -140,9 +148,12 @@ class _Legacy:
         return STATIC_SCALE
 
 
-def precision(level: str, device: torch.device) -> Precision:
-    """Make the precision of one of `LEVELS` for a training on ``device``."""
+def precision(level: str, device: torch.device, growth_interval: int = 2000) -> Precision:
+    """Make the precision of one of `LEVELS` for a training on ``device``.
+
+    A loss scale that moves is doubled after ``growth_interval`` steps without an overflow.
+    """
     if level.startswith("native-"):
         dtype = torch.float16 if level == "native-fp16" else torch.bfloat16
-        return _Native(dtype, device)
-    return _Legacy() if level == "FP16" else _Amp(level)
+        return _Native(dtype, device, growth_interval)
+    return _Legacy() if level == "FP16" else _Amp(level, growth_interval)

@@ -92,3 +92,6 @@ class Task:
 
     losses: ClassVar[int] = 1
     """How many losses a step has, each with a loss scale of its own."""
+
+    growth_interval: ClassVar[int] = 2000
+    """Steps without an overflow after which a loss scale that moves is doubled."""
