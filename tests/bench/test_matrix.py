@@ -73,9 +73,21 @@ def test_quick_cells_of_a_level_share_a_process(tmp_path, log):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log):
-    words = ["bench", "--task", f"{TASKS}:slow", "--device", "cpu", "--levels", "O0", "--seeds", "3"]
+    words = [
+        "bench",
+        "--task",
+        f"{TASKS}:slow",
+        "--device",
+        "cpu",
+        "--levels",
+        "O0",
+        "--seeds",
+        "3",
+    ]
     words += ["--batch", "8", "--epochs", "1", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen([sys.executable, "-m", "apex.bench.cli", *words], env=dict(os.environ))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "apex.bench.cli", *words], env=dict(os.environ)
+    )
     cells = tmp_path / "out" / "cells"
     wait(lambda: cells.is_dir() and len(list(cells.glob("*.json"))) == 1)
     wait(lambda: len(set(processes(log)) - {str(process.pid)}) == 2)  # the second has begun
@@ -91,7 +103,17 @@ def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sends SIGINT to a group of processes")
 def test_ctrl_c_leaves_a_partial_report(tmp_path, log):
-    words = ["bench", "--task", f"{TASKS}:slow", "--device", "cpu", "--levels", "O0", "--seeds", "3"]
+    words = [
+        "bench",
+        "--task",
+        f"{TASKS}:slow",
+        "--device",
+        "cpu",
+        "--levels",
+        "O0",
+        "--seeds",
+        "3",
+    ]
     words += ["--batch", "8", "--epochs", "1", "--out", str(tmp_path / "out")]
     process = subprocess.Popen(
         [sys.executable, "-m", "apex.bench.cli", *words],

@@ -275,7 +275,8 @@ def _tf32(wanted: bool | None) -> Iterator[None]:
     if wanted is None:
         yield
         return
-    places: Sequence[Any] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    backends: Any = torch.backends
+    places: Sequence[Any] = (backends.cuda.matmul, backends.cudnn.conv)
     before = [place.fp32_precision for place in places]
     for place in places:
         place.fp32_precision = "tf32" if wanted else "ieee"

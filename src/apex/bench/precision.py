@@ -109,14 +109,14 @@ class _Native:
     def backward(
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, loss_id: int = 0
     ) -> None:
-        self._scaler.scale(loss).backward()
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._scaler.step(optimizer)
         self._scaler.update()
 
     def scale(self) -> float | torch.Tensor:
-        scale = self._scaler._scale  # None before the first loss; get_scale() waits for a GPU
+        scale = getattr(self._scaler, "_scale", None)  # what get_scale() reads, waiting for a GPU
         return self._scaler.get_scale() if scale is None else scale.clone()
 
 
