@@ -49,6 +49,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "info": Command("apex.bench.info", "what is installed here and which code path runs it"),
     "bench": Command("apex.bench.digits", "what each precision level costs and gives"),
+    "bench plot": Command("apex.bench.plot_command", "the plots of earlier results, or of several"),
     "bench kernels": Command(
         "apex.bench.kernel_times", "how long each operation takes, ours and other people's"
     ),
@@ -58,7 +59,9 @@ COMMANDS = {
     "kernels": Command("apex.bench.kernels", "what the compiler makes of each Triton kernel"),
 }
 
-EXTRAS = {"bench": frozenset({"matplotlib", "numpy", "rich", "sklearn"})}  # what each brings
+EXTRAS = {
+    "bench": frozenset({"jinja2", "matplotlib", "numpy", "rich", "sklearn"})
+}  # what each brings
 
 
 class _Parser(argparse.ArgumentParser):
