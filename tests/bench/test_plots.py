@@ -47,7 +47,9 @@ def test_every_plot_with_numbers_is_drawn_and_not_blank(world, tmp_path):
         (tmp_path / f"{name}.png").write_text("old")
     svgs = plots.draw(of, made.verdicts(of), tmp_path)
     assert set(svgs) == expected
-    assert {f.name for f in tmp_path.iterdir()} == {f"{n}.{s}" for n in svgs for s in ("png", "svg")}
+    assert {f.name for f in tmp_path.iterdir()} == {
+        f"{n}.{s}" for n in svgs for s in ("png", "svg")
+    }
     for name in svgs:
         image = imread(tmp_path / f"{name}.png")[..., :3]
         assert min(image.shape[:2]) >= 500
@@ -133,7 +135,9 @@ def test_incomplete_and_quick_reports_are_marked(tmp_path):
 
 
 def test_names_of_tasks_cannot_break_a_plot(tmp_path):
-    of = made.report([made.cell(level, task="$x_{</text><script>\x01 名") for level in ("O0", "O4")])
+    of = made.report(
+        [made.cell(level, task="$x_{</text><script>\x01 名") for level in ("O0", "O4")]
+    )
     for name, svg in plots.draw(of, made.verdicts(of), tmp_path).items():
         assert "<script" not in svg
         ET.parse(tmp_path / f"{name}.svg")

@@ -71,8 +71,8 @@ def test_tables_fit_and_nothing_is_cut_off(world, columns, tmp_path, capsys, mon
 def test_columns_without_a_number_are_left_out(tmp_path, capsys, monkeypatch):
     shown = _shown(made.report(), tmp_path, capsys, monkeypatch, 250)
     assert "data" in shown
-    assert "host" not in shown
-    assert "host" in _shown(made.on_gpu(), tmp_path, capsys, monkeypatch, 250)
+    assert "replay" not in shown
+    assert "replay" in _shown(made.on_gpu(), tmp_path, capsys, monkeypatch, 250)
 
 
 @pytest.mark.usefixtures("no_files")

@@ -99,7 +99,7 @@ def _plot(name: str, svg: str) -> dict[str, Any]:
     from markupsafe import Markup
 
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r'<g id="[A-Za-z0-9_]+_\d+">', "<g>", svg)  # figure_1 is in each of them
+    svg = re.sub(r'<g id="[\w.]+_\d+">', "<g>", svg)  # figure_1 is in each of them
     svg = svg.replace(INK, "currentColor")
     width = re.search(r'<svg [^>]*?width="([\d.]+)pt"', svg)
     panels = max(1, round(float(width[1]) / 72 / PANEL[0])) if width else 1
