@@ -62,7 +62,7 @@ def write(report: Report, verdicts: Sequence[Verdict], svgs: dict[str, str], pat
         report=report,
         title=", ".join(dict.fromkeys(cell.task for cell in report.plan)),
         source=source(report),
-        date=str(report.environment.get("date", "")).replace("T", " "),
+        date=str(report.environment.get("date", "")).replace("T", " ").replace("+00:00", " UTC"),
         marks=marks(report),
         notices=notices(report),
         statuses=Counter(run.status for run in report.runs),
@@ -121,9 +121,11 @@ def _cell(column: Column, line: Line) -> Cell:
 def _table(of: Sequence[tuple[str, dict[str, Cell]]]) -> dict[str, Any]:
     """Make what the template's table takes of records with the same names."""
     heads = list(of[0][1]) if of else []
+    if len({cells["task"] for _, cells in of if "task" in cells}) == 1:
+        heads.remove("task")  # the title of the page names it
     return {
         "heads": heads,
-        "rows": [{"label": label, "cells": list(cells.values())} for label, cells in of],
+        "rows": [{"label": label, "cells": [cells[head] for head in heads]} for label, cells in of],
     }
 
 

@@ -121,16 +121,17 @@ def _finish(figure: "Figure", sources: Sequence[Source]) -> None:
     for axes in figure.axes:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             by_name.setdefault(name, handle)
-    if by_name:
+    said = " · ".join(dict.fromkeys(mark for s in sources for mark in marks(s.report)))
+    if by_name:  # its title, as matplotlib would draw a title of the figure on top of it
         figure.legend(
             list(by_name.values()), list(by_name), loc="outside upper center", frameon=False,
             ncols=_legend_columns(list(by_name), figure.get_figwidth()), fontsize=8.5,
+            title=said or None, title_fontproperties={"size": 9.5, "weight": "bold"},
         )  # fmt: skip
+    elif said:
+        figure.suptitle(said, fontsize=9.5, fontweight="bold")
     named = [f"{s.name}: {source(s.report)}" if s.name else source(s.report) for s in sources]
     figure.supxlabel(plain("\n".join(named), 400), fontsize=7.5, alpha=0.75)
-    found = list(dict.fromkeys(mark for s in sources for mark in marks(s.report)))
-    if found:
-        figure.suptitle(" · ".join(found), fontsize=10, fontweight="bold")
 
 
 def _legend_columns(names: Sequence[str], inches: float) -> int:
@@ -138,7 +139,7 @@ def _legend_columns(names: Sequence[str], inches: float) -> int:
     for columns in range(len(names), 1, -1):
         deep = math.ceil(len(names) / columns)
         longest = [max(map(len, names[i : i + deep])) for i in range(0, len(names), deep)]
-        if sum(0.75 + 0.08 * length for length in longest) <= inches:
+        if sum(0.85 + 0.08 * length for length in longest) <= inches:
             return columns
     return 1
 
@@ -197,7 +198,8 @@ def _speed(sources: Sequence[Source]) -> "Figure | None":
     bars = sum(has_speed(line) for _, of in groups for line in of)
     if not bars:
         return None
-    figure, [axes] = _panels(1, width=max(PANEL[0], 1.5 + 0.24 * bars))
+    count = len({(name, x.row.task, x.row.batch) for name, of in groups for x in of})
+    figure, [axes] = _panels(1, width=max(PANEL[0], 1.5 + 0.24 * bars, 1.0 + 0.8 * count))
     draw_speed(axes, groups)
     return figure
 
