@@ -1,295 +1,280 @@
-"""Table, file and pictures from made-up results: nothing is trained here."""
+"""Tables in the terminal, CSV files, and `apex bench plot`, from reports made by hand."""
 
+import csv
 import dataclasses
-import io
-import json
-import math
 import sys
+import types
 
 import pytest
-from matplotlib.image import imread
-from rich.console import Console
 
-from apex.bench import plots, report, results
-from apex.bench.training import LEVELS
-
-# What the made-up device computes at each level: milliseconds, MiB, per cent right.
-MADE_UP = {
-    "O0": (4.0, 8.0, 98.0), "O1": (2.0, 6.0, 98.5), "O2": (1.0, 4.0, 97.5),
-    "O3": (0.5, 3.0, 90.0), "O4": (2.5, 6.0, 98.0), "O5": (1.5, 4.0, 98.0),
-}  # fmt: skip
-HALF_TYPES = [
-    {"dtype": "float16", "native": False, "why": "no such instructions"},
-    {"dtype": "bfloat16", "native": True, "why": "avx512_bf16"},
-]
-
-
-def _run(level, batch=64, seed=0, **changes):
-    ms, mib, accuracy = MADE_UP[level]
-    made = results.Run(
-        level=level,
-        dtype=LEVELS[level],
-        batch=batch,
-        seed=seed,
-        status="ok",
-        error=None,
-        step_ms=(1000.0, 1000.0, *(ms * batch / 64,) * 8),
-        warm_up=2,
-        losses=(2.0, 1.0, 0.5, 0.25, 0.125 + seed, 0.25 + seed),
-        epoch_accuracy=(50.0, 80.0, accuracy + seed),
-        steps_per_epoch=2,
-        peak_bytes=int(mib * batch / 64 * 2**20),
-        skipped=1,
-        loss_scale=65536.0,
-    )
-    return dataclasses.replace(made, **changes)
-
-
-def _report(runs, *, levels=tuple(LEVELS), batch=(64,), seeds=1, complete=True):
-    return results.Report(
-        environment={
-            "versions": {"apex": "1.0", "torch": "2.0"},
-            "device": {"name": "Thinking Machine", "half_types": HALF_TYPES},
-        },
-        options={
-            "levels": {level: LEVELS[level] for level in levels},
-            "epochs": 3,
-            "batch": list(batch),
-            "seeds": seeds,
-        },
-        planned=len(levels) * len(batch) * seeds,
-        complete=complete,
-        notes={"time": "by the sun"},
-        runs=tuple(runs),
-    )
+from apex.bench import cli, options, plot_command, remarks, report, results, table, tensorboard
+from apex.bench.rows import rows
+from tests.bench import made
 
 
 @pytest.fixture
-def whole():
-    return _report([_run(level) for level in LEVELS])
+def no_files(monkeypatch):
+    """Leave plots and page to their own tests."""
+    monkeypatch.setattr(report, "write_all", lambda *args: ["report.html"])
 
 
-def _rows(made):
-    return {(row.level, row.batch): row for row in results.rows(made)}
+@pytest.fixture(autouse=True)
+def sentences(monkeypatch):
+    """Take verdicts made by hand."""
+    monkeypatch.setattr(plot_command, "verdicts", made.verdicts)
 
 
-def _text(made, width):
-    console = Console(width=width, file=io.StringIO())
-    for table in report.tables(made, narrow=width < report.WIDE_ENOUGH):
-        console.print(table)
-    return console.file.getvalue()
+def _shown(of, folder, capsys, monkeypatch, columns=120):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    report.show(of, made.verdicts(of), folder)
+    return capsys.readouterr().out
 
 
-def _cells(made, level):
-    [line] = [line for line in _text(made, 120).splitlines() if line.strip().startswith(level)]
+def _cells(shown, level):
+    [line] = [line for line in shown.splitlines() if line.strip().startswith(f"{level} ")]
     return line.split()
 
 
-@pytest.mark.parametrize(
-    ("percent", "value"), [(0, 1.0), (10, 1.3), (50, 2.5), (90, 3.7), (100, 4.0)]
-)
-def test_percentiles_interpolate(percent, value):
-    assert results.percentile([4.0, 1.0, 3.0, 2.0], percent) == value
+def _lines(of):
+    return {(x.row.label, x.row.batch): x for x in table.lines(of, made.verdicts(of))}
 
 
-def test_percentiles_of_one_value_and_of_none():
-    assert results.percentile([7.0], 90) == 7.0
-    assert results.percentile([], 50) is None
+def _csv(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
-def test_warm_up_does_not_count(whole):
-    assert _rows(whole)["O1", 64].ms_p90 == 2.0
+# --- the terminal --------------------------------------------------------------------------------
 
 
-def test_speed_and_memory_are_relative_to_o0_at_the_same_batch_size():
-    made = _report([_run(level, batch) for batch in (64, 128) for level in LEVELS], batch=(64, 128))
-    for batch in (64, 128):
-        row = _rows(made)["O2", batch]
-        assert (row.speed, row.memory) == (4.0, 0.5)
+@pytest.mark.usefixtures("no_files")
+def test_the_table_has_the_numbers_of_the_rows(tmp_path, capsys, monkeypatch):
+    of = made.report([made.cell(level) for level in ("O0", "O4")])
+    row = rows(of)[1]
+    shown = _cells(_shown(of, tmp_path, capsys, monkeypatch, 250), "O4")
+    for text in ("bf16", f"{row.ms_median:.2f}", f"{row.speed:.2f}×", f"{row.peak_mib:.1f}",
+                 f"{row.accuracy.mean:.2f}", f"{row.loss.mean:.4f}", "1/1"):  # fmt: skip
+        assert text in shown
 
 
-def test_without_o0_nothing_is_relative():
-    row = _rows(_report([_run("O2")], levels=["O2"]))["O2", 64]
-    assert (row.speed, row.memory) == (None, None)
+@pytest.mark.usefixtures("no_files")
+@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("world", [made.troubled, made.on_gpu, made.report])
+def test_tables_fit_and_nothing_is_cut_off(world, columns, tmp_path, capsys, monkeypatch):
+    shown = _shown(world(), tmp_path, capsys, monkeypatch, columns)
+    assert max(map(len, shown.splitlines())) <= columns
+    assert "…" not in shown
+    assert "native-bf16" in shown
 
 
-def test_seeds_are_put_together():
-    made = _report([_run("O0", seed=0), _run("O0", seed=2)], levels=["O0"], seeds=2)
-    row = _rows(made)["O0", 64]
-    assert row.accuracy == results.Spread(99.0, math.sqrt(2))
-    assert row.loss.mean == 1.1875
-    assert row.skipped == 2
-    assert "99.00 ± 1.41" in _text(made, 120)
+@pytest.mark.usefixtures("no_files")
+def test_columns_without_a_number_are_left_out(tmp_path, capsys, monkeypatch):
+    shown = _shown(made.report(), tmp_path, capsys, monkeypatch, 250)
+    assert "data" in shown
+    assert "replay" not in shown
+    assert "replay" in _shown(made.on_gpu(), tmp_path, capsys, monkeypatch, 250)
 
 
-def test_final_loss_is_the_mean_of_the_last_epoch(whole):
-    assert whole.runs[0].epoch_losses == (1.5, 0.375, 0.1875)
-    assert _rows(whole)["O0", 64].loss == results.Spread(0.1875, None)
-
-
-def test_a_failed_run_says_so_and_has_no_numbers():
-    broken = _run("O1", status="failed", error="ValueError: no", epoch_accuracy=(), losses=())
-    made = _report([_run("O0"), broken], levels=["O0", "O1"])
-    row = _rows(made)["O1", 64]
-    assert row.problem == "failed: ValueError: no"
-    assert (row.ms_median, row.speed, row.accuracy, row.peak_bytes) == (None, None, None, None)
-    assert _cells(made, "O1")[-1] == "failed"
-    assert _cells(made, "O0")[-1] == "65536"
-
-
-def test_a_diverged_run_keeps_its_time_and_shows_its_loss():
-    wild = _run("O3", status="diverged", losses=(2.0, 1.0, 2.0, 3.0, math.nan, math.nan))
-    made = _report([_run("O0"), wild], levels=["O0", "O3"])
-    row = _rows(made)["O3", 64]
-    assert (row.problem, row.speed) == ("diverged", 8.0)
-    assert "nan" in _cells(made, "O3")
-
-
-def test_how_many_seeds_went_wrong():
-    runs = [_run("O0", seed=0), _run("O0", seed=1, status="diverged"), _run("O0", seed=2)]
-    assert _rows(_report(runs, levels=["O0"], seeds=3))["O0", 64].problem == "diverged (1 of 3)"
-
-
-def test_an_interrupted_bench_says_what_is_missing():
-    made = _report([_run("O0", seed=0), _run("O0", seed=1), _run("O1")], seeds=2, complete=False)
-    problems = {level: row.problem for (level, _), row in _rows(made).items()}
-    assert problems["O0"] is None
-    assert problems["O1"] == "1 of 2 runs"
-    assert problems["O2"] == "not run"
-
-
-def test_the_table_shows_every_number(whole):
-    expected = "O2 fp16 1.00 1.00–1.00 4.00× 4.00 0.50× 0.1875 97.50 1 65536"
-    assert _cells(whole, "O2") == expected.split()
-
-
-def test_what_was_not_measured_is_a_dash_not_a_number():
-    made = _report([_run("O0", peak_bytes=None), _run("O1", peak_bytes=None)], levels=["O0", "O1"])
-    assert _cells(made, "O1")[5:7] == ["—", "—"]
-
-
-def test_different_final_loss_scales_are_a_range():
-    scales = [65536.0, 32768.0, 16384.0]
-    runs = [_run("O0", seed=seed, loss_scale=scale) for seed, scale in enumerate(scales)]
-    assert _cells(_report(runs, levels=["O0"], seeds=3), "O0")[-1] == "16384–65536"
-
-
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_the_table_fits_into_80_columns_with_nothing_cut_off(seeds):
-    runs = [
-        _run(level, seed=seed, step_ms=(123.4,) * 9) for level in LEVELS for seed in range(seeds)
-    ]
-    text = _text(_report(runs, seeds=seeds), 80)
-    assert "…" not in text
-    assert text.count("123–123") == len(LEVELS)
-
-
-def test_a_busy_machine_and_a_type_that_is_not_native_are_pointed_out(tmp_path, capsys):
-    busy = _run("O1", step_ms=(1.0,) * 8 + (9.0,) * 4)
-    report.show(_report([_run("O0"), busy], levels=["O0", "O1"]), tmp_path)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "vary a lot at O1 (batch 64)" in shown
-    assert "fp16 is not native to this device: no such instructions." in shown
-    assert "bf16" not in shown
-
-
-def test_what_is_shown(whole, tmp_path, capsys):
-    report.show(whole, tmp_path)
-    shown = capsys.readouterr().out
-    assert "Thinking Machine, torch 2.0, 3 epochs, 1 seed\n" in shown
-    assert "time: by the sun." in shown
+@pytest.mark.usefixtures("no_files")
+def test_sentences_problems_and_notes_are_printed(tmp_path, capsys, monkeypatch):
+    of = made.troubled()
+    shown = " ".join(_shown(of, tmp_path, capsys, monkeypatch).split())
+    for verdict in made.verdicts(of):
+        assert f"- {verdict.sentence}" in shown
+    assert "O3 (digits-cnn, batch size 512): diverged (3 of 3)" in shown
+    assert "FP16 (digits-cnn, batch size 128, 256, 512): failed (3 of 3): TypeError" in shown
+    assert "memory: of tensors, by torch's CPU allocator." in shown
+    assert "float16 is not native to this device: no such instructions." in shown
     assert "INCOMPLETE" not in shown
+    assert "QUICK" not in shown
     assert "\x1b" not in shown  # not a terminal: no colours
 
 
-def test_an_incomplete_bench_is_marked(tmp_path, capsys):
-    report.show(_report([_run("O0")], complete=False), tmp_path)
-    shown = capsys.readouterr().out
-    assert "INCOMPLETE: 1 of 6 runs" in shown
-    assert "O5, batch 64: not run" in shown
+@pytest.mark.usefixtures("no_files")
+def test_what_is_incomplete_or_quick_is_marked(tmp_path, capsys, monkeypatch):
+    cells = [made.cell(level, quick=True) for level in ("O0", "O1", "O4")]
+    of = made.report(cells, [made.run(cells[0])])
+    shown = _shown(of, tmp_path, capsys, monkeypatch)
+    assert "INCOMPLETE: 1 of 3 runs" in shown
+    assert "QUICK" in shown
+    assert "O4 (digits-cnn, batch size 128): not run" in shown
 
 
-def test_square_brackets_in_a_message_are_shown_as_they_are(tmp_path, capsys):
-    broken = _run("O0", status="failed", error="RuntimeError: size [red] of a[/b]", losses=())
-    report.show(_report([broken], levels=["O0"]), tmp_path)
-    assert "RuntimeError: size [red] of a[/b]" in capsys.readouterr().out
+def test_nothing_measured_is_nothing_shown(tmp_path, capsys, monkeypatch):
+    shown = _shown(made.report([made.cell()], []), tmp_path, capsys, monkeypatch)
+    assert "nothing to show" in shown
+    assert not list(tmp_path.iterdir())
 
 
-def test_the_file_gives_back_the_same_report(tmp_path):
-    wild = _run("O3", status="diverged", losses=(0.1, math.inf, -math.inf, 1 / 3, 1e-320, 2.0))
-    made = _report([_run("O0"), wild, _run("O1", peak_bytes=None, loss_scale=None)])
-    results.write(made, tmp_path / "results.json")
-    assert results.read(tmp_path / "results.json") == made
+@pytest.mark.usefixtures("no_files")
+def test_square_brackets_are_shown_as_they_are(tmp_path, capsys, monkeypatch):
+    of = made.report([made.cell(task="a[red].py:b[/c]")])
+    assert "a[red].py:b[/c], batch size 128" in _shown(of, tmp_path, capsys, monkeypatch)
 
 
-def test_the_file_is_json_to_the_letter_and_has_the_table_in_it(tmp_path):
-    wild = _run("O0", losses=(math.nan,) * 6, loss_scale=math.inf)
-    results.write(_report([wild], levels=["O0"]), tmp_path / "results.json")
-    text = (tmp_path / "results.json").read_text(encoding="utf-8")
-    content = json.loads(text, parse_constant=pytest.fail)
-    assert content["runs"][0]["losses"] == ["nan"] * 6
-    assert content["rows"][0]["loss"]["mean"] == "nan"
-    assert content["rows"][0]["ms_median"] == 4.0
-    assert results.read(tmp_path / "results.json").runs[0].loss_scale == math.inf
+def test_a_busy_machine_is_pointed_out():
+    cell = made.cell()
+    of = made.report([cell], [made.run(cell, step_ms=(1.0,) * 8 + (9.0,) * 4)])
+    [busy] = [notice for notice in remarks.notices(of) if "vary a lot" in notice]
+    assert "O0 (digits-cnn, batch 128)" in busy
+    assert not [notice for notice in remarks.notices(made.report()) if "vary" in notice]
 
 
-def test_a_file_that_cannot_be_replaced_leaves_the_former_one_and_no_litter(
-    whole, tmp_path, monkeypatch
-):
-    file = tmp_path / "results.json"
-    results.write(whole, file)
-    before = file.read_bytes()
-
-    def interrupted(*names):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(results.os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        results.write(dataclasses.replace(whole, runs=()), file)
-    assert file.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [file]
+# --- CSV -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ['{"format": "something else"}', "[]"])
-def test_another_file_is_refused(tmp_path, text):
-    (tmp_path / "results.json").write_text(text)
-    with pytest.raises(ValueError, match="is not a report that apex bench writes"):
-        results.read(tmp_path / "results.json")
+def test_csv_has_a_line_for_each_row_with_plain_numbers(tmp_path):
+    of = made.troubled()
+    table.write_csv(table.lines(of, made.verdicts(of)), tmp_path / "results.csv")
+    found = _csv(tmp_path / "results.csv")
+    lines = _lines(of)
+    assert len(found) == len(lines)
+    for record in found:
+        row, verdict = lines[record["label"], int(record["batch_size"])]
+        for name, value in {
+            "step_median_ms": row.ms_median,
+            "speed_vs_O0": row.speed,
+            "speed_vs_O0_high": verdict.speed.high if verdict and verdict.speed else None,
+            "peak_tensor_bytes": row.peak_bytes,
+            "accuracy_sd_percent": row.accuracy.sd if row.accuracy else None,
+            "joules_per_sample": row.joules_per_sample,
+            "scale_highest": max(row.scale_ends, default=None),
+        }.items():
+            assert record[name] == ("" if value is None else repr(value))
+        assert record["problem"] == (row.problem or "")
 
 
-WORLDS = {
-    "whole": lambda: _report([_run(level) for level in LEVELS]),
-    "batches": lambda: _report(
-        [_run(level, batch) for batch in (32, 64, 256) for level in LEVELS], batch=(32, 64, 256)
-    ),
-    "seeds": lambda: _report([_run("O0", seed=s) for s in (0, 1)], levels=["O0"], seeds=2),
-    "one level, not O0": lambda: _report([_run("O4")], levels=["O4"]),
-    "interrupted": lambda: _report([_run("O0")], complete=False),
-    "no memory": lambda: _report([_run("O0", peak_bytes=None)], levels=["O0"]),
-    "one epoch": lambda: _report(
-        [_run("O0", losses=(1.0, 2.0), epoch_accuracy=(9.0,))], levels=["O0"]
-    ),
-    "not finite": lambda: _report(
-        [_run("O0", status="diverged", losses=(1.0, math.inf) + (math.nan,) * 4)], levels=["O0"]
-    ),
-    "only failures": lambda: _report(
-        [_run("O0", status="failed", error="no", losses=(), epoch_accuracy=(), step_ms=())],
-        levels=["O0"],
-    ),
+def test_the_other_csv_has_a_line_for_each_run(tmp_path):
+    of = made.troubled()
+    table.write_runs_csv(of, tmp_path / "runs.csv")
+    found = _csv(tmp_path / "runs.csv")
+    assert [record["status"] for record in found] == [run.status for run in of.runs]
+    assert found[0]["accuracy_percent"] == repr(of.runs[0].accuracy[-1])
+    assert found[0]["seed"] == "0"
+
+
+# --- apex bench plot -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two results files of different machines."""
+    cells = [made.cell(level, batch) for level in ("O0", "O4") for batch in (128, 256)]
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, environment in zip(paths, (made.CPU, made.GPU), strict=True):
+        results.write(made.report(cells, environment=environment), path)
+    return paths
+
+
+def test_compare_overlays_machines_by_name(files, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["bench", "plot", *map(str, files), "--compare", "--out", str(out)]
+    assert cli.main(words) == 0
+    assert {path.name for path in out.iterdir()} == {
+        f"{name}.{suffix}"
+        for name in ("speed", "time", "memory", "accuracy")
+        for suffix in ("png", "svg")
+    }
+    drawn = (out / "time.svg").read_text()
+    assert "O4, Thinking Machine CM-5" in drawn
+    assert "O4, Graphics Engine 9" in drawn
+    assert cli.main([*words, "--names", "V100", "RTX"]) == 0
+    assert "O4, RTX" in (out / "time.svg").read_text()
+
+
+def test_each_file_is_drawn_again_in_a_folder_of_its_own(files, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(plot_command, "write_all", lambda *args: seen.append(args) or ["x"])
+    out = tmp_path / "out"
+    assert cli.main(["bench", "plot", str(files[0]), "--out", str(out)]) == 0
+    assert cli.main(["bench", "plot", *map(str, [files[0], *files]), "--out", str(out)]) == 0
+    assert [folder.name for *_, folder in seen] == [
+        "out",
+        "1-Thinking-Machine-CM-5-1-",
+        "2-Thinking-Machine-CM-5-2-",
+        "3-Graphics-Engine-9",
+    ]
+    assert seen[0][0] == results.read(files[0])
+
+
+BAD = {
+    "missing": (None, "cannot be read (No such file or directory)"),
+    "foreign": ('{"format": "something else"}', "is not a report that apex bench writes"),
+    "cut off": ('{"format": "apex bench 2", "pl', "is not a report that apex bench writes"),
+    "not text": ("\0\1", "is not a report that apex bench writes"),
+    "damaged": ('{"format": "apex bench 2", "plan": [{"task": 1}]}', "damaged"),
 }
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_plot_is_drawn_whatever_the_results_are(world, tmp_path):
-    plots.draw(WORLDS[world](), tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == set(plots.FILES)
-    for file in plots.FILES:
-        image = imread(tmp_path / file)
-        assert min(image.shape[:2]) >= 600
-        assert image[..., :3].std() > 0  # not blank
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("compare", [[], ["--compare"]])
+def test_a_bad_file_is_one_line_and_nothing_is_written(kind, compare, files, tmp_path, capsys):
+    content, message = BAD[kind]
+    bad = tmp_path / "bad.json"
+    if content is not None:
+        bad.write_text(content)
+    out = tmp_path / "out"
+    words = ["bench", "plot", str(files[0]), str(bad), "--out", str(out), *compare]
+    assert cli.main(words) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert str(bad) in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert not out.exists()
 
 
-def test_plots_leave_pyplot_alone(whole, tmp_path):
-    had_pyplot = "matplotlib.pyplot" in sys.modules
-    plots.draw(whole, tmp_path)
-    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
+def test_a_report_without_its_machine_is_damaged(files, tmp_path, capsys):
+    of = dataclasses.replace(results.read(files[0]), environment={})
+    results.write(of, files[1])
+    assert cli.main(["bench", "plot", str(files[1]), "--out", str(tmp_path / "out")]) == 2
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_names_are_one_for_each_file(files, tmp_path, capsys):
+    words = ["bench", "plot", *map(str, files), "--names", "RTX", "--out", str(tmp_path / "out")]
+    assert cli.main(words) == 2
+    assert "--names: 1 for 2 results files" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(files, capsys):
+    assert cli.main(["bench", "plot", str(files[0]), "--out", str(files[1])]) == 2
+    assert "is a file, and a folder is needed" in capsys.readouterr().err
+    assert options.check_folder  # the same check as of every command
+
+
+# --- TensorBoard ---------------------------------------------------------------------------------
+
+
+def test_tensorboard_gets_every_step(tmp_path, monkeypatch):
+    written = {}
+
+    class Writer:
+        def __init__(self, folder):
+            self.folder = folder
+
+        def add_scalar(self, name, value, step):
+            written[self.folder, name, step] = value
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    of = made.report([made.cell(task="my/file.py:build", seed=1)])
+    tensorboard.write(of, tmp_path)
+    [run] = of.runs
+    folder = str(tmp_path / "my_file.py_build_O0_batch_128_seed_1")
+    assert written[folder, "loss", 60] == run.losses[-1]
+    assert written[folder, "accuracy %", 60] == run.accuracy[-1]
+    assert len(written) == 3 * 60 + 2
+
+
+def test_without_tensorboard_there_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(cli.UsageError, match="pip install tensorboard"):
+        tensorboard.write(made.report([made.cell()]), tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from apex.bench import cell as cells
-from apex.bench import matrix, report, tasks
+from apex.bench import matrix, report, tasks, tensorboard
 from apex.bench.ceilings import ceilings
 from apex.bench.cli import UsageError
 from apex.bench.largest import largest
@@ -32,6 +32,7 @@ from apex.bench.precision import ALIASES, LEVELS
 from apex.bench.progress import Bar, progress
 from apex.bench.results import Cell, Report, Run, write
 from apex.bench.tasks.task import TaskOptions
+from apex.bench.verdict import verdicts
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -126,7 +127,9 @@ def run(args: argparse.Namespace) -> int:
         with suppress(KeyboardInterrupt):  # the report says by itself that it is incomplete
             bench.run_all()
         finished = bench.report()
-        report.publish(finished, args.out, tensorboard=args.tensorboard)
+        report.show(finished, verdicts(finished), args.out)
+        if args.tensorboard is not None:
+            tensorboard.write(finished, args.tensorboard)
     if not (finished.complete and bench.searched):
         return INTERRUPTED
     return OK if all(run.status == "ok" for run in finished.runs) else FAILED

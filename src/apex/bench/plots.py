@@ -1,212 +1,222 @@
-"""The pictures of the bench: loss, accuracy, time and memory, one PNG each, and all in one.
+"""The pictures of a report, PNG and SVG: speed, time, memory, accuracy, loss, loss scale.
 
-Drawn from a finished `Report`; nothing is trained here. Figures are made without pyplot, so there
-is no display to need and no global state to leave behind. Matplotlib comes with the ``bench`` extra
-and is imported where it is used.
+Drawn from finished reports; nothing is trained here. `draw` takes one report, `compare` overlays
+those of several machines. Figures are made without pyplot, so there is no display to need and no
+global state to leave behind. Matplotlib comes with the ``bench`` extra and is imported where used.
 """
 
-import statistics
-from collections.abc import Callable
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apex.bench.results import BASELINE, Report, Row, rows
+from apex.bench.looks import INK
+from apex.bench.panels import (
+    VIEWS,
+    Source,
+    View,
+    batches_of,
+    draw_loss,
+    draw_scale,
+    draw_speed,
+    draw_view,
+    has_speed,
+    moving_scale,
+    plain,
+    series_of,
+)
+from apex.bench.remarks import marks, source
+from apex.bench.results import Report, Run
+from apex.bench.rows import Row
+from apex.bench.verdict import Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FILES", "draw"]
+__all__ = ["PANEL", "Source", "compare", "draw"]
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart. A bfloat16 level has the
-# lighter shade of the hue of its float16 level (O4 of O1, O5 of O2), and another marker.
-COLOURS = {
-    "O0": "#333333", "O1": "#0072B2", "O2": "#D55E00",
-    "O3": "#009E73", "O4": "#56B4E9", "O5": "#E69F00",
-}  # fmt: skip
-MARKERS = {"O0": "o", "O1": "s", "O2": "^", "O3": "D", "O4": "v", "O5": "P"}
-# Curves often lie on top of each other: wide ones below, thin broken ones above.
-WIDTHS = {"O0": 4.0, "O1": 3.2, "O2": 2.4, "O3": 1.8, "O4": 1.6, "O5": 1.4}
-DASHES = {"O0": "-", "O1": "-", "O2": "-", "O3": "-", "O4": (0, (4, 2)), "O5": (0, (1, 1))}
+PANEL = (5.2, 3.7)  # inches: readable on a phone, where a page scales it down by a third
 
 
-def draw(report: Report, folder: Path) -> None:
-    """Draw every plot into ``folder`` as PNG."""
+def draw(report: Report, verdicts: Sequence[Verdict], folder: Path) -> dict[str, str]:
+    """Draw every plot for which there are numbers into ``folder``, as PNG and SVG.
+
+    Returns:
+        The SVG of each plot by its name, which is that of its files.
+    """
+    here = [Source.of("", report, verdicts)]
+    made: dict[str, Callable[[], Figure | None]] = {
+        "overview": partial(_overview, here),
+        "speed": partial(_speed, here),
+        **{name: partial(_view, here, view) for name, view in VIEWS.items()},
+        "loss": partial(_curves, here[0], "Training loss", draw_loss, lambda run: run.losses),
+        "scale": partial(_curves, here[0], "Loss scale", draw_scale, moving_scale),
+    }
+    return _save(made, here, folder)
+
+
+def compare(sources: Sequence[Source], folder: Path) -> dict[str, str]:
+    """Overlay the reports of several machines: T2's three views and the speed."""
+    made: dict[str, Callable[[], Figure | None]] = {
+        "speed": partial(_speed, sources),
+        **{name: partial(_view, sources, view) for name, view in VIEWS.items()},
+    }
+    return _save(made, sources, folder)
+
+
+def _save(
+    made: "dict[str, Callable[[], Figure | None]]", sources: Sequence[Source], folder: Path
+) -> dict[str, str]:
+    """Write the files; a plot without numbers has none, and those of an earlier run go away."""
+    svgs = {}
+    for name, make in made.items():
+        with _style(name):
+            figure = make()
+            if figure is None:
+                for suffix in ("png", "svg"):
+                    (folder / f"{name}.{suffix}").unlink(missing_ok=True)
+                continue
+            _finish(figure, sources)
+            figure.savefig(folder / f"{name}.png", dpi=150)
+            figure.set_layout_engine("none")  # what it has found for the PNG stays: twice as fast
+            text = io.StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
+            svgs[name] = text.getvalue()
+            white = svgs[name].replace("<svg ", '<svg style="background: white" ', 1)
+            (folder / f"{name}.svg").write_text(white, encoding="utf-8")
+    return svgs
+
+
+@contextmanager
+def _style(salt: str) -> Iterator[None]:
+    import matplotlib as mpl
+
+    settings: dict[str, Any] = {
+        "svg.fonttype": "none",  # text stays text: small files, and a page can colour it
+        "svg.hashsalt": salt,
+        "text.parse_math": False,  # a task's name may have dollars in it
+        "text.color": INK,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "axes.titlesize": 10.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "hatch.linewidth": 0.6,
+    }
+    with mpl.rc_context(settings), warnings.catch_warnings():  # type: ignore[arg-type]
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # of a user's name
+        yield
+
+
+def _finish(figure: "Figure", sources: Sequence[Source]) -> None:
+    """Add what holds for the whole figure: legend, source, what is not complete."""
+    by_name: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            by_name.setdefault(name, handle)
+    said = " · ".join(dict.fromkeys(mark for s in sources for mark in marks(s.report)))
+    if by_name:  # its title, as matplotlib would draw a title of the figure on top of it
+        figure.legend(
+            list(by_name.values()), list(by_name), loc="outside upper center", frameon=False,
+            ncols=_legend_columns(list(by_name), figure.get_figwidth()), fontsize=8.5,
+            title=said or None, title_fontproperties={"size": 9.5, "weight": "bold"},
+        )  # fmt: skip
+    elif said:
+        figure.suptitle(said, fontsize=9.5, fontweight="bold")
+    named = [f"{s.name}: {source(s.report)}" if s.name else source(s.report) for s in sources]
+    figure.supxlabel(plain("\n".join(named), 400), fontsize=7.5, alpha=0.75)
+
+
+def _legend_columns(names: Sequence[str], inches: float) -> int:
+    """Find as many columns as fit: a legend fills them from the top, each as wide as it needs."""
+    for columns in range(len(names), 1, -1):
+        deep = math.ceil(len(names) / columns)
+        longest = [max(map(len, names[i : i + deep])) for i in range(0, len(names), deep)]
+        if sum(0.85 + 0.08 * length for length in longest) <= inches:
+            return columns
+    return 1
+
+
+def _panels(
+    count: int, columns: int | None = None, width: float = PANEL[0]
+) -> "tuple[Figure, list[Axes]]":
     from matplotlib.figure import Figure
 
-    for name, panel in PANELS.items():
-        figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-        panel(report, figure.add_subplot())
-        _finish(figure, report, folder / name)
-
-    batches = report.options["batch"]
-    figure = Figure(figsize=(5.4 * len(batches) + 1, 4.4), layout="constrained")
-    for axes, batch in zip(
-        figure.subplots(1, len(batches), sharey=True, squeeze=False).flat, batches, strict=True
-    ):
-        _draw_loss(report, axes, batch)
-        axes.label_outer()
-    _finish(figure, report, folder / LOSS)
-
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    first, *others = figure.subplots(2, 2).flat
-    _draw_loss(report, first, batches[0])
-    for axes, panel in zip(others, PANELS.values(), strict=True):
-        panel(report, axes)
-    _finish(figure, report, folder / OVERVIEW)
+    columns = columns or (count if count < 3 else 2 if count == 4 else 3)
+    lines_of = math.ceil(count / columns)
+    size = (width * columns, PANEL[1] * lines_of + 0.5)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = list(figure.subplots(lines_of, columns, squeeze=False).flat)
+    for empty in panels[count:]:
+        empty.set_axis_off()
+    return figure, panels[:count]
 
 
-def _finish(figure: "Figure", report: Report, path: Path) -> None:
-    here = report.environment
-    versions = here["versions"]
-    source = f"{here['device']['name']}, torch {versions['torch']}, apex {versions['apex']}"
-    figure.supxlabel(source, fontsize=8, color="0.45")
-    if not report.complete:
-        text = f"INCOMPLETE: {len(report.runs)} of {report.planned} runs"
-        figure.suptitle(text, color="#B00020", fontweight="bold")
-    figure.savefig(path, dpi=150)
+def _tasks(sources: Sequence[Source]) -> list[str]:
+    return list(dict.fromkeys(cell.task for s in sources for cell in s.report.plan))
 
 
-def _draw_loss(report: Report, axes: "Axes", batch: int) -> None:
-    """Mean training loss of each epoch, over the seeds."""
-    from matplotlib.ticker import MaxNLocator
-
-    for level in report.options["levels"]:
-        runs = [run for run in report.runs if (run.level, run.batch) == (level, batch)]
-        curves = [run.epoch_losses for run in runs if run.status != "failed"]
-        if curves:
-            means = [statistics.fmean(epoch) for epoch in zip(*curves, strict=True)]
-            axes.plot(range(1, len(means) + 1), means, label=level, marker=".", **_line(level))
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="epoch", ylabel="mean cross entropy")
-    axes.set_title(f"Training loss, batch size {batch}")
-    _tidy(axes)
-
-
-def _draw_accuracy(report: Report, axes: "Axes") -> None:
-    """Final test accuracy; the band is what counts as level with O0."""
-    axes.set_title("Accuracy on digits not trained on")
-    axes.set_ylabel("test accuracy, %")
-    if len(report.options["batch"]) > 1:
-        _against_batch(report, axes, lambda row: row.accuracy.mean if row.accuracy else None)
-    else:
-        for place, row in enumerate(_places(report, axes)):
-            if row.accuracy is None:
-                continue
-            axes.errorbar(
-                place, row.accuracy.mean, yerr=row.accuracy.sd, fmt=MARKERS[row.level],
-                color=COLOURS[row.level], markersize=9, capsize=4,
-            )  # fmt: skip
-            _write(axes, (place, row.accuracy.mean), f"{row.accuracy.mean:.2f}", beside=True)
-            if row.level == BASELINE:
-                band = (row.accuracy.mean - 1, row.accuracy.mean + 1)
-                axes.axhspan(*band, color="0.92", label="within one point of O0")
-        if report.options["seeds"] > 1:
-            axes.set_ylabel("test accuracy, % (mean ± standard deviation)")
-    _tidy(axes)
+def _overview(sources: Sequence[Source]) -> "Figure | None":
+    """Put four plots of the first task with numbers into one."""
+    first = sources[0]
+    timed = [line.row.task for line in first.lines if line.row.ms_median is not None]
+    if not timed:
+        return None
+    task = timed[0]
+    figure, panels = _panels(4, 2)
+    # Where the other panels have lines, the legend is theirs: the same colours.
+    mine = [line for line in first.lines if line.row.task == task]
+    draw_speed(panels[0], [("", mine)], named=len(batches_of(sources, task)) == 1)
+    for axes, view in zip(panels[1:], VIEWS.values(), strict=True):
+        draw_view(axes, sources, view, task)
+    return figure
 
 
-def _draw_time(report: Report, axes: "Axes") -> None:
-    """Median step time, with bars from the tenth to the ninetieth percentile."""
-    if len(report.options["batch"]) > 1:
-        axes.set_title("Time of a training step")
-        axes.set_ylabel("ms per step (median)")
-        _against_batch(report, axes, lambda row: row.ms_median)
-        axes.set_yscale("log")
-    else:
-        axes.set_title("Time of a training step (×: speed relative to O0)")
-        axes.set_ylabel("ms per step (median, p10 to p90)")
-        for place, row in enumerate(_places(report, axes)):
-            if row.ms_median is None or row.ms_p10 is None or row.ms_p90 is None:
-                continue
-            away = [[row.ms_median - row.ms_p10], [row.ms_p90 - row.ms_median]]
-            axes.bar(place, row.ms_median, yerr=away, capsize=4, color=COLOURS[row.level])
-            _write(axes, (place, row.ms_p90), _with_ratio(row.ms_median, row.speed))
-        axes.margins(y=0.18)
-    _tidy(axes)
+def _view(sources: Sequence[Source], view: View) -> "Figure | None":
+    """Draw a panel for each task."""
+    measured = {x.row.task for s in sources for x in s.lines if view.value(x.row)}
+    tasks = [task for task in _tasks(sources) if task in measured]
+    if not tasks:
+        return None
+    bars = [len(series_of(sources, t)) for t in tasks if len(batches_of(sources, t)) == 1]
+    figure, panels = _panels(len(tasks), width=max(PANEL[0], 0.62 * max(bars, default=0)))
+    for axes, task in zip(panels, tasks, strict=True):
+        draw_view(axes, sources, view, task)
+    return figure
 
 
-def _draw_memory(report: Report, axes: "Axes") -> None:
-    """Peak memory of the tensors."""
-    axes.set_ylabel("MiB of tensors at the peak")
-    if len(report.options["batch"]) > 1:
-        axes.set_title("Peak memory of training")
-        _against_batch(report, axes, lambda row: row.peak_mib)
-        axes.set_ylim(bottom=0)
-    else:
-        axes.set_title("Peak memory of training (×: relative to O0)")
-        for place, row in enumerate(_places(report, axes)):
-            if row.peak_mib is not None:
-                axes.bar(place, row.peak_mib, color=COLOURS[row.level])
-                _write(axes, (place, row.peak_mib), _with_ratio(row.peak_mib, row.memory))
-        axes.margins(y=0.18)
-    _tidy(axes)
+def _speed(sources: Sequence[Source]) -> "Figure | None":
+    """Draw a group of bars for each task, batch size and machine."""
+    groups = [(s.name, s.lines) for s in sources]
+    bars = sum(has_speed(line) for _, of in groups for line in of)
+    if not bars:
+        return None
+    count = len({(name, x.row.task, x.row.batch) for name, of in groups for x in of})
+    figure, [axes] = _panels(1, width=max(PANEL[0], 1.5 + 0.24 * bars, 1.0 + 0.8 * count))
+    draw_speed(axes, groups)
+    return figure
 
 
-LOSS = "loss.png"
-PANELS: dict[str, Callable[[Report, "Axes"], None]] = {
-    "accuracy.png": _draw_accuracy,
-    "time.png": _draw_time,
-    "memory.png": _draw_memory,
-}
-OVERVIEW = "overview.png"
-FILES = (LOSS, *PANELS, OVERVIEW)
-
-
-def _places(report: Report, axes: "Axes") -> list[Row]:
-    """Give each level its place on the horizontal axis, its problem written below if it has one."""
-    made = rows(report)
-    problems = [(row.problem or "").partition(":")[0] for row in made]
-    labels = [f"{row.level}\n{what}".rstrip() for row, what in zip(made, problems, strict=True)]
-    axes.set_xticks(range(len(made)), labels)
-    middle = (len(made) - 1) / 2
-    half = max(len(made), 4) / 2 + 0.1  # a bar of one level alone is not as wide as the plot
-    axes.set_xlim(middle - half, middle + half)
-    return made
-
-
-def _against_batch(report: Report, axes: "Axes", value: Callable[[Row], float | None]) -> None:
-    """Draw a line per level over the batch sizes."""
-    made = rows(report)
-    for level in report.options["levels"]:
-        points = [(row.batch, value(row)) for row in made if row.level == level]
-        known = sorted((batch, y) for batch, y in points if y is not None)
-        if known:
-            axes.plot(*zip(*known, strict=True), label=level, marker=MARKERS[level], **_line(level))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(report.options["batch"], [str(batch) for batch in report.options["batch"]])
-    axes.minorticks_off()
-    axes.set_xlabel("batch size")
-
-
-def _line(level: str) -> dict[str, Any]:
-    return {"color": COLOURS[level], "linewidth": WIDTHS[level], "linestyle": DASHES[level]}
-
-
-def _with_ratio(value: float, ratio: float | None) -> str:
-    return f"{value:.2f}" if ratio is None else f"{value:.2f}\n{ratio:.2f}×"
-
-
-def _write(axes: "Axes", point: tuple[float, float], text: str, *, beside: bool = False) -> None:
-    """Write above a point, or to the right of it."""
-    axes.annotate(
-        text,
-        point,
-        xytext=(8, 0) if beside else (0, 3),
-        textcoords="offset points",
-        ha="left" if beside else "center",
-        va="center" if beside else "bottom",
-        fontsize=9,
-    )
-
-
-def _tidy(axes: "Axes") -> None:
-    """Finish a panel: quiet axes, a legend if there is something to explain."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.88")
-    axes.set_axisbelow(True)
-    if not axes.has_data():
-        axes.text(0.5, 0.5, "nothing was measured", ha="center", transform=axes.transAxes)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(ncols=2)
+def _curves(
+    of: Source,
+    title: str,
+    drawing: "Callable[[Axes, Report, list[Row]], None]",
+    values: Callable[[Run], Sequence[float]],
+) -> "Figure | None":
+    """Draw a panel for each task and batch size in which there is something to see."""
+    keys = dict.fromkeys((r.cell.task, r.cell.batch) for r in of.report.runs if values(r))
+    if not keys:
+        return None
+    figure, panels = _panels(len(keys))
+    for axes, (task, batch) in zip(panels, keys, strict=True):
+        drawing(axes, of.report, [row for row in of.rows(task) if row.batch == batch])
+        axes.set_title(f"{title}: {plain(task)}, batch size {batch}")
+        axes.set_xlabel("training step")
+    return figure

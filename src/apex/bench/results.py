@@ -11,6 +11,7 @@ import math
 import os
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -120,7 +121,7 @@ class Run:
         """Mean training loss of each finished epoch."""
         n = self.steps_per_epoch
         epochs = range(len(self.losses) // n) if n else ()
-        return tuple(statistics.fmean(self.losses[i * n : (i + 1) * n]) for i in epochs)
+        return tuple(_mean(self.losses[i * n : (i + 1) * n]) for i in epochs)
 
 
 @dataclass(frozen=True)
@@ -246,3 +247,9 @@ def jsonable(value: Any) -> Any:
 
 def _on_off(flag: bool) -> str:
     return "on" if flag else "off"
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Average, also inf and -inf, of which `statistics.fmean` raises ValueError."""
+    finite = all(map(math.isfinite, values))
+    return statistics.fmean(values) if finite else sum(values) / len(values)

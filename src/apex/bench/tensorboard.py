@@ -1,0 +1,42 @@
+"""Export of a report to TensorBoard, by `torch.utils.tensorboard`."""
+
+from pathlib import Path
+
+from apex.bench.cli import UsageError
+from apex.bench.results import Report, Run
+
+__all__ = ["write"]
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write a TensorBoard run for each run: loss, loss scale and step time, and the accuracy.
+
+    Args:
+        report: What was measured.
+        folder: For ``tensorboard --logdir``; a folder for each run is made in it.
+
+    Raises:
+        UsageError: The package ``tensorboard`` is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError(
+            "the TensorBoard export needs the package tensorboard: pip install tensorboard"
+        ) from None
+    for run in report.runs:
+        with SummaryWriter(str(folder / _name(run))) as writer:
+            curves = {"loss": run.losses, "loss scale": run.scales, "step ms": run.step_ms}
+            for name, values in curves.items():
+                for step, value in enumerate(values, 1):
+                    writer.add_scalar(name, value, step)
+            for epoch, value in enumerate(run.accuracy, 1):
+                step = epoch * run.steps_per_epoch
+                writer.add_scalar("accuracy %", value, step)
+
+
+def _name(run: Run) -> str:
+    """Name the folder; a user's task has a path in its name."""
+    cell = run.cell
+    words = f"{cell.task} {cell.label} batch {cell.batch} seed {cell.seed}"
+    return "".join(c if c.isalnum() or c in "-." else "_" for c in words)
