@@ -122,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
     """
     for package in ("jinja2", "matplotlib", "rich", "scipy", "sklearn"):  # now, not after minutes
         importlib.import_module(package)
+    if args.tensorboard is not None:
+        tensorboard.check(args.tensorboard)
     bench = _Bench(args)
     with terminated_like_interrupted():
         with suppress(KeyboardInterrupt):  # the report says by itself that it is incomplete

@@ -1,11 +1,26 @@
 """Export of a report to TensorBoard, by `torch.utils.tensorboard`."""
 
+import importlib
 from pathlib import Path
 
 from apex.bench.cli import UsageError
+from apex.bench.options import check_folder
 from apex.bench.results import Report, Run
 
-__all__ = ["write"]
+__all__ = ["check", "write"]
+
+
+def check(folder: Path) -> None:
+    """Try what `write` needs, now and not after minutes of work.
+
+    Raises:
+        UsageError: The package ``tensorboard`` is not installed, or the folder cannot be written.
+    """
+    try:
+        importlib.import_module("torch.utils.tensorboard")
+    except ImportError:
+        raise UsageError("--tensorboard needs tensorboard: pip install tensorboard") from None
+    check_folder("--tensorboard", folder)
 
 
 def write(report: Report, folder: Path) -> None:
@@ -14,16 +29,9 @@ def write(report: Report, folder: Path) -> None:
     Args:
         report: What was measured.
         folder: For ``tensorboard --logdir``; a folder for each run is made in it.
-
-    Raises:
-        UsageError: The package ``tensorboard`` is not installed.
     """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UsageError(
-            "the TensorBoard export needs the package tensorboard: pip install tensorboard"
-        ) from None
+    from torch.utils.tensorboard import SummaryWriter
+
     for run in report.runs:
         with SummaryWriter(str(folder / _name(run))) as writer:
             curves = {"loss": run.losses, "loss scale": run.scales, "step ms": run.step_ms}
