@@ -49,12 +49,18 @@ def test_the_sizes_end_where_a_product_takes_long(small, monkeypatch):
     assert set(tried) == {(16, 16)}
 
 
-def test_the_precision_of_products_is_put_back(small):
-    before = torch.backends.cuda.matmul.fp32_precision
+def test_the_precision_of_products_is_put_back(small, monkeypatch):
+    seen = []
+
+    def product(calls, repeats, device):
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return {"product": [clocks.Lap(1.0, 1.0)] * repeats}
+
+    monkeypatch.setattr(ceilings, "take_turns", product)
     with ceilings._fp32("tf32"):
+        ceilings.ceilings(CPU)
+        assert set(seen) == {"ieee"}
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    ceilings.ceilings(CPU)
-    assert torch.backends.cuda.matmul.fp32_precision == before
 
 
 def test_a_level_with_tf32_is_compared_with_the_ceiling_of_tf32():
