@@ -31,30 +31,45 @@ def test_the_keys_are_those_that_rows_read(small):
     assert {f"flops {dtype}" for dtype in LEVELS.values()} <= found.keys()
 
 
+def _laps(calls, repeats, ms):
+    return {name: [clocks.Lap(ms(name), ms(name))] * repeats for name in calls}
+
+
 def test_the_rate_is_two_operations_for_each_multiplication(small, monkeypatch):
     """Every product takes 3 ms here, so the largest size has the highest rate."""
-    monkeypatch.setattr(ceilings, "take_turns", lambda *_: {"product": [clocks.Lap(3.0, 3.0)] * 2})
+    turns = lambda calls, repeats, device: _laps(calls, repeats, lambda name: 3.0)  # noqa: E731
+    monkeypatch.setattr(ceilings, "take_turns", turns)
     assert ceilings._flops(torch.float32, CPU) == 2 * 32**3 / 0.003
 
 
-def test_the_sizes_end_where_a_product_takes_long(small, monkeypatch):
-    tried = []
+@pytest.mark.parametrize("faster", list(ceilings.PRODUCTS))
+def test_the_faster_layout_counts_and_the_sizes_end_where_it_takes_long(small, monkeypatch, faster):
+    seen = []
 
-    def slow(calls, repeats, device):
-        tried.append(calls["product"]().shape)
-        return {"product": [clocks.Lap(50.0, 50.0)] * repeats}
+    def turns(calls, repeats, device):
+        seen.append((list(calls), next(iter(calls.values()))().shape[0]))
+        slow = 30.0 if seen[-1][1] == 32 else 10.0
+        return _laps(calls, repeats, lambda name: slow if name == faster else 80.0)
 
-    monkeypatch.setattr(ceilings, "take_turns", slow)
-    assert ceilings._flops(torch.float16, CPU) == 2 * 16**3 / 0.05
-    assert set(tried) == {(16, 16)}
+    monkeypatch.setattr(ceilings, "SIZES", (16, 32, 64))
+    monkeypatch.setattr(ceilings, "take_turns", turns)
+    assert ceilings._flops(torch.float16, CPU) == 2 * 32**3 / 0.03
+    both = list(ceilings.PRODUCTS)
+    assert seen == [(both, 16), (both, 16), ([faster], 32), ([faster], 32)]
 
 
-def test_the_precision_of_products_is_put_back(small):
-    before = torch.backends.cuda.matmul.fp32_precision
+def test_the_precision_of_products_is_put_back(small, monkeypatch):
+    seen = []
+
+    def product(calls, repeats, device):
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return _laps(calls, repeats, lambda name: 1.0)
+
+    monkeypatch.setattr(ceilings, "take_turns", product)
     with ceilings._fp32("tf32"):
+        ceilings.ceilings(CPU)
+        assert set(seen) == {"ieee"}
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    ceilings.ceilings(CPU)
-    assert torch.backends.cuda.matmul.fp32_precision == before
 
 
 def test_a_level_with_tf32_is_compared_with_the_ceiling_of_tf32():
