@@ -248,7 +248,7 @@ def has_speed(line: Line) -> bool:
 
 def draw_loss(axes: "Axes", report: Report, of: list[Row]) -> None:
     """Draw the mean over the seeds, and a band from the lowest to the highest of them."""
-    positive = True
+    drawn: list[float] = []
     for row in of:
         curves = [np.array(run.losses) for run in runs_of(report, row) if run.losses]
         if not curves:
@@ -266,8 +266,8 @@ def draw_loss(axes: "Axes", report: Report, of: list[Row]) -> None:
         if len(curves) > 1:
             axes.fill_between(at, seeds.min(0), seeds.max(0), color=found.colour, alpha=0.15,
                               linewidth=0)  # fmt: skip
-        positive &= not bool((seeds <= 0).any())
-    if positive:
+        drawn += seeds[np.isfinite(seeds)].tolist()
+    if drawn and min(drawn) > 0:
         _log_axis(axes)
     axes.set_ylabel("loss (mean; band: all seeds)")
     _tidy(axes)
