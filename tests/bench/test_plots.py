@@ -136,7 +136,7 @@ def test_incomplete_and_quick_reports_are_marked(tmp_path):
 
 def test_names_of_tasks_cannot_break_a_plot(tmp_path):
     of = made.report(
-        [made.cell(level, task="$x_{</text><script>\x01 名") for level in ("O0", "O4")]
+        [made.cell(level, task="$x_{$</text><script>\x01 名") for level in ("O0", "O4")]
     )
     for name, svg in plots.draw(of, made.verdicts(of), tmp_path).items():
         assert "<script" not in svg

@@ -1,8 +1,9 @@
 """How a level looks in every plot and table: colour, marker, dashes.
 
-Okabe and Ito's colours, which colour-blind readers can tell apart, and two of Paul Tol's. A
-bfloat16 level has the lighter shade of the hue of its float16 level, and every level has a marker
-of its own, so that no reader depends on colours. They name levels; none means good or bad.
+Okabe and Ito's colours, which colour-blind readers can tell apart, two violets and a brown: as
+protanopes, deuteranopes and tritanopes see them, any two are at least 16 apart in CIELAB. A
+bfloat16 level has the lighter shade of its float16 level, and every level has a marker of its own,
+so that no reader depends on colours. They name levels; none means good or bad.
 """
 
 from collections.abc import Collection
@@ -33,9 +34,9 @@ LOOKS = {
     "O3": Look("#009E73", "D", 2.2, (0, (2, 1))),
     "O4": Look("#56B4E9", "v", 1.8, (0, (4, 2))),
     "O5": Look("#E69F00", "P", 1.6, (0, (1, 1))),
-    "native-fp16": Look("#AA4499", "<", 1.6, (0, (6, 2))),
-    "native-bf16": Look("#CC79A7", ">", 1.4, (0, (6, 2, 1, 2))),
-    "FP16": Look("#999933", "X", 1.4, (0, (3, 1, 1, 1))),
+    "native-fp16": Look("#7722EE", "<", 1.6, (0, (6, 2))),
+    "native-bf16": Look("#BB66FF", ">", 1.4, (0, (6, 2, 1, 2))),
+    "FP16": Look("#884422", "X", 1.4, (0, (3, 1, 1, 1))),
 }
 TF32_ON = "#858585"  # O0 with TF32, beside O0 without
 

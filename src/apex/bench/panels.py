@@ -63,7 +63,7 @@ class View(NamedTuple):
     unit: str
     value: Callable[[Row], tuple[float, float, float] | None]
     """The number, and the two ends of its error bar."""
-    ratio: Callable[[Row], float | None]
+    ratio: Callable[[Line], float | None]
     """Written on a bar, as `ratio_is`."""
     ratio_is: str
     bars: bool
@@ -89,11 +89,11 @@ def _accuracy(row: Row) -> tuple[float, float, float] | None:
 
 VIEWS = {
     "time": View("Time of a training step", "ms per step (median, p10 to p90)",
-                 _time, lambda row: row.speed, "speed relative to O0", bars=True, log=True),
+                 _time, lambda line: line.speed, "speed relative to O0", bars=True, log=True),
     "memory": View("Peak memory of training", "MiB of tensors at the peak",
-                   _memory, lambda row: row.memory, "relative to O0", bars=True, log=False),
+                   _memory, lambda line: line.row.memory, "relative to O0", bars=True, log=False),
     "accuracy": View("Accuracy on data not trained on", "% right (mean ± standard deviation)",
-                     _accuracy, lambda row: None, "", bars=False, log=False),
+                     _accuracy, lambda line: None, "", bars=False, log=False),
 }  # fmt: skip
 
 
@@ -151,7 +151,8 @@ def _one_batch(axes: "Axes", sources: Sequence[Source], view: View, task: str) -
     series = series_of(sources, task)
     names, labels = [], {label for _, label in series}
     for place, (machine, label) in enumerate(series):
-        row = next(row for row in sources[machine].rows(task) if row.label == label)
+        mine = [x for x in sources[machine].lines if (x.row.task, x.row.label) == (task, label)]
+        row = mine[0].row
         machine_name = plain(sources[machine].name, 16)
         problem = short_problem(row)
         broken = label.replace(" TF32", "\nTF32").replace("native-", "native-\n")
@@ -168,7 +169,7 @@ def _one_batch(axes: "Axes", sources: Sequence[Source], view: View, task: str) -
                 color=found.colour, hatch=hatch or None, edgecolor="white" if hatch else "none",
                 linewidth=0,
             )  # fmt: skip
-            ratio = None if baseline_of(row, [row]) else view.ratio(row)
+            ratio = None if baseline_of(row, [row]) else view.ratio(mine[0])
             _write(axes, (place, high), _with_ratio(middle, ratio))
         else:
             axes.errorbar(
@@ -225,7 +226,7 @@ def _speed_bar(
     axes: "Axes", place: float, line: Line, label: str, found: Look, written: bool
 ) -> None:
     known = line.verdict.speed if line.verdict else None
-    speed = known.value if known else line.row.speed
+    speed = line.speed
     if speed is None:
         return
     low, high = (known.low, known.high) if known else (speed, speed)

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             f"--names: {len(args.names)} for {len(args.results)} results files; give one for each"
         )
     found = [_load(path) for path in args.results]
-    names = _distinct(args.names or [report.environment["device"]["name"] for report, _ in found])
+    names = _distinct(args.names or [_machine(report) for report, _ in found])
     check_folder("--out", args.out)
     if args.compare:
         sources = [plots.Source.of(name, *each) for name, each in zip(names, found, strict=True)]
@@ -74,6 +74,7 @@ def _load(path: Path) -> tuple[Report, list[Verdict]]:
         raise UsageError(str(error)) from None
     try:
         source(report)
+        hash(report.plan)  # a list in place of a number or a name has no hash
         return report, verdicts(report)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
@@ -86,3 +87,7 @@ def _distinct(names: Sequence[str]) -> list[str]:
         f"{name} ({names[: place + 1].count(name)})" if names.count(name) > 1 else name
         for place, name in enumerate(names)
     ]
+
+
+def _machine(report: Report) -> str:
+    return str(report.environment["device"]["name"])

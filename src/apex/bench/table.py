@@ -38,6 +38,12 @@ class Line(NamedTuple):
     row: Row
     verdict: Verdict | None
 
+    @property
+    def speed(self) -> float | None:
+        """The verdict's, paired over seeds; that of the pooled medians where there is none."""
+        known = self.verdict.speed if self.verdict else None
+        return self.row.speed if known is None else known.value
+
 
 @dataclass(frozen=True)
 class Column:
@@ -160,8 +166,9 @@ COLUMNS = (
         "tenth and ninetieth percentile of the same steps, in ms", WHOLE_RUNS, drop=4,
     ),
     Column(
-        "speed\n/ O0", lambda x: number(x.row.speed, ".2f", "×"), {"speed_vs_O0": _of("speed")},
-        "step time of O0 (TF32 off) divided by this one: above 1 is faster",
+        "speed\n/ O0", lambda x: number(x.speed, ".2f", "×"), {"speed_vs_O0": lambda x: x.speed},
+        "step time of O0 (TF32 off) divided by this one: above 1 is faster; the mean of the pairs "
+        "of seeds, or the ratio of the medians where fewer than three pairs give no interval",
         "the row or O0 was not measured",
     ),
     Column(
