@@ -86,7 +86,7 @@ def test_bad_command_gets_one_line_and_2(words, said):
 @pytest.mark.parametrize(
     ("words", "module"),
     [
-        (["demo", "--x"], ["apex", "bench", "--x"]),
+        (["demo", "--x"], ["apex", "bench", "--quick", "--x"]),
         (["clients", "timm"], ["tests.clients", "timm"]),
         (["test", "tests/amp"], ["pytest", "tests/amp"]),
         (["test", "--all"], ["pytest", "--numprocesses=auto", "--all"]),

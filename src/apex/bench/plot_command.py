@@ -1,6 +1,7 @@
 """`apex bench plot`: draws results files again, or several machines in one picture."""
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,9 +9,10 @@ from pathlib import Path
 from apex.bench import plots
 from apex.bench.cli import UsageError
 from apex.bench.options import check_folder
+from apex.bench.precision import ALIASES, LEVELS
 from apex.bench.remarks import source
 from apex.bench.report import write_all
-from apex.bench.results import Report, read
+from apex.bench.results import Cell, Report, read
 from apex.bench.verdict import Verdict, verdicts
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -33,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--names", nargs="+", metavar="NAME", help="of the machines (default: of their devices)"
     )
     parser.add_argument(
+        "--levels", nargs="+", choices=[*LEVELS, *ALIASES], metavar="LEVEL",
+        help="which levels to draw (default: all); FP32 is O0 and amp is O1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", nargs="+", type=int, metavar="N", help="which batch sizes to draw (default: all)"
+    )
+    parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER",
         help="where to write; several files without --compare get a folder each in it",
     )  # fmt: skip
@@ -44,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--names: {len(args.names)} for {len(args.results)} results files; give one for each"
         )
-    found = [_load(path) for path in args.results]
+    found = [_load(path, args.levels, args.batch) for path in args.results]
     names = _distinct(args.names or [_machine(report) for report, _ in found])
     check_folder("--out", args.out)
     if args.compare:
@@ -60,11 +69,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(path: Path) -> tuple[Report, list[Verdict]]:
-    """Read a file and try what drawing needs of it.
+def _load(
+    path: Path, levels: Sequence[str] | None, batches: Sequence[int] | None
+) -> tuple[Report, list[Verdict]]:
+    """Read a file, leave out what was not asked for, and try what drawing needs.
 
     Raises:
-        UsageError: It cannot be read, or is no sound report.
+        UsageError: It cannot be read, is no sound report, or has nothing that was asked for.
     """
     try:
         report = read(path)
@@ -72,6 +83,19 @@ def _load(path: Path) -> tuple[Report, list[Verdict]]:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
+    names = None if levels is None else {ALIASES.get(level, level) for level in levels}
+
+    def wanted(cell: Cell) -> bool:
+        here = names is None or cell.level in names
+        return here and (batches is None or cell.batch in batches)
+
+    report = dataclasses.replace(
+        report,
+        plan=tuple(cell for cell in report.plan if wanted(cell)),
+        runs=tuple(run for run in report.runs if wanted(run.cell)),
+    )
+    if not report.runs:
+        raise UsageError(f"{path}: there is no run of these --levels and --batch in it")
     try:
         source(report)
         hash(report.plan)  # a list in place of a number or a name has no hash
