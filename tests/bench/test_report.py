@@ -292,4 +292,4 @@ def test_tensorboard_gets_every_step(tmp_path, monkeypatch):
 def test_without_tensorboard_there_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(cli.UsageError, match="pip install tensorboard"):
-        tensorboard.write(made.report([made.cell()]), tmp_path)
+        tensorboard.check(tmp_path)
