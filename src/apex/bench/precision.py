@@ -115,7 +115,7 @@ class _Native:
     def backward(
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, loss_id: int = 0
     ) -> None:
-        self._scaler.scale(loss).backward()
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._scaler.step(optimizer)
