@@ -59,7 +59,7 @@ TASKS = {
 }
 
 NEEDED = ("model", "loss", "loader")
-_OPTIONAL = {  # attributes with defaults in Task: what they must be
+_OPTIONAL: dict[str, tuple[Any, str]] = {  # attributes with defaults in Task: what they must be
     "optimizer": (str, "a string"),
     "lr": ((int, float, type(None)), "a number"),
     "epochs": (int, "a whole number"),

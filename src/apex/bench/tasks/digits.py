@@ -57,7 +57,7 @@ def enlarged(
     Args:
         images: What to resample.
         size: New height and width.
-        degrees: ``(n)``, how far each image is turned about its centre.
+        degrees: ``(n)``, how far each is turned about its centre, counter-clockwise.
         shifts: ``(n, 2)``, how far to the right and down each is moved, in its own pixels.
     """
     angles = degrees * (math.pi / 180)
@@ -81,7 +81,7 @@ class DigitsMlp(Classification):
         super().__init__(load(16, options))
 
     def model(self) -> nn.Module:
-        """Build it: 204,042 parameters."""
+        """Build it: 199,818 parameters."""
         return nn.Sequential(
             nn.Flatten(),
             *(nn.Linear(256, 384), nn.ReLU()),
@@ -91,15 +91,22 @@ class DigitsMlp(Classification):
 
 
 class DigitsCnn(Classification):
-    """A convolutional network whose first layer has the most memory to move."""
+    """Few products and large activations.
 
+    On a CPU with bfloat16 and without float16 (batch 512, one core) a step takes 45 to 53 ms at O0
+    and 29 ms at O4, with half the memory. In float16 a product takes 36 times as long there, so
+    more of them would make O1 to O3 wait: these take 7 times as long as O0.
+    """
+
+    optimizer = "FusedAdam"
+    lr = 0.003
     epochs = 3
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(load(16, options))
 
     def model(self) -> nn.Module:
-        """Build it."""
+        """Build it: 79,082 parameters."""
         return nn.Sequential(
             *convolution(1, 32),
             *convolution(32, 32, 2, 2, 0),
@@ -119,5 +126,5 @@ class DigitsVgg16(Classification):
         super().__init__(load(32, options))
 
     def model(self) -> nn.Module:
-        """Build it: 923,706 parameters."""
+        """Build it: 922,842 parameters."""
         return vgg16(channels=1, width=16)

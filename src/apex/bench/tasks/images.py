@@ -42,5 +42,5 @@ class Classification(Task):
 
     def accuracy(self, model: nn.Module) -> float:
         """Classify the test images."""
-        guesses = [model(x).argmax(1) for x in self.data.test_x.split(AT_ONCE)]
+        guesses = [model(x).argmax(1) for x in torch.split(self.data.test_x, AT_ONCE)]
         return 100 * (torch.cat(guesses) == self.data.test_y).double().mean().item()

@@ -6,13 +6,17 @@ from torch import nn
 
 __all__ = ["convolution", "resnet18", "vgg16"]
 
+# Share of a batch in the running statistics. With torch's 0.1 they are far from those of the
+# weights after the two dozen steps of a quick run at batch 512.
+STATISTICS = 0.3
+
 
 def convolution(
     channels: int, out: int, kernel_size: int = 3, stride: int = 1, padding: int = 1
 ) -> list[nn.Module]:
     """Make a convolution with batchnorm and ReLU."""
     layer = nn.Conv2d(channels, out, kernel_size, stride, padding, bias=False)
-    return [layer, nn.BatchNorm2d(out), nn.ReLU()]
+    return [layer, nn.BatchNorm2d(out, momentum=STATISTICS), nn.ReLU()]
 
 
 def vgg16(channels: int, width: int = 64, classes: int = 10) -> nn.Sequential:

@@ -1,0 +1,416 @@
+"""The tasks of `apex bench`: that each learns at each level, their data, and the user's own."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from apex.bench.cli import UsageError
+from apex.bench.precision import LEVELS, precision
+from apex.bench.tasks import TASKS, cifar10, complete, corpus, load, resnet50
+from apex.bench.tasks.batches import Batches
+from apex.bench.tasks.task import Task, TaskOptions
+from apex.optimizers import FusedAdam
+from tests.tolerance import RESAMPLED, assert_close_to_largest
+
+pytest.importorskip("sklearn")
+from apex.bench.tasks import bert, digits
+
+CPU = torch.device("cpu")
+QUICK = TaskOptions(CPU, quick=True)
+OTHERS = ("digits-vgg16", "cifar10-vgg16", "cifar10-resnet18", "resnet50", "bert-base")  # large
+SMALL = [name for name in TASKS if name not in OTHERS]
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    yield
+    amp.reset()
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return {}
+
+
+def _load(tasks, name):
+    if name.startswith("bert"):
+        pytest.importorskip("transformers")
+    if name not in tasks:
+        tasks[name] = load(name, QUICK)
+    return tasks[name]
+
+
+def _trained(task, level, *, batch=4, steps=20):
+    """Train as `apex bench` does; return the losses, the scales and the models."""
+    torch.manual_seed(0)
+    made = task.model()
+    models = [made.train()] if isinstance(made, nn.Module) else [model.train() for model in made]
+    kind, extra = (
+        (torch.optim.SGD, {"momentum": 0.9}) if task.optimizer == "sgd" else (FusedAdam, {})
+    )
+    lr = 0.05 if task.lr is None else task.lr
+    way = precision(level, CPU, task.growth_interval)
+    models, optimizers = way.start(
+        models, [kind(model.parameters(), lr=lr, **extra) for model in models], task.losses
+    )
+    losses, scales = [], []
+    for _, data in zip(range(steps), task.loader(batch, 0), strict=False):
+        scales.append(float(way.scale()))
+        if task.step is not None:
+            loss = task.step(way, models, optimizers, data)
+        else:
+            optimizers[0].zero_grad()
+            with way.forward():
+                loss = task.loss(models[0], data)
+            way.backward(loss, optimizers[0])
+            way.step(optimizers[0])
+        losses.append(loss.item())
+    return losses, scales, models
+
+
+# --- every task -----------------------------------------------------------------------------------
+
+
+def _cases():
+    """Name every pair; in float16 a step of the larger networks takes 0.2 s here."""
+    for name in SMALL:
+        for level in LEVELS:
+            common = level in ("O5", "FP16") or name in ("linear", "digits-mlp", "seq2seq")
+            yield pytest.param(name, level, marks=[] if common else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("name", "level"), list(_cases()))
+def test_each_task_learns_at_each_level(tasks, name, level):
+    if (name, level) == ("text-lstm", "native-fp16"):
+        pytest.skip("torch's own autocast has no float16 LSTM on a CPU")
+    task = _load(tasks, name)
+    batch, steps = {"linear": (32, 20), "dcgan-digits": (16, 12), "digits-cnn": (32, 8)}.get(
+        name, (8, 20) if name in ("digits-mlp", "seq2seq") else (4, 8)
+    )
+    losses, _, models = _trained(task, level, batch=batch, steps=steps)
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[-3:]) < np.mean(losses[:2])
+    if task.accuracy is not None and level == "O5":
+        with torch.no_grad():
+            assert 0 < task.accuracy(models[0].eval()) <= 100
+
+
+def test_the_levels_are_what_they_are_called(tasks):
+    task = _load(tasks, "linear")
+    dtypes = {level: _trained(task, level, steps=1)[2][0] for level in ("O0", "O2", "O5", "FP16")}
+    weights = {level: next(model.parameters()).dtype for level, model in dtypes.items()}
+    assert weights == {
+        "O0": torch.float32, "O2": torch.float16, "O5": torch.bfloat16, "FP16": torch.float16,
+    }  # fmt: skip
+    assert _trained(task, "native-bf16", steps=2)[1] == [1.0, 1.0]
+    assert _trained(task, "native-fp16", steps=1)[1] == [65536.0]
+
+
+def test_the_loss_scale_falls_and_grows_again(tasks):
+    task = complete(_load(tasks, "seq2seq"))
+    assert task.growth_interval == 100
+    faster = types.SimpleNamespace(
+        **{name: getattr(task, name) for name in dir(Task) if "_" not in name}
+    )
+    faster.growth_interval = 10
+    for level in ("O1", "native-fp16"):
+        _, scales, _ = _trained(complete(faster), level, batch=8, steps=30)
+        lowest = scales.index(min(scales))
+        assert scales[0] == 65536.0
+        assert scales[lowest] < scales[0]
+        assert max(scales[lowest:]) > scales[lowest]
+
+
+def test_batches_are_whole_in_an_order_of_the_seed():
+    rows = torch.arange(10)
+    first, again, other = (
+        [batch.tolist() for (batch,) in Batches((rows,), 4, seed)] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert [len(batch) for batch in first] == [4, 4]
+    assert len({row for batch in first for row in batch}) == 8
+    with pytest.raises(UsageError, match="--batch 11: there are 10 samples"):
+        Batches((rows,), 11, 0)
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def test_digits_are_the_same_bits_each_time():
+    one, two = digits.load(16, QUICK), digits.load(16, QUICK)
+    assert all(map(torch.equal, one, two))
+    assert one.train_x.shape == (4096, 1, 16, 16)
+    assert one.test_x.shape == (599, 1, 16, 16)
+    assert one.train_x.min() >= 0
+    assert one.train_x.max() <= 1
+    assert len(torch.unique(one.train_x, dim=0)) == 4096  # no two alike, though of 1,198 digits
+    whole = digits.load(8, TaskOptions(CPU))
+    assert len(whole.train_x) == 20_480
+    assert len(whole.train_y.bincount()) == 10
+
+
+def test_digits_held_out_are_not_trained_on():
+    from sklearn.datasets import load_digits
+
+    data = digits.load(8, QUICK)
+    originals = {image.tobytes() for image in (load_digits().data / 16).astype(np.float32)}
+    held = {image.numpy().tobytes() for image in data.test_x}
+    assert held <= originals
+    sources = 1797 - 599
+    upright = digits.enlarged(data.test_x, 8, torch.zeros(599), torch.zeros(599, 2))
+    assert torch.equal(upright, data.test_x)
+    near = torch.cdist(data.train_x[:sources].flatten(1), data.test_x.flatten(1)).min()
+    assert near > 0
+
+
+def test_digits_move_and_turn_as_they_are_told():
+    image = torch.rand(1, 1, 8, 8)
+    none, right, down = torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    moved = digits.enlarged(image, 8, torch.zeros(1), right)
+    assert_close_to_largest(moved[..., 1:], image[..., :-1].double(), RESAMPLED)
+    assert not moved[..., 0].any()
+    moved = digits.enlarged(image, 8, torch.zeros(1), down)
+    assert_close_to_largest(moved[..., 1:, :], image[..., :-1, :].double(), RESAMPLED)
+    turned = digits.enlarged(image, 8, torch.tensor([90.0]), none)
+    assert_close_to_largest(turned, torch.rot90(image, 1, (2, 3)).double(), RESAMPLED)
+
+
+def test_the_text_is_split_and_survives_float16(monkeypatch):
+    for text in (corpus.characters(), corpus.words(), corpus.letters()):
+        total = len(text.train) + len(text.held)
+        assert len(text.held) == total // 10
+        assert len(text.vocabulary) <= corpus.LARGEST
+        every = torch.arange(len(text.vocabulary))
+        assert torch.equal(every.half().long(), every)
+        assert corpus.MASK not in text.train
+    assert corpus.characters().vocabulary[2] == " "
+    monkeypatch.setattr(corpus, "_topics", lambda: "aab" * 6 + "zz")
+    text = corpus.characters()
+    assert text.vocabulary == ["<unknown>", "<mask>", "a", "b"]
+    assert text.held.tolist() == [corpus.UNKNOWN] * 2
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(UsageError, match="pydoc_data"):
+        corpus.characters()
+
+
+def test_masked_words():
+    rows = torch.full((200, 100), 7)
+    tokens, labels = bert.masked(rows, torch.Generator().manual_seed(0), 50)
+    asked = labels != bert.IGNORED
+    assert torch.equal(tokens[~asked], rows[~asked])
+    assert (labels[asked] == 7).all()
+    assert abs(asked.double().mean() - 0.15) < 0.01
+    masked, same = (tokens[asked] == corpus.MASK), (tokens[asked] == 7)
+    assert abs(masked.double().mean() - 0.8) < 0.03
+    assert abs(same.double().mean() - (0.1 + 0.1 / 48)) < 0.03
+
+
+@pytest.fixture
+def cifar(tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar10, "IN_FILE", 3)
+    folder = tmp_path / cifar10.FOLDER
+    folder.mkdir()
+    for number, name in enumerate((*cifar10.TRAINING, *cifar10.TEST)):
+        rows = np.zeros((3, cifar10.BYTES), np.uint8)
+        rows[:, 0] = number
+        rows[0, 1 + 1024 + 32 * 5 + 6] = 255  # green, row 5, column 6
+        rows.tofile(folder / name)
+    return folder
+
+
+def test_cifar_is_read_as_bytes(cifar):
+    data = cifar10.load("cifar10-vgg16", TaskOptions(CPU, data=cifar.parent))
+    assert data.train_y.tolist() == [n for n in range(5) for _ in range(3)]
+    assert data.test_y.tolist() == [5] * 3
+    brightest = data.train_x[0] * torch.tensor(cifar10.DEVIATION).reshape(3, 1, 1)
+    brightest += torch.tensor(cifar10.MEAN).reshape(3, 1, 1)
+    assert brightest[1, 5, 6] == pytest.approx(1)
+    assert brightest.sum() == pytest.approx(1, abs=1e-3)
+    task = load("cifar10-resnet18", TaskOptions(CPU, quick=True, data=cifar))
+    losses, _, models = _trained(task, "O0", batch=3, steps=1)
+    assert np.isfinite(losses).all()
+    assert sum(p.numel() for p in models[0].parameters()) == 11_173_962
+
+
+def test_cifar_with_other_files_is_one_line(cifar, monkeypatch):
+    def refuse(match, **options):
+        with pytest.raises(UsageError, match=match):
+            load("cifar10-vgg16", TaskOptions(CPU, **options))
+
+    refuse("needs --data FOLDER")
+    refuse(r"there is no test_batch\.bin", data=cifar.parent / "nothing")
+    (cifar / "data_batch_2.bin").write_bytes(b"short")
+    refuse(r"data_batch_2\.bin: 5 bytes; CIFAR-10's files have 9219", data=cifar)
+    (cifar / "data_batch_2.bin").unlink()
+    refuse(r"data_batch_2\.bin: No such file", data=cifar)
+    (cifar / "data_batch_2.bin").write_bytes(bytes([10]) * 9219)
+    refuse("classes above 9", data=cifar)
+
+    asked = []
+
+    def fetch(url, root, md5):
+        asked.append((url, root, md5))
+        raise RuntimeError("no network")
+
+    refuse("needs torchvision: pip install", data=cifar.parent / "new", download=True)
+    for name in ("torchvision", "torchvision.datasets", "torchvision.datasets.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["torchvision.datasets.utils"].download_and_extract_archive = fetch
+    refuse("could not be fetched: no network", data=cifar.parent / "new", download=True)
+    assert asked == [(cifar10.URL, str(cifar.parent / "new"), cifar10.MD5)]
+
+
+@pytest.fixture
+def small_resnet(monkeypatch):
+    def make(num_classes):
+        return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, num_classes))
+
+    for name in ("torchvision", "torchvision.models"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["torchvision.models"].resnet50 = make
+
+
+@pytest.mark.usefixtures("small_resnet")
+def test_resnet50_on_random_images_and_on_files(tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    task = load("resnet50", QUICK)
+    assert task.accuracy is None
+    batches = list(task.loader(2, 0))
+    assert len(batches) == 5
+    assert batches[0][0].shape == (2, 3, 224, 224)
+    for name, colour in (("dark", 0), ("light", 255)):
+        (tmp_path / name).mkdir()
+        for number in range(10):
+            Image.new("L", (20, 30 + number), colour).save(tmp_path / name / f"{number}.png")
+    task = load("resnet50", TaskOptions(CPU, quick=True, data=tmp_path))
+    ((x, y), *_) = batches = list(task.loader(4, 0))
+    assert len(batches) == 4  # 18 images to train on
+    assert torch.equal(x[:, 0, 0, 0] > 0, y == 1)
+    losses, _, models = _trained(task, "O0", batch=6, steps=3)
+    assert losses[-1] < losses[0]
+    assert task.accuracy(models[0]) in (0, 50, 100)
+    with pytest.raises(UsageError, match="--batch 19: there are 18 images"):
+        task.loader(19, 0)
+    with pytest.raises(UsageError, match="a folder for each class is needed"):
+        load("resnet50", TaskOptions(CPU, data=tmp_path / "dark"))
+    with pytest.raises(UsageError, match="No such file"):
+        load("resnet50", TaskOptions(CPU, data=tmp_path / "nothing"))
+
+
+def test_missing_packages_are_one_line(monkeypatch):
+    for name in ("torchvision", "timm", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match="resnet50 needs torchvision or timm"):
+        load("resnet50", QUICK)
+    with pytest.raises(UsageError, match="bert-tiny needs transformers: pip install transformers"):
+        load("bert-tiny", QUICK)
+
+
+def test_large_networks_have_the_parameters_of_their_families():
+    def count(model):
+        return sum(p.numel() for p in model.parameters())
+
+    assert count(load("digits-vgg16", QUICK).model()) == 922_842
+    assert resnet50.CLASSES == 1000
+    model = cifar10.Cifar10Vgg16.model(None)
+    assert count(model) == 14_724_042
+    assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+# --- the user's own -------------------------------------------------------------------------------
+
+OWN = """
+import torch
+import {neighbour}
+
+class Own:
+    def model(self): return torch.nn.Linear(2, 1)
+    def loss(self, model, batch): return model(batch).square().mean()
+    def loader(self, batch_size, seed): return [torch.ones(batch_size, 2)] * 20
+    {more}
+
+def build(options):
+    return {returned}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch, request):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+
+    def write(name="own_task", *, returned="Own()", more="", neighbour="own_neighbour"):
+        (tmp_path / "own_neighbour.py").write_text("")
+        text = OWN.format(returned=returned, more=more, neighbour=neighbour)
+        (tmp_path / f"{name}.py").write_text(text)
+        return f"{tmp_path / name}.py:build"
+
+    yield write
+    for name in set(sys.modules) - before:
+        if name.startswith("own"):
+            del sys.modules[name]
+
+
+def test_a_task_of_the_users_has_defaults(write):
+    task = load(write(more="epochs = 7"), QUICK)
+    assert (task.optimizer, task.lr, task.epochs, task.losses) == ("sgd", None, 7, 1)
+    assert task.accuracy is None
+    assert task.step is None
+    losses, _, _ = _trained(task, "O2")
+    assert losses[-1] < losses[0]
+    assert isinstance(task, Task)
+
+
+def test_a_module_can_be_a_task(write):
+    task = load(write(returned="options.module"), types.SimpleNamespace(module=_module()))
+    assert task.model() == 1
+    assert task.unit == "samples"
+
+
+def _module():
+    module = types.ModuleType("functions")
+    module.model, module.loss, module.loader = (
+        (lambda: 1),
+        (lambda model, batch: 2),
+        (lambda b, s: []),
+    )
+    return module
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"returned": "None"}, "what build returned is None"),
+        ({"returned": "object()"}, r"\(object\) has no function model and no loss and no loader"),
+        ({"more": "loader = None"}, r"\(Own\) has no function loader$"),
+        ({"more": "accuracy = 5"}, "has accuracy of type int; a function is needed"),
+        ({"more": "epochs = 2.5"}, "has epochs of type float; a whole number is needed"),
+        ({"returned": "1 / 0"}, r"build raised ZeroDivisionError: division by zero \(own_task"),
+        ({"returned": "exit('no data')"}, "build raised SystemExit: no data"),
+        ({"neighbour": "own_missing"}, r"own_task\.py raised ModuleNotFoundError: .*own_missing"),
+        ({"returned": ")"}, r"own_task\.py raised SyntaxError"),
+        ({"name": "random"}, r"another module is called random .*; rename the file"),
+    ],
+)
+def test_mistakes_in_the_users_file_are_one_line(write, options, match):
+    with pytest.raises(UsageError, match=match) as caught:
+        load(write(**options), QUICK)
+    assert "own_task" in str(caught.value) or "random" in str(caught.value)
+
+
+def test_a_name_that_is_no_task_is_one_line(write):
+    for name, match in [
+        ("digits", "use FILE.py:FUNCTION or one of digits-mlp"),
+        (":build", "use FILE.py:FUNCTION"),
+        ("nothing.py:build", "there is no Python file nothing.py"),
+        (write().replace(":build", ":make"), "there is no function make in"),
+        (write().replace(":build", ":torch"), "there is no function torch in"),
+    ]:
+        with pytest.raises(UsageError, match=match):
+            load(name, QUICK)
