@@ -6,6 +6,7 @@ the operations of a step, and on a GPU a step's host time and its replay as a CU
 """
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -221,10 +222,13 @@ def _measure_apart(
         lambda: few_steps(cell, task, device, batch), device
     )
     amp.reset()
-    trainer = _Trainer(cell, task, device)
+    trainer = _Trainer(dataclasses.replace(cell, compile=False), task, device)
     trainer.step(batch)  # the optimizer's state is made
+    # Not compiled: what counts the operations does not see into compiled code.
     trace.flops, trace.moved_bytes = counts.count(lambda: trainer.step(batch))
     if device.type == "cuda":
+        trainer = _Trainer(cell, task, device)
+        trainer.step(batch)
         trace.host_ms = _host_ms(trainer, batch, device)
         if alone:  # a capture that fails may leave the process's CUDA unusable
             trace.replay_ms = _replay_ms(trainer, batch, device)

@@ -1,0 +1,140 @@
+"""One training: each precision is what it says, and what is measured of it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from apex.bench import cell as cells
+from apex.bench.precision import LEVELS
+from apex.bench.results import Cell
+from tests.bench import user_task
+
+CPU = torch.device("cpu")
+CELL = Cell("regression", "O0", None, 8, 0, "sgd", 0.02, 2, compile=False, quick=False)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(task, **changes):
+    from apex.bench.tasks import complete
+
+    return cells.train(dataclasses.replace(CELL, **changes), complete(task), CPU, alone=False)
+
+
+class Watched(user_task.Regression):
+    """Notes the dtypes of weights and outputs in training."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def loss(self, model, batch):
+        x, y = batch
+        out = model(x)
+        weight = next(model.parameters())
+        self.seen.add((weight.dtype, out.dtype))
+        return torch.nn.functional.mse_loss(out.float(), y)
+
+
+HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
+DTYPES = {
+    "O0": (FULL, FULL), "O1": (FULL, HALF), "O2": (HALF, FULL), "O3": (HALF, HALF),
+    "O4": (FULL, BF16), "O5": (BF16, FULL),
+    "native-fp16": (FULL, HALF), "native-bf16": (FULL, BF16), "FP16": (HALF, HALF),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_level_is_what_it_says(level):
+    task = Watched()
+    run = train(task, level=level)
+    assert (run.status, run.error) == ("ok", None)
+    ((weight, out),) = task.seen
+    assert weight == DTYPES[level][0]
+    assert out == DTYPES[level][1] or level in ("O2", "O3", "O5")  # cast to float32 on the way out
+    scale = {"O1": 65536, "O2": 65536, "native-fp16": 65536, "FP16": 128}.get(level, 1)
+    assert run.scales[0] == scale
+    assert len(run.scales) == len(run.losses) == 16
+
+
+def test_the_same_cell_gives_the_same_training_whatever_ran_before():
+    first = train(user_task.Regression(), level="O5", seed=3)
+    train(user_task.Regression(), level="O4", seed=1)
+    second = train(user_task.Regression(), level="O5", seed=3)
+    for name in ("losses", "accuracy", "scales", "peak_tensor_bytes", "flops", "moved_bytes"):
+        assert getattr(first, name) == getattr(second, name), name
+    assert first.losses != train(user_task.Regression(), level="O5", seed=4).losses
+
+
+def test_levels_start_alike_and_see_the_same_batches():
+    first = {level: train(user_task.Regression(), level=level).losses[0] for level in ("O0", "O5")}
+    assert first["O5"] == pytest.approx(first["O0"], rel=0.02)
+
+
+class Overflowing(user_task.Regression):
+    """Its loss is too large for float16 until the scale has fallen to 2**12."""
+
+    def loss(self, model, batch):
+        x, y = batch
+        out = model(x)
+        largest = 2.0**4  # times the scale: above 65504 the gradient of out is inf in float16
+        return (out * largest).mean() if out.dtype == HALF else out.float().mean()
+
+
+def test_skipped_steps_and_the_scale_are_seen():
+    run = train(Overflowing(), level="O1", lr=1e-6)
+    assert run.status == "ok"
+    assert run.skipped == sum(b < a for a, b in zip(run.scales, run.scales[1:], strict=False)) > 0
+    native = train(Overflowing(), level="native-fp16", lr=1e-6)
+    assert native.skipped == run.skipped
+    assert native.scales == run.scales
+
+
+def test_the_share_that_is_told_ends_at_one():
+    told = []
+    from apex.bench.tasks import complete
+
+    cells.train(CELL, complete(user_task.Regression()), CPU, told.append, alone=False)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("could not create a memory object"), True),
+        (RuntimeError("size mismatch"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_a_lack_of_memory_is_told_from_other_errors(error, is_memory):
+    assert cells.out_of_memory(error) is is_memory
+
+
+def test_an_empty_loader_is_said():
+    class Empty(user_task.Regression):
+        def loader(self, batch_size, seed):
+            return iter(())
+
+    run = train(Empty())
+    assert run.status == "failed"
+    assert "no batch of 8" in run.error
+
+
+def test_compiled_models_train(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
+    train(user_task.Regression(), compile=True)
+    assert len(compiled) == 2  # the training, and the one whose memory is measured
