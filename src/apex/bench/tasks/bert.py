@@ -37,7 +37,7 @@ class _MaskedWords(Task):
     """Cross-entropy of the words asked for; the accuracy is the share of held-out ones guessed."""
 
     optimizer = "FusedAdam"
-    epochs = 3
+    epochs = 8
     unit = "sequences"
     name: str
     length: int
@@ -143,6 +143,7 @@ class BertBase(_MaskedWords):
 
     name = "bert-base"
     lr = 0.0001
+    epochs = 3
     length = 128
     quick = (64, 16)
 

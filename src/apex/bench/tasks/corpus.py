@@ -28,8 +28,8 @@ class Text(NamedTuple):
 
 
 def characters() -> Text:
-    """Give the text as characters."""
-    return _numbered(_topics())
+    """Give the text as characters; of a mark or space, more than three in a row are three."""
+    return _numbered(re.sub(r"([\W_])\1{3,}", r"\1\1\1", _topics()))
 
 
 def words() -> Text:

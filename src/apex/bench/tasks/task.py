@@ -1,7 +1,8 @@
 """What a benchmark trains: the protocol of a task, ours and the user's alike.
 
-``apex bench --task user.py:build`` calls ``build(options)`` and needs three functions of what it
-returns, which may be any object::
+``apex bench --task user.py:build`` imports the file, with its folder first on the import path. It
+calls ``build`` with a `TaskOptions`, and needs three functions of what that returns, which may be
+any object or a module::
 
     class Regression:
         def model(self):  # in float32, on the CPU; the seed is set before
@@ -20,6 +21,9 @@ returns, which may be any object::
 
 Each epoch asks for ``loader(batch_size, seed)`` again, with another seed. A batch is a tensor, or a
 tuple, list or dict of tensors, on any device. What else a task may have is in `Task`.
+
+At the level ``FP16`` a model must take one tensor, which `network_to_half` rounds to float16.
+Numbers of words or characters stay exact up to 2,048; ``embedding(tokens.long())`` takes them.
 """
 
 from collections.abc import Callable, Iterable, Sequence

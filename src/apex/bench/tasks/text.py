@@ -63,6 +63,8 @@ class _Lstm(nn.Module):
 class TextLstm(_NextCharacter):
     """An LSTM of one layer."""
 
+    lr = 0.01
+
     def model(self) -> nn.Module:
         """Build it, 128 wide."""
         return _Lstm(self.size, 128)
