@@ -197,7 +197,7 @@ def test_what_cannot_be_resumed(few, tmp_path):
     (tmp_path / "text").write_text("no checkpoint")
     torch.save({"epoch": 1}, "other")
     torch.save({**read("checkpoint.pth"), "options": {"model": "LSTM"}}, "language")
-    (tmp_path / "pickle").write_bytes(b"(0")
+    (tmp_path / "pickle").write_bytes(b"]a")
     for name in ("none", "text", "pickle", "other", "language", "."):
         with pytest.raises(SystemExit, match=f"--resume {name}: there is no checkpoint of this"):
             main_amp.main([*words.split(), "--resume", name])
