@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -61,15 +62,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--hidden {args.hidden}: it must be a multiple of 4, the number of heads")
     if not (0 <= args.warmup < 1 and 0 <= args.dropout < 1 and args.clip >= 0):
         parser.error("--warmup and --dropout are from 0 to below 1, --clip is 0 or more")
-    if args.save and not os.path.isdir(folder := os.path.dirname(os.path.abspath(args.save))):
-        parser.error(f"--save {args.save}: there is no folder {folder}")
-    if args.save_every and not args.save:
-        parser.error("--save-every needs --save FILE")
+    check_save(parser, args)
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed {args.seed}: it must be 0 to 2**32 - 1")
     if args.lr is None:
         args.lr = PRETRAINED_RATE if args.model else RATES[args.optimizer]
-    if not args.lr > 0:
-        parser.error(f"--lr {args.lr}: it must be above 0")
+    if not 0 < args.lr < math.inf:
+        parser.error(f"--lr {args.lr}: it must be above 0 and finite")
     return args
+
+
+def check_save(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program where a checkpoint could not be written, before the training."""
+    if args.save is not None:
+        folder = os.path.dirname(args.save) or "."
+        writable = os.path.isdir(folder) and os.access(folder, os.W_OK)
+        if os.path.isdir(args.save or ".") or not writable:
+            parser.error(f"--save {args.save}: pass a file in a folder that can be written to")
+    elif args.save_every:
+        parser.error("--save-every needs --save FILE")
 
 
 @dataclasses.dataclass
@@ -280,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train, and compare with simpler classifiers."""
     args = parse(argv)
     run = prepare(args)
-    if args.resume:
+    if args.resume is not None:
         run.load(args.resume)
     print(f"{len(run.train.texts)} paragraphs to train on, {len(run.test.texts)} held out", end="")
     print(f"; accuracy of the largest class {data.majority(run.train, run.test):.1%}", end="")
@@ -292,4 +303,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted") from None
+    except OSError as error:  # a full disk
+        raise SystemExit(str(error)) from None

@@ -53,8 +53,10 @@ def progress(steps: range) -> Iterator[int]:
 
 
 def start(main: Callable[[], None]) -> None:
-    """Run a program; Ctrl-C ends it without a traceback."""
+    """Run a program; Ctrl-C, or a full disk, ends it without a traceback."""
     try:
         main()
     except KeyboardInterrupt:
         raise SystemExit("stopped") from None
+    except OSError as error:
+        raise SystemExit(str(error)) from None

@@ -38,15 +38,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = parser(__doc__, 200)
     made.add_argument("--save", default="saved.pth", metavar="FILE", help="default: %(default)s")
     args = parse(made, argv)
-    if not os.path.isdir(os.path.dirname(args.save) or "."):
-        made.error(f"--save {args.save}: there is no such folder")
+    folder = os.path.dirname(args.save) or "."
+    writable = os.path.isdir(folder) and os.access(folder, os.W_OK)
+    if os.path.isdir(args.save or ".") or not writable:
+        made.error(f"--save {args.save}: pass a file in a folder that can be written to")
 
     model, x, y = problem(args)
     optimizer = make_optimizer(model)
     train(model, optimizer, x, y, range(1, args.steps // 2 + 1))
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, f"{args.save}.tmp")
+    with open(f"{args.save}.tmp", "wb") as file:
+        torch.save(state, file)
     os.replace(f"{args.save}.tmp", args.save)  # the file is never a part of a checkpoint
 
     model, x, y = problem(args)

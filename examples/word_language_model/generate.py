@@ -34,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="lower: likelier words")
     parser.add_argument("--seed", type=int, default=1111)
     args = parser.parse_args(argv)
-    if args.words < 1 or args.temperature <= 0:
-        parser.error("--words must be 1 or more, and --temperature above 0")
+    # Scores divided by less than 1e-30 can be beyond float32.
+    if args.words < 1 or not args.temperature >= 1e-30 or not 0 <= args.seed < 2**32:
+        parser.error("pass --words of 1 or more, --temperature above 0, --seed 0 to 2**32 - 1")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     saved = checkpoint.load(args.checkpoint)
     model = with_options(saved["options"], len(saved["vocabulary"])).to(device)
@@ -47,4 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("stopped") from None

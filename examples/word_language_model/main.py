@@ -59,8 +59,12 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--loss-scale {args.loss_scale}: pass a number above 0, or dynamic")
     if args.tied and args.emsize != args.nhid:
         parser.error(f"--tied: --emsize {args.emsize} and --nhid {args.nhid} must be equal")
-    if not os.path.isdir(os.path.dirname(args.save) or "."):
-        parser.error(f"--save {args.save}: there is no such folder")
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed {args.seed}: pass 0 to 2**32 - 1")
+    folder = os.path.dirname(args.save) or "."
+    writable = os.path.isdir(folder) and os.access(folder, os.W_OK)
+    if os.path.isdir(args.save or ".") or not writable:
+        parser.error(f"--save {args.save}: pass a file in a folder that can be written to")
     return args
 
 
@@ -200,3 +204,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         raise SystemExit("stopped; --resume goes on after the best epoch") from None
+    except OSError as error:  # a text that cannot be read, a full disk
+        raise SystemExit(str(error)) from None

@@ -168,6 +168,7 @@ def test_simple_classifiers():
     test = data.Texts(["ring", "spin", "spin", "spin"], [0, 1, 1, 1])
     assert data.majority(train, test) == 0.25
     assert data.bag_of_words(train, test) == 1.0
+    assert data.bag_of_words(data.Texts(["a ring"], [0]), test) == 0.25
 
 
 def test_pretrained_weights(capsys):
@@ -221,8 +222,11 @@ def test_wrong_input_is_one_line(words, text):
         ("--length 2", "--length 2: it must be at least 3"),
         ("--warmup 1", "--warmup and --dropout are from 0 to below 1"),
         ("--save-every 3", "--save-every needs --save FILE"),
-        ("--save missing/file", "--save missing/file: there is no folder"),
+        ("--save missing/file", "--save missing/file: pass a file in a folder that can be written"),
+        ("--save .", "--save .: pass a file in a folder that can be written to"),
+        ("--seed -1", "--seed -1: it must be 0 to 2**32 - 1"),
         ("--lr 0", "--lr 0.0: it must be above 0"),
+        ("--lr inf", "--lr inf: it must be above 0 and finite"),
         ("--opt_level O3", "invalid choice: 'O3'"),
     ],
 )

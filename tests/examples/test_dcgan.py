@@ -179,6 +179,9 @@ def test_sizes(size):
         ("--opt_level O6", "invalid choice: 'O6'"),
         ("--batchSize 1", "--batchSize 1: it must be 2 to 1797"),
         ("--ngf 0", "--ngf 0: it must be at least 1"),
+        ("--lr nan", "--lr is above 0 and finite, --beta1 is from 0 to below 1"),
+        ("--beta1 1", "--lr is above 0 and finite, --beta1 is from 0 to below 1"),
+        ("--manualSeed -1", "--manualSeed -1: it must be 0 to 2**32 - 1"),
         ("--dataset cifar10", "unrecognized arguments: --dataset cifar10"),
     ],
 )
@@ -193,13 +196,27 @@ def test_what_cannot_be_resumed(few, tmp_path):
     main_amp.main(words.split())
     (tmp_path / "text").write_text("no checkpoint")
     torch.save({"epoch": 1}, "other")
-    for name in ("none", "text", "other", "."):
+    torch.save({**read("checkpoint.pth"), "options": {"model": "LSTM"}}, "language")
+    (tmp_path / "pickle").write_bytes(b"]a")
+    for name in ("none", "text", "pickle", "other", "language", "."):
         with pytest.raises(SystemExit, match=f"--resume {name}: there is no checkpoint of this"):
             main_amp.main([*words.split(), "--resume", name])
     with pytest.raises(SystemExit, match="it was made with --lr 0.001, not 0.1"):
         main_amp.main([*words.split(), "--lr", "0.1", "--resume", "checkpoint.pth"])
     with pytest.raises(SystemExit, match="--outf text: File exists"):
         main_amp.main(["--outf", "text"])
+    (tmp_path / "folder" / "real_samples.png").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="--outf folder: Is a directory"):
+        main_amp.main([*words.split(), "--outf", "folder"])
+
+
+def test_images_that_are_not_finite_leave_the_last_checkpoint(few, tmp_path):
+    words = f"{TINY} --opt_level O0"
+    main_amp.main(f"{words} --niter 1".split())
+    good = (tmp_path / "checkpoint.pth").read_bytes()
+    with pytest.raises(SystemExit, match=r"epoch 1: generated images are not finite; pass less"):
+        main_amp.main(f"{words} --lr 1e30".split())
+    assert (tmp_path / "checkpoint.pth").read_bytes() == good
 
 
 def test_a_save_that_ends_midway_leaves_the_old_checkpoint(tmp_path, monkeypatch):

@@ -82,7 +82,8 @@ def test_bfloat16(losses):
     [
         ("--dtype float64", "invalid choice: 'float64'"),
         ("--steps 1", "--steps 1: pass 2 or more"),
-        ("--save no/saved.pth", "--save no/saved.pth: there is no such folder"),
+        ("--save no/saved.pth", "--save no/saved.pth: pass a file in a folder that can be written"),
+        ("--save .", "--save .: pass a file in a folder that can be written to"),
     ],
 )
 def test_wrong_options(losses, words, text, capsys):
@@ -91,13 +92,16 @@ def test_wrong_options(losses, words, text, capsys):
     assert text in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_control_c(programs, monkeypatch):
-    def pressed(*args, **kwargs):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("error", "text"), [(KeyboardInterrupt(), "stopped"), (OSError(28, "disk full"), "disk full")]
+)
+def test_ends_with_one_line(programs, monkeypatch, error, text):
+    def ended(*args, **kwargs):
+        raise error
 
-    monkeypatch.setattr("torch.nn.functional.mse_loss", pressed)
+    monkeypatch.setattr("torch.nn.functional.mse_loss", ended)
     monkeypatch.setattr(sys, "argv", ["closure.py"])
-    with pytest.raises(SystemExit, match="stopped"):
+    with pytest.raises(SystemExit, match=text):
         runpy.run_path(str(FOLDER / "closure.py"), run_name="__main__")
 
 

@@ -183,6 +183,11 @@ def test_solved_takes_100_episodes(example):
     ("words", "text"),
     [
         ("--envs 0", "--envs 0: it must be at least 1"),
+        ("--rollout 1", "--rollout 1: it must be at least 2"),
+        ("--lr nan", "--lr nan: it must be above 0 and finite"),
+        ("--seed 0 -1", "--seed [0, -1]: each must be 0 to 2**32 - 1"),
+        ("--picture .", "--picture .: pass the name of a file that ends in .png"),
+        ("--picture a.xyz", "--picture a.xyz: pass the name of a file that ends in .png"),
         ("--max-steps 0", "--max-steps 0: it must be at least 1"),
         ("--opt-level O1 o2", "invalid choice: 'o2'"),
         ("--picture /nowhere/a.png", "--picture /nowhere/a.png: there is no folder /nowhere"),
@@ -192,6 +197,13 @@ def test_bad_options(example, words, text, capsys):
     with pytest.raises(SystemExit, match="2"):
         example.main(words.split())
     assert text in capsys.readouterr().err
+
+
+def test_a_policy_that_is_not_finite(example, tmp_path):
+    words = f"--opt-level O1 --lr 1e30 --max-steps 5000 --picture {tmp_path / 'a.png'}"
+    with pytest.raises(SystemExit, match=r"O1 seed 0: the policy is not finite after \d+ steps"):
+        example.main(words.split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupt_ends_it_without_a_traceback(example, monkeypatch, capsys):

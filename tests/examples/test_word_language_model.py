@@ -156,7 +156,7 @@ def test_resumes_that_are_refused(run, texts, tmp_path):
     (other / "text.txt").write_text((texts / "text.txt").read_text() + " w1")
     with pytest.raises(SystemExit, match="made with another text"):
         run(f"--resume --data {other}")
-    for content in (b"", b"words", read("model.pt")["model"]):
+    for content in (b"", b"words", b"]a", b"M", read("model.pt")["model"]):
         if isinstance(content, bytes):
             pathlib.Path("model.pt").write_bytes(content)
         else:
@@ -175,7 +175,12 @@ def test_resumes_that_are_refused(run, texts, tmp_path):
         ("--loss-scale much", "--loss-scale much: pass a number above 0, or dynamic"),
         ("--loss-scale -1", "--loss-scale -1.0: pass a number above 0, or dynamic"),
         ("--tied --nhid 24", "--tied: --emsize 16 and --nhid 24 must be equal"),
-        ("--save no/model.pt", "--save no/model.pt: there is no such folder"),
+        (
+            "--save no/model.pt",
+            "--save no/model.pt: pass a file in a folder that can be written to",
+        ),
+        ("--save ..", "--save ..: pass a file in a folder that can be written to"),
+        ("--seed 4294967296", "--seed 4294967296: pass 0 to 2**32 - 1"),
         ("--data nowhere", "--data nowhere: there is no file *.txt in such a folder"),
         ("--batch_size 1500", "a text of 1890 words is too short to be cut into 1500"),
     ],
@@ -202,13 +207,19 @@ def test_loss_scales(run):
     assert read("model.pt")["amp"]["loss_scaler0"]["loss_scale"] == 64.0
 
 
-def test_control_c(monkeypatch):
-    """One line, in the place of a traceback."""
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyboardInterrupt(), "stopped; --resume goes on after the best epoch"),
+        (OSError(28, "disk full"), "disk full"),
+    ],
+)
+def test_ends_with_one_line(monkeypatch, error, text):
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setattr(sys, "argv", ["main.py"])
     with (
-        mock.patch("re.split", side_effect=KeyboardInterrupt),
-        pytest.raises(SystemExit, match="stopped; --resume goes on after the best epoch"),
+        mock.patch("re.split", side_effect=error),
+        pytest.raises(SystemExit, match=text),
     ):
         runpy.run_path(str(FOLDER / "main.py"), run_name="__main__")
 
@@ -241,10 +252,10 @@ def test_generate(run, modules, capsys):
     assert not re.sub(r"w\d", "", texts[0]).split()  # nothing else: no <unk>, no <eos>
     right = sum((after - number) % 10 in (1, 2) for number, after in itertools.pairwise(numbers))
     assert right > 0.7 * len(numbers)
-    for options in ("--words 0", "--temperature 0"):
+    for options in ("--words 0", "--temperature 0", "--temperature nan", "--seed -1"):
         with pytest.raises(SystemExit):
             modules["generate"].main(options.split())
-        assert "--words must be 1 or more, and --temperature above 0" in capsys.readouterr().err
+        assert "pass --words of 1 or more, --temperature above 0" in capsys.readouterr().err
 
 
 def test_unknown_words_are_not_drawn(modules):
