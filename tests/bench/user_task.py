@@ -17,7 +17,7 @@ class Regression:
     """Fit a plane; 8 batches an epoch. Each training leaves a line with its process in the log."""
 
     epochs = 2
-    lr = 0.02
+    lr = 0.005
 
     def model(self):
         return nn.Linear(FEATURES, 1)
