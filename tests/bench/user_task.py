@@ -50,22 +50,18 @@ class Slow(Regression):
             yield batch
 
 
-class Killed(Regression):
-    """Its process is killed at seed 1."""
-
-    def loader(self, batch_size, seed):
-        if seed >= 1000:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().loader(batch_size, seed)
-
-
-class Hungry(Regression):
-    """Has no memory left with 64 samples, and says so as torch does."""
+class Troubled(Regression):
+    """Has another trouble at each of the seeds 0 to 3."""
 
     def loss(self, model, batch):
-        if len(batch[0]) >= 64:
+        seed = torch.initial_seed()
+        if seed == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if seed == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return super().loss(model, batch)
+        if seed == 3:
+            raise ValueError("a mistake")
+        return super().loss(model, batch) * (float("nan") if seed == 2 else 1.0)
 
 
 class Wide(Regression):
@@ -77,20 +73,6 @@ class Wide(Regression):
         return nn.functional.mse_loss(wide.exp().mean(1, keepdim=True), y)
 
 
-class Diverging(Regression):
-    """Its loss is not a number."""
-
-    def loss(self, model, batch):
-        return super().loss(model, batch) * float("nan")
-
-
-class Wrong(Regression):
-    """Has a mistake in its loss."""
-
-    def loss(self, model, batch):
-        return model(batch)
-
-
 def build(options):
     return Regression()
 
@@ -99,24 +81,12 @@ def slow(options):
     return Slow()
 
 
-def killed(options):
-    return Killed()
-
-
-def hungry(options):
-    return Hungry()
+def troubled(options):
+    return Troubled()
 
 
 def wide(options):
     return Wide()
-
-
-def diverging(options):
-    return Diverging()
-
-
-def wrong(options):
-    return Wrong()
 
 
 def broken(options):

@@ -21,7 +21,7 @@ def marks(report: Report) -> list[str]:
     if not report.complete:
         found.append(f"INCOMPLETE: {len(report.runs)} of {len(report.plan)} runs")
     if report.quick:
-        found.append("QUICK: fewer steps and less data")
+        found.append("QUICK: less data, and one process for all trainings of a level")
     return found
 
 

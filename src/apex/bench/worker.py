@@ -90,8 +90,9 @@ def _serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what a task prints must not stand between the lines of the parent's report
     from apex.bench import cell as cells
-    from apex.bench import largest, tasks
+    from apex.bench import tasks
     from apex.bench.cli import UsageError
+    from apex.bench.probe import probe
 
     loaded: dict[str, Any] = {}
     while True:
@@ -104,7 +105,7 @@ def _serve(pipe: Connection) -> None:
             if name not in loaded:
                 loaded = {name: tasks.load(name, job.options)}
             if job.limit_bytes is not None:
-                run = largest.probe(job.cell, loaded[name], job.options.device, job.limit_bytes)
+                run = probe(job.cell, loaded[name], job.options.device, job.limit_bytes)
             else:
                 told = _Teller(pipe)
                 run = cells.train(job.cell, loaded[name], job.options.device, told, alone=job.alone)
