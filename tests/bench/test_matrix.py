@@ -159,7 +159,7 @@ def test_what_goes_wrong_in_a_cell_is_recorded_and_the_rest_goes_on(tmp_path, lo
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory can be limited on Linux and GPUs")
-def test_the_largest_batch_that_fits(tmp_path, log):
+def test_the_largest_batch_that_fits(tmp_path, log, capsys):
     options = ("--levels", "O0", "--batch", "max", "--memory-limit", "400MiB", "--seeds", "1")
     words = ["--task", f"{TASKS}:wide", "--device", "cpu", "--out", str(tmp_path)]
     assert main(["bench", *words, *options]) == 0
@@ -168,6 +168,9 @@ def test_the_largest_batch_that_fits(tmp_path, log):
     assert found["error"] is None
     # The product, its exponential and their gradients: two to four MiB a sample.
     assert 90 <= found["batch"] <= 210
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the largest batch that fits into 400 MiB is {found['batch']}." in said
+    assert "Largest batch that fits" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

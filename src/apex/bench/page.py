@@ -60,7 +60,7 @@ def write(report: Report, verdicts: Sequence[Verdict], svgs: dict[str, str], pat
     made = lines(report, verdicts)
     text = environment.get_template("report.html.j2").render(
         report=report,
-        title=", ".join(dict.fromkeys(cell.task for cell in report.plan)),
+        title=", ".join(_tasks(report)),
         source=source(report),
         date=str(report.environment.get("date", "")).replace("T", " ").replace("+00:00", " UTC"),
         marks=marks(report),
@@ -84,6 +84,12 @@ def write(report: Report, verdicts: Sequence[Verdict], svgs: dict[str, str], pat
         nothing=NOTHING,
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _tasks(report: Report) -> list[str]:
+    """List the tasks, each once."""
+    searched = [str(found["task"]) for found in report.largest]
+    return list(dict.fromkeys([*(cell.task for cell in report.plan), *searched]))
 
 
 def _groups(verdicts: Sequence[Verdict]) -> dict[tuple[str, int], list[Verdict]]:

@@ -1,9 +1,11 @@
 """What has to be said beside the numbers of a report, in the terminal, on plots and on the page."""
 
+from typing import Any
+
 from apex.bench.results import Report
 from apex.bench.rows import rows
 
-__all__ = ["marks", "notices", "problems", "source"]
+__all__ = ["largest_said", "marks", "notices", "problems", "source"]
 
 TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16"}
 
@@ -23,6 +25,13 @@ def marks(report: Report) -> list[str]:
     if report.quick:
         found.append("QUICK: less data, and one process for all trainings of a level")
     return found
+
+
+def largest_said(found: dict[str, Any]) -> str:
+    """Say what ``--batch max`` found of a level."""
+    said = f"{found['task']}, {found['level']}: the largest batch that fits into "
+    said += f"{found['limit_bytes'] / 2**20:,.0f} MiB is {found['batch']}"
+    return f"{said}, where the search ended: {found['error']}" if found.get("error") else said
 
 
 def notices(report: Report) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from apex.bench import page, plots
 from apex.bench.console import console
-from apex.bench.remarks import marks, notices, problems, source
+from apex.bench.remarks import largest_said, marks, notices, problems, source
 from apex.bench.results import Report
 from apex.bench.table import COLUMNS, Column, Line, filled, lines, write_csv, write_runs_csv
 from apex.bench.verdict import Verdict
@@ -33,7 +33,7 @@ def show(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
         folder: Where ``results.json`` is already; it has to be there.
     """
     to = console(WIDTH)
-    if not report.runs:
+    if not (report.runs or report.largest):
         to.print("Interrupted before the first run was finished: there is nothing to show.")
         return
     for line in _title(report):
@@ -51,10 +51,8 @@ def show(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
             if (verdict.task, verdict.batch) == (task, batch):
                 to.print(f"- {verdict.sentence}", markup=False)
     to.print()
-    for where, problem in problems(report):
-        to.print(f"{where}: {problem}", markup=False)
-    for notice in notices(report):
-        to.print(notice, markup=False)
+    for line in _remarks(report):
+        to.print(line, markup=False)
     for name, note in report.notes.items():
         to.print(f"{name}: {note.rstrip('.')}.", style="dim", markup=False)
     files = ", ".join(["results.json", *write_all(report, verdicts, folder)])
@@ -75,17 +73,26 @@ def write_all(report: Report, verdicts: Sequence[Verdict], folder: Path) -> list
     return ["report.html", "results.csv", "runs.csv", *drawn]
 
 
+def _remarks(report: Report) -> list[str]:
+    return [
+        *(f"{largest_said(found)}." for found in report.largest),
+        *(f"{where}: {problem}" for where, problem in problems(report)),
+        *notices(report),
+    ]
+
+
 def _title(report: Report) -> list[str]:
     def several(name: str, values: set[object]) -> str:
         ordered = sorted(values, key=str)
         return f"{name}s {', '.join(map(str, ordered))}" if ordered[1:] else f"{name} {ordered[0]}"
 
-    seeds = len({cell.seed for cell in report.plan})
-    said = [
-        source(report),
-        several("optimizer", {cell.optimizer for cell in report.plan}),
-        f"{seeds} seed" if seeds == 1 else f"{seeds} seeds (mean ± standard deviation)",
-    ]
+    said = [source(report)]
+    if report.plan:
+        seeds = len({cell.seed for cell in report.plan})
+        said += [
+            several("optimizer", {cell.optimizer for cell in report.plan}),
+            f"{seeds} seed" if seeds == 1 else f"{seeds} seeds (mean ± standard deviation)",
+        ]
     return [", ".join(said), *marks(report)]
 
 
