@@ -1,7 +1,7 @@
 """T2: the three methods of its benchmark on a VGG-like network: FP32, FP16 and amp.
 
 FP16 is the way of 2018: network_to_half, and an FP16_Optimizer with float32 masters. The benchmark
-itself, with time, memory, accuracy and pictures, is the command `apex bench`.
+itself, with time, memory, accuracy and pictures, is examples/benchmark.
 """
 
 import torch
