@@ -27,10 +27,12 @@ def run() -> int:
     missing = [file for file in files if not Path(file).exists()]
     if missing:
         there = sorted(path.parent.name for path in RESULTS.glob("*/results.json"))
-        raise SystemExit(
+        print(
             f"{missing[0]}: no such results; there are {', '.join(there) or 'none'}: "
-            "python run_benchmark.py --GPU NAME makes them"
+            "python run_benchmark.py --GPU NAME makes them",
+            file=sys.stderr,
         )
+        return 2
     words = ["bench", "plot", *files, "--names", *args.GPU, "--out", args.out]
     words += ["--levels", *args.method, "--batch", *args.batch]
     return main([*words, *(["--compare"] if len(files) > 1 else [])])

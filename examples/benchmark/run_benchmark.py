@@ -40,7 +40,9 @@ def run() -> int:
     )
     args, others = parser.parse_known_args()
     if not re.fullmatch(r"[\w .()+-]+", args.GPU) or args.GPU.strip(".") == "":
-        raise SystemExit(f"--GPU {args.GPU}: a name of letters, digits, spaces and .()+- is needed")
+        said = f"--GPU {args.GPU}: a name of letters, digits, spaces and .()+- is needed"
+        print(said, file=sys.stderr)
+        return 2
     task = ["--task", "cifar10-vgg16", "--data", args.data] if args.data else []
     words = ["bench", *(task or ["--task", "digits-vgg16"])]
     words += ["--levels", *args.method, "--batch", *args.batch]

@@ -199,8 +199,10 @@ def test_no_difference():
     assert found.speed.low < 1 < found.speed.high
     assert found.sentence.startswith(
         "O4 against O0: no difference in speed seen "
-        "(between 5.1 % slower and 5.1 % faster; 95 % interval of 3 seeds)."
+        "(between slower by 5.1 % and faster by 5.1 %; 95 % interval of 3 seeds)."
     )
+    wide = _one(*level("O0", (1.0, 1.0, 1.0)), *level("O4", (0.5, 1.0, 2.0))).sentence
+    assert "(between slower by a factor of 5.6 and faster by a factor of 5.6; " in wide
 
 
 def test_a_difference_that_the_seeds_share_is_seen_because_they_are_paired():
@@ -269,6 +271,8 @@ def test_accuracy_inside_and_outside_the_band():
     found = _one(*level("O0", accuracy=RIGHT), *level("O4", accuracy=(90.0, 90.1, 90.2)))
     assert found.inside is False
     assert "is outside the band of O0's seeds (98.20 %; difference -8.10" in found.sentence
+    found = _one(*level("O0", accuracy=RIGHT), *level("O4", accuracy=RIGHT))
+    assert found.sentence.endswith("Its accuracy, 98.20 %, is that of O0 at every seed.")
     found = _one(*level("O0", accuracy=[100.0] * 3), *level("O4", accuracy=RIGHT))
     assert found.inside is None
     assert found.sentence.endswith(
@@ -288,3 +292,6 @@ def test_a_quick_report_marks_every_sentence():
     found = verdicts(report(*runs))
     assert len(found) == 3
     assert all(verdict.sentence.startswith("quick run: O") for verdict in found)
+    timed = [verdict for verdict in found if verdict.speed]
+    assert all("95 % interval of 3 seeds in one process" in v.sentence for v in timed)
+    assert len(timed) == 2

@@ -33,13 +33,13 @@ def test_the_tutorials_command_lines(tmp_path):
     assert done.returncode == 0, done.stderr
     assert {"time.png", "memory.png"} <= {path.name for path in (tmp_path / "plots").iterdir()}
     done = start("make_plot.py", "--GPU", "RTX", "GTX", cwd=tmp_path)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert "there are RTX" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_name_that_is_no_folder_is_refused(tmp_path):
     done = start("run_benchmark.py", "--GPU", "../../elsewhere", cwd=tmp_path)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert "--GPU" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -18,6 +18,7 @@ from typing import Any
 from apex.bench.cli import UsageError
 from apex.bench.console import console, number
 from apex.bench.intervals import Interval, difference_interval
+from apex.bench.remarks import SHARED
 from apex.bench.results import Report, Run, read
 from apex.bench.rows import Row, rows, runs_of
 from apex.bench.verdict import percent
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     to = console(120)
     to.print(_table(compared))
     found = [_worse(change, args.threshold) for change in compared if change.found(args.threshold)]
-    for line in [*found, *_only_in_one(before, after), *differences(before, after)]:
+    shared = [SHARED] if before.quick or after.quick else []
+    for line in [*found, *_only_in_one(before, after), *differences(before, after), *shared]:
         to.print(line, markup=False)
     slower = sum(change.slower(args.threshold) for change in compared)
     broken = sum(change.broken for change in compared)

@@ -32,7 +32,8 @@ CAPTIONS = {
     "time": "Error bars reach from the tenth to the ninetieth percentile of the steps.",
     "memory": "Tensors only: what libraries take besides is not in it.",
     "accuracy": "Error bars are one standard deviation over the seeds.",
-    "loss": "Each point is the mean of several steps; the band reaches over all seeds.",
+    "loss": "Each point is a step, or the mean of several in a long run; the band reaches over all "
+    "seeds.",
     "scale": "Only levels whose scale moved. It halves at a step whose gradients overflowed, which "
     "is skipped, and grows after a run of good steps.",
 }

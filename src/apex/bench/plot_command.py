@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         own = f"{place}-{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}"
         folder = args.out if len(found) == 1 else args.out / own
         check_folder("--out", folder)
-        print(f"In {folder}: {', '.join(write_all(*each, folder))}")
+        write_all(*each, folder)
+        print(f"The page, CSV files and plots: {folder / 'report.html'}")
     return 0
 
 

@@ -5,8 +5,13 @@ from typing import Any
 from apex.bench.results import Report
 from apex.bench.rows import rows
 
-__all__ = ["largest_said", "marks", "notices", "problems", "source"]
+__all__ = ["SHARED", "largest_said", "marks", "notices", "problems", "source"]
 
+SHARED = (
+    "A quick run trains all seeds of a level in one process, so its intervals leave out what "
+    "differs from process to process: levels with the same arithmetic can seem to differ in speed. "
+    "Without --quick each training has a process of its own."
+)
 TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -37,10 +42,16 @@ def largest_said(found: dict[str, Any]) -> str:
 def notices(report: Report) -> list[str]:
     """Say where a time does not mean what it seems to mean."""
     made = rows(report)
-    found = []
+    found = [SHARED] if report.quick else []
     noisy = [row for row in made if row.ms_median and (row.ms_p90 or 0) > 2 * row.ms_median]
     if noisy:
-        names = ", ".join(f"{row.label} ({row.task}, batch {row.batch})" for row in noisy)
+        batches: dict[tuple[str, str], list[str]] = {}
+        for row in noisy:
+            batches.setdefault((row.label, row.task), []).append(str(row.batch))
+        names = ", ".join(
+            f"{label} ({task}, batch size {', '.join(sizes)})"
+            for (label, task), sizes in batches.items()
+        )
         found.append(
             f"The step times vary a lot at {names}: the machine seems busy with something else. "
             "Do not trust these medians, nor the speeds that rest on them."

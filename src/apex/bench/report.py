@@ -39,38 +39,33 @@ def show(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
     for line in _title(report):
         to.print(line, style="bold", markup=False)
     made = lines(report, verdicts)
+    no_room: dict[str, None] = {}
     for task, batch in dict.fromkeys((line.row.task, line.row.batch) for line in made):
         here = [line for line in made if (line.row.task, line.row.batch) == (task, batch)]
         table, left_out = _fitted(here, to)
         to.print(f"\n{task}, batch size {batch}", style="bold", markup=False)
         to.print(table)
-        if left_out:
-            said = f"No room here for {', '.join(left_out)}: results.csv has them."
-            to.print(said, style="dim", markup=False)
+        no_room |= dict.fromkeys(left_out)
         for verdict in verdicts:
             if (verdict.task, verdict.batch) == (task, batch):
                 to.print(f"- {verdict.sentence}", markup=False)
     to.print()
     for line in _remarks(report):
         to.print(line, markup=False)
-    for name, note in report.notes.items():
-        to.print(f"{name}: {note.rstrip('.')}.", style="dim", markup=False)
-    files = ", ".join(["results.json", *write_all(report, verdicts, folder)])
-    to.print(f"In {folder}: {files}", markup=False)
+    if no_room:
+        said = f"No room here for {', '.join(no_room)}: results.csv has them."
+        to.print(said, style="dim", markup=False)
+    write_all(report, verdicts, folder)
+    said = "All of it, with plots and how it was measured:"
+    to.print(f"{said} {folder / 'report.html'}", markup=False, soft_wrap=True)
 
 
-def write_all(report: Report, verdicts: Sequence[Verdict], folder: Path) -> list[str]:
-    """Write everything that is made from a report: the page, CSV files, plots.
-
-    Returns:
-        The names of the files.
-    """
+def write_all(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
+    """Write everything that is made from a report: the page, CSV files, plots."""
     write_csv(lines(report, verdicts), folder / "results.csv")
     write_runs_csv(report, folder / "runs.csv")
     svgs = plots.draw(report, verdicts, folder)
     page.write(report, verdicts, svgs, folder / "report.html")
-    drawn = [f"{name}.{suffix}" for name in svgs for suffix in ("png", "svg")]
-    return ["report.html", "results.csv", "runs.csv", *drawn]
 
 
 def _remarks(report: Report) -> list[str]:

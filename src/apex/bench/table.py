@@ -178,6 +178,28 @@ COLUMNS = (
         "needs three seeds at which both levels came to their end", drop=2,
     ),
     Column(
+        "peak\nMiB", lambda x: three(x.row.peak_mib), {"peak_tensor_bytes": _of("peak_bytes")},
+        "peak memory of tensors: weights, gradients, optimizer state, activations",
+        "the device does not tell, or no run came to its end",
+    ),
+    Column(
+        "memory\n/ O0", lambda x: number(x.row.memory, ".2f", "×"), {"memory_vs_O0": _of("memory")},
+        "peak divided by that of O0: below 1 is less", "the row or O0 was not measured", drop=1,
+    ),
+    Column(
+        "final\nloss", lambda x: _spread(x.row.loss, ".4f"),
+        {"final_loss_mean": _part("loss", "mean"), "final_loss_sd": _part("loss", "sd")},
+        "mean training loss of the last epoch, mean ± standard deviation over the seeds",
+        WHOLE_RUNS, drop=3,
+    ),
+    Column(
+        "test\nacc. %", lambda x: _spread(x.row.accuracy, ".2f"),
+        {"accuracy_mean_percent": _part("accuracy", "mean"),
+         "accuracy_sd_percent": _part("accuracy", "sd")},
+        "per cent right on data not trained on, mean ± standard deviation over the seeds",
+        "the task has no such number, or no run came to its end",
+    ),
+    Column(
         "data\nms", lambda x: three(x.row.data_ms), {"data_median_ms": _of("data_ms")},
         "median time before a step until its batch was on the device; not part of the step",
         WHOLE_RUNS, drop=8,
@@ -202,32 +224,10 @@ COLUMNS = (
         "of all epochs, data included, without evaluation", WHOLE_RUNS, drop=7,
     ),
     Column(
-        "peak\nMiB", lambda x: three(x.row.peak_mib), {"peak_tensor_bytes": _of("peak_bytes")},
-        "peak memory of tensors: weights, gradients, optimizer state, activations",
-        "the device does not tell, or no run came to its end",
-    ),
-    Column(
-        "memory\n/ O0", lambda x: number(x.row.memory, ".2f", "×"), {"memory_vs_O0": _of("memory")},
-        "peak divided by that of O0: below 1 is less", "the row or O0 was not measured", drop=1,
-    ),
-    Column(
         "process\nMiB", lambda x: three(_mib(x.row.process_bytes)),
         {"peak_process_bytes": _of("process_bytes")},
         "growth of the resident set of the run's own process at most",
         "measured on a CPU only, and not where cells share a process (--quick)", drop=9,
-    ),
-    Column(
-        "final\nloss", lambda x: _spread(x.row.loss, ".4f"),
-        {"final_loss_mean": _part("loss", "mean"), "final_loss_sd": _part("loss", "sd")},
-        "mean training loss of the last epoch, mean ± standard deviation over the seeds",
-        WHOLE_RUNS, drop=3,
-    ),
-    Column(
-        "test\nacc. %", lambda x: _spread(x.row.accuracy, ".2f"),
-        {"accuracy_mean_percent": _part("accuracy", "mean"),
-         "accuracy_sd_percent": _part("accuracy", "sd")},
-        "per cent right on data not trained on, mean ± standard deviation over the seeds",
-        "the task has no such number, or no run came to its end",
     ),
     Column(
         "steps\nskipped", lambda x: number(x.row.skipped, "d"), {"skipped_steps": _of("skipped")},

@@ -94,7 +94,8 @@ def _verdict(report: Report, row: Row, other: Row) -> Verdict:
         quality = _loss(row, other)
         if difference is not None:
             quality = _accuracy(mine, theirs, difference, band, other)
-        said = [_speed(row, other, speed, len(pairs)), *_reasons(report, row, other, speed)]
+        seeds = f"{len(pairs)} seeds{' in one process' if report.quick else ''}"
+        said = [_speed(row, other, speed, seeds), *_reasons(report, row, other, speed)]
         said += [_memory(memory), quality, *problems]
     text = " ".join(" ".join(f"{part.rstrip('.')}." for part in said if part).split())
     return Verdict(
@@ -147,26 +148,32 @@ def _no_verdict(row: Row, other: Row, pairs: int) -> str:
     )
 
 
-def _speed(row: Row, other: Row, speed: Interval, pairs: int) -> str:
+def _speed(row: Row, other: Row, speed: Interval, seeds: str) -> str:
     if speed.low <= 1 <= speed.high:
         return (
             f"{row.label} against {other.label}: no difference in speed seen (between "
-            f"{_either(speed.low)} and {_either(speed.high)}; 95 % interval of {pairs} seeds)"
+            f"{_either(speed.low)} and {_either(speed.high)}; 95 % interval of {seeds})"
         )
     found, word = (speed.value, speed.low, speed.high), "faster"
     if speed.value < 1:
         found, word = (1 / speed.value, 1 / speed.high, 1 / speed.low), "slower"
     if found[0] >= 2:
-        value, low, high = (f"{ratio:.{1 if ratio < 9.95 else 0}f}" for ratio in found)
+        value, low, high = map(_factor, found)
         value = f"a factor of {value}"
     else:
         value, low, high = (percent(ratio - 1) for ratio in found)
-    interval = f"95 % interval of {pairs} seeds: {low} to {high}"
+    interval = f"95 % interval of {seeds}: {low} to {high}"
     return f"{row.label} is {word} than {other.label} by {value} ({interval})"
 
 
 def _either(ratio: float) -> str:
-    return f"{percent(ratio - 1)} faster" if ratio >= 1 else f"{percent(1 / ratio - 1)} slower"
+    word, ratio = ("faster", ratio) if ratio >= 1 else ("slower", 1 / ratio)
+    by = f"a factor of {_factor(ratio)}" if ratio >= 2 else percent(ratio - 1)
+    return f"{word} by {by}"
+
+
+def _factor(ratio: float) -> str:
+    return f"{ratio:.{2 if ratio < 1.95 else 1 if ratio < 9.95 else 0}f}"
 
 
 def _reasons(report: Report, row: Row, other: Row, speed: Interval) -> list[str]:
@@ -212,6 +219,8 @@ def _accuracy(
     other: Row,
 ) -> str:
     here, there = statistics.fmean(mine), statistics.fmean(theirs)
+    if list(mine) == list(theirs):
+        return f"Its accuracy, {here:.2f} %, is that of {other.label} at every seed"
     if band is None:
         return (
             f"Its accuracy is {here:.2f} %; every run of {other.label} had {there:.2f} %, "
