@@ -89,7 +89,7 @@ def test_sentences_and_problems_are_printed(tmp_path, capsys, monkeypatch):
     assert "O3 (digits-cnn, batch size 512): diverged (3 of 3)" in shown
     assert "FP16 (digits-cnn, batch size 128, 256, 512): failed (3 of 3): TypeError" in shown
     assert shown.endswith(str(tmp_path / "report.html"))  # which has the notes
-    assert "float16 is not native to this device: no such instructions." in shown
+    assert "float16 is not native to this device (no such instructions)." in shown
     assert "INCOMPLETE" not in shown
     assert "QUICK" not in shown
     assert "\x1b" not in shown  # not a terminal: no colours

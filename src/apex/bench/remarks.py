@@ -59,7 +59,7 @@ def notices(report: Report) -> list[str]:
     used = {TORCH_NAMES.get(row.dtype) for row in made}
     for half in report.environment["device"]["half_types"]:
         if half["dtype"] in used and half["native"] is False:
-            found.append(f"{half['dtype']} is not native to this device: {half['why']}.")
+            found.append(f"{half['dtype']} is not native to this device ({half['why']}).")
     return found
 
 

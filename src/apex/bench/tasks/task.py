@@ -93,8 +93,9 @@ class Task:
     ) = None
     """``step(precision, models, optimizers, batch)``: a whole training step that returns the loss,
     for tasks with several losses or models; ``None`` is zero_grad, `loss`, backward, step.
-    It computes losses under ``with precision.forward():`` (without it `native-fp16` trains in
-    float32), then calls ``precision.backward(loss, optimizer, loss_id)`` and ``precision.step(optimizer)``."""
+    Yours computes losses under ``with precision.forward():`` (without it `native-fp16` trains in
+    float32), then calls ``precision.backward(loss, optimizer, loss_id)`` and
+    ``precision.step(optimizer)``."""
 
     losses: ClassVar[int] = 1
     """How many losses a step has, each with a loss scale of its own."""
