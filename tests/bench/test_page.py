@@ -131,6 +131,17 @@ def test_incomplete_and_quick_are_marked_at_the_top(tmp_path):
     assert "INCOMPLETE: 1 of 2 runs" in top
     assert "QUICK" in top
     assert "do not quote its numbers" in top
+    assert "a level shared a process here" in text
+    assert "Each run had a process of its own" not in text
+
+
+def test_a_search_for_the_largest_batch_alone_has_no_empty_sections(tmp_path):
+    found = {"task": "digits", "level": "O1", "batch": 640, "limit_bytes": 2**30, "error": None}
+    text = _write(made.report([], [], largest=(found,)), tmp_path, draw=False)
+    headings = Elements(text).text
+    assert headings["h2"] == ["Numbers", "How it was measured"]
+    assert headings["h3"] == ["Largest batch that fits", "Machine and versions"]
+    assert "0 of 0" not in text
 
 
 @pytest.mark.parametrize("runs", [0, 1])
