@@ -227,7 +227,10 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     if kind in (Cell, Run):
         return _typed(kind, value)
     if kind is float and (type(value) in (int, float) or value in ("nan", "inf", "-inf")):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ValueError(f"{name} is too large a number") from error
     right = value in inner if kind is Literal else kind is Any or type(value) is kind
     if not right:
         raise TypeError(f"{name} is {str(value)[:40]!r}")
