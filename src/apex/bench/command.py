@@ -189,7 +189,10 @@ class _Bench:
 
     def run_all(self) -> None:
         with progress(self._plan, self._search) as bar:
-            self._ceilings = ceilings(self._options.device)
+            device = self._options.device
+            if device.type == "cuda":
+                torch.cuda.set_device(device.index or 0)  # events are recorded on the current one
+            self._ceilings = ceilings(device)
 
             def ended(run: Run) -> None:
                 self._runs.append(run)

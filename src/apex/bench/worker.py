@@ -107,7 +107,7 @@ def _serve(pipe: Connection) -> None:
             return
         name, device = job.cell.task, job.options.device
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # graphs and Triton's kernels go to the current device
+            torch.cuda.set_device(device.index or 0)  # graphs go to the current device
         try:
             if name not in loaded:
                 loaded = {name: tasks.load(name, job.options)}
