@@ -1,8 +1,6 @@
 """One training: each precision is what it says, and what is measured of it."""
 
 import dataclasses
-import gc
-import weakref
 
 import pytest
 import torch
@@ -175,21 +173,6 @@ def test_a_loss_of_one_element_is_a_loss():
             return super().loss(model, batch).reshape(1)
 
     assert train(One()).losses == train(user_task.Regression()).losses
-
-
-def test_one_model_at_a_time_is_in_memory():
-    alive = weakref.WeakSet()
-
-    class Large(user_task.Regression):
-        def model(self):
-            gc.collect()
-            assert not alive
-            model = super().model()
-            alive.add(model)
-            return model
-
-    for level in ("O0", "O2", "native-bf16", "FP16"):
-        assert train(Large(), level=level).error is None, level
 
 
 def test_the_scale_is_read_without_waiting(monkeypatch):
