@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from apex.bench import cell as cells
-from apex.bench.precision import LEVELS
+from apex.bench import probe as probes
+from apex.bench.precision import LEVELS, precision
 from apex.bench.results import Cell
 from tests.bench import user_task
 
@@ -138,3 +139,116 @@ def test_compiled_models_train(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
     train(user_task.Regression(), compile=True)
     assert len(compiled) == 2  # the training, and the one whose memory is measured
+
+
+def test_an_earlier_cell_leaves_nothing_compiled(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: done.append("compile"))
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    train(user_task.Regression(), compile=True)
+    assert done[:2] == ["reset", "compile"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([[8, 8, 3], [8, 8, 3]], "the loader's last batch has 3 rows and not 8"),
+        ([[8, 8], [8]], "2 batches in an epoch and 1 in the next"),
+    ],
+)
+def test_steps_that_differ_are_said(sizes, said):
+    class Uneven(user_task.Regression):
+        def loader(self, batch_size, seed):
+            for size in sizes[seed]:
+                yield torch.ones(size, user_task.FEATURES), torch.ones(size, 1)
+
+    run = train(Uneven())
+    assert run.status == "failed"
+    assert said in run.error
+
+
+def test_a_loss_of_one_element_is_a_loss():
+    class One(user_task.Regression):
+        def loss(self, model, batch):
+            return super().loss(model, batch).reshape(1)
+
+    assert train(One()).losses == train(user_task.Regression()).losses
+
+
+def test_the_scale_is_read_without_waiting(monkeypatch):
+    """A level that reads from the GPU before each step would be timed without overlap."""
+
+    def waits(self):
+        raise AssertionError("reads the device")
+
+    for level in ("O1", "native-fp16"):
+        of_level = precision(level, CPU)
+        model = torch.nn.Linear(2, 1)
+        made, optimizers = of_level.start([model], [torch.optim.SGD(model.parameters(), 0.1)], 1)
+        with of_level.forward():
+            loss = made[0](torch.ones(1, 2)).sum() / 16
+        of_level.backward(loss, optimizers[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", waits)
+            patch.setattr(torch.Tensor, "item", waits)
+            patch.setattr(torch.Tensor, "__float__", waits)
+            scale = of_level.scale()
+        of_level.step(optimizers[0])
+        assert float(scale) == 65536
+
+
+def test_tf32_is_chosen_for_recurrent_layers_too():
+    def now():
+        backends = torch.backends
+        places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+        return [place.fp32_precision for place in places]
+
+    before = now()
+    for wanted, name in ((True, "tf32"), (False, "ieee")):
+        with cells._tf32(wanted):
+            assert now() == [name] * 3
+    assert now() == before
+
+
+def test_a_device_error_keeps_its_words(monkeypatch):
+    class Broken:
+        def start(self):
+            pass
+
+        def stop(self):
+            pass
+
+        def milliseconds(self):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(cells, "stopwatch", lambda device: Broken())
+    run = train(user_task.Regression())
+    assert (run.status, "device-side assert" in run.error) == ("failed", True)
+
+
+@pytest.mark.parametrize("name", ["columns", "constant", "raises"])
+def test_a_batch_to_try_has_as_many_samples_as_it_says(monkeypatch, name):
+    """Wherever the dimension of the samples is; where there is none, every size would fit."""
+    seen = []
+
+    class Task(user_task.Regression):
+        def loader(self, batch_size, seed):
+            if name == "raises":
+                raise ValueError("no such size")
+            size = batch_size if name == "columns" else 1
+            yield {"x": torch.ones(user_task.FEATURES, size), "scalar": torch.tensor(1.0)}
+
+        def loss(self, model, batch):
+            seen.append((batch["x"].shape, batch["scalar"].shape))
+            return model(batch["x"].T).float().mean()
+
+    from apex.bench.tasks import complete
+
+    monkeypatch.setattr(probes, "_limit", lambda *_: None)  # it would be this process's own
+    run = probes.probe(dataclasses.replace(CELL, batch=5), complete(Task()), CPU, 0)
+    if name == "columns":
+        assert run.status == "ok"
+        assert set(seen) == {((user_task.FEATURES, 5), ())}
+    else:
+        assert (run.status, seen) == ("failed", [])
+        assert {"constant": "twice as long", "raises": "no such size"}[name] in run.error

@@ -1,6 +1,7 @@
 """Cells in processes of their own: what is kept when something is killed, and what fits."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -10,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from apex.bench import command, plots, results
-from apex.bench.cli import main
+from apex.bench import command, matrix, plots, results
+from apex.bench.cli import UsageError, main
+from apex.bench.tasks.task import TaskOptions
 
 TASKS = Path(__file__).with_name("user_task.py")
 
@@ -160,17 +163,88 @@ def test_what_goes_wrong_in_a_cell_is_recorded_and_the_rest_goes_on(tmp_path, lo
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory can be limited on Linux and GPUs")
 def test_the_largest_batch_that_fits(tmp_path, log, capsys):
-    options = ("--levels", "O0", "--batch", "max", "--memory-limit", "400MiB", "--seeds", "1")
+    options = ("--levels", "O0", "--batch", "max", "--memory-limit", "100MiB", "--seeds", "1")
     words = ["--task", f"{TASKS}:wide", "--device", "cpu", "--out", str(tmp_path)]
     assert main(["bench", *words, *options]) == 0
     (found,) = read(tmp_path).largest
-    assert found["limit_bytes"] == 400 * 2**20
+    assert found["limit_bytes"] == 100 * 2**20
     assert found["error"] is None
     # The product, its exponential and their gradients: two to four MiB a sample.
-    assert 90 <= found["batch"] <= 210
+    assert 25 <= found["batch"] <= 50
     said = " ".join(capsys.readouterr().out.split())
-    assert f"the largest batch that fits into 400 MiB is {found['batch']}." in said
+    assert f"the largest batch that fits into 100 MiB is {found['batch']}." in said
     assert "Largest batch that fits" in (tmp_path / "report.html").read_text()
+
+
+def test_a_loader_may_have_processes(tmp_path, log):
+    assert bench(tmp_path, "loaded", "--levels", "O0", "--seeds", "1", "--lr", "1e-6") == 0
+    (run,) = read(tmp_path).runs
+    assert run.steps_per_epoch == 4
+
+
+def test_what_is_kept_depends_on_the_text_of_a_task_and_of_what_it_imports(tmp_path, monkeypatch):
+    (tmp_path / "attempt.py").write_text("import beside")
+    (tmp_path / "beside.py").write_text("from parts import one")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "one.py").write_text("x = 1")
+    (tmp_path / "another.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    cell = results.Cell("attempt.py:f", "O0", None, 8, 0, "sgd", 0.1, 1, False, False)
+    run = results.Run(cell, "ok")
+
+    def store(data=None):
+        options = TaskOptions(torch.device("cpu"), data=data)
+        return matrix.Store(tmp_path / "cells", {}, options)
+
+    former = store()
+    former.put(run)
+    assert store().get(cell) == run
+    assert store(Path("data")).get(cell) is None
+    (tmp_path / "another.py").write_text("x = 2")
+    assert store().get(cell) == run
+    (tmp_path / "parts" / "one.py").write_text("x = 2")
+    assert store().get(cell) is None
+    with pytest.raises(UsageError, match="one.py was changed while attempt.py:f was trained"):
+        former.put(run)
+    store(Path("data")).put(run)
+    monkeypatch.chdir(tmp_path / "cells")  # another folder called data
+    (tmp_path / "cells" / "attempt.py").symlink_to(tmp_path / "attempt.py")
+    assert store(Path("data")).get(cell) is None
+    assert store(Path("../data")).get(cell) == run
+
+
+def test_a_damaged_cell_counts_as_none(tmp_path):
+    cell = results.Cell("linear", "O0", None, 8, 0, "sgd", 0.1, 1, False, False)
+    store = matrix.Store(tmp_path, {}, TaskOptions(torch.device("cpu")))
+    store.put(results.Run(cell, "ok", host_ms=1.5))
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    assert store.get(cell) is not None
+    for damaged in (whole[:100], "[" * 100_000, "[]", whole.replace("1.5", "1" * 400), "\0"):
+        file.write_text(damaged)
+        assert store.get(cell) is None
+
+
+@pytest.mark.parametrize("name", ["cells", "results.json"])
+def test_an_out_folder_that_cannot_take_a_file_is_said_before_the_training(
+    tmp_path, log, capsys, name
+):
+    if name == "cells":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    assert bench(tmp_path, "build") == 2
+    assert name in capsys.readouterr().err
+    assert processes(log) == []
+
+
+def test_a_full_disk_is_one_line(tmp_path, log, capsys, monkeypatch):
+    def full(content, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(matrix, "save", full)
+    assert bench(tmp_path, "build", "--levels", "O0") == 2
+    assert "No space left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -181,6 +255,9 @@ def test_the_largest_batch_that_fits(tmp_path, log, capsys):
         (["--task", f"{TASKS}:broken"], "no such data anywhere"),
         (["--task", f"{TASKS}:incomplete"], "loader"),
         (["--task", "/no/such/file.py:build"], "/no/such/file.py"),
+        (["--task", f"{TASKS}:refusing"], "raised ValueError: no such size"),
+        (["--task", f"{TASKS}:unknown"], "'lion'"),
+        (["--task", f"{TASKS}:no_epoch"], "epochs 0"),
         (["--batch", "max"], "--memory-limit"),
         (["--batch", "0"], "--batch"),
         (["--batch", "1000000"], "--batch 1000000"),

@@ -73,6 +73,29 @@ class Wide(Regression):
         return nn.functional.mse_loss(wide.exp().mean(1, keepdim=True), y)
 
 
+class Loaded(Regression):
+    """Its batches come from a process of a DataLoader's."""
+
+    def loader(self, batch_size, seed):
+        data = [(torch.ones(FEATURES) * i, torch.ones(1) * i) for i in range(32)]
+        return torch.utils.data.DataLoader(data, batch_size, num_workers=1, drop_last=True)
+
+
+class Refusing(Regression):
+    """Has no batch of any size."""
+
+    def loader(self, batch_size, seed):
+        raise ValueError("no such\nsize")
+
+
+class Unknown(Regression):
+    optimizer = "lion"
+
+
+class NoEpoch(Regression):
+    epochs = 0
+
+
 def build(options):
     return Regression()
 
@@ -95,3 +118,19 @@ def broken(options):
 
 def incomplete(options):
     return object()
+
+
+def loaded(options):
+    return Loaded()
+
+
+def refusing(options):
+    return Refusing()
+
+
+def unknown(options):
+    return Unknown()
+
+
+def no_epoch(options):
+    return NoEpoch()

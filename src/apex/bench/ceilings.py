@@ -46,7 +46,10 @@ def ceilings(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         with _fp32("tf32"):
             found["flops fp32 TF32"] = _flops(torch.float32, device)
-    return {**found, "bytes": 1e9 * copy_gb_s(device, COPIES)}
+    found["bytes"] = 1e9 * copy_gb_s(device, COPIES)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # GiB that this process would keep from those that train
+    return found
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from apex import amp
 from apex.bench import counts, energy, memory, optimizers
@@ -56,9 +57,15 @@ def train(
     watch = stopwatch(device)
     status: Status = "ok"
     error = None
+    steps: list[float] = []
     try:
+        if cell.compile:
+            torch.compiler.reset()  # what an earlier cell compiled is taken, up to a limit
         with _tf32(cell.tf32):
-            _train(cell, task, device, told, trace, watch, alone)
+            try:
+                _train(cell, task, device, told, trace, watch, alone)
+            finally:
+                steps = watch.milliseconds()
             _measure_apart(cell, task, device, trace, alone)
     except Exception as caught:  # noqa: BLE001  one cell's failure is a result, not our end
         status = "out of memory" if out_of_memory(caught) else "failed"
@@ -67,7 +74,6 @@ def train(
         amp.reset()
     if status == "ok" and not (trace.finite and math.isfinite(trace.losses[-1])):
         status = "diverged"
-    steps = watch.milliseconds()
     return Run(
         cell=cell,
         status=status,
@@ -173,9 +179,10 @@ def _train(
         begin = time.perf_counter()
         loader = task.loader(cell.batch, 1000 * cell.seed + epoch)
         expected = _length(loader) or trace.steps_per_epoch
-        losses, scales = [], []
+        losses, scales, sizes = [], [], []
         with meter:
             for batch in _timed(loader, device, trace.data_ms):
+                sizes.append(_rows(batch))
                 scales.append(trainer.precision.scale())
                 watch.start()
                 losses.append(trainer.step(batch))
@@ -184,11 +191,21 @@ def _train(
                 told((epoch + min(done, 1.0)) / cell.epochs)
             if not losses:
                 raise ValueError(f"the loader gave no batch of {cell.batch}")
+            if sizes[0] == cell.batch > sizes[-1]:
+                raise ValueError(
+                    f"the loader's last batch has {sizes[-1]} rows and not {cell.batch}; leave it "
+                    "out (drop_last=True of a DataLoader)"
+                )
+            if epoch and len(losses) != trace.steps_per_epoch:
+                raise ValueError(
+                    f"the loader gave {trace.steps_per_epoch} batches in an epoch and "
+                    f"{len(losses)} in the next; they must be equally many"
+                )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         trace.epoch_seconds.append(time.perf_counter() - begin)
         trace.steps_per_epoch = len(losses)
-        trace.losses += torch.stack(losses).float().tolist()
+        trace.losses += torch.stack(losses).float().flatten().tolist()
         trace.scales += map(float, scales)
         found = trainer.accuracy()
         if found is not None:
@@ -222,16 +239,21 @@ def _measure_apart(
         lambda: few_steps(cell, task, device, batch), device
     )
     amp.reset()
-    trainer = _Trainer(dataclasses.replace(cell, compile=False), task, device)
-    trainer.step(batch)  # the optimizer's state is made
-    # Not compiled: what counts the operations does not see into compiled code.
-    trace.flops, trace.moved_bytes = counts.count(lambda: trainer.step(batch))
+    trace.flops, trace.moved_bytes = _counts(cell, task, device, batch)
     if device.type == "cuda":
+        amp.reset()  # two trainings at a time may not fit
         trainer = _Trainer(cell, task, device)
         trainer.step(batch)
         trace.host_ms = _host_ms(trainer, batch, device)
         if alone:  # a capture that fails may leave the process's CUDA unusable
             trace.replay_ms = _replay_ms(trainer, batch, device)
+
+
+def _counts(cell: Cell, task: Task, device: torch.device, batch: Any) -> tuple[int, int]:
+    """Not compiled: what counts the operations does not see into compiled code."""
+    trainer = _Trainer(dataclasses.replace(cell, compile=False), task, device)
+    trainer.step(batch)  # the optimizer's state is made
+    return counts.count(lambda: trainer.step(batch))
 
 
 def few_steps(cell: Cell, task: Task, device: torch.device, batch: Any) -> None:
@@ -257,14 +279,14 @@ def _replay_ms(trainer: _Trainer, batch: Any, device: torch.device) -> float | N
     try:
         with torch.cuda.graph(graph):
             trainer.step(batch)
+        watch = stopwatch(device)
+        for _ in range(TIMED_APART):
+            watch.start()
+            graph.replay()
+            watch.stop()
+        return percentile(watch.milliseconds(), 50)
     except RuntimeError:
         return None
-    watch = stopwatch(device)
-    for _ in range(TIMED_APART):
-        watch.start()
-        graph.replay()
-        watch.stop()
-    return percentile(watch.milliseconds(), 50)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -280,7 +302,11 @@ def _tf32(wanted: bool | None) -> Iterator[None]:
         yield
         return
     backends: Any = torch.backends
-    places: Sequence[Any] = (backends.cuda.matmul, backends.cudnn.conv)
+    places: Sequence[Any] = (
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+    )
     before = [place.fp32_precision for place in places]
     for place in places:
         place.fp32_precision = "tf32" if wanted else "ieee"
@@ -298,6 +324,12 @@ def _length(loader: Any) -> int:
         return 0
 
 
+def _rows(batch: Any) -> int:
+    """Return the length of the first tensor, 0 if there is none that has one."""
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    return next((len(tensor) for tensor in tensors), 0)
+
+
 def _to(batch: Any, device: torch.device) -> Any:
     return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
@@ -308,8 +340,6 @@ def _clone(batch: Any) -> Any:
 
 def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Change every tensor of a batch: a tensor, or tuples, lists and dicts of them."""
-    from torch.utils._pytree import tree_map_only
-
     return tree_map_only(torch.Tensor, change, batch)
 
 

@@ -22,6 +22,7 @@ from apex.bench.largest import largest
 from apex.bench.optimizers import OPTIMIZERS
 from apex.bench.options import (
     at_least,
+    check_file,
     check_folder,
     environment,
     pick_device,
@@ -113,11 +114,12 @@ def run(args: argparse.Namespace) -> int:
     """Carry out ``apex bench``.
 
     Returns:
-        0, or 1 if a cell failed, diverged or ran out of memory, or 130 if the run was interrupted;
-        what was finished until then is shown and kept.
+        0, or 1 if a cell failed, diverged or ran out of memory, or a search failed, or 130 if the
+        run was interrupted; what was finished until then is shown and kept.
 
     Raises:
-        UsageError: An option asks for what cannot be done; nothing was trained.
+        UsageError: An option asks for what cannot be done, and nothing was trained; or files
+            could not be written, or a task's file was changed, meanwhile.
         ModuleNotFoundError: A package of the ``bench`` extra is missing; nothing was trained.
     """
     for package in ("jinja2", "matplotlib", "rich", "scipy", "sklearn"):  # now, not after minutes
@@ -126,15 +128,23 @@ def run(args: argparse.Namespace) -> int:
         tensorboard.check(args.tensorboard)
     bench = _Bench(args)
     with terminated_like_interrupted():
-        with suppress(KeyboardInterrupt):  # the report says by itself that it is incomplete
-            bench.run_all()
-        finished = bench.report()
-        report.show(finished, verdicts(finished), args.out)
-        if args.tensorboard is not None:
-            tensorboard.write(finished, args.tensorboard)
+        try:
+            with suppress(KeyboardInterrupt):  # the report says by itself that it is incomplete
+                bench.run_all()
+            finished = bench.report()
+            report.show(finished, verdicts(finished), args.out)
+            if args.tensorboard is not None:
+                tensorboard.write(finished, args.tensorboard)
+        except BrokenPipeError:  # of standard output
+            raise
+        except OSError as error:
+            raise UsageError(
+                f"--out {args.out}: {error}; what was written before is kept"
+            ) from error
     if not (finished.complete and bench.searched):
         return INTERRUPTED
-    return OK if all(run.status == "ok" for run in finished.runs) else FAILED
+    well = all(run.status == "ok" for run in finished.runs)
+    return OK if well and all(found["error"] is None for found in finished.largest) else FAILED
 
 
 class _Bench:
@@ -156,8 +166,9 @@ class _Bench:
         ways = {"compile": args.compile, "quick": args.quick}
         self._plan = matrix.plan(kinds, levels, batches, args.seeds, **ways)
         self._search = () if self.searched else matrix.plan(kinds, levels, [1], 1, **ways)
-        check_folder("--out", args.out)
         self._file = args.out / "results.json"
+        check_folder("--out", args.out / "cells")
+        check_file("--out", self._file)
         self._environment = environment(device)
         self._store = matrix.Store(args.out / "cells", self._environment, self._options)
         if args.fresh:
@@ -178,7 +189,10 @@ class _Bench:
 
     def run_all(self) -> None:
         with progress(self._plan, self._search) as bar:
-            self._ceilings = ceilings(self._options.device)
+            device = self._options.device
+            if device.type == "cuda":
+                torch.cuda.set_device(device.index or 0)  # events are recorded on the current one
+            self._ceilings = ceilings(device)
 
             def ended(run: Run) -> None:
                 self._runs.append(run)
@@ -231,6 +245,14 @@ def _described(
     """Load a task once, so that what is wrong with it is said now, and ask for its defaults."""
     task = tasks.load(name, options)
     optimizer = args.optimizer or task.optimizer
+    if optimizer not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise UsageError(f"--task {name}: has optimizer {optimizer!r}; use one of {known}")
+    if task.epochs < 1 or not (task.lr is None or 0 < task.lr < float("inf")):
+        raise UsageError(
+            f"--task {name}: has epochs {task.epochs} and lr {task.lr}; epochs of 1 or more and an "
+            "lr above 0, or None, are needed"
+        )
     own = task.lr if optimizer == task.optimizer else None
     described = {
         "task": name,
@@ -244,7 +266,14 @@ def _described(
 def _check_batches(name: str, loader: Any, batches: Sequence[int]) -> None:
     """Ask the task for a batch of each size: it knows which are too large."""
     for size in batches:
-        if next(iter(loader(size, 0)), None) is None:
+        try:
+            first = next(iter(loader(size, 0)), None)
+        except UsageError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise UsageError(f"--task {name}: loader({size}, 0) raised {said}") from error
+        if first is None:
             raise UsageError(f"--batch {size}: {name} has not so many samples")
 
 

@@ -6,6 +6,7 @@ interrupted matrix has all levels at the first seeds. Each finished cell is a fi
 finds the file takes it and trains nothing. Cells that failed are tried again.
 """
 
+import ast
 import dataclasses
 import hashlib
 import json
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from apex.bench.cli import UsageError
 from apex.bench.results import Cell, Run, run_from, save
 from apex.bench.tasks.task import TaskOptions
 from apex.bench.worker import Job, Worker
@@ -59,19 +61,29 @@ class Store:
         """Keep cells in ``folder``, apart from those of other machines, versions and data."""
         self._folder = folder
         depends = {key: value for key, value in environment.items() if key != "date"}
-        self._depends = json.dumps([depends, str(options.data)], sort_keys=True, default=str)
+        data = options.data and str(options.data.resolve())
+        self._depends = json.dumps([depends, data], sort_keys=True, default=str)
+        self._sources: dict[str, dict[str, str]] = {}
 
     def get(self, cell: Cell) -> Run | None:
         """Return the run of a cell if it was finished; a damaged file counts as none."""
         try:
             content = json.loads(self._file(cell).read_text(encoding="utf-8"))
             run = run_from(content["run"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return run if run.cell == cell and run.status != "failed" else None
 
     def put(self, run: Run) -> None:
-        """Keep a run, whole or not at all."""
+        """Keep a run, whole or not at all.
+
+        Raises:
+            UsageError: What it trained was edited since the first look at it: nobody knows which
+                text was trained.
+        """
+        for name, text in self._source(run.cell.task).items():
+            if _text(Path(name)) != text:
+                raise UsageError(f"{name} was changed while {run.cell.task} was trained; run again")
         self._folder.mkdir(parents=True, exist_ok=True)
         save({"format": FORMAT, "run": dataclasses.asdict(run)}, self._file(run.cell))
 
@@ -81,18 +93,48 @@ class Store:
             self._file(cell).unlink(missing_ok=True)
 
     def _file(self, cell: Cell) -> Path:
+        source = json.dumps(self._source(cell.task), sort_keys=True)
         words = json.dumps(dataclasses.asdict(cell), sort_keys=True)
-        text = "\0".join((FORMAT, words, self._depends, _source(cell.task)))
+        text = "\0".join((FORMAT, words, self._depends, source))
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         name = "".join(c if c.isalnum() else "-" for c in f"{cell.task}-{cell.label}")
         return self._folder / f"{name[:60]}-{cell.batch}-{cell.seed}-{digest}.json"
 
+    def _source(self, task: str) -> dict[str, str]:
+        """Return the text of a user's task as it was at first: an edited one is another task."""
+        if task not in self._sources:
+            self._sources[task] = {str(file): _text(file) for file in _files(task)}
+        return self._sources[task]
 
-def _source(task: str) -> str:
-    """Return the text of a user's task: an edited one is another task."""
+
+def _files(task: str) -> list[Path]:
+    """Return the file of a user's task, and the modules beside it that it imports, and they."""
     path, colon, _ = task.rpartition(":")
+    file = Path(path).resolve()
+    found: set[Path] = set()
+    new = {file} if colon else set()
+    while new:
+        found |= new
+        names = {name for each in new for name in _imports(_text(each))}
+        beside = {file.with_name(f"{name}.py") for name in names}
+        within = {each for name in names for each in file.with_name(name).rglob("*.py")}
+        new = {each for each in beside | within if each.is_file()} - found
+    return sorted(found)
+
+
+def _imports(text: str) -> set[str]:
     try:
-        return Path(path).read_text(encoding="utf-8") if colon else ""
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError):
+        return set()
+    whole = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    whole += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {name.partition(".")[0] for name in whole}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

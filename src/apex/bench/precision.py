@@ -84,8 +84,11 @@ class _Amp:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
-    def scale(self) -> float:
-        return float(amp.state_dict()["loss_scaler0"]["loss_scale"])
+    def scale(self) -> float | torch.Tensor:
+        state: Any = amp._amp_state
+        scaler = state.loss_scalers[0]  # amp.state_dict() would wait for a GPU
+        scale = scaler.scale_on(scaler._state.device)
+        return scale.clone() if isinstance(scale, torch.Tensor) else scale
 
 
 class _Native:

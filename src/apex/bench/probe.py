@@ -5,11 +5,14 @@ machine itself never runs out: on a CPU `RLIMIT_DATA`, on a GPU the share that t
 use.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
+from apex import amp
 from apex.bench import cell as cells
 from apex.bench.cli import UsageError
 from apex.bench.results import Cell, Run
@@ -20,16 +23,29 @@ __all__ = ["probe"]
 
 def probe(cell: Cell, task: Task, device: torch.device, limit_bytes: int) -> Run:
     """Train a few steps at the cell's batch size under the limit; runs in a process of its own."""
-    smallest = next(iter(task.loader(1, 0)))
-    _limit(limit_bytes, device)
     try:
-        batch = _repeated(smallest, cell.batch, device)
+        one, two = (next(iter(task.loader(size, 0))) for size in (1, 2))
+        _few_small_steps(cell, device)
+        _limit(limit_bytes, device)
+        batch = _repeated(one, two, cell.batch, device)
         cells.few_steps(cell, task, device, batch)
+    except UsageError:
+        raise
     except Exception as error:  # noqa: BLE001  what went wrong is the answer
         status = "out of memory" if cells.out_of_memory(error) else "failed"
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Run(cell, status, words)  # type: ignore[arg-type]
     return Run(cell, "ok")
+
+
+def _few_small_steps(cell: Cell, device: torch.device) -> None:
+    """Let torch load what trainings need: 150 MiB on a CPU, which would be under the limit."""
+    small = Task()
+    small.model = lambda: torch.nn.Linear(1, 1)  # type: ignore[method-assign]
+    small.loss = lambda model, batch: model(batch).float().mean()  # type: ignore[method-assign]
+    few = dataclasses.replace(cell, compile=False)
+    cells.few_steps(few, small, device, torch.ones(1, 1, device=device))
+    amp.reset()
 
 
 def _limit(limit_bytes: int, device: torch.device) -> None:
@@ -49,10 +65,25 @@ def _limit(limit_bytes: int, device: torch.device) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _repeated(batch: Any, times: int, device: torch.device) -> Any:
-    """Repeat a batch of one sample along the first dimension."""
+def _repeated(one: Any, two: Any, times: int, device: torch.device) -> Any:
+    """Repeat a batch of one sample along the dimensions in which one of two is twice as long.
 
-    def repeat(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device).repeat(times, *[1] * (tensor.dim() - 1))
+    Raises:
+        ValueError: There is none: any number of samples would seem to fit.
+    """
+    pairs = iter(tree_leaves(two))
+    repeated = []
 
-    return cells.mapped(batch, repeat)
+    def repeat(leaf: Any) -> Any:
+        other = next(pairs)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        twice = [dim for dim in range(leaf.dim()) if other.shape[dim] == 2 * leaf.shape[dim] > 0]
+        repeated.extend(twice[:1])
+        counts = [times if dim in twice[:1] else 1 for dim in range(leaf.dim())]
+        return leaf.to(device).repeat(counts)
+
+    batch = tree_map(repeat, one)
+    if not repeated:
+        raise ValueError("no tensor of the loader's batch of 2 is twice as long as in one of 1")
+    return batch

@@ -66,7 +66,8 @@ class Cell:
 class Run:
     """What was measured of a cell.
 
-    A run that ``failed`` or was ``out of memory`` keeps what it had measured until then; one that
+    A run that ``failed`` or was ``out of memory`` keeps what it had measured until then (losses and
+    scales: of whole epochs); one that
     ``diverged`` ended with a loss or weights that are not finite.
     """
 
@@ -96,7 +97,8 @@ class Run:
     """On a CPU: how much the resident set of the cell's own process grew in its training at most;
     ``None`` where cells share a process."""
     skipped: int = 0
-    """Optimizer steps left out because a gradient was not finite."""
+    """Steps with a fall of the loss scale, because a gradient was not finite (of the first loss,
+    where there are several: what others left out is not in it)."""
     scales: tuple[float, ...] = ()
     """Loss scale that each step used (of the first loss, where there are several)."""
     joules: float | None = None
@@ -227,7 +229,10 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     if kind in (Cell, Run):
         return _typed(kind, value)
     if kind is float and (type(value) in (int, float) or value in ("nan", "inf", "-inf")):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ValueError(f"{name} is too large a number") from error
     right = value in inner if kind is Literal else kind is Any or type(value) is kind
     if not right:
         raise TypeError(f"{name} is {str(value)[:40]!r}")

@@ -1,17 +1,19 @@
 """A process that trains cells, so that one cell cannot disturb, or take down, another.
 
 The parent sends jobs through a pipe and is told how far they are. A child whose parent was killed
-finds the pipe closed at its next step and ends. Ctrl-C is the parent's business: it terminates
-its children.
+ends at once. Ctrl-C is the parent's business: it terminates its children.
 """
 
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
 
 from apex.bench.results import Cell, Run
 from apex.bench.tasks.task import TaskOptions
@@ -88,6 +90,9 @@ class Worker:
 def _serve(pipe: Connection) -> None:
     """Carry out jobs until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A daemon ends with its parent, and may have no children: a DataLoader's workers are such.
+    multiprocessing.current_process().daemon = False
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what a task prints must not stand between the lines of the parent's report
     from apex.bench import cell as cells
     from apex.bench import tasks
@@ -100,21 +105,33 @@ def _serve(pipe: Connection) -> None:
             job: Job = pipe.recv()
         except (EOFError, OSError):
             return
-        name = job.cell.task
+        name, device = job.cell.task, job.options.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)  # graphs go to the current device
         try:
             if name not in loaded:
                 loaded = {name: tasks.load(name, job.options)}
             if job.limit_bytes is not None:
-                run = probe(job.cell, loaded[name], job.options.device, job.limit_bytes)
+                run = probe(job.cell, loaded[name], device, job.limit_bytes)
             else:
                 told = _Teller(pipe)
-                run = cells.train(job.cell, loaded[name], job.options.device, told, alone=job.alone)
+                run = cells.train(job.cell, loaded[name], device, told, alone=job.alone)
         except UsageError as error:
             run = Run(job.cell, "failed", str(error))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for the cells of other levels while this process waits
         try:
             pipe.send(run)
         except OSError:  # the parent is gone
             return
+
+
+def _end_with_parent() -> None:
+    """Wait until the parent is gone; then nobody wants what is trained."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class _Teller:
@@ -127,7 +144,4 @@ class _Teller:
     def __call__(self, share: float) -> None:
         if share - self._last >= TELL_AFTER:
             self._last = share
-            try:
-                self._pipe.send(share)
-            except OSError:
-                os._exit(1)  # the parent is gone: nobody wants this training
+            self._pipe.send(share)
