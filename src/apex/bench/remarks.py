@@ -1,5 +1,7 @@
 """What has to be said beside the numbers of a report, in the terminal, on plots and on the page."""
 
+from typing import Any
+
 from apex.bench.results import Report
 from apex.bench.rows import rows
 
@@ -8,11 +10,10 @@ __all__ = ["marks", "notices", "problems", "source"]
 TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
-def source(report: Report) -> str:
+def source(environment: dict[str, Any]) -> str:
     """Say in one line what machine and versions the numbers are from."""
-    here = report.environment
-    versions = here["versions"]
-    return f"{here['device']['name']}, torch {versions['torch']}, apex {versions['apex']}"
+    versions = environment["versions"]
+    return f"{environment['device']['name']}, torch {versions['torch']}, apex {versions['apex']}"
 
 
 def marks(report: Report) -> list[str]:
