@@ -51,6 +51,8 @@ def _write_all(report: Report, file: Path) -> list[str]:
     write_csv(COLUMNS, report.rows, file.with_suffix(".csv"))
     columns = [column for column in COLUMNS if not column.group]
     copy = report.environment["copy_gb_s"]
+    found = sets(report.rows)
+    captions = {"-".join(key): title(rows) for key, rows in found.items()}
     html.render(
         "kernels.html.j2",
         file.with_suffix(".html"),
@@ -62,10 +64,10 @@ def _write_all(report: Report, file: Path) -> list[str]:
         source=here,
         marks=said,
         turns=report.options["repeats"],
-        plots={name: html.plot(svg, name.replace("-", ", ")) for name, svg in svgs.items()},
+        plots={name: html.plot(svg, captions[name]) for name, svg in svgs.items()},
         tables={
             title(rows): html.column_table(columns, rows, lambda row: row.provider)
-            for rows in sets(report.rows).values()
+            for rows in found.values()
         },
         problems=_problems(report),
         notes=report.notes,

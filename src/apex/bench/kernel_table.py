@@ -34,6 +34,12 @@ def _text(name: str) -> Callable[[Row], str]:
     return lambda row: str(getattr(row, name))
 
 
+def _interval(row: Row) -> str:
+    if row.speed_low is None or row.speed_high is None:
+        return NOTHING
+    return f"{row.speed_low:.2f}–{row.speed_high:.2f}"
+
+
 def _model_number(name: str) -> Callable[[Row], Value]:
     return lambda row: getattr(row.model, name, None)
 
@@ -68,7 +74,7 @@ COLUMNS: tuple[Column[Row], ...] = (
         "above 1 ours is faster", OURS,
     ),
     Column(
-        "95 %\ninterval", lambda row: span(row.speed_low, row.speed_high),
+        "95 %\ninterval", _interval,
         {"speed_low": _of("speed_low"), "speed_high": _of("speed_high")},
         "confidence interval of our speed over the turns", f"fewer than three turns; {OURS}",
         drop=2,
@@ -93,7 +99,7 @@ COLUMNS: tuple[Column[Row], ...] = (
     Column(
         "model", lambda row: _model(row.model),
         {"model_bytes": _model_number("bytes"), "model_launches": _model_number("launches")},
-        "of a GPU that is not here, never a time", "of our own rows only", left=True, drop=1,
+        "of a GPU that is not here, never a time", "of our own rows only", left=True, drop=3,
     ),
     Column("problem", lambda row: (row.problem or "").partition(":")[0],
            {"problem": _of("problem")}, left=True),
