@@ -3,7 +3,9 @@
 import json
 import math
 import sys
+from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
@@ -86,7 +88,9 @@ def test_every_provider_that_is_installed_can_be_timed(op):
         assert row.problem is None
         assert (row.op, row.tensors, row.elements, row.repeats) == (op.name, len(shapes), 14, 2)
         assert 0 < row.p20_ms <= row.p50_ms <= row.p80_ms
-        assert min(row.host_ms, row.ratio) > 0
+        assert row.host_ms > 0
+        assert (row.speed is None) == row.ours
+        assert row.speed_low is None  # of two turns
         assert (row.gb_s is None) == op.name.startswith("linear_")  # products decide
         assert (row.peak_mib is not None) == op.name.endswith("_both")
         assert (row.launches, row.of_copy) == (None, None)  # not on a CPU
@@ -183,11 +187,6 @@ def test_all_providers_get_the_same_tensors(calls):
     assert [tuple(x.shape) for x in small] == [(1,), (1, 1), (1,)]  # for the host's cost
 
 
-def test_the_ratio_is_of_neighbours():
-    assert kernel_rows._ratio([1.0, 30.0, 2.0], [2.0, 60.0, 1.0]) == 0.5
-    assert kernel_rows._ratio([], [1.0]) is None
-
-
 def test_what_one_provider_cannot_do_is_a_row_and_what_is_not_installed_is_named(calls):
     def refuse():
         raise RuntimeError("not\n on a   Tuesday")
@@ -213,6 +212,11 @@ def test_the_command_times_shows_and_keeps_everything(tmp_path, calls, capsys):
     file = tmp_path / "new" / "rows.json"
     assert _bench(file, "--shapes", "tiny", "one", "--dtype", "float32", "bfloat16") == 0
     report = _read(file)
+    schema = Path(kernel_times.__file__).with_name("kernels.schema.json")
+    jsonschema.validate(report, json.loads(schema.read_text(encoding="utf-8")))
+    assert {path.suffix for path in file.parent.iterdir()} == {
+        ".json", ".csv", ".html", ".png", ".svg"
+    }  # fmt: skip
     assert report["complete"]
     assert [(r["shapes"], r["dtype"], r["provider"]) for r in report["rows"]] == [
         (shapes, dtype, provider)
@@ -268,6 +272,7 @@ def test_an_interruption_keeps_and_shows_the_finished_rows(tmp_path, calls, monk
     report = _read(tmp_path / "rows.json")
     assert not report["complete"]
     assert [row["shapes"] for row in report["rows"]] == ["one", "one"]
+    assert "INCOMPLETE" in (tmp_path / "rows.html").read_text(encoding="utf-8")
     assert "INCOMPLETE" in capsys.readouterr().out
 
 
@@ -331,6 +336,7 @@ def test_an_operation_without_a_model_is_said(tmp_path, calls, monkeypatch, caps
         (["--device", "toaster"], "unknown; use cpu, cuda or cuda:N"),
         (["--op", "adam", "--shapes", "small"], "not of --op (adam has one, transformer, tiny)"),
         (["--json", "FOLDER"], "is a folder"),
+        (["--json", "FOLDER/rows.csv"], "another file gets this name"),
         (["--json", "FOLDER/file/rows.json"], "is a file, and a folder is needed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

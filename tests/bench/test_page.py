@@ -188,7 +188,7 @@ console.log("FOUND" + JSON.stringify(found));
 """
 
 
-def _browse(file, folder, *options):
+def browse(file, folder, *options):
     """Open a page without a network; return what it said on its console."""
     words = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
@@ -203,6 +203,11 @@ def _browse(file, folder, *options):
     return [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
+def found_in(line):
+    """Read what TRY wrote."""
+    return json.loads(re.search(r'FOUND(\{.*\})", source', line)[1].replace('\\"', '"'))
+
+
 def _numbers(cells):
     return [float(cell) for cell in cells if cell != "—"]
 
@@ -214,9 +219,9 @@ def test_the_page_in_a_browser(folder, tmp_path):
     tried = tmp_path / "tried.html"
     text = (folder / "report.html").read_text(encoding="utf-8")
     tried.write_text(text.replace("</body>", f"{TRY}</body>"), encoding="utf-8")
-    said = _browse(tried, tmp_path, f"--screenshot={shot}", size)
+    said = browse(tried, tmp_path, f"--screenshot={shot}", size)
     assert len(said) == 1, said  # no error, no warning: only what TRY says
-    found = json.loads(re.search(r'FOUND(\{.*\})", source', said[0])[1].replace('\\"', '"'))
+    found = found_in(said[0])
     assert found["before"]["sort"] is None
     assert found["up"]["sort"] == "ascending"
     assert found["down"]["sort"] == "descending"
@@ -247,7 +252,7 @@ def test_the_page_on_a_phone_in_the_dark(folder, tmp_path):
                      'style="width:360px;height:2000px;border:0"></iframe>')  # fmt: skip
     shot = tmp_path / "phone.png"
     dark = "--blink-settings=preferredColorScheme=0"
-    said = _browse(phone, tmp_path, f"--screenshot={shot}", "--window-size=600,2000", dark)
+    said = browse(phone, tmp_path, f"--screenshot={shot}", "--window-size=600,2000", dark)
     assert len(said) == 1, said
     assert '\\"wide\\":false' in said[0] or '"wide":false' in said[0]
     image = np.asarray(Image.open(shot).convert("L"))[:, :360]

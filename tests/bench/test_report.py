@@ -9,6 +9,7 @@ import types
 import pytest
 
 from apex.bench import cli, plot_command, remarks, report, results, table, tensorboard
+from apex.bench.columns import three, write_csv
 from apex.bench.rows import rows
 from tests.bench import made
 
@@ -67,7 +68,7 @@ def test_tables_fit_and_nothing_is_cut_off(world, columns, tmp_path, capsys, mon
     assert "…" not in shown
     for row in rows(world()):  # whole in one line
         if row.speed is not None:
-            values = (table.three(row.ms_median), f"{row.speed:.2f}×", table.three(row.peak_mib))
+            values = (three(row.ms_median), f"{row.speed:.2f}×", three(row.peak_mib))
             found = [line for line in shown.splitlines() if line.startswith(f" {row.label} ")]
             assert any(set(values) <= set(line.split()) for line in found), row.label
 
@@ -131,7 +132,7 @@ def test_a_busy_machine_is_pointed_out():
 
 def test_csv_has_a_line_for_each_row_with_plain_numbers(tmp_path):
     of = made.troubled()
-    table.write_csv(table.lines(of, made.verdicts(of)), tmp_path / "results.csv")
+    write_csv(table.COLUMNS, table.lines(of, made.verdicts(of)), tmp_path / "results.csv")
     found = _csv(tmp_path / "results.csv")
     lines = _lines(of)
     assert len(found) == len(lines)

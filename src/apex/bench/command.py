@@ -30,7 +30,7 @@ from apex.bench.options import (
     unique,
 )
 from apex.bench.precision import ALIASES, LEVELS
-from apex.bench.progress import Bar, progress
+from apex.bench.progress import Trainings, progress
 from apex.bench.results import Cell, Report, Run, write
 from apex.bench.tasks.task import TaskOptions
 from apex.bench.verdict import verdicts
@@ -44,6 +44,7 @@ HELP = (
 BATCH = 128
 DEFAULT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
+TRAINED = "{task.completed:.1f} of {task.total} trainings"  # beside the progress bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +189,8 @@ class _Bench:
         )
 
     def run_all(self) -> None:
-        with progress(self._plan, self._search) as bar:
+        total = len(self._plan) + len(self._search)
+        with progress(Trainings, total, TRAINED) as bar:
             device = self._options.device
             if device.type == "cuda":
                 torch.cuda.set_device(device.index or 0)  # events are recorded on the current one
@@ -204,7 +206,7 @@ class _Bench:
                 self._find_largest(cell, bar)
             self.searched = True
 
-    def _find_largest(self, cell: Cell, bar: Bar) -> None:
+    def _find_largest(self, cell: Cell, bar: Trainings) -> None:
         limit = self._limit
         if limit is None:  # a GPU: all of it
             limit = torch.cuda.get_device_properties(self._options.device).total_memory

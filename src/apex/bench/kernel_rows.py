@@ -18,13 +18,16 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.bench.clocks import launches, take_turns
+from apex.bench.intervals import interval
 from apex.bench.kernel_cases import DTYPES, Call, Op, Provider, Shapes
 from apex.bench.kernel_model import Model
 from apex.bench.memory import peak_bytes, source
 from apex.bench.results import percentile
 
-__all__ = ["HUGE_PAGES", "Measured", "Row", "how_measured", "measure"]
+__all__ = ["FORMAT", "HUGE_PAGES", "Measured", "Report", "Row", "how_measured", "measure"]
 
+
+FORMAT = "apex bench kernels 2"
 WARM_UP = 3  # calls; the first makes an optimizer's state, and compiles kernels
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
 
@@ -51,8 +54,12 @@ class Row:
     p20_ms: float | None = None
     p50_ms: float | None = None
     p80_ms: float | None = None
-    ratio: float | None = None
-    """Our time divided by this provider's, the median over the turns: below 1 we are faster."""
+    speed: float | None = None
+    """Ours: this provider's time divided by our own in the same turn, the geometric mean over the
+    turns: above 1 ours is faster."""
+    speed_low: float | None = None
+    speed_high: float | None = None
+    """The 95 % interval of ``speed`` over its ``repeats`` turns; ``None`` of fewer than three."""
     bytes_per_element: float | None = None
     gb_s: float | None = None
     of_copy: float | None = None
@@ -65,6 +72,23 @@ class Row:
     problem: str | None = None
 
 
+@dataclass(frozen=True)
+class Report:
+    """What `apex bench kernels` writes; its JSON Schema is kernels.schema.json beside this file."""
+
+    environment: dict[str, Any]
+    """Of `apex.bench.options.environment`, with ``copy_gb_s``: of a copy on a GPU."""
+    options: dict[str, Any]
+    """What was asked for."""
+    complete: bool
+    """Whether everything that was asked for was timed."""
+    missing: dict[str, list[str]]
+    """Packages that are not installed, with what was not timed for that."""
+    notes: dict[str, str]
+    """How the numbers were taken."""
+    rows: tuple[Row, ...]
+
+
 def how_measured(device: torch.device) -> dict[str, str]:
     """Say for readers how the numbers of a `Row` were taken."""
     cuda = device.type == "cuda"
@@ -72,7 +96,8 @@ def how_measured(device: torch.device) -> dict[str, str]:
         "ms": f"by {'CUDA events' if cuda else 'the host clock'}, after {WARM_UP} calls that do "
         "not count; providers take turns on the same tensors, in an order drawn for each turn"
         + (", the L2 cache overwritten before each call" if cuda else ""),
-        "apex / it": "our time divided by this provider's, the median over the turns",
+        "our speed / its": "this provider's time divided by ours in the same turn, the geometric "
+        "mean over the turns and its 95 % interval: above 1 ours is faster",
         "GB/s": "from the bytes that have to be moved, which are declared for each provider: an "
         "optimizer with 16-bit state has fewer",
         "peak MiB": f"of one call, beyond its inputs; from {source(device)}",
@@ -147,7 +172,7 @@ def measure(
             row = dataclasses.replace(
                 row,
                 **_numbers(provider, DTYPES[dtype], elements, times, copy),
-                ratio=_ratio(ours, times),
+                **({} if row.ours else _speed(ours, times)),
                 peak_mib=_peak_mib(op, ready.calls[provider.name], device),
                 host_ms=percentile(host.get(provider.name, []), 50),
                 launches=counted.get(provider.name),
@@ -185,9 +210,16 @@ def _peak_mib(op: Op, call: Call, device: torch.device) -> float | None:
     return None if peak is None else peak / 2**20
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
-    pairs = [(our, their) for our, their in zip(ours, theirs, strict=False) if their]
-    return statistics.median(our / their for our, their in pairs) if pairs else None
+def _speed(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Compare neighbours: what disturbs the machine disturbs both."""
+    pairs = zip(ours, theirs, strict=False)  # ours may have failed
+    logs = [math.log(their / our) for our, their in pairs if our and their]
+    if not logs:
+        return {}
+    found = interval(logs)
+    if found is None:
+        return {"speed": math.exp(statistics.fmean(logs))}
+    return {"speed": found.value, "speed_low": found.low, "speed_high": found.high}
 
 
 class _Ready(NamedTuple):

@@ -1,68 +1,106 @@
-"""The tables that `apex bench kernels` prints."""
+"""The columns of `apex bench kernels`, and what stands above each table."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from apex.bench.columns import Column, Value, span, three
 from apex.bench.console import NOTHING, number
 from apex.bench.kernel_model import Model
 from apex.bench.kernel_rows import Row
 
-__all__ = ["table"]
+__all__ = ["COLUMNS", "sets", "title"]
 
 
-class _Column(NamedTuple):
-    heading: str
-    cell: Callable[[Row], str]
-    left: bool = False
+def sets(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Put the rows of a set of shapes and dtype together: each is a table and a plot."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.shapes, row.dtype), []).append(row)
+    return found
 
 
-COLUMNS = (
-    _Column("op", lambda row: row.op, left=True),
-    _Column("provider", lambda row: row.provider, left=True),
-    _Column("ms", lambda row: _three(row.p50_ms)),
-    _Column("p20–p80", lambda row: f"{_three(row.p20_ms)}–{_three(row.p80_ms)}"),
-    _Column("apex / it", lambda row: number(None if row.ours else row.ratio, ".2f")),
-    _Column("B/element", lambda row: number(row.bytes_per_element, "g")),
-    _Column("GB/s", lambda row: _three(row.gb_s)),
-    _Column("of copy", lambda row: number(row.of_copy, ".0%")),
-    _Column("peak MiB", lambda row: _three(row.peak_mib)),
-    _Column("host ms", lambda row: _three(row.host_ms)),
-    _Column("launches", lambda row: number(row.launches, "d")),
-    _Column("model", lambda row: _model(row.model), left=True),
-    _Column("", lambda row: "failed" if row.problem else "", left=True),
-)
-
-
-def table(rows: Sequence[Row]) -> Any:
-    """Make the table of one set of shapes and dtype; columns without a number are left out."""
-    from rich import box
-    from rich.table import Table
-
+def title(rows: Sequence[Row]) -> str:
+    """Name a set of shapes and dtype."""
     first = rows[0]
     count = f"{first.tensors:,} tensor{'s' * (first.tensors > 1)}"
-    title = f"{first.shapes}: {count}, {first.elements:,} elements, {first.dtype}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    empty = {NOTHING, ""}
-    columns = [column for column in COLUMNS if {column.cell(row) for row in rows} - empty]
-    for column in columns:
-        table.add_column(column.heading, justify="left" if column.left else "right", no_wrap=True)
-    for row in rows:
-        style = "red" if row.problem else "bold" if row.ours else None
-        table.add_row(*(column.cell(row) for column in columns), style=style)
-    return table
+    return f"{first.shapes}: {count}, {first.elements:,} elements, {first.dtype}"
+
+
+def _of(name: str) -> Callable[[Row], Any]:
+    return lambda row: getattr(row, name)
+
+
+def _text(name: str) -> Callable[[Row], str]:
+    return lambda row: str(getattr(row, name))
+
+
+def _interval(row: Row) -> str:
+    if row.speed_low is None or row.speed_high is None:
+        return NOTHING
+    return f"{row.speed_low:.2f}–{row.speed_high:.2f}"
+
+
+def _model_number(name: str) -> Callable[[Row], Value]:
+    return lambda row: getattr(row.model, name, None)
 
 
 def _model(model: Model | None) -> str:
     if model is None:
         return NOTHING
-    moved = "" if model.bytes is None else f"{_three(model.bytes / 1e6)} MB, "
+    moved = "" if model.bytes is None else f"{three(model.bytes / 1e6)} MB, "
     fit = " ".join(map(str, model.programs.values())) or NOTHING
     launches = f"{model.launches} launch{'es' * (model.launches != 1)}"
     return "none" if model.problem else f"{moved}{launches}, {fit} / SM"
 
 
-def _three(value: float | None) -> str:
-    """Show at least three digits."""
-    if value is None:
-        return NOTHING
-    return f"{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f}"
+OURS = "it is our own row, or one of the two failed"
+NO_BYTES = "the memory does not decide, or the provider failed"
+
+COLUMNS: tuple[Column[Row], ...] = (
+    *(Column(name, _text(name), {name: _of(name)}, group=True)
+      for name in ("shapes", "dtype", "tensors", "elements", "repeats", "threads", "huge_pages")),
+    Column("op", _of("op"), {"op": _of("op")}, left=True),
+    Column("provider", _of("provider"), {"provider": _of("provider")}, left=True),
+    Column("ms", lambda row: three(row.p50_ms), {"p50_ms": _of("p50_ms")},
+           "median over the turns", "the provider failed"),
+    Column(
+        "p20–p80", lambda row: span(row.p20_ms, row.p80_ms),
+        {"p20_ms": _of("p20_ms"), "p80_ms": _of("p80_ms")},
+        "twentieth and eightieth percentile of the same turns, in ms", drop=4,
+    ),
+    Column(
+        "our speed\n/ its", lambda row: number(row.speed, ".2f", "×"), {"speed": _of("speed")},
+        "this provider's time divided by ours in the same turn, the geometric mean over the turns: "
+        "above 1 ours is faster", OURS,
+    ),
+    Column(
+        "95 %\ninterval", _interval,
+        {"speed_low": _of("speed_low"), "speed_high": _of("speed_high")},
+        "confidence interval of our speed over the turns", f"fewer than three turns; {OURS}",
+        drop=2,
+    ),
+    Column(
+        "B per\nelement", lambda row: number(row.bytes_per_element, "g"),
+        {"bytes_per_element": _of("bytes_per_element")},
+        "bytes that have to be moved, as declared for each provider", NO_BYTES, drop=6,
+    ),
+    Column("GB/s", lambda row: three(row.gb_s), {"gb_s": _of("gb_s")},
+           "those bytes by the median time", NO_BYTES, drop=5),
+    Column("of copy", lambda row: number(row.of_copy, ".0%"), {"of_copy": _of("of_copy")},
+           "the same divided by that of a copy in the same run", NO_BYTES, drop=5),
+    Column("peak\nMiB", lambda row: three(row.peak_mib), {"peak_mib": _of("peak_mib")},
+           "tensor memory of one call beyond its inputs",
+           "asked of forward and backward together only", drop=3),
+    Column("host\nms", lambda row: three(row.host_ms), {"host_ms": _of("host_ms")},
+           "until the call returns on a GPU; on a CPU, of tensors of one element each",
+           "the provider failed", drop=7),
+    Column("launches", lambda row: number(row.launches, "d"), {"launches": _of("launches")},
+           "kernels of one call, counted by torch's profiler", "the provider failed", drop=6),
+    Column(
+        "model", lambda row: _model(row.model),
+        {"model_bytes": _model_number("bytes"), "model_launches": _model_number("launches")},
+        "of a GPU that is not here, never a time", "of our own rows only", left=True, drop=3,
+    ),
+    Column("problem", lambda row: (row.problem or "").partition(":")[0],
+           {"problem": _of("problem")}, left=True),
+)  # fmt: skip

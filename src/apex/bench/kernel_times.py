@@ -1,29 +1,27 @@
 """``apex bench kernels``: how long each operation takes, ours and everybody else's.
 
 The command. What is timed is declared in `kernel_cases` and `layer_cases`, one row is measured in
-`kernel_rows` by the clocks of `clocks`, `kernel_table` shows the rows, and `kernel_model` says what
-can be said of a GPU that is not here.
+`kernel_rows` by the clocks of `clocks`, `kernel_report` shows the rows, and `kernel_model` says
+what can be said of a GPU that is not here.
 """
 
 import argparse
 import dataclasses
 import importlib
 import importlib.metadata
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from apex.bench import kernel_cases
+from apex.bench import kernel_cases, kernel_report
 from apex.bench.cli import UsageError
 from apex.bench.clocks import copy_gb_s
-from apex.bench.console import console
 from apex.bench.kernel_cases import DTYPES, Op
 from apex.bench.kernel_model import NOTE, Asked, Model, models
-from apex.bench.kernel_rows import HUGE_PAGES, Row, how_measured, measure
-from apex.bench.kernel_table import table
+from apex.bench.kernel_rows import Report, Row, how_measured, measure
 from apex.bench.layer_cases import LAYERS
 from apex.bench.options import (
     at_least,
@@ -33,6 +31,7 @@ from apex.bench.options import (
     terminated_like_interrupted,
     unique,
 )
+from apex.bench.progress import Bar, progress
 from apex.bench.results import save
 
 __all__ = ["HELP", "OPS", "add_arguments", "run"]
@@ -42,10 +41,10 @@ HELP = (
     "the same of torch, timm and Liger-Kernel, on the same tensors, taking turns."
 )
 OPS: tuple[Op, ...] = (*kernel_cases.OPS, *LAYERS)
-FORMAT = "apex bench kernels 1"
 PEERS = ("timm", "liger_kernel", "triton")  # whose versions matter besides torch's
 REPEATS = 30
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
+TIMED = "{task.completed} of {task.total} cases"  # beside the progress bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--json", type=Path, default=Path("apex-bench", "kernels.json"), metavar="PATH",
-        help="file to write (default: %(default)s)",
+        help="file to write, with a page, a CSV file and plots beside it (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -103,17 +102,21 @@ def run(args: argparse.Namespace) -> int:
         UsageError: An option asks for what cannot be done; nothing was timed.
         ModuleNotFoundError: A package of the ``bench`` extra is missing; nothing was timed.
     """
-    importlib.import_module("rich")  # now and not after minutes of work
+    for package in ("jinja2", "matplotlib", "rich", "scipy"):  # now and not after minutes of work
+        importlib.import_module(package)
     device = pick_device(args.device)
+    if args.json.suffix in (".csv", ".html"):
+        raise UsageError(f"--json {args.json}: another file gets this name; use one in .json")
     check_file("--json", args.json)
     _models(args.model, [])  # now and not after minutes of work
     with _threads(args.threads):
         bench = _Bench(args, device)
         with terminated_like_interrupted():
             with suppress(KeyboardInterrupt):  # the report says by itself that it is incomplete
-                bench.measure_all()
+                with progress(Bar, bench.cases, TIMED) as bar:
+                    bench.measure_all(bar)
                 bench.add_models()
-            bench.show()
+            kernel_report.show(bench.report(), args.json)
     if not bench.complete:
         return INTERRUPTED
     return FAILED if any(row.problem and row.ours for row in bench.rows) else OK
@@ -141,7 +144,8 @@ class _Bench:
         if not self._plan:
             takes = [f"{op.name} has {', '.join(op.shapes)}" for op in OPS if op.name in ops]
             raise UsageError(f"--shapes {' '.join(wanted)}: not of --op ({'; '.join(takes)})")
-        self._options = {
+        self.cases = len(self._plan)
+        self._options: dict[str, Any] = {
             "op": ops,
             "shapes": wanted,
             "dtype": unique(args.dtype),
@@ -159,11 +163,12 @@ class _Bench:
         self._missing: dict[str, list[str]] = {}
         self._copy_gb_s: float | None = None
 
-    def measure_all(self) -> None:
+    def measure_all(self, bar: Bar) -> None:
         if self._device.type == "cuda":
             self._copy_gb_s = copy_gb_s(self._device, self._repeats)
         for number, (op, name, dtype) in enumerate(self._plan, 1):
-            print(f"{number}/{len(self._plan)}  {op.name}, {name}, {dtype}", file=sys.stderr)
+            case = f"{op.name}, {name}, {dtype}"
+            bar.doing(case)
             shapes = op.shapes[name](self._full)
             found = measure(op, name, shapes, dtype, self._device, self._repeats, self._copy_gb_s)
             for provider, package in found.missing.items():
@@ -171,6 +176,7 @@ class _Bench:
             self.rows += found.rows
             self.complete = number == len(self._plan)
             self._save()
+            bar.done(case)
 
     def add_models(self) -> None:
         """Say of our own rows what can be computed of a GPU that is not here."""
@@ -181,58 +187,18 @@ class _Bench:
             self.rows[number] = dataclasses.replace(self.rows[number], model=model)
         self._save()
 
-    def show(self) -> None:
-        to = console(150)
-        if not self.rows:
-            to.print("Interrupted before the first case was finished: nothing to show.")
-            return
-        here = self._environment
-        title = f"{here['device']['name']}, torch {here['versions']['torch']}, "
-        title += f"{here['threads']} thread{'s' * (here['threads'] > 1)}, {self._repeats} turns"
-        if self.rows[0].huge_pages:
-            title += f", {HUGE_PAGES}=1"
-        if self._copy_gb_s is not None:
-            title += f", copy {self._copy_gb_s:.0f} GB/s"
-        to.print(title, style="bold", markup=False)
-        if not self.complete:
-            to.print("INCOMPLETE: interrupted", style="bold red")
-        for key in unique((row.shapes, row.dtype) for row in self.rows):
-            to.print(table([row for row in self.rows if (row.shapes, row.dtype) == key]))
-        for line in self._notes():
-            to.print(line, markup=False, style="dim")
-        to.print(f"In {self._file}", markup=False)
-
-    def _notes(self) -> list[str]:
-        return [
-            *(
-                f"{row.op}, {row.provider}, {row.shapes}, {row.dtype}: {row.problem}"
-                for row in self.rows
-                if row.problem
-            ),
-            *(
-                f"{row.op}, {row.shapes}, {row.dtype}: no model: {row.model.problem}"
-                for row in self.rows
-                if row.model and row.model.problem
-            ),
-            *(
-                f"{package} is not installed (pip install --no-deps {package}); not timed: "
-                f"{', '.join(unique(names))}."
-                for package, names in self._missing.items()
-            ),
-            *(f"{name}: {note}." for name, note in self._how.items()),
-        ]
+    def report(self) -> Report:
+        return Report(
+            environment={**self._environment, "copy_gb_s": self._copy_gb_s},
+            options=self._options,
+            complete=self.complete,
+            missing={package: unique(names) for package, names in self._missing.items()},
+            notes=self._how,
+            rows=tuple(self.rows),
+        )
 
     def _save(self) -> None:
-        content = {
-            "format": FORMAT,
-            "environment": {**self._environment, "copy_gb_s": self._copy_gb_s},
-            "options": self._options,
-            "complete": self.complete,
-            "missing": {package: unique(names) for package, names in self._missing.items()},
-            "notes": self._how,
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-        }
-        save(content, self._file)
+        save(kernel_report.content(self.report()), self._file)
 
 
 def _models(target: str | None, asked: Sequence[Asked]) -> list[Model]:

@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from apex.bench.columns import three
 from apex.bench.looks import INK, Look, look
 from apex.bench.results import Report, Run
 from apex.bench.rows import Row, baseline_of, runs_of
-from apex.bench.table import Line, lines, short_problem, three
+from apex.bench.table import Line, lines, short_problem
 from apex.bench.verdict import Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
+    "MOST_WRITTEN",
     "VIEWS",
+    "Bar",
     "Source",
     "View",
     "batches_of",
+    "draw_bars",
     "draw_loss",
     "draw_scale",
     "draw_speed",
@@ -35,6 +39,7 @@ __all__ = [
 POINTS = 40  # of a loss curve: each is the mean of as many steps as it takes
 MACHINE_DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1, 1, 1)))
 MACHINE_HATCHES = ("", "///", "...", "xxx")
+MOST_WRITTEN = 24  # bars with their number beside them
 SHIFT = 0.05  # in powers of two: error bars of neighbours side by side
 
 
@@ -186,60 +191,79 @@ def _one_batch(axes: "Axes", sources: Sequence[Source], view: View, task: str) -
                     + (f"; ×: {view.ratio_is}" if view.ratio_is else ""))  # fmt: skip
 
 
+class Bar(NamedTuple):
+    """One speed relative to something."""
+
+    name: str
+    """In the legend; several bars may share one."""
+    speed: float
+    ends: tuple[float, float] | None
+    """Of the interval, where there is one."""
+    look: Look
+
+
 def draw_speed(
     axes: "Axes", groups: Sequence[tuple[str, Sequence[Line]]], *, named: bool = True
 ) -> None:
     """Draw bars from 1 to the speed relative to O0; whiskers are the verdicts' intervals."""
     labels = {line.row.label for _, of in groups for line in of}
-    place, ticks, shown = 0.0, [], set() if named else set(labels)
-    count = sum(has_speed(line) for _, of in groups for line in of)
     tasks = {line.row.task for _, of in groups for line in of}
+    bars = []
     for name, of in groups:
         for task, batch in dict.fromkeys((line.row.task, line.row.batch) for line in of):
-            bars = [x for x in of if (x.row.task, x.row.batch) == (task, batch) and has_speed(x)]
-            if not bars:
-                continue
-            ticks.append((
-                place + (len(bars) - 1) / 2,
-                "\n".join(filter(None, [plain(task, 18) if len(tasks) > 1 else "",
-                                        f"batch {batch}", plain(name, 16)])),
-            ))  # fmt: skip
-            for line in bars:
-                label = "" if line.row.label in shown else line.row.label
-                shown.add(line.row.label)
-                _speed_bar(axes, place, line, label, look(line.row.label, labels), count <= 24)
-                place += 1
-            place += 0.8
+            words = [plain(task, 18) if len(tasks) > 1 else "", f"batch {batch}", plain(name, 16)]
+            here = [x for x in of if (x.row.task, x.row.batch) == (task, batch)]
+            made = [bar for line in here if (bar := _bar_of(line, labels))]
+            bars.append(("\n".join(filter(None, words)), made))
+    draw_bars(axes, bars, named=named)
+    axes.set_ylabel("× the speed of O0 (95 % interval)")
+    of_task = f": {plain(next(iter(tasks)))}" if len(tasks) == 1 else ""
+    base = "O0 TF32 off" if "O0 TF32 off" in labels else "O0"
+    axes.set_title(f"Speed of a training step, {base} = 1{of_task}")
+
+
+def _bar_of(line: Line, labels: set[str]) -> Bar | None:
+    speed, known = line.speed, line.verdict.speed if line.verdict else None
+    if speed is None or not has_speed(line):
+        return None
+    ends = (known.low, known.high) if known else None
+    return Bar(line.row.label, speed, ends, look(line.row.label, labels))
+
+
+def draw_bars(
+    axes: "Axes", groups: Sequence[tuple[str, Sequence[Bar]]], *, named: bool = True
+) -> None:
+    """Draw groups of bars from 1 to a speed, with whiskers where there is an interval."""
+    place, ticks, shown = 0.0, [], set[str]()
+    count = sum(len(bars) for _, bars in groups)
+    for tick, bars in groups:
+        if not bars:
+            continue
+        ticks.append((place + (len(bars) - 1) / 2, tick))
+        for bar in bars:
+            hollow = bar.look.hollow
+            axes.bar(
+                place, bar.speed - 1, bottom=1, color=bar.look.colour, linewidth=0,
+                label=bar.name if named and bar.name not in shown else None,
+                hatch="//" if hollow else None, edgecolor="white" if hollow else None,
+            )  # fmt: skip
+            shown.add(bar.name)
+            low, high = bar.ends or (bar.speed, bar.speed)
+            if bar.ends:
+                away = [[max(0, bar.speed - low)], [max(0, high - bar.speed)]]
+                axes.errorbar(place, bar.speed, yerr=away, color="0.5", capsize=2)
+            if count <= MOST_WRITTEN:
+                below = bar.speed < 1
+                at = (place, low if below else high)
+                _write(axes, at, f"{bar.speed:.2f}", below=below, size=7.5)
+            place += 1
+        place += 0.8
     axes.axhline(1, color=INK, linewidth=1)
     _log_axis(axes, base=2)
     axes.set_xticks([x for x, _ in ticks], [name for _, name in ticks], fontsize=8.5)
     axes.tick_params(axis="x", length=0)
     axes.margins(y=0.15)
-    axes.set_ylabel("× the speed of O0 (95 % interval)")
-    of_task = f": {plain(next(iter(tasks)))}" if len(tasks) == 1 else ""
-    base = "O0 TF32 off" if "O0 TF32 off" in labels else "O0"
-    axes.set_title(f"Speed of a training step, {base} = 1{of_task}")
     _tidy(axes)
-
-
-def _speed_bar(
-    axes: "Axes", place: float, line: Line, label: str, found: Look, written: bool
-) -> None:
-    known = line.verdict.speed if line.verdict else None
-    speed = line.speed
-    if speed is None:
-        return
-    low, high = (known.low, known.high) if known else (speed, speed)
-    axes.bar(
-        place, speed - 1, bottom=1, color=found.colour, linewidth=0, label=label or None,
-        hatch="//" if found.hollow else None, edgecolor="white" if found.hollow else None,
-    )  # fmt: skip
-    if known:
-        axes.errorbar(place, speed, yerr=[[speed - low], [high - speed]], color="0.5", capsize=2)
-    if written:
-        below = speed < 1
-        at = (place, low if below else high)
-        _write(axes, at, f"{speed:.2f}", below=below, size=7.5)
 
 
 def has_speed(line: Line) -> bool:

@@ -98,7 +98,7 @@ def _load(
     if not report.runs:
         raise UsageError(f"{path}: there is no run of these --levels and --batch in it")
     try:
-        source(report)
+        source(report.environment)
         hash(report.plan)  # a list in place of a number or a name has no hash
         return report, verdicts(report)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

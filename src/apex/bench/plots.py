@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PANEL", "Source", "compare", "draw"]
+__all__ = ["PANEL", "Source", "compare", "draw", "new_figure", "save"]
 
 PANEL = (5.2, 3.7)  # inches: readable on a phone, where a page scales it down by a third
 
@@ -57,7 +57,7 @@ def draw(report: Report, verdicts: Sequence[Verdict], folder: Path) -> dict[str,
         "loss": partial(_curves, here[0], "Training loss", draw_loss, lambda run: run.losses),
         "scale": partial(_curves, here[0], "Loss scale", draw_scale, moving_scale),
     }
-    return _save(made, here, folder)
+    return save(made, folder, marks(report), source(report.environment))
 
 
 def compare(sources: Sequence[Source], folder: Path) -> dict[str, str]:
@@ -66,13 +66,25 @@ def compare(sources: Sequence[Source], folder: Path) -> dict[str, str]:
         "speed": partial(_speed, sources),
         **{name: partial(_view, sources, view) for name, view in VIEWS.items()},
     }
-    return _save(made, sources, folder)
+    said = list(dict.fromkeys(mark for s in sources for mark in marks(s.report)))
+    named = "\n".join(f"{s.name}: {source(s.report.environment)}" for s in sources)
+    return save(made, folder, said, named)
 
 
-def _save(
-    made: "dict[str, Callable[[], Figure | None]]", sources: Sequence[Source], folder: Path
+def save(
+    made: "dict[str, Callable[[], Figure | None]]", folder: Path, said: Sequence[str], below: str
 ) -> dict[str, str]:
-    """Write the files; a plot without numbers has none, and those of an earlier run go away."""
+    """Write the files; a plot without numbers has none, and those of an earlier run go away.
+
+    Args:
+        made: What makes the figure of each name.
+        folder: For the files.
+        said: Above each figure: what keeps its numbers from being a full result.
+        below: Below each figure: where its numbers are from.
+
+    Returns:
+        The SVG of each plot.
+    """
     svgs = {}
     for name, make in made.items():
         with _style(name):
@@ -81,7 +93,7 @@ def _save(
                 for suffix in ("png", "svg"):
                     (folder / f"{name}.{suffix}").unlink(missing_ok=True)
                 continue
-            _finish(figure, sources)
+            _finish(figure, " · ".join(said), below)
             figure.savefig(folder / f"{name}.png", dpi=150)
             figure.set_layout_engine("none")  # what it has found for the PNG stays: twice as fast
             text = io.StringIO()
@@ -115,13 +127,12 @@ def _style(salt: str) -> Iterator[None]:
         yield
 
 
-def _finish(figure: "Figure", sources: Sequence[Source]) -> None:
+def _finish(figure: "Figure", said: str, below: str) -> None:
     """Add what holds for the whole figure: legend, source, what is not complete."""
     by_name: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             by_name.setdefault(name, handle)
-    said = " · ".join(dict.fromkeys(mark for s in sources for mark in marks(s.report)))
     if by_name:  # its title, as matplotlib would draw a title of the figure on top of it
         figure.legend(
             list(by_name.values()), list(by_name), loc="outside upper center", frameon=False,
@@ -130,8 +141,7 @@ def _finish(figure: "Figure", sources: Sequence[Source]) -> None:
         )  # fmt: skip
     elif said:
         figure.suptitle(said, fontsize=9.5, fontweight="bold")
-    named = [f"{s.name}: {source(s.report)}" if s.name else source(s.report) for s in sources]
-    figure.supxlabel(plain("\n".join(named), 400), fontsize=7.5, alpha=0.75)
+    figure.supxlabel(plain(below, 400), fontsize=7.5, alpha=0.75)
 
 
 def _legend_columns(names: Sequence[str], inches: float) -> int:
@@ -144,9 +154,10 @@ def _legend_columns(names: Sequence[str], inches: float) -> int:
     return 1
 
 
-def _panels(
+def new_figure(
     count: int, columns: int | None = None, width: float = PANEL[0]
 ) -> "tuple[Figure, list[Axes]]":
+    """Make a figure with so many panels, each ``width`` inches wide."""
     from matplotlib.figure import Figure
 
     columns = columns or (count if count < 3 else 2 if count == 4 else 3)
@@ -170,7 +181,7 @@ def _overview(sources: Sequence[Source]) -> "Figure | None":
     if not timed:
         return None
     task = timed[0]
-    figure, panels = _panels(4, 2)
+    figure, panels = new_figure(4, 2)
     # Where the other panels have lines, the legend is theirs: the same colours.
     mine = [line for line in first.lines if line.row.task == task]
     draw_speed(panels[0], [("", mine)], named=len(batches_of(sources, task)) == 1)
@@ -186,7 +197,7 @@ def _view(sources: Sequence[Source], view: View) -> "Figure | None":
     if not tasks:
         return None
     bars = [len(series_of(sources, t)) for t in tasks if len(batches_of(sources, t)) == 1]
-    figure, panels = _panels(len(tasks), width=max(PANEL[0], 0.62 * max(bars, default=0)))
+    figure, panels = new_figure(len(tasks), width=max(PANEL[0], 0.62 * max(bars, default=0)))
     for axes, task in zip(panels, tasks, strict=True):
         draw_view(axes, sources, view, task)
     return figure
@@ -199,7 +210,7 @@ def _speed(sources: Sequence[Source]) -> "Figure | None":
     if not bars:
         return None
     count = len({(name, x.row.task, x.row.batch) for name, of in groups for x in of})
-    figure, [axes] = _panels(1, width=max(PANEL[0], 1.5 + 0.24 * bars, 1.0 + 0.8 * count))
+    figure, [axes] = new_figure(1, width=max(PANEL[0], 1.5 + 0.24 * bars, 1.0 + 0.8 * count))
     draw_speed(axes, groups)
     return figure
 
@@ -214,7 +225,7 @@ def _curves(
     keys = dict.fromkeys((r.cell.task, r.cell.batch) for r in of.report.runs if values(r))
     if not keys:
         return None
-    figure, panels = _panels(len(keys))
+    figure, panels = new_figure(len(keys))
     for axes, (task, batch) in zip(panels, keys, strict=True):
         drawing(axes, of.report, [row for row in of.rows(task) if row.batch == batch])
         axes.set_title(f"{title}: {plain(task)}, batch size {batch}")

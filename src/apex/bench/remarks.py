@@ -15,11 +15,10 @@ SHARED = (
 TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
-def source(report: Report) -> str:
+def source(environment: dict[str, Any]) -> str:
     """Say in one line what machine and versions the numbers are from."""
-    here = report.environment
-    versions = here["versions"]
-    return f"{here['device']['name']}, torch {versions['torch']}, apex {versions['apex']}"
+    versions = environment["versions"]
+    return f"{environment['device']['name']}, torch {versions['torch']}, apex {versions['apex']}"
 
 
 def marks(report: Report) -> list[str]:

@@ -6,18 +6,14 @@ the ``bench`` extra and are imported where they are used.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from apex.bench import page, plots
+from apex.bench.columns import fitted, write_csv
 from apex.bench.console import console
 from apex.bench.remarks import largest_said, marks, notices, problems, source
 from apex.bench.results import Report
-from apex.bench.table import COLUMNS, Column, Line, filled, lines, write_csv, write_runs_csv
+from apex.bench.table import COLUMNS, lines, write_runs_csv
 from apex.bench.verdict import Verdict
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 __all__ = ["show", "write_all"]
 
@@ -42,7 +38,7 @@ def show(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
     no_room: dict[str, None] = {}
     for task, batch in dict.fromkeys((line.row.task, line.row.batch) for line in made):
         here = [line for line in made if (line.row.task, line.row.batch) == (task, batch)]
-        table, left_out = _fitted(here, to)
+        table, left_out = fitted(COLUMNS, here, to)
         to.print(f"\n{task}, batch size {batch}", style="bold", markup=False)
         to.print(table)
         no_room |= dict.fromkeys(left_out)
@@ -62,7 +58,7 @@ def show(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
 
 def write_all(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
     """Write everything that is made from a report: the page, CSV files, plots."""
-    write_csv(lines(report, verdicts), folder / "results.csv")
+    write_csv(COLUMNS, lines(report, verdicts), folder / "results.csv")
     write_runs_csv(report, folder / "runs.csv")
     svgs = plots.draw(report, verdicts, folder)
     page.write(report, verdicts, svgs, folder / "report.html")
@@ -81,7 +77,7 @@ def _title(report: Report) -> list[str]:
         ordered = sorted(values, key=str)
         return f"{name}s {', '.join(map(str, ordered))}" if ordered[1:] else f"{name} {ordered[0]}"
 
-    said = [source(report)]
+    said = [source(report.environment)]
     if report.plan:
         seeds = len({cell.seed for cell in report.plan})
         said += [
@@ -89,42 +85,3 @@ def _title(report: Report) -> list[str]:
             f"{seeds} seed" if seeds == 1 else f"{seeds} seeds (mean ± standard deviation)",
         ]
     return [", ".join(said), *marks(report)]
-
-
-def _fitted(of: Sequence[Line], to: "Console") -> "tuple[Table, list[str]]":
-    """Make a table that fits the console, and name the columns that had to be left out."""
-    columns = filled([column for column in COLUMNS if not column.group], of)
-    unlimited = to.options.update(max_width=1000)
-    left_out: list[str] = []
-    for narrow in (False, True):
-        table = _table(of, columns, narrow=narrow)
-        if to.measure(table, options=unlimited).maximum <= to.width:
-            return table, left_out
-    while to.measure(table, options=unlimited).maximum > to.width:
-        least = max(columns, key=lambda column: column.drop)
-        if not least.drop:
-            break
-        columns.remove(least)
-        left_out.append(least.heading.replace("\n", " "))
-        table = _table(of, columns, narrow=True)
-    return table, left_out
-
-
-def _table(of: Sequence[Line], columns: Sequence[Column], *, narrow: bool) -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    padding = (0, 1 if narrow else 2, 0, 0)
-    table = Table(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
-    for column in columns:
-        justify: Literal["left", "right"] = "left" if column.left else "right"
-        last = column.heading == "problem"
-        table.add_column(
-            column.heading, justify=justify, vertical="bottom", no_wrap=not last, overflow="fold"
-        )
-    for line in of:
-        cells = [column.text(line) for column in columns]
-        if narrow:
-            cells = [cell.replace(" ± ", "±") for cell in cells]
-        table.add_row(*cells)
-    return table

@@ -1,35 +1,17 @@
-"""The columns of a report, one list for the terminal, the CSV files and the HTML page.
+"""The columns of `apex bench`'s report, and its CSV files."""
 
-A column knows its heading, its text for people, and its plain numbers for CSV. A column in which
-nothing was measured is left out of the tables that people read; `absent` says why it may be so.
-"""
-
-import csv
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from apex.bench.columns import Column, Value, span, three, write_records
 from apex.bench.console import NOTHING, number
 from apex.bench.results import Report, Run, percentile
 from apex.bench.rows import Row, Spread, baseline_of, rows
 from apex.bench.verdict import Verdict
 
-__all__ = [
-    "COLUMNS",
-    "Column",
-    "Line",
-    "filled",
-    "lines",
-    "run_fields",
-    "short_problem",
-    "three",
-    "write_csv",
-    "write_runs_csv",
-]
-
-Value = str | float | int | None
+__all__ = ["COLUMNS", "Line", "lines", "run_fields", "short_problem", "write_runs_csv"]
 
 
 class Line(NamedTuple):
@@ -45,25 +27,6 @@ class Line(NamedTuple):
         return self.row.speed if known is None else known.value
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a table."""
-
-    heading: str
-    """With line breaks for the terminal."""
-    text: Callable[[Line], str]
-    numbers: dict[str, Callable[[Line], Value]]
-    """Heading in the CSV, with the unit, to the number; a page sorts by the first."""
-    meaning: str = ""
-    absent: str = ""
-    """Why the number may be missing."""
-    drop: int = 0
-    """A narrow terminal leaves columns out, the highest first; 0 stays."""
-    left: bool = False
-    group: bool = False
-    """Named in the title of a terminal's table."""
-
-
 def lines(report: Report, verdicts: Sequence[Verdict]) -> list[Line]:
     """Put each row beside its verdict against O0."""
     found = {(v.task, v.batch, v.label, v.against): v for v in verdicts}
@@ -75,27 +38,9 @@ def lines(report: Report, verdicts: Sequence[Verdict]) -> list[Line]:
     ]
 
 
-def filled(columns: Sequence[Column], of: Sequence[Line]) -> list[Column]:
-    """Leave out the columns without any value."""
-    return [column for column in columns if any(column.text(x) not in ("", NOTHING) for x in of)]
-
-
-def three(value: float | None) -> str:
-    """Show at least three digits, and no more decimals than they need."""
-    if value is None:
-        return NOTHING
-    if abs(value) < 1:
-        return f"{value:.3g}"
-    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
-
-
 def short_problem(row: Row) -> str:
     """Give the kind of a row's problem without the text of the error."""
     return (row.problem or "").partition(":")[0]
-
-
-def _range(low: float | None, high: float | None) -> str:
-    return NOTHING if low is None or high is None else f"{three(low)}–{three(high)}"
 
 
 def _spread(value: Spread | None, spec: str) -> str:
@@ -142,7 +87,7 @@ GPU_ONLY = "measured on a GPU only, where the host and the device work side by s
 WHOLE_RUNS = "no run of the row came to its end"
 CEILING = "needs a ceiling measured in the same run and a count of the step's work"
 
-COLUMNS = (
+COLUMNS: tuple[Column[Line], ...] = (
     Column("task", _of("task"), {"task": _of("task")}, left=True, group=True),
     Column(
         "batch", lambda x: str(x.row.batch), {"batch_size": _of("batch")},
@@ -161,7 +106,7 @@ COLUMNS = (
         "median over the steps after the warm-up, all seeds together", WHOLE_RUNS,
     ),
     Column(
-        "p10–p90", lambda x: _range(x.row.ms_p10, x.row.ms_p90),
+        "p10–p90", lambda x: span(x.row.ms_p10, x.row.ms_p90),
         {"step_p10_ms": _of("ms_p10"), "step_p90_ms": _of("ms_p90")},
         "tenth and ninetieth percentile of the same steps, in ms", WHOLE_RUNS, drop=4,
     ),
@@ -267,12 +212,6 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def write_csv(of: Sequence[Line], path: Path) -> None:
-    """Write one line per row: plain numbers, nothing where nothing was measured."""
-    heads = {name: value for column in COLUMNS for name, value in column.numbers.items()}
-    _write([{name: value(line) for name, value in heads.items()} for line in of], path)
-
-
 def run_fields(run: Run) -> dict[str, Value]:
     """Give the numbers of one run: its cell, and one value for each thing measured."""
     return {
@@ -297,11 +236,4 @@ def run_fields(run: Run) -> dict[str, Value]:
 
 def write_runs_csv(report: Report, path: Path) -> None:
     """Write one line per run."""
-    _write([run_fields(run) for run in report.runs], path)
-
-
-def _write(records: Sequence[dict[str, Value]], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(records[0]) if records else [])
-        writer.writeheader()
-        writer.writerows(records)
+    write_records([run_fields(run) for run in report.runs], path)
