@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
+LEAST = 12  # places for bars: one of two would be as wide as the plot otherwise
+
 
 def draw(
     report: Report, folder: Path, stem: str, said: Sequence[str], below: str
@@ -60,6 +62,7 @@ def _figure(rows: Sequence[Row]) -> "Figure | None":
     figure, found = new_figure(len(panels), 1, max(PANEL[0], 1.0 + 0.3 * most))
     for axes, groups in zip(found, panels, strict=True):
         draw_bars(axes, groups)
+        axes.set_xlim(-1, max(most, LEAST))  # bars as wide in each panel
         axes.set_ylabel("× the provider's speed (95 % interval)")
     found[0].set_title(f"Our speed, the provider's = 1: {rows[0].shapes}, {rows[0].dtype}")
     return figure
