@@ -115,7 +115,7 @@ def test_tables_fit_the_terminal(columns, tmp_path, capsys, monkeypatch):
     assert max(map(len, shown.splitlines())) <= columns
     for part in ("tiny: 1,000 tensors, 50,500 elements, float32", "0.50×", "8.00"):
         assert part in " ".join(shown.split())
-    assert ("No room" in shown) == (columns < 250)
+    assert ("Columns left out" in shown) == (columns < 250)
     assert ("4 / SM" in shown) == (columns == 250)  # dropped before the interval
     assert ("0.45–0.55" in shown) == (columns > 60)
     for part in ("adam, tiny, float32, torch foreach: RuntimeError: not today.", "timm: not inst"):

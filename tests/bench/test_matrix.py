@@ -36,6 +36,22 @@ def bench(out, task, *options):
     return main(["bench", *words, *options])
 
 
+def slow(tmp_path):
+    """The command line of three trainings of a second each."""
+    words = [
+        "bench",
+        "--task",
+        f"{TASKS}:slow",
+        "--device",
+        "cpu",
+        "--levels",
+        "O0",
+        "--batch",
+        "8",
+    ]
+    return [*words, "--seeds", "3", "--epochs", "1", "--out", str(tmp_path / "out")]
+
+
 def read(out):
     return results.read(out / "results.json")
 
@@ -79,19 +95,8 @@ def test_quick_cells_of_a_level_share_a_process(tmp_path, log):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log):
-    words = [
-        "bench",
-        "--task",
-        f"{TASKS}:slow",
-        "--device",
-        "cpu",
-        "--levels",
-        "O0",
-        "--seeds",
-        "3",
-    ]
-    words += ["--batch", "8", "--epochs", "1", "--out", str(tmp_path / "out")]
+def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log, capsys):
+    words = slow(tmp_path)
     process = subprocess.Popen([sys.executable, "-m", "apex", *words], env=dict(os.environ))
     cells = tmp_path / "out" / "cells"
     wait(lambda: cells.is_dir() and len(list(cells.glob("*.json"))) == 1)
@@ -101,25 +106,18 @@ def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log):
     wait(lambda: not any(alive(pid) for pid in processes(log)))
     assert len(list(cells.glob("*.json"))) == 1
     log.write_text("")
+    capsys.readouterr()
     assert main(words) == 0
+    kept = [line for line in capsys.readouterr().err.splitlines() if "kept from" in line]
+    assert len(kept) == 1
+    assert kept[0].startswith("1/3")
     assert len(read(tmp_path / "out").runs) == 3
     assert len(processes(log)) == 2  # the first was kept
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sends SIGINT to a group of processes")
 def test_ctrl_c_leaves_a_partial_report(tmp_path, log):
-    words = [
-        "bench",
-        "--task",
-        f"{TASKS}:slow",
-        "--device",
-        "cpu",
-        "--levels",
-        "O0",
-        "--seeds",
-        "3",
-    ]
-    words += ["--batch", "8", "--epochs", "1", "--out", str(tmp_path / "out")]
+    words = slow(tmp_path)
     process = subprocess.Popen(
         [sys.executable, "-m", "apex", *words],
         env=dict(os.environ),
@@ -265,6 +263,7 @@ def test_a_full_disk_is_one_line(tmp_path, log, capsys, monkeypatch):
         (["--tf32", "both", "--device", "cpu"], "TF32"),
         (["--lr", "-1"], "--lr"),
         (["--memory-limit", "2"], "--memory-limit"),
+        (["--memory-limit", "2GiB"], "--memory-limit"),
         (["--seeds", "0"], "--seeds"),
         (["--optimizer", "none"], "none"),
         (["--device", "cuda:99"], "cuda:99"),

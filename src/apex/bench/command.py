@@ -159,6 +159,8 @@ class _Bench:
         self.searched = MAX not in args.batch
         if not self.searched and self._limit is None and device.type == "cpu":
             raise UsageError("--batch max: needs --memory-limit on a CPU, for instance 2GiB")
+        if self.searched and self._limit is not None:
+            raise UsageError("--memory-limit: is for --batch max alone")
         levels = _levels(args.levels, args.tf32, device)
         described = [_described(name, args, self._options) for name in unique(args.task)]
         for task, loads in described:

@@ -37,7 +37,7 @@ def show(report: Report, file: Path) -> None:
         to.print(f"\n{title(rows)}", style="italic", markup=False)
         to.print(table)
         if left_out:
-            said = f"No room here for {', '.join(left_out)}: {file.stem}.csv has them."
+            said = f"Columns left out, too wide: {', '.join(left_out)} ({file.stem}.csv has all)."
             to.print(said, style="dim", markup=False)
     for where, said in (*_problems(report), *report.notes.items()):
         to.print(f"{where}: {said.rstrip('.')}.", markup=False, style="dim")

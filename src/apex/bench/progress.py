@@ -48,14 +48,19 @@ class Bar:
 class Trainings(Bar):
     """Of cells, and of searches for the largest batch."""
 
+    _trained: Cell | None = None
+    """The last cell that was begun."""
+
     def begun(self, cell: Cell) -> None:
         """A cell is trained now."""
+        self._trained = cell
         self.doing(name_of(cell))
 
     def ended(self, run: Run) -> None:
         """A cell is over, well or not, or was finished before."""
         accuracy = f", {run.accuracy[-1]:.2f} % right" if run.accuracy else ""
-        self.done(f"{name_of(run.cell)}: {run.error or run.status}{accuracy}")
+        kept = "" if run.cell == self._trained else " (kept from an earlier run)"
+        self.done(f"{name_of(run.cell)}: {run.error or run.status}{accuracy}{kept}")
 
     def tried(self, cell: Cell, batch: int) -> None:
         """A batch size is tried for ``--batch max``."""

@@ -35,21 +35,21 @@ def show(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
     for line in _title(report):
         to.print(line, style="bold", markup=False)
     made = lines(report, verdicts)
-    no_room: dict[str, None] = {}
+    left_out_of_all: dict[str, None] = {}
     for task, batch in dict.fromkeys((line.row.task, line.row.batch) for line in made):
         here = [line for line in made if (line.row.task, line.row.batch) == (task, batch)]
         table, left_out = fitted(COLUMNS, here, to)
         to.print(f"\n{task}, batch size {batch}", style="bold", markup=False)
         to.print(table)
-        no_room |= dict.fromkeys(left_out)
+        left_out_of_all |= dict.fromkeys(left_out)
         for verdict in verdicts:
             if (verdict.task, verdict.batch) == (task, batch):
                 to.print(f"- {verdict.sentence}", markup=False)
     to.print()
     for line in _remarks(report):
         to.print(line, markup=False)
-    if no_room:
-        said = f"No room here for {', '.join(no_room)}: results.csv has them."
+    if left_out_of_all:
+        said = f"Columns left out, too wide: {', '.join(left_out_of_all)} (results.csv has all)."
         to.print(said, style="dim", markup=False)
     write_all(report, verdicts, folder)
     said = "All of it, with plots and how it was measured:"
