@@ -252,3 +252,63 @@ def test_a_batch_to_try_has_as_many_samples_as_it_says(monkeypatch, name):
     else:
         assert (run.status, seen) == ("failed", [])
         assert {"constant": "twice as long", "raises": "no such size"}[name] in run.error
+
+
+class Noting(user_task.Regression):
+    """Notes the first weights, the seeds of its loader, and the outputs' dtype in evaluation."""
+
+    def __init__(self):
+        self.weights, self.seeds, self.dtypes = [], [], set()
+
+    def model(self):
+        model = super().model()
+        self.weights.append(model.weight.detach().clone())
+        return model
+
+    def loader(self, batch_size, seed):
+        self.seeds.append(seed)
+        return super().loader(batch_size, seed)
+
+    def accuracy(self, model):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        self.dtypes.add(model(torch.eye(user_task.FEATURES)).dtype)
+        return super().accuracy(model)
+
+
+def test_the_seed_decides_weights_and_order_and_each_epoch_has_its_own_order():
+    tasks = [Noting(), Noting(), Noting()]
+    for task, seed in zip(tasks, (3, 3, 4), strict=True):
+        train(task, seed=seed)
+    first, again, other = tasks
+    assert all(torch.equal(first.weights[0], weight) for weight in first.weights + again.weights)
+    assert not torch.equal(first.weights[0], other.weights[0])
+    orders = [task.seeds[:2] for task in (first, other)]  # then come measurements apart
+    assert len({seed for order in orders for seed in order}) == 4
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O0", FULL), ("O4", BF16), ("native-bf16", BF16)])
+def test_accuracy_is_that_of_the_level(level, dtype):
+    task = Noting()
+    assert train(task, level=level).accuracy
+    assert task.dtypes == {dtype}
+
+
+def test_weights_that_are_not_finite_after_the_last_step_are_a_divergence():
+    class Last(user_task.Regression):
+        def loader(self, batch_size, seed):
+            return [torch.ones(batch_size, user_task.FEATURES)]
+
+        def loss(self, model, batch):  # 0, and its gradient is nan
+            return (model(batch) * 0).float().abs().sqrt().sum()
+
+    run = train(Last(), epochs=1)
+    assert run.losses == (0.0,)
+    assert run.status == "diverged"
+
+
+@pytest.mark.parametrize(("epochs", "left_out"), [(2, 8), (3, 10)])  # of 8 steps each
+def test_the_first_steps_do_not_count(epochs, left_out):
+    run = train(user_task.Regression(), epochs=epochs)
+    assert run.warm_up == left_out
+    assert len(run.counted_ms) == 8 * epochs - left_out
