@@ -161,16 +161,17 @@ def test_what_goes_wrong_in_a_cell_is_recorded_and_the_rest_goes_on(tmp_path, lo
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory can be limited on Linux and GPUs")
 def test_the_largest_batch_that_fits(tmp_path, log, capsys):
-    options = ("--levels", "O0", "--batch", "max", "--memory-limit", "100MiB", "--seeds", "1")
+    options = ("--levels", "O0", "--batch", "max", "--memory-limit", "400MiB", "--seeds", "1")
     words = ["--task", f"{TASKS}:wide", "--device", "cpu", "--out", str(tmp_path)]
     assert main(["bench", *words, *options]) == 0
     (found,) = read(tmp_path).largest
-    assert found["limit_bytes"] == 100 * 2**20
+    assert found["limit_bytes"] == 400 * 2**20
     assert found["error"] is None
     # The product, its exponential and their gradients: two to four MiB a sample.
-    assert 25 <= found["batch"] <= 50
+    # What torch loads in the try itself, tens of MiB at times, is in the limit too.
+    assert 90 <= found["batch"] <= 210
     said = " ".join(capsys.readouterr().out.split())
-    assert f"the largest batch that fits into 100 MiB is {found['batch']}." in said
+    assert f"the largest batch that fits into 400 MiB is {found['batch']}." in said
     assert "Largest batch that fits" in (tmp_path / "report.html").read_text()
 
 
