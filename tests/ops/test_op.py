@@ -34,6 +34,16 @@ IN_PIECES = op(
     "in_pieces(Tensor x) -> Tensor y", torch.clone, grads=("x",), kernel="", pieces=PIECES
 )
 
+# It keeps the result alone. The kernel's gradient has a factor of 3, which the definition has not.
+FROM_RESULT = op(
+    "from_result(Tensor x) -> Tensor y",
+    torch.exp,
+    grads=("x",),
+    least=1,
+    saves=("y",),
+    gradient=lambda dy, y: [dy * y],
+)
+
 # Its kernel subtracts where the definition adds, and takes what is contiguous.
 IF_DENSE = op(
     "if_dense(Tensor x) -> Tensor y",
@@ -60,6 +70,22 @@ def test_a_gradient_that_the_kernel_lacks(path):
     PRODUCT(x, factor).sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 5) @ factor.t())
     assert torch.equal(factor.grad, x.t() @ torch.ones(3, 5))
+
+
+def test_an_operation_that_saves_its_result_alone(path, monkeypatch):
+    """The kernel's gradient; gradients of gradients are those of the definition of the gradient."""
+    kernels = types.SimpleNamespace(
+        allocate=torch.empty_like, forward=torch.exp, backward=lambda dy, needs, y: [3 * dy * y]
+    )
+    monkeypatch.setitem(sys.modules, "apex.kernels.from_result", kernels)
+    x = torch.randn(4, requires_grad=True)
+    factor = 3 if path == "triton" else 1
+    (grad,) = torch.autograd.grad(FROM_RESULT(x).sum(), x)
+    assert torch.equal(grad, factor * x.exp())
+    for call in (FROM_RESULT, FROM_RESULT.operator):
+        (grad,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        assert torch.equal(grad, x.exp())
+        assert torch.equal(torch.autograd.grad(grad.sum(), x)[0], factor * x.exp())  # through y
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -53,9 +53,12 @@ class op:  # lower case, like torch.autocast: used as a function
         least: Elements of the first argument from which on an eager call on a GPU takes the kernel.
         kernel: Name of the kernel file, if it is not the operation's; "" if there is none.
         saves: Names of the tensors that are saved for the backward: arguments, or results. By
-            default all arguments and all results but ``y``. If an argument in ``grads`` is not
-            among them, its gradient is like ``y``, of the dtype that the last argument,
-            ``<name>_dtype``, says to the backward alone; and there are no gradients of gradients.
+            default all arguments and all results but ``y``. The gradient of an argument that is
+            in ``grads`` and not among them is like ``y``; where its dtype may differ, the last
+            argument, ``<name>_dtype``, says it to the backward alone.
+        gradient: ``gradient(dy, **saved) -> [...]`` in PyTorch functions, in the order of
+            ``grads``: the definition of the backward, for operations that save less than their
+            arguments. Gradients of gradients are those of it; without it such operations have none.
         pieces: Forward and backward where no kernel runs, for calls of which ``pieces.pays(*args)``
             says that they are faster on a CPU; for all calls if there is no ``pays``, or if they
             need them (see ``saves``).
@@ -75,6 +78,7 @@ class op:  # lower case, like torch.autocast: used as a function
         least: int = _NEVER,
         kernel: str | None = None,
         saves: Sequence[str] | None = None,
+        gradient: Callable[..., Sequence[torch.Tensor | None]] | None = None,
         pieces: Any = None,
         autocast: Literal["half", "float", "leave"] = "leave",
         contiguous: bool = True,
@@ -82,6 +86,7 @@ class op:  # lower case, like torch.autocast: used as a function
     ) -> None:
         self.name, arguments, results = _parsed(schema)
         self.definition, self.grads, self.least, self.pieces = definition, grads, least, pieces
+        self.gradient = gradient
         self.autocast, self.contiguous, self.takes = autocast, contiguous, takes
         self._kernel_file = self.name if kernel is None else kernel
         self.names = list(arguments)
@@ -93,7 +98,7 @@ class op:  # lower case, like torch.autocast: used as a function
         self.saves = list(saves or [*self.tensors, *self.results[1:]])
         #: Whether every call needs the kernel or pieces.
         always = pieces is not None and not hasattr(pieces, "pays")
-        self.own_backward = always or not set(grads) <= set(self.saves)
+        self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
         self.operator = _define(schema, self.run, self._allocate)
         kinds = {**dict.fromkeys(self.results, "Tensor"), **arguments}
         rest = [*self.saves, *self.constants]
@@ -284,7 +289,7 @@ class op:  # lower case, like torch.autocast: used as a function
             if not need or (name in saved and saved[name] is None):
                 found.append(dy.new_empty(0))
             elif name not in saved:
-                found.append(dy.new_empty(dy.shape, dtype=saved[f"{name}_dtype"]))
+                found.append(dy.new_empty(dy.shape, dtype=saved.get(f"{name}_dtype")))
             elif self.contiguous:
                 found.append(saved[name].new_empty(saved[name].shape))
             else:
@@ -293,7 +298,9 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def _definition_gradients(
         self, dy: torch.Tensor, saved: dict[str, Any], wanted: Sequence[str]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, torch.Tensor | None]:
+        if self.gradient is not None:
+            return dict(zip(self.grads, self.gradient(dy, **saved), strict=True))
         if not set(self.tensors) <= set(saved):
             missing = ", ".join(name for name in self.tensors if name not in saved)
             raise RuntimeError(
