@@ -40,6 +40,7 @@ _PARTS = (
     "optimizers",
     "parallel",
     "reparameterization",
+    "transformer",
 )
 
 

@@ -9,10 +9,10 @@ The text of the table is in the error of each way to ask for a name:
 ======================================  ============================  =============================
 how                                     error                         who raises it
 ======================================  ============================  =============================
-``import apex.transformer``             ``ModuleNotFoundError``       :class:`MissingNames`
-``from apex.transformer import enums``  ``ModuleNotFoundError``       :class:`MissingNames`
-``from apex import transformer``        ``ImportError``, as Python's  :class:`MissingNames`
-``apex.transformer``                    ``AttributeError``            the package's ``__getattr__``
+``import apex.contrib.fmha``            ``ModuleNotFoundError``       :class:`MissingNames`
+``from apex.contrib.fmha import FMHA``  ``ModuleNotFoundError``       :class:`MissingNames`
+``from apex.contrib import fmha``       ``ImportError``, as Python's  :class:`MissingNames`
+``apex.contrib.fmha``                   ``AttributeError``            the package's ``__getattr__``
 ======================================  ============================  =============================
 
 Questions get Python's usual answers, because programs ask before they import: ``hasattr`` says
@@ -30,9 +30,11 @@ NOT_YET = {
     "apex.mlp.MlpFunction": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
     "apex.mlp.mlp": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
     "apex.mlp.mlp_function": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
-    "apex.transformer": "torch.nn.functional.softmax or "
-    "torch.nn.functional.scaled_dot_product_attention; for parallel models "
-    "torch.distributed.tensor.parallel and torch.distributed.pipelining",
+    "apex.transformer.context": "torch.distributed.tensor.experimental.context_parallel",
+    "apex.transformer.parallel_state": "torch.distributed.device_mesh.init_device_mesh",
+    "apex.transformer.pipeline_parallel": "torch.distributed.pipelining",
+    "apex.transformer.tensor_parallel": "torch.distributed.tensor.parallel",
+    "apex.transformer.testing": "torch.multiprocessing.spawn",
     "apex.contrib.bottleneck": "torch.nn.Conv2d and torch.nn.BatchNorm2d with torch.compile",
     "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and torch.nn.ReLU with torch.compile",
     "apex.contrib.cudnn_gbn": "torch.nn.SyncBatchNorm",
@@ -85,7 +87,7 @@ class MissingNames:
 
         Raises:
             ModuleNotFoundError: The name is imported; also by ``importlib.import_module``.
-            ImportError: The name is imported from its package: ``from apex import transformer``.
+            ImportError: The name is imported from its package: ``from apex.contrib import fmha``.
                 Python raises this very class there, and drops a ModuleNotFoundError with its text.
         """
         text = _explain(name)

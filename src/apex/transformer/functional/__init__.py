@@ -1,0 +1,3 @@
+"""Functions of attention layers: softmaxes with scale and mask, rotary position embeddings."""
+
+__all__: list[str] = []
