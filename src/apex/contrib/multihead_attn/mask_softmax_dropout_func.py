@@ -1,0 +1,67 @@
+"""Dropout of a masked softmax, for programs that compute attention scores themselves."""
+
+import torch
+import torch.nn.functional as F
+
+from apex.contrib.multihead_attn._masks import check_mask, join_masks
+from apex.ops._check import ArgumentError, check_tensors
+from apex.ops._dtypes import wide
+from apex.ops._scripted import left_to_python
+
+__all__ = ["fast_mask_softmax_dropout_func"]
+
+_NAME = "fast_mask_softmax_dropout_func"
+
+
+@left_to_python
+def fast_mask_softmax_dropout_func(
+    is_training: bool,
+    heads: int,
+    inputs: torch.Tensor,
+    pad_mask: torch.Tensor | None,
+    mask_additive: bool,
+    dropout_prob: float,
+) -> torch.Tensor:
+    """Compute ``dropout(softmax(inputs + mask))`` over the last dimension.
+
+    Composed of torch's functions; ``scaled_dot_product_attention`` never writes the scores at all.
+
+    Args:
+        is_training: Whether to drop anything.
+        heads: Number of heads.
+        inputs: Scores, ``(batch * heads, target, source)``.
+        pad_mask: ``(batch, source)``, bool or uint8, 1 where masked; or ``None``.
+        mask_additive: Whether ``pad_mask`` holds floating numbers to add instead.
+        dropout_prob: The share that is dropped.
+
+    Returns:
+        Shape and dtype of ``inputs``, under ``torch.autocast`` too. Computed in float32 (float64
+        for float64) and rounded once. Rows that are masked as a whole are 0.
+
+    Raises:
+        ArgumentError: A shape, dtype, device or number is not what it should be.
+
+    Example:
+        >>> scores, mask = torch.zeros(1, 1, 3), torch.tensor([[False, False, True]])
+        >>> fast_mask_softmax_dropout_func(False, 1, scores, mask, False, 0.1)
+        tensor([[[0.5000, 0.5000, 0.0000]]])
+    """
+    check_tensors(_NAME, {"inputs": inputs, "pad_mask": pad_mask}, floating=("inputs",))
+    if inputs.dim() != 3 or heads < 1 or inputs.shape[0] % heads:
+        raise ArgumentError(
+            f"{_NAME}: inputs has shape {list(inputs.shape)} and there are {heads} heads; pass "
+            "(batch * heads, target, source)."
+        )
+    if not 0.0 <= dropout_prob <= 1.0:
+        raise ArgumentError(f"{_NAME}: dropout_prob is {dropout_prob}; pass a number from 0 to 1.")
+    batch, source = inputs.shape[0] // heads, inputs.shape[2]
+    sizes = f"inputs has {batch} sequences of {heads} heads and {source} keys"
+    check_mask(_NAME, "pad_mask", pad_mask, mask_additive, (batch, source), sizes)
+    scores = inputs.to(wide(inputs)).view(batch, heads, *inputs.shape[1:])
+    mask, empty = join_masks(pad_mask, None, mask_additive, scores.dtype)
+    if mask is not None:
+        scores = scores + mask if mask_additive else scores.masked_fill(~mask, -torch.inf)
+    y = F.dropout(torch.softmax(scores, -1), dropout_prob, is_training)
+    if empty is not None:
+        y = y.masked_fill(empty, 0.0)
+    return y.view_as(inputs).to(inputs.dtype)
