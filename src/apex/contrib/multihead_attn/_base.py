@@ -140,7 +140,8 @@ def heads(x: torch.Tensor, num_heads: int, parts: int = 1) -> tuple[torch.Tensor
     Returns:
         As many as there are parts, ``(batch, num_heads, time, head_dim)``.
     """
-    x = x.view(*x.shape[:2], num_heads, parts, -1)
+    time, batch, size = x.shape
+    x = x.view(time, batch, num_heads, parts, size // (num_heads * parts))
     return x.permute(3, 1, 2, 0, 4).unbind(0)
 
 
