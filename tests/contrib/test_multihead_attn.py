@@ -423,6 +423,7 @@ X = torch.zeros(5, 3, 8)
         ({"query": X.to("meta")}, "key is on cpu and query on meta"),
         ({"key": None}, "key is a NoneType; pass a tensor"),
         ({"key": X[:, :2]}, r"key has shape \[5, 2, 8\].*Pass \[5, 3, 8\]"),
+        ({"value": X[:4]}, r"value has shape \[4, 3, 8\].*one tensor.*Pass \[5, 3, 8\]"),
         ({"key_padding_mask": torch.zeros(5, 3).bool()}, r"shape \[5, 3\].*Pass \[3, 5\]"),
         ({"key_padding_mask": torch.zeros(3, 5)}, "is torch.float32; pass torch.bool or"),
         ({"key_padding_mask": torch.ones(3, 5).long()}, "is torch.int64; pass torch.bool or"),
@@ -436,6 +437,13 @@ def test_refused_arguments(arguments, message):
     layer = EncdecMultiheadAttn(8, 2)
     with pytest.raises(ArgumentError, match=f"EncdecMultiheadAttn: .*{message}"):
         layer(**{"query": X, "key": X, "value": X, **arguments})
+
+
+def test_self_attention_refuses_another_sequence():
+    layer = SelfMultiheadAttn(8, 2)
+    assert torch.equal(layer(X, None, None)[0], layer(X, X, X)[0])
+    with pytest.raises(ArgumentError, match="key has shape.*one tensor, of shape"):
+        layer(X, X[:4], X[:4])
 
 
 def test_additive_mask_must_be_numbers():

@@ -113,19 +113,21 @@ def start(
     layer: MultiheadAttnBase,
     query: torch.Tensor,
     key: torch.Tensor,
+    unused: dict[str, torch.Tensor | None],
     key_padding_mask: torch.Tensor | None,
     need_weights: bool,
     attn_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Check the arguments of a forward; return what queries are projected from.
 
+    ``key`` is what keys and values are projected from, ``unused`` are the arguments that are not.
     A function, as are those below: in TorchScript a method that is left to Python finds no others.
 
     Raises:
         ArgumentError: An argument is not what it should be.
     """
     if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        _check(layer, query, key, key_padding_mask, need_weights, attn_mask)
+        _check(layer, query, key, unused, key_padding_mask, need_weights, attn_mask)
     if not layer.include_norm_add:
         return query
     weight, bias = layer.lyr_nrm_gamma_weights, layer.lyr_nrm_beta_weights
@@ -170,6 +172,7 @@ def _check(
     layer: MultiheadAttnBase,
     query: torch.Tensor,
     key: torch.Tensor,
+    unused: dict[str, torch.Tensor | None],
     key_padding_mask: torch.Tensor | None,
     need_weights: bool,
     attn_mask: torch.Tensor | None,
@@ -183,20 +186,23 @@ def _check(
             f"{name}: need_weights is True, but attention weights are never in memory. Pass False, "
             "or use torch.nn.MultiheadAttention, which returns them."
         )
-    for word, tensor in (("query", query), ("key", key)):
-        if tensor.dim() != 3 or tensor.shape[2] != layer.embed_dim:
+    for word, x in (("query", query), ("key", key)):
+        if x.dim() != 3 or x.shape[2] != layer.embed_dim:
             raise ArgumentError(
-                f"{name}: {word} has shape {list(tensor.shape)}; pass (time, batch, embed_dim) "
+                f"{name}: {word} has shape {list(x.shape)}; pass (time, batch, embed_dim) "
                 f"with embed_dim {layer.embed_dim}."
             )
-        if tensor.dtype != weight.dtype and not _runtime.autocasts(tensor.device.type):
+        if x.dtype != weight.dtype and not _runtime.autocasts(x.device.type):
             raise ArgumentError(
-                f"{name}: {word} is {tensor.dtype} and the weights are {weight.dtype}. Pass one "
+                f"{name}: {word} is {x.dtype} and the weights are {weight.dtype}. Pass one "
                 "dtype for all, or call the layer under torch.autocast."
             )
     (target, batch, _), source = query.shape, key.shape[0]
     sizes = f"query has {target} steps of {batch} sequences and key {source} steps"
     check_shape(name, "key", key, (source, batch, layer.embed_dim), sizes)
+    for word, tensor in unused.items():
+        reason = f"keys and values are made of one tensor, of shape {list(key.shape)}"
+        check_shape(name, word, tensor, tuple(key.shape), reason)
     for word, mask, additive, rows in (
         ("key_padding_mask", key_padding_mask, layer.mask_additive, batch),
         ("attn_mask", attn_mask, False, target),

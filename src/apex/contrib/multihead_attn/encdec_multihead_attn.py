@@ -19,16 +19,7 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
       head_dim), so that key and value of a head are neighbours.
     * The others as in :class:`~apex.contrib.multihead_attn.SelfMultiheadAttn`.
 
-    All options may be combined; the original had no kernels for some.
-
-    Args:
-        embed_dim: Size of the last dimension of query and key.
-        num_heads: Divides ``embed_dim``.
-        dropout: The share of attention weights that is dropped, and of the output's elements before
-            the residual is added, if there is one.
-        bias: Whether projections have biases.
-        include_norm_add: Layer norm of the query before, and the query as it was added after.
-        impl: ``"fast"`` or ``"default"``: names of the norm's parameters, nothing else.
+    Options, all of which may be combined, are those of that class.
 
     Raises:
         ArgumentError: An option is not what it should be.
@@ -76,8 +67,8 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
 
         Args:
             query: ``(target, batch, embed_dim)``.
-            key: ``(source, batch, embed_dim)``; keys and values are made of it.
-            value: Not looked at, as in the original.
+            key: ``(source, batch, embed_dim)``.
+            value: Not used, as in the original: values are made of ``key``. Of its shape, or None.
             key_padding_mask: ``(batch, source)``, bool or uint8, 1 where masked.
             need_weights: Must be False.
             attn_mask: ``(target, source)``, bool or uint8, 1 where masked. Joined with the other
@@ -90,7 +81,8 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
         Raises:
             ArgumentError: A shape, dtype or device is not what it should be.
         """
-        x = start(self, query, key, key_padding_mask, need_weights, attn_mask)
+        unused = {"value": value}
+        x = start(self, query, key, unused, key_padding_mask, need_weights, attn_mask)
         (q,) = heads(F.linear(x, self.in_proj_weight_q, self.in_proj_bias_q), self.num_heads)
         x = F.linear(key, self.in_proj_weight_kv, self.in_proj_bias_kv)
         k, v = heads(x, self.num_heads, 2)

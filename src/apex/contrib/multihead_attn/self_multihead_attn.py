@@ -90,8 +90,8 @@ class SelfMultiheadAttn(MultiheadAttnBase):
 
         Args:
             query: ``(time, batch, embed_dim)``.
-            key: Not looked at, as in the original.
-            value: Not looked at.
+            key: Not used, as in the original: keys are made of ``query``. Of its shape, or None.
+            value: The same.
             key_padding_mask: ``(batch, time)``: bool or uint8, 1 where masked, or floating numbers
                 with ``mask_additive``.
             need_weights: Must be False.
@@ -106,7 +106,8 @@ class SelfMultiheadAttn(MultiheadAttnBase):
         Raises:
             ArgumentError: A shape, dtype or device is not what it should be.
         """
-        x = start(self, query, query, key_padding_mask, need_weights, attn_mask)
+        unused = {"key": key, "value": value}
+        x = start(self, query, query, unused, key_padding_mask, need_weights, attn_mask)
         if self.separate_qkv_params:
             (q,) = heads(F.linear(x, self.q_weight, self.q_bias), self.num_heads)
             (k,) = heads(F.linear(x, self.k_weight, self.k_bias), self.num_heads)
