@@ -484,6 +484,7 @@ def test_softmax(kind, dtype):
         added = added.masked_fill(padding, -math.inf)
         e = e * added.exp().repeat_interleave(HEADS, 0)[:, None]
     exact = e / e.sum(-1, keepdim=True).clamp(min=1e-300)
+    assert y.dtype == dtype
     assert_one_rounding(y, exact.detach())
     dy = torch.randn_like(y)
     found, wanted = torch.autograd.grad(y, scores, dy), torch.autograd.grad(exact, scores, dy)
