@@ -415,7 +415,6 @@ X = torch.zeros(5, 3, 8)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"need_weights": True}, "need_weights is True.*Pass False"),
         ({"query": X[0]}, r"query has shape \[3, 8\]; pass \(time, batch, embed_dim\)"),
         ({"query": X[..., :4]}, "with embed_dim 8"),
         ({"query": X.double()}, "query is torch.float64 and the weights are torch.float32"),
@@ -520,3 +519,8 @@ def test_softmax_drops():
 def test_refused_by_the_softmax(arguments, message):
     with pytest.raises(ArgumentError, match=f"fast_mask_softmax_dropout_func: .*{message}"):
         fast_mask_softmax_dropout_func(True, *arguments)
+
+
+def test_weights_are_never_returned():
+    layer = SelfMultiheadAttn(8, 2)
+    assert layer(X, X, X, need_weights=True)[1] is None

@@ -115,7 +115,6 @@ def start(
     key: torch.Tensor,
     unused: dict[str, torch.Tensor | None],
     key_padding_mask: torch.Tensor | None,
-    need_weights: bool,
     attn_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Check the arguments of a forward; return what queries are projected from.
@@ -127,7 +126,7 @@ def start(
         ArgumentError: An argument is not what it should be.
     """
     if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        _check(layer, query, key, unused, key_padding_mask, need_weights, attn_mask)
+        _check(layer, query, key, unused, key_padding_mask, attn_mask)
     if not layer.include_norm_add:
         return query
     weight, bias = layer.lyr_nrm_gamma_weights, layer.lyr_nrm_beta_weights
@@ -174,18 +173,12 @@ def _check(
     key: torch.Tensor,
     unused: dict[str, torch.Tensor | None],
     key_padding_mask: torch.Tensor | None,
-    need_weights: bool,
     attn_mask: torch.Tensor | None,
 ) -> None:
     name, weight = type(layer).__name__, layer.out_proj_weight
     tensors = {"query": query, "key": key, "out_proj_weight": weight}
     masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
     check_tensors(name, {**tensors, **masks}, floating=tensors, required=tensors)
-    if need_weights:
-        raise ArgumentError(
-            f"{name}: need_weights is True, but attention weights are never in memory. Pass False, "
-            "or use torch.nn.MultiheadAttention, which returns them."
-        )
     for word, x in (("query", query), ("key", key)):
         if x.dim() != 3 or x.shape[2] != layer.embed_dim:
             raise ArgumentError(

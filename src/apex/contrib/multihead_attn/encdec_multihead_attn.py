@@ -70,7 +70,7 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
             key: ``(source, batch, embed_dim)``.
             value: Not used, as in the original: values are made of ``key``. Of its shape, or None.
             key_padding_mask: ``(batch, source)``, bool or uint8, 1 where masked.
-            need_weights: Must be False.
+            need_weights: Ignored, as in the original: the second result is ``None``.
             attn_mask: ``(target, source)``, bool or uint8, 1 where masked. Joined with the other
                 mask if both are given, which the original refused.
             is_training: Whether to drop anything. After ``eval()`` nothing is dropped either.
@@ -82,7 +82,7 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
             ArgumentError: A shape, dtype or device is not what it should be.
         """
         unused = {"value": value}
-        x = start(self, query, key, unused, key_padding_mask, need_weights, attn_mask)
+        x = start(self, query, key, unused, key_padding_mask, attn_mask)
         (q,) = heads(F.linear(x, self.in_proj_weight_q, self.in_proj_bias_q), self.num_heads)
         x = F.linear(key, self.in_proj_weight_kv, self.in_proj_bias_kv)
         k, v = heads(x, self.num_heads, 2)

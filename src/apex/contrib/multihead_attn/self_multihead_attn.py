@@ -94,7 +94,7 @@ class SelfMultiheadAttn(MultiheadAttnBase):
             value: The same.
             key_padding_mask: ``(batch, time)``: bool or uint8, 1 where masked, or floating numbers
                 with ``mask_additive``.
-            need_weights: Must be False.
+            need_weights: Ignored, as in the original: the second result is ``None``.
             attn_mask: ``(time, time)``, bool or uint8, 1 where masked. Joined with the other mask
                 if both are given, which the original refused.
             is_training: Whether to drop anything. After ``eval()`` nothing is dropped either.
@@ -107,7 +107,7 @@ class SelfMultiheadAttn(MultiheadAttnBase):
             ArgumentError: A shape, dtype or device is not what it should be.
         """
         unused = {"key": key, "value": value}
-        x = start(self, query, query, unused, key_padding_mask, need_weights, attn_mask)
+        x = start(self, query, query, unused, key_padding_mask, attn_mask)
         if self.separate_qkv_params:
             (q,) = heads(F.linear(x, self.q_weight, self.q_bias), self.num_heads)
             (k,) = heads(F.linear(x, self.k_weight, self.k_bias), self.num_heads)
