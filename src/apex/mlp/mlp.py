@@ -4,15 +4,13 @@ Products are PyTorch's; :mod:`apex.ops.dense` says why no kernel of ours is adde
 activations cost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from apex.ops import _runtime, _scripted, dense
+from apex.ops import _runtime, dense
 from apex.ops._check import ArgumentError
 
 __all__ = ["MLP", "MlpFunction", "mlp_function"]
@@ -56,7 +54,6 @@ class MlpFunction(torch.autograd.Function):
         return (None, None, shaped, *d_weights, *(d_biases if ctx.bias else ()))
 
 
-@_scripted.left_to_python
 def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tensor:
     """Apply dense layers with an activation after each, the last included.
 
