@@ -130,7 +130,7 @@ def test_torchscript():
     def caller(x: torch.Tensor, weight: torch.Tensor):
         return mlp_function(False, 1, x, weight)
 
-    with pytest.raises(RuntimeError, match=r"variable number of arguments(.|\n)*mlp_function"):
+    with pytest.raises(Exception, match=r"variable number of arguments(.|\n)*mlp_function"):
         torch.jit.script(caller)
 
 
