@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import apex.mlp
 from apex.mlp import MLP, MlpFunction, mlp_function
@@ -71,21 +72,33 @@ def test_dtype_and_device():
     assert MLP([4, 2], device="meta").weight_0.is_meta
 
 
-def test_one_output_a_layer_is_kept():
-    """ReLU and sigmoid overwrite the product, so that the backward has one tensor, not two."""
-    for activation in ("relu", "sigmoid"):
-        model, kept = MLP([64, 64, 64], activation=activation), set()
+class _Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
 
-        def keep(tensor, kept=kept):
-            kept.add(tensor.untyped_storage().data_ptr())
-            return tensor
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
-        known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        x = torch.randn(8, 64)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = model(x)
-        assert {x.data_ptr(), y.data_ptr()} < kept - known
-        assert len(kept - known) == 3  # the input, and what each layer gives
+
+@pytest.mark.parametrize("activation", ["relu", "sigmoid"])
+def test_activations_overwrite_the_product(activation):
+    """And the backward has one tensor for each layer."""
+    model, kept = MLP([64, 64, 64], activation=activation), set()
+
+    def keep(tensor):
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    x = torch.randn(2, 4, 64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Calls() as calls:
+        y = model(x)
+    kept -= {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert {x.data_ptr(), y.data_ptr()} < kept
+    assert len(kept) == 3  # the input, and what each layer gives
+    assert calls.names.count(f"{activation}_") == 2
+    assert activation not in calls.names
 
 
 def test_ensembles():

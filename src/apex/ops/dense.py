@@ -6,8 +6,10 @@ left moves the activations six times: read and written in the forward; ``y`` and
 activation and the bias gradient would save the last read: one pass of six, 17 %, and less of all
 bytes, because the products move them too. ``torch.compile`` fuses it.
 
-Memory: ReLU and sigmoid overwrite the product, since their gradient is a function of ``y`` alone
-(``y > 0`` and ``y * (1 - y)``), so one tensor for each layer is kept and not two. GELU keeps both.
+Memory: ReLU and sigmoid overwrite the product, since their gradients are functions of ``y`` alone
+(``y > 0`` and ``y * (1 - y)``): no second buffer while they run. For the backward, one tensor for
+each layer is kept. GELU's gradient is a function of its input, and the next layer's of its result:
+both are kept.
 
 Autocast: inputs and parameters are cast to its dtype, float64 excepted, and the output has it.
 """
