@@ -14,6 +14,7 @@ import torch
 
 import apex
 from apex.ops import dense
+from apex.ops import mlp as ops
 from apex.ops._check import check_shape, check_tensors
 
 __all__ = ["backward", "forward"]
@@ -26,8 +27,8 @@ def forward(
 ) -> list[torch.Tensor]:
     """Compute ``[output, reserved]``; ``reserved`` is for ``backward`` alone."""
     with dense.alone(inputs[0] if inputs else None):
-        x, weights, biases = dense.parts("mlp_cuda.forward", bool(use_bias), activation, inputs)
-        *hidden, y = dense.mlp(dense.rows(x), weights, biases, activation)
+        x, weights, biases = ops.parts("mlp_cuda.forward", bool(use_bias), activation, inputs)
+        *hidden, y = ops.outputs_of(dense.rows(x), weights, biases, activation)
         reserved = torch.cat([each.flatten() for each in hidden]) if hidden else x.new_empty(0)
         return [y.reshape(*x.shape[:-1], y.shape[1]), reserved]
 
@@ -43,7 +44,7 @@ def backward(
     """Compute the gradients of ``inputs``, in their order, from what ``forward`` returned."""
     name = "mlp_cuda.backward"
     with dense.alone(inputs[0] if inputs else None):
-        x, weights, biases = dense.parts(name, bool(use_bias), activation, inputs)
+        x, weights, biases = ops.parts(name, bool(use_bias), activation, inputs)
         y, reserved = fprop_outputs
         tensors = {"input": x, "grad_o": grad_o, "output": y, "reserved": reserved}
         check_tensors(name, tensors, floating=tensors, required=tensors)
@@ -55,8 +56,10 @@ def backward(
             check_shape(name, key, tensors[key], (*x.shape[:-1], len(weights[-1])), said)
         check_shape(name, "reserved", reserved, (sum(sizes),), said)
         hidden = [each.view(len(rows), -1) for each in torch.split(reserved, sizes)]
-        dx, d_weights, d_biases = dense.mlp_backward(
-            dense.rows(grad_o), rows, weights, [*hidden, dense.rows(y)], activation
+        needs = (True, [True] * len(weights), [bool(use_bias)] * len(weights))
+        outputs = [*hidden, dense.rows(y)]
+        dx, d_weights, d_biases = ops.backward(
+            dense.rows(grad_o), rows, weights, outputs, activation, needs
         )
         assert dx is not None
         return [dx.view(x.shape), *d_weights, *(d_biases if use_bias else ())]

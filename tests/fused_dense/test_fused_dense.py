@@ -10,11 +10,11 @@ from apex.fused_dense import FusedDense, FusedDenseFunc, FusedDenseGeluDense
 from apex.fused_dense.fused_dense import _dense_no_bias, _fused_dense, _fused_dense_gelu_dense
 
 MODULES = {
-    FusedDense: lambda: FusedDense(5, 3),
+    "FusedDense": lambda: FusedDense(5, 3),
     "no bias": lambda: FusedDense(5, 3, bias=False),
-    FusedDenseGeluDense: lambda: FusedDenseGeluDense(5, 7, 3),
+    "FusedDenseGeluDense": lambda: FusedDenseGeluDense(5, 7, 3),
 }
-each_module = pytest.mark.parametrize("make", MODULES.values(), ids=str)
+each_module = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 
 
 def test_initialised_as_torchs():

@@ -1,7 +1,6 @@
 """`MLP`: dense layers, an activation after each, on any device.
 
-Products are PyTorch's; :mod:`apex.ops.dense` says why no kernel of ours is added, and what the
-activations cost.
+Products are PyTorch's; :mod:`apex.ops.dense` says why no kernel of ours is added.
 """
 
 import math
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime, dense
+from apex.ops import mlp as ops
 from apex.ops._check import ArgumentError
 
 __all__ = ["MLP", "MlpFunction", "mlp_function"]
@@ -26,9 +26,9 @@ class MlpFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: bool, activation: int, *args: torch.Tensor) -> torch.Tensor:
         """Compute the output and save that of every layer."""
-        x, weights, biases = dense.parts("MlpFunction", bias, activation, args)
+        x, weights, biases = ops.parts("MlpFunction", bias, activation, args)
         ctx.bias, ctx.activation, ctx.dtype = bias, activation, dense.autocast_dtype(x)
-        outputs = dense.mlp(dense.rows(x), weights, biases, activation)
+        outputs = ops.outputs_of(dense.rows(x), weights, biases, activation)
         y = _shaped(outputs[-1], x)
         ctx.count = len(args)
         ctx.save_for_backward(*args, *outputs[:-1], y)
@@ -44,10 +44,10 @@ class MlpFunction(torch.autograd.Function):
             x, weights = dense.rows(args[0]), args[1 : n + 1]
             if dense.again():
                 biases = args[n + 1 :] if ctx.bias else [None] * n
-                outputs = dense.mlp(x, weights, biases, ctx.activation)
+                outputs = ops.outputs_of(x, weights, biases, ctx.activation)
             need_x, *need = ctx.needs_input_grad[2:]
             needs = (need_x, need[:n], need[n:] or [False] * n)
-            dx, d_weights, d_biases = dense.mlp_backward(
+            dx, d_weights, d_biases = ops.backward(
                 dense.rows(grad_o), x, weights, outputs, ctx.activation, needs
             )
         shaped = None if dx is None else dx.reshape(ctx.saved_tensors[0].shape)
@@ -75,10 +75,10 @@ def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tens
         >>> mlp_function(True, 1, x, weight, bias)
         tensor([[2., 0.]])
     """
-    x, weights, biases = dense.parts("mlp_function", bias, activation, args)
+    x, weights, biases = ops.parts("mlp_function", bias, activation, args)
     y = dense.rows(x)  # in place on a matrix: on a view autograd would copy gradients
     for weight, each in zip(weights, biases, strict=True):
-        y = dense.layer(y, weight, each, activation)
+        y = ops.layer(y, weight, each, activation)
     return _shaped(y, x)
 
 
@@ -113,8 +113,8 @@ class MLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in dense.ACTIVATIONS:
-            allowed = ", ".join(map(repr, dense.ACTIVATIONS))
+        if activation not in ops.ACTIVATIONS:
+            allowed = ", ".join(map(repr, ops.ACTIVATIONS))
             raise ArgumentError(f"MLP: activation is {activation!r}; allowed are {allowed}.")
         self.mlp_sizes = list(mlp_sizes)
         self.num_layers = len(self.mlp_sizes) - 1
@@ -123,7 +123,7 @@ class MLP(torch.nn.Module):
                 f"MLP: mlp_sizes is {self.mlp_sizes}; pass at least two sizes, input and output."
             )
         self.bias = bool(bias)
-        self.activation = dense.ACTIVATIONS.index(activation)  #: as `mlp_function` takes it
+        self.activation = ops.ACTIVATIONS.index(activation)  #: as `mlp_function` takes it
         for i, (before, after) in enumerate(zip(self.mlp_sizes, self.mlp_sizes[1:], strict=False)):
             weight = torch.empty(after, before, device=device, dtype=dtype)
             self.register_parameter(f"weight_{i}", torch.nn.Parameter(weight))
@@ -156,7 +156,7 @@ class MLP(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Show sizes, bias and activation in ``print(model)``."""
-        activation = dense.ACTIVATIONS[self.activation]
+        activation = ops.ACTIVATIONS[self.activation]
         return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={activation}"
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
