@@ -34,6 +34,7 @@ ALLOWED = {  # package -> other packages it may import
     **{name: {"ops"} for name in ABOVE_OPS},
     "contrib": {"ops", "optimizers", "normalization"},  # the same under older names
     "optimizers": {"fp16_utils", "ops"},  # FP16_Optimizer, under its name of 2019
+    "transformer": {"contrib", "normalization", "ops"},  # its norms are theirs, marked
     "parallel": {"amp", "ops"},  # the wrapper sends masters to all ranks
 }
 TRITON_PACKAGE = "kernels"

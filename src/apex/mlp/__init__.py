@@ -3,9 +3,10 @@
 import torch
 
 from apex._missing import explain_attributes
+from apex.mlp.mlp import MLP, MlpFunction, mlp_function
 from apex.ops import swiglu as _swiglu
 
-__all__ = ["swiglu"]
+__all__ = ["MLP", "MlpFunction", "mlp_function", "swiglu"]
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ from apex.ops import cross_entropy as rows_op
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._dtypes import Optional, wide
 from apex.ops._op import op
+from apex.ops.dense import add_product
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -152,22 +153,10 @@ def _computed(
         if needs[0]:
             torch.mm(slope, weight, out=dx[rows])
         if needs[1]:
-            _add_product(dweight, slope, x[rows])
+            add_product(dweight, slope, x[rows])
         if needs[2]:
             dbias.add_(slope.sum(0, dtype=dbias.dtype))
     return losses, new_lse, dx, dweight, dbias
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """``total += a.T @ b``: in float32 for 16 bits, to which a product would be rounded first."""
-    if a.dtype == total.dtype:
-        total.addmm_(a.t(), b)
-    elif a.is_cuda and not torch.version.hip:
-        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
-    else:
-        # No such product: a copy of the piece. In bfloat16 on a CPU with instructions for it the
-        # whole call takes 1.06 of PyTorch's time (2,048 rows, 32,768 classes), 0.68 with rounding.
-        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
 
 
 def _rows_forward(*args: Any) -> tuple[torch.Tensor, ...]:

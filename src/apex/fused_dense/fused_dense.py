@@ -1,0 +1,250 @@
+"""Dense layers as modules, as functions and as autograd functions that are called by ``.apply``.
+
+Products are PyTorch's; :mod:`apex.ops.dense` says why no kernel of ours is added. Parameters are
+initialised as those of ``torch.nn.Linear``, and inputs may have any rank; NVIDIA's left parameters
+uninitialised and took matrices alone.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn import Parameter
+
+from apex.ops import _runtime, dense
+from apex.ops._scripted import left_to_python
+
+__all__ = [
+    "DenseNoBiasFunc",
+    "FusedDense",
+    "FusedDenseFunc",
+    "FusedDenseGeluDense",
+    "FusedDenseGeluDenseFunc",
+]
+
+
+class FusedDenseFunc(torch.autograd.Function):
+    """``input @ weight.T + bias``, called by ``.apply``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the output."""
+        dense.check("FusedDenseFunc", input, {"weight": weight}, {"bias": bias})
+        ctx.dtype = dense.autocast_dtype(input)
+        ctx.save_for_backward(input, weight)
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        """Compute the gradients."""
+        return _linear_backward(ctx, grad_output, ctx.needs_input_grad)
+
+
+class DenseNoBiasFunc(torch.autograd.Function):
+    """``input @ weight.T``, called by ``.apply``."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Compute the output."""
+        dense.check("DenseNoBiasFunc", input, {"weight": weight}, {"bias": None})
+        ctx.dtype = dense.autocast_dtype(input)
+        ctx.save_for_backward(input, weight)
+        return F.linear(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        """Compute the gradients."""
+        return _linear_backward(ctx, grad_output, (*ctx.needs_input_grad, False))[:2]
+
+
+def _linear_backward(ctx: Any, dy: torch.Tensor, needs: Any) -> Any:
+    with _runtime.without_autocast(dy.device.type):
+        input, weight = dense.cast(ctx.dtype, *ctx.saved_tensors)
+        return dense.linear_backward(dy, input, weight, needs)
+
+
+class FusedDenseGeluDenseFunc(torch.autograd.Function):
+    """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``, called by ``.apply``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight1: torch.Tensor,
+        bias1: torch.Tensor,
+        weight2: torch.Tensor,
+        bias2: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the output, and save both sides of the GELU."""
+        args = (input, weight1, bias1, weight2, bias2)
+        _check_two("FusedDenseGeluDenseFunc", *args)
+        ctx.dtype = dense.autocast_dtype(input)
+        y, hidden, activated = dense.gelu_dense(*args)
+        ctx.save_for_backward(*args, hidden, activated)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        """Compute the gradients."""
+        *args, hidden, activated = ctx.saved_tensors
+        with _runtime.without_autocast(grad_output.device.type):
+            input, weight1, bias1, weight2, bias2 = dense.cast(ctx.dtype, *args)
+            if dense.again():
+                _, hidden, activated = dense.gelu_dense(input, weight1, bias1, weight2, bias2)
+            found = dense.gelu_dense_backward(
+                grad_output, input, weight1, weight2, hidden, activated, ctx.needs_input_grad
+            )
+        return tuple(found)
+
+
+def _check_two(
+    name: str,
+    input: torch.Tensor,
+    weight1: torch.Tensor,
+    bias1: torch.Tensor,
+    weight2: torch.Tensor,
+    bias2: torch.Tensor,
+) -> None:
+    weights, biases = {"weight1": weight1, "weight2": weight2}, {"bias1": bias1, "bias2": bias2}
+    dense.check(name, input, weights, biases)
+
+
+@left_to_python
+def _fused_dense(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``input @ weight.T + bias``."""
+    dense.check("FusedDense", input, {"weight": weight}, {"bias": bias})
+    return F.linear(input, weight, bias)
+
+
+@left_to_python
+def _dense_no_bias(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``input @ weight.T``."""
+    return _fused_dense(input, weight, None)
+
+
+@left_to_python
+def _fused_dense_gelu_dense(
+    input: torch.Tensor,
+    weight1: torch.Tensor,
+    bias1: torch.Tensor,
+    weight2: torch.Tensor,
+    bias2: torch.Tensor,
+) -> torch.Tensor:
+    """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``."""
+    _check_two("FusedDenseGeluDense", input, weight1, bias1, weight2, bias2)
+    activated = F.gelu(F.linear(input, weight1, bias1), approximate="tanh")
+    return F.linear(activated, weight2, bias2)
+
+
+class FusedDense(torch.nn.Linear):
+    """A dense layer: `torch.nn.Linear` under its name in Apex.
+
+    Args:
+        in_features: Of the last dimension of the input.
+        out_features: Of the last dimension of the output.
+        bias: Whether there is a bias.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Example:
+        >>> FusedDense(4, 2)(torch.randn(3, 5, 4)).shape
+        torch.Size([3, 5, 2])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map ``(..., in_features)`` to ``(..., out_features)``.
+
+        Raises:
+            ArgumentError: The input has other features, or another dtype than the parameters
+                outside of autocast; it is a RuntimeError, TypeError and ValueError.
+        """
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return F.linear(input, self.weight, self.bias)
+        return _fused_dense(input, self.weight, self.bias)
+
+
+class FusedDenseGeluDense(torch.nn.Module):
+    """Two dense layers with GELU, in its tanh form, in between.
+
+    Parameters are ``weight1``, ``bias1``, ``weight2`` and ``bias2``, initialised as those of
+    `torch.nn.Linear`.
+
+    Args:
+        in_features: Of the last dimension of the input.
+        intermediate_features: Of the first layer's output.
+        out_features: Of the last dimension of the output.
+        bias: True; there is no form without biases.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        AssertionError: ``bias`` is False.
+
+    Example:
+        >>> FusedDenseGeluDense(4, 16, 4)(torch.randn(3, 5, 4)).shape
+        torch.Size([3, 5, 4])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        intermediate_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not bias:
+            raise AssertionError(
+                f"FusedDenseGeluDense: bias is {bias!r}; allowed is True. Without biases, use "
+                'torch.nn.Linear(..., bias=False) and torch.nn.GELU(approximate="tanh").'
+            )
+        self.in_features = in_features
+        self.intermediate_features = intermediate_features
+        self.out_features = out_features
+        placed: Any = {"device": device, "dtype": dtype}
+        self.weight1 = Parameter(torch.empty(intermediate_features, in_features, **placed))
+        self.bias1 = Parameter(torch.empty(intermediate_features, **placed))
+        self.weight2 = Parameter(torch.empty(out_features, intermediate_features, **placed))
+        self.bias2 = Parameter(torch.empty(out_features, **placed))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for weight, bias in ((self.weight1, self.bias1), (self.weight2, self.bias2)):
+            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0.0
+            torch.nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map ``(..., in_features)`` to ``(..., out_features)``; see :meth:`FusedDense.forward`."""
+        weight1, bias1, weight2, bias2 = self.weight1, self.bias1, self.weight2, self.bias2
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            hidden = F.gelu(F.linear(input, weight1, bias1), approximate="tanh")
+            return F.linear(hidden, weight2, bias2)
+        return _fused_dense_gelu_dense(input, weight1, bias1, weight2, bias2)
+
+    def extra_repr(self) -> str:
+        """Show the sizes in ``print(model)``."""
+        return (
+            f"in_features={self.in_features}, "
+            f"intermediate_features={self.intermediate_features}, out_features={self.out_features}"
+        )

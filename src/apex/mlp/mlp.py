@@ -1,0 +1,167 @@
+"""`MLP`: dense layers, an activation after each, on any device.
+
+Products are PyTorch's; :mod:`apex.ops.dense` says why no kernel of ours is added.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from apex.ops import _runtime, dense
+from apex.ops import mlp as ops
+from apex.ops._check import ArgumentError
+
+__all__ = ["MLP", "MlpFunction", "mlp_function"]
+
+
+def _shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class MlpFunction(torch.autograd.Function):
+    """`mlp_function` as an autograd function, called by ``.apply``."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: bool, activation: int, *args: torch.Tensor) -> torch.Tensor:
+        """Compute the output and save that of every layer."""
+        x, weights, biases = ops.parts("MlpFunction", bias, activation, args)
+        ctx.bias, ctx.activation, ctx.dtype = bias, activation, dense.autocast_dtype(x)
+        outputs = ops.outputs_of(dense.rows(x), weights, biases, activation)
+        y = _shaped(outputs[-1], x)
+        ctx.count = len(args)
+        ctx.save_for_backward(*args, *outputs[:-1], y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_o: torch.Tensor) -> Any:
+        """Compute the gradients of the tensors in ``args``."""
+        with _runtime.without_autocast(grad_o.device.type):
+            args = dense.cast(ctx.dtype, *ctx.saved_tensors[: ctx.count])
+            outputs = [dense.rows(y) for y in ctx.saved_tensors[ctx.count :]]
+            n = len(outputs)
+            x, weights = dense.rows(args[0]), args[1 : n + 1]
+            if dense.again():
+                biases = args[n + 1 :] if ctx.bias else [None] * n
+                outputs = ops.outputs_of(x, weights, biases, ctx.activation)
+            need_x, *need = ctx.needs_input_grad[2:]
+            needs = (need_x, need[:n], need[n:] or [False] * n)
+            dx, d_weights, d_biases = ops.backward(
+                dense.rows(grad_o), x, weights, outputs, ctx.activation, needs
+            )
+        shaped = None if dx is None else dx.reshape(ctx.saved_tensors[0].shape)
+        return (None, None, shaped, *d_weights, *(d_biases if ctx.bias else ()))
+
+
+def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tensor:
+    """Apply dense layers with an activation after each, the last included.
+
+    Args:
+        bias: Whether there are biases.
+        activation: 0 for none, 1 for ReLU, 2 for sigmoid.
+        *args: Input ``(..., in)``, all weights ``(out_i, in_i)``, then all biases ``(out_i,)``; of
+            one floating dtype, or any under ``torch.autocast``, which casts them to its own.
+
+    Returns:
+        ``(..., out)`` of the last layer.
+
+    Raises:
+        ArgumentError: Shapes, dtypes or devices do not fit together; it is a RuntimeError,
+            TypeError and ValueError.
+
+    Example:
+        >>> x, weight, bias = torch.tensor([[1.0, -2.0]]), torch.eye(2), torch.ones(2)
+        >>> mlp_function(True, 1, x, weight, bias)
+        tensor([[2., 0.]])
+    """
+    x, weights, biases = ops.parts("mlp_function", bias, activation, args)
+    y = dense.rows(x)  # in place on a matrix: on a view autograd would copy gradients
+    for weight, each in zip(weights, biases, strict=True):
+        y = ops.layer(y, weight, each, activation)
+    return _shaped(y, x)
+
+
+class MLP(torch.nn.Module):
+    """Dense layers with an activation after each, the last included.
+
+    Parameters are ``weight_0`` of shape ``(sizes[1], sizes[0])``, ``bias_0``, ``weight_1`` and so
+    on. Weights start as ``N(0, sqrt(2 / (fan_in + fan_out)))``, biases as ``N(0, sqrt(1 / out))``.
+
+    Args:
+        mlp_sizes: Features of the input, then of each layer's output.
+        bias: Whether layers have a bias.
+        activation: ``"none"``, ``"relu"`` or ``"sigmoid"``.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        TypeError: Another activation, or fewer than two sizes.
+
+    Example:
+        >>> MLP([4, 8, 2], activation="sigmoid")(torch.randn(3, 5, 4)).shape
+        torch.Size([3, 5, 2])
+    """
+
+    def __init__(
+        self,
+        mlp_sizes: Sequence[int],
+        bias: bool = True,
+        activation: str = "relu",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ops.ACTIVATIONS:
+            allowed = ", ".join(map(repr, ops.ACTIVATIONS))
+            raise ArgumentError(f"MLP: activation is {activation!r}; allowed are {allowed}.")
+        self.mlp_sizes = list(mlp_sizes)
+        self.num_layers = len(self.mlp_sizes) - 1
+        if self.num_layers < 1:
+            raise ArgumentError(
+                f"MLP: mlp_sizes is {self.mlp_sizes}; pass at least two sizes, input and output."
+            )
+        self.bias = bool(bias)
+        self.activation = ops.ACTIVATIONS.index(activation)  #: as `mlp_function` takes it
+        for i, (before, after) in enumerate(zip(self.mlp_sizes, self.mlp_sizes[1:], strict=False)):
+            weight = torch.empty(after, before, device=device, dtype=dtype)
+            self.register_parameter(f"weight_{i}", torch.nn.Parameter(weight))
+            if bias:
+                empty = torch.empty(after, device=device, dtype=dtype)
+                self.register_parameter(f"bias_{i}", torch.nn.Parameter(empty))
+        self.reset_parameters()
+
+    # Looked up in every call, so that torch.func.functional_call can replace them.
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The weights of all layers."""
+        return [getattr(self, f"weight_{i}") for i in range(self.num_layers)]
+
+    @property
+    def biases(self) -> list[torch.Tensor]:
+        """The biases of all layers; none without ``bias``."""
+        return [getattr(self, f"bias_{i}") for i in range(self.num_layers)] if self.bias else []
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for weight in self.weights:
+            torch.nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
+        for bias in self.biases:
+            torch.nn.init.normal_(bias, 0.0, math.sqrt(1.0 / len(bias)))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map ``(..., mlp_sizes[0])`` to ``(..., mlp_sizes[-1])``."""
+        return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
+
+    def extra_repr(self) -> str:
+        """Show sizes, bias and activation in ``print(model)``."""
+        activation = ops.ACTIVATIONS[self.activation]
+        return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={activation}"
+
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        # torch.jit.script asks here first; its own error would be about *args.
+        raise RuntimeError(
+            "MLP: torch.jit.script cannot compile it, because TorchScript knows no parameter by a "
+            "name that is made from a number. Use torch.compile or torch.jit.trace."
+        )

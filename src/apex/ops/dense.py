@@ -1,0 +1,182 @@
+"""Dense layers ``y = activation(x @ weight.T + bias)``: PyTorch's products, forward and backward.
+
+No Triton kernel. Products are cuBLAS's, and cuBLASLt adds the bias before it writes them. What is
+left moves the activations six times: read and written in the forward; ``y`` and ``dy`` read and
+``dz`` written in the backward; ``dz`` read once more for the gradient of the bias. A kernel for the
+activation and the bias gradient would save the last read: one pass of six, 17 %, and less of all
+bytes, because the products move them too. ``torch.compile`` fuses it.
+
+Memory: for the backward one tensor for each layer is kept, two around a GELU, whose gradient is a
+function of its input, and the next layer's of its result.
+
+Autocast: inputs and parameters are cast to its dtype, float64 excepted, and the output has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from apex.ops import _runtime
+from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._dtypes import Optional
+
+Needs = Sequence[bool]
+
+
+def gelu_dense(
+    x: torch.Tensor,
+    weight1: torch.Tensor,
+    bias1: torch.Tensor,
+    weight2: torch.Tensor,
+    bias2: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two dense layers with GELU in between, in its tanh form.
+
+    Returns:
+        ``y``, and what its backward needs: the product before the GELU and the GELU's result.
+    """
+    hidden = F.linear(x, weight1, bias1)
+    activated = F.gelu(hidden, approximate="tanh")
+    return F.linear(activated, weight2, bias2), hidden, activated
+
+
+def gelu_dense_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight1: torch.Tensor,
+    weight2: torch.Tensor,
+    hidden: torch.Tensor,
+    activated: torch.Tensor,
+    needs: Needs = (True,) * 5,
+) -> list[Optional]:
+    """Gradients of ``x``, ``weight1``, ``bias1``, ``weight2`` and ``bias2``."""
+    each = (any(needs[:3]), *needs[3:])
+    grad, *second = linear_backward(dy, activated, weight2, each)
+    if grad is None:
+        return [None, None, None, *second]
+    grad = torch.ops.aten.gelu_backward(grad, hidden, approximate="tanh")
+    return [*linear_backward(grad, x, weight1, needs[:3]), *second]
+
+
+def linear_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: Needs = (True,) * 3
+) -> tuple[Optional, Optional, Optional]:
+    """Gradients of ``x``, the weight and the bias; ``None`` where one is not needed."""
+    flat = rows(dy)
+    return (
+        dy @ weight if needs[0] else None,
+        flat.t() @ rows(x) if needs[1] else None,
+        flat.sum(0) if needs[2] else None,
+    )
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """View, or copy, a tensor of any rank as a matrix with the same last dimension."""
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x[None]
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``total += a.T @ b``: in float32 for 16 bits, to which a product would be rounded first."""
+    if a.dtype == total.dtype:
+        total.addmm_(a.t(), b)
+    elif a.is_cuda and not torch.version.hip:
+        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
+    else:  # no such product: wide copies
+        # In linear_cross_entropy, in bfloat16 on a CPU with instructions for it, a call takes 1.06
+        # of PyTorch's time (2,048 rows, 32,768 classes), 0.68 with rounding.
+        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+
+
+# -- autocast and derivatives of derivatives, for autograd functions that are called by .apply -----
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Autocast's dtype for the device of ``x``; ``None`` where it is off."""
+    on = _runtime.autocasts(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if on else None
+
+
+def cast(dtype: torch.dtype | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Cast tensors, but float64 and None, to a dtype, if there is one."""
+    return [_cast(t, dtype) if dtype and t is not None else t for t in tensors]
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def again() -> bool:
+    """Whether a backward has to compute what lies between arguments and output again.
+
+    What a forward of an autograd function saved besides its arguments and its result has no
+    derivative, so gradients of gradients would lack a term.
+    """
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+@contextlib.contextmanager
+def alone(x: object) -> Iterator[None]:
+    """Turn autograd and autocast off in a ``with`` block: compiled modules knew neither."""
+    device = x.device.type if isinstance(x, torch.Tensor) else "cpu"
+    with torch.no_grad(), _runtime.without_autocast(device):
+        yield
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def check(
+    name: str,
+    x: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    biases: Mapping[str, Optional],
+) -> None:
+    """Check the arguments of dense layers, of which each takes the output of the one before.
+
+    Args:
+        name: Of the function or module, for the error.
+        x: ``(..., features)``.
+        weights: By name, each ``(out, in)``.
+        biases: By name, each ``(out,)`` or ``None``; as many.
+
+    Raises:
+        ArgumentError: They do not fit together.
+    """
+    tensors = {"input": x, **weights, **biases}
+    check_tensors(name, tensors, floating=tensors, required=weights)
+    check_one_dtype(name, tensors)
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return  # sizes are tensors then; torch's functions, which are traced, check
+    before, shape = "input", x.shape
+    for (key, weight), (bias_key, bias) in zip(weights.items(), biases.items(), strict=True):
+        if not shape or weight.dim() != 2 or weight.shape[1] != shape[-1]:
+            raise ArgumentError(
+                f"{name}: {before} has shape {list(shape)} and {key} {list(weight.shape)}. Pass "
+                "(..., in_features) and (out_features, in_features)."
+            )
+        check_shape(name, bias_key, bias, weight.shape[:1], f"{key} has {list(weight.shape)}")
+        before, shape = f"the output of {key}", torch.Size([*shape[:-1], weight.shape[0]])
+
+
+def check_one_dtype(name: str, tensors: Mapping[str, Optional]) -> None:
+    """Check that tensors have one dtype, or will have it under autocast.
+
+    Raises:
+        ArgumentError: Dtypes differ.
+    """
+    given = {key: t for key, t in tensors.items() if t is not None}
+    dtypes = {t.dtype for t in given.values()}
+    if len(dtypes) == 1:
+        return
+    on = any(autocast_dtype(t) for t in given.values())
+    if on and torch.float64 not in dtypes:
+        return
+    found = ", ".join(f"{key} {t.dtype}" for key, t in given.items())
+    instead = "" if on else ", or call it under torch.autocast"
+    raise ArgumentError(f"{name}: {found}. Pass one floating dtype for all{instead}.")

@@ -1,0 +1,99 @@
+"""Dense layers with an activation after each; `apex.ops.dense` says why there is no kernel.
+
+ReLU and sigmoid overwrite the product, since their gradients are functions of ``y`` alone
+(``y > 0`` and ``y * (1 - y)``): no second buffer while they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from apex.ops import dense
+from apex.ops._check import ArgumentError
+from apex.ops._dtypes import Optional
+
+ACTIVATIONS = ("none", "relu", "sigmoid")  # at the index that mlp_cuda calls them by
+_IN_PLACE = (lambda y: y, torch.relu_, torch.sigmoid_)
+
+
+def layer(x: torch.Tensor, weight: torch.Tensor, bias: Optional, activation: int) -> torch.Tensor:
+    """Apply one dense layer and an activation."""
+    return _IN_PLACE[activation](F.linear(x, weight, bias))
+
+
+def outputs_of(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[Optional],
+    activation: int,
+) -> list[torch.Tensor]:
+    """Apply dense layers, an activation after each; return the output of every layer."""
+    outputs = []
+    for weight, bias in zip(weights, biases, strict=True):
+        x = layer(x, weight, bias, activation)
+        outputs.append(x)
+    return outputs
+
+
+def backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    activation: int,
+    needs: tuple[bool, dense.Needs, dense.Needs],
+) -> tuple[Optional, list[Optional], list[Optional]]:
+    """Gradients of ``x``, the weights and the biases; ``None`` where one is not needed."""
+    need_x, need_weights, need_biases = needs
+    inputs = [x, *outputs[:-1]]
+    d_weights: list[Optional] = [None] * len(weights)
+    d_biases: list[Optional] = [None] * len(weights)
+    grad: Optional = dy
+    for i in reversed(range(len(weights))):
+        if grad is None:  # nothing below needs one
+            break
+        grad = _activation_backward(grad, outputs[i], activation)
+        below = need_x or any(need_weights[:i]) or any(need_biases[:i])
+        each = (below, need_weights[i], need_biases[i])
+        grad, d_weights[i], d_biases[i] = dense.linear_backward(grad, inputs[i], weights[i], each)
+    return grad, d_weights, d_biases
+
+
+def _activation_backward(dy: torch.Tensor, y: torch.Tensor, activation: int) -> torch.Tensor:
+    if activation == 0:
+        return dy
+    if activation == 1:
+        return torch.ops.aten.threshold_backward(dy, y, 0)  # type: ignore[no-any-return]
+    return torch.ops.aten.sigmoid_backward(dy, y)  # type: ignore[no-any-return]
+
+
+def parts(
+    name: str, bias: bool, activation: int, args: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[Optional]]:
+    """Check the arguments of :func:`outputs_of`, all weights before all biases, and sort them.
+
+    Returns:
+        The input, weights and biases, which are ``None`` without ``bias``.
+
+    Raises:
+        ArgumentError: They do not fit together.
+    """
+    count, rest = divmod(len(args) - 1, 2 if bias else 1)
+    if count < 1 or rest:
+        wanted = "an input, weights and as many biases" if bias else "an input and weights"
+        raise ArgumentError(f"{name}: there are {len(args)} tensors. Pass {wanted}.")
+    if activation not in range(len(ACTIVATIONS)):
+        known = ", ".join(f"{i} ({key})" for i, key in enumerate(ACTIVATIONS))
+        raise ArgumentError(f"{name}: activation is {activation!r}; allowed are {known}.")
+    x, weights = args[0], args[1 : count + 1]
+    biases: Sequence[Optional] = args[count + 1 :] or [None] * count
+    dense.check(
+        name,
+        x,
+        {f"weight_{i}": weight for i, weight in enumerate(weights)},
+        {f"bias_{i}": each for i, each in enumerate(biases)},
+    )
+    return x, weights, biases

@@ -1,0 +1,195 @@
+"""How many micro-batches make a global batch: the same always, or more and more while it grows."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from apex.ops._check import ArgumentError
+from apex.transformer.log_util import get_transformer_logger
+
+__all__ = [
+    "ConstantNumMicroBatches",
+    "NumMicroBatchesCalculator",
+    "RampupBatchsizeNumMicroBatches",
+    "build_num_microbatches_calculator",
+]
+
+_LOGGER = get_transformer_logger(__name__)
+
+
+class NumMicroBatchesCalculator(ABC):
+    """What a calculator offers.
+
+    Attributes:
+        num_micro_batches: For each rank, in one step.
+        current_global_batch_size: Samples of all ranks in one step.
+        micro_batch_size: Samples of one rank in one forward.
+    """
+
+    def __init__(self, micro_batch_size: int, data_parallel_size: int) -> None:
+        _check_positive(micro_batch_size=micro_batch_size, data_parallel_size=data_parallel_size)
+        self.micro_batch_size = micro_batch_size
+        self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
+        self.num_micro_batches = 0
+        self.current_global_batch_size = 0
+
+    def get(self) -> int:
+        """Return the number of micro-batches."""
+        return self.num_micro_batches
+
+    def get_current_global_batch_size(self) -> int:
+        """Return the samples of all ranks in one step."""
+        return self.current_global_batch_size
+
+    @abstractmethod
+    def update(self, consumed_samples: int, consistency_check: bool) -> None:
+        """Set both for the next step."""
+
+    def _set(self, global_batch_size: int, check: bool) -> None:
+        count, rest = divmod(global_batch_size, self.micro_batch_times_data_parallel_size)
+        if check and rest:
+            raise ArgumentError(
+                f"the global batch size {global_batch_size} is not divisible by micro_batch_size x "
+                f"data_parallel_size = {self.micro_batch_times_data_parallel_size}"
+            )
+        self.num_micro_batches, self.current_global_batch_size = count, global_batch_size
+
+
+class ConstantNumMicroBatches(NumMicroBatchesCalculator):
+    """``global_batch_size / (micro_batch_size * data_parallel_size)`` micro-batches always.
+
+    Args:
+        global_batch_size: Samples of all ranks in one step.
+        micro_batch_size: Samples of one rank in one forward.
+        data_parallel_size: Ranks with different samples.
+
+    Raises:
+        ArgumentError: The quotient is no positive whole number; it is a RuntimeError, TypeError
+            and ValueError.
+
+    Example:
+        >>> ConstantNumMicroBatches(512, 4, 16).get()
+        8
+    """
+
+    def __init__(
+        self, global_batch_size: int, micro_batch_size: int, data_parallel_size: int
+    ) -> None:
+        super().__init__(micro_batch_size, data_parallel_size)
+        _check_positive(global_batch_size=global_batch_size)
+        self._set(global_batch_size, check=True)
+
+    def update(self, consumed_samples: int, consistency_check: bool) -> None:
+        """Change nothing."""
+
+
+class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
+    """A global batch that grows from ``start_batch_size`` to ``global_batch_size`` in equal steps.
+
+    Args:
+        start_batch_size: The first global batch size.
+        batch_size_increment: What a step adds.
+        ramup_samples: Samples until the last step; Megatron spells it so.
+        global_batch_size: The last global batch size.
+        micro_batch_size: Samples of one rank in one forward.
+        data_parallel_size: Ranks with different samples.
+
+    Raises:
+        ArgumentError: ``global_batch_size`` is not reached in whole steps, or a number is not
+            positive; it is a RuntimeError, TypeError and ValueError.
+
+    Example:
+        >>> calculator = RampupBatchsizeNumMicroBatches(8, 8, 1000, 32, 2, 4)
+        >>> calculator.update(500, True)
+        >>> calculator.get_current_global_batch_size(), calculator.get()
+        (16, 2)
+    """
+
+    def __init__(
+        self,
+        start_batch_size: int,
+        batch_size_increment: int,
+        ramup_samples: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+    ) -> None:
+        super().__init__(micro_batch_size, data_parallel_size)
+        _check_positive(
+            start_batch_size=start_batch_size,
+            batch_size_increment=batch_size_increment,
+            global_batch_size=global_batch_size,
+        )
+        growth = global_batch_size - start_batch_size
+        if growth < 0 or growth % batch_size_increment or ramup_samples < 0:
+            raise ArgumentError(
+                f"no ramp-up from batches of {start_batch_size} to {global_batch_size} by "
+                f"{batch_size_increment} over {ramup_samples} samples: the difference has to be a "
+                "multiple of the increment, and nothing negative"
+            )
+        self.start_batch_size = start_batch_size
+        self.batch_size_increment = batch_size_increment
+        self.ramup_samples = ramup_samples
+        self.global_batch_size = global_batch_size
+        self.rampup_samples_per_increment = ramup_samples / max(1, growth // batch_size_increment)
+        self.update(0, False)
+
+    def update(self, consumed_samples: int, consistency_check: bool) -> None:
+        """Set the sizes for the next step.
+
+        Args:
+            consumed_samples: Samples that all steps so far have used.
+            consistency_check: Whether to raise if the global batch is no whole number of
+                micro-batches; else the count is rounded down.
+        """
+        size = self.global_batch_size
+        if consumed_samples <= self.ramup_samples and self.rampup_samples_per_increment:
+            steps = int(consumed_samples / self.rampup_samples_per_increment)
+            size = min(size, self.start_batch_size + steps * self.batch_size_increment)
+        self._set(size, consistency_check)
+
+
+def build_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: Sequence[int] | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+) -> ConstantNumMicroBatches | RampupBatchsizeNumMicroBatches:
+    """Make a calculator; rank 0 logs which one, at level INFO.
+
+    Args:
+        rank: Of this process.
+        rampup_batch_size: ``(start_batch_size, batch_size_increment, ramup_samples)`` if the global
+            batch grows.
+        global_batch_size: Samples of all ranks in one step, at last.
+        micro_batch_size: Samples of one rank in one forward.
+        data_parallel_size: Ranks with different samples.
+
+    Raises:
+        ArgumentError: The numbers do not fit together.
+    """
+    if rampup_batch_size is None:
+        constant = ConstantNumMicroBatches(global_batch_size, micro_batch_size, data_parallel_size)
+        if rank == 0:
+            _LOGGER.info("number of micro-batches: %d", constant.get())
+        return constant
+    if len(rampup_batch_size) != 3:
+        raise ArgumentError(
+            f"rampup_batch_size is {rampup_batch_size}; pass (start_batch_size, "
+            "batch_size_increment, ramup_samples)."
+        )
+    start, increment, samples = map(int, rampup_batch_size)
+    if rank == 0:
+        _LOGGER.info(
+            "global batch size: from %d to %d by %d over %d samples",
+            start, global_batch_size, increment, samples,
+        )  # fmt: skip
+    return RampupBatchsizeNumMicroBatches(
+        start, increment, samples, global_batch_size, micro_batch_size, data_parallel_size
+    )
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number <= 0:
+            raise ArgumentError(f"{name} is {number}; pass a positive number.")

@@ -1,0 +1,84 @@
+"""Division without rest, and tensors in as many equal parts as there are ranks."""
+
+from typing import Any
+
+import torch
+
+__all__ = [
+    "divide",
+    "ensure_divisibility",
+    "gather_split_1d_tensor",
+    "split_tensor_into_1d_equal_chunks",
+]
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Check that a number is a multiple of another.
+
+    Raises:
+        AssertionError: It is not.
+    """
+    if denominator == 0 or numerator % denominator:
+        raise AssertionError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """Return ``numerator / denominator``, a whole number.
+
+    Raises:
+        AssertionError: It is none.
+
+    Example:
+        >>> divide(12, 4)
+        3
+    """
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, *, group: Any = None) -> torch.Tensor:
+    """Return this rank's part of a flattened tensor: a view, if the tensor is contiguous.
+
+    Args:
+        tensor: Of any shape.
+        group: The ranks to split it over; by default all. One process without
+            ``torch.distributed``.
+
+    Returns:
+        1-dimensional, ``tensor.numel() / world_size`` elements.
+
+    Raises:
+        AssertionError: The elements are not divisible by the ranks.
+    """
+    size, rank = _size_and_rank(group)
+    part = divide(tensor.numel(), size)
+    return tensor.reshape(-1)[rank * part : (rank + 1) * part]
+
+
+def gather_split_1d_tensor(tensor: torch.Tensor, *, group: Any = None) -> torch.Tensor:
+    """Undo :func:`split_tensor_into_1d_equal_chunks`: join the parts of all ranks.
+
+    No gradient flows through it.
+
+    Args:
+        tensor: This rank's part, of the same size on every rank.
+        group: The ranks to gather from; by default all. One process without
+            ``torch.distributed``.
+
+    Returns:
+        A new 1-dimensional tensor.
+    """
+    size, _ = _size_and_rank(group)
+    flat = tensor.detach().reshape(-1)
+    if size == 1:
+        return flat.clone()
+    whole = flat.new_empty(size * flat.numel())
+    torch.distributed.all_gather_into_tensor(whole, flat, group=group)
+    return whole
+
+
+def _size_and_rank(group: Any) -> tuple[int, int]:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1, 0
+    return distributed.get_world_size(group), distributed.get_rank(group)

@@ -1,0 +1,72 @@
+"""``fused_weight_gradient_mlp_cuda``: add a weight's gradient to the sum of earlier ones.
+
+The name that compiled Apex had at the top level. Arguments are positional only, as there; any
+device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import apex
+from apex.ops import dense
+from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._dtypes import NARROW, wide
+
+__all__ = ["wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"]
+
+__version__ = apex.__version__
+
+
+def wgrad_gemm_accum_fp32(
+    input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor, /
+) -> None:
+    """Add ``d_output.T @ input`` to a float32 ``d_weight``, in place.
+
+    Products of 16-bit numbers add up in float32 and are rounded to no less.
+
+    Args:
+        input: ``(..., in)``; leading dimensions count as rows.
+        d_output: ``(..., out)``, in the input's dtype.
+        d_weight: ``(out, in)``, contiguous; float64 where the input is.
+    """
+    to = wide(input) if isinstance(input, torch.Tensor) else torch.float32
+    _add("wgrad_gemm_accum_fp32", input, d_output, d_weight, to)
+
+
+def wgrad_gemm_accum_fp16(
+    input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor, /
+) -> None:
+    """The same for ``d_weight`` in the 16-bit dtype of the others; the sum is rounded once."""
+    if isinstance(d_weight, torch.Tensor) and d_weight.dtype not in NARROW:
+        raise ArgumentError(
+            f"wgrad_gemm_accum_fp16: d_weight is {d_weight.dtype}; allowed are float16 and "
+            "bfloat16. Use wgrad_gemm_accum_fp32."
+        )
+    to = input.dtype if isinstance(input, torch.Tensor) else None
+    _add("wgrad_gemm_accum_fp16", input, d_output, d_weight, to)
+
+
+def _add(
+    name: str,
+    input: torch.Tensor,
+    d_output: torch.Tensor,
+    d_weight: torch.Tensor,
+    to: torch.dtype | None,
+) -> None:
+    with dense.alone(input):
+        tensors = {"input": input, "d_output": d_output, "d_weight": d_weight}
+        check_tensors(name, tensors, floating=tensors, required=tensors)
+        dense.check_one_dtype(name, {"input": input, "d_output": d_output})
+        x, dy = dense.rows(input), dense.rows(d_output)
+        said = f"input has {list(input.shape)}"
+        check_shape(name, "d_output", d_output, (*input.shape[:-1], dy.shape[1]), said)
+        said += f" and d_output {list(d_output.shape)}"
+        check_shape(name, "d_weight", d_weight, (dy.shape[1], x.shape[1]), said)
+        if d_weight.dtype != to or not d_weight.is_contiguous():
+            layout = "" if d_weight.is_contiguous() else " and not contiguous"
+            raise ArgumentError(
+                f"{name}: d_weight is {d_weight.dtype}{layout}. Pass a contiguous tensor of {to}, "
+                f"for input of {input.dtype}."
+            )
+        dense.add_product(d_weight, dy, x)

@@ -1,0 +1,65 @@
+"""``mlp_cuda``: dense layers with an activation after each, forward and backward.
+
+The name that compiled Apex had at the top level. Arguments are positional only, as there; any
+device, every floating dtype, inputs of any rank. Without autograd and autocast.
+``inputs`` are the input, all weights, then all biases where ``use_bias`` is not 0; ``activation``
+is 0 for none, 1 for ReLU, 2 for sigmoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import apex
+from apex.ops import dense
+from apex.ops import mlp as ops
+from apex.ops._check import check_shape, check_tensors
+
+__all__ = ["backward", "forward"]
+
+__version__ = apex.__version__
+
+
+def forward(
+    use_bias: int, activation: int, inputs: Sequence[torch.Tensor], /
+) -> list[torch.Tensor]:
+    """Compute ``[output, reserved]``; ``reserved`` is for ``backward`` alone."""
+    with dense.alone(inputs[0] if inputs else None):
+        x, weights, biases = ops.parts("mlp_cuda.forward", bool(use_bias), activation, inputs)
+        *hidden, y = ops.outputs_of(dense.rows(x), weights, biases, activation)
+        reserved = torch.cat([each.flatten() for each in hidden]) if hidden else x.new_empty(0)
+        return [y.reshape(*x.shape[:-1], y.shape[1]), reserved]
+
+
+def backward(
+    use_bias: int,
+    activation: int,
+    grad_o: torch.Tensor,
+    fprop_outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    /,
+) -> list[torch.Tensor | None]:
+    """Compute the gradients of ``inputs``, in their order, from what ``forward`` returned."""
+    name = "mlp_cuda.backward"
+    with dense.alone(inputs[0] if inputs else None):
+        x, weights, biases = ops.parts(name, bool(use_bias), activation, inputs)
+        y, reserved = fprop_outputs
+        tensors = {"input": x, "grad_o": grad_o, "output": y, "reserved": reserved}
+        check_tensors(name, tensors, floating=tensors, required=tensors)
+        dense.check_one_dtype(name, tensors)
+        rows = dense.rows(x)
+        sizes = [len(rows) * len(weight) for weight in weights[:-1]]
+        said = f"input has {list(x.shape)}"
+        for key in ("grad_o", "output"):
+            check_shape(name, key, tensors[key], (*x.shape[:-1], len(weights[-1])), said)
+        check_shape(name, "reserved", reserved, (sum(sizes),), said)
+        hidden = [each.view(len(rows), -1) for each in torch.split(reserved, sizes)]
+        needs = (True, [True] * len(weights), [bool(use_bias)] * len(weights))
+        outputs = [*hidden, dense.rows(y)]
+        dx, d_weights, d_biases = ops.backward(
+            dense.rows(grad_o), rows, weights, outputs, activation, needs
+        )
+        assert dx is not None
+        return [dx.view(x.shape), *d_weights, *(d_biases if use_bias else ())]

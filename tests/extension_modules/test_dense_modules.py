@@ -1,0 +1,140 @@
+"""``mlp_cuda``, ``fused_dense_cuda``, ``fused_weight_gradient_mlp_cuda``: positional functions."""
+
+import fused_dense_cuda
+import fused_weight_gradient_mlp_cuda as wgrad
+import mlp_cuda
+import pytest
+import torch
+import torch.nn.functional as F
+
+import apex
+from apex.fused_dense import FusedDenseFunc, FusedDenseGeluDenseFunc
+from apex.mlp import MlpFunction
+from tests.tolerance import PRODUCTS, assert_close_in_rms, assert_one_rounding
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", PRODUCTS, ids=str)
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("activation", [0, 1, 2])
+@pytest.mark.parametrize("bias", [0, 1])
+def test_mlp(bias, activation, layers, dtype, autocast):
+    """Bit for bit what the autograd function gives, whatever autocast says."""
+    weights = [torch.randn(4 + i, 3 + i) for i in range(layers)]
+    args = [torch.randn(6, 3), *weights, *([torch.randn(len(w)) for w in weights] if bias else [])]
+    args = [tensor.to(dtype).requires_grad_() for tensor in args]
+    y = MlpFunction.apply(bias, activation, *args)
+    grad = torch.randn_like(y)
+    expected = torch.autograd.grad(y, args, grad)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = mlp_cuda.forward(bias, activation, args)
+        found = mlp_cuda.backward(bias, activation, grad, outputs, args)
+    assert len(outputs) == 2
+    assert torch.equal(outputs[0], y)
+    assert not outputs[0].requires_grad
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize("dtype", PRODUCTS, ids=str)
+def test_fused_dense(dtype):
+    shapes = [(2, 6, 5), (7, 5), (7,), (3, 7), (3,)]
+    args = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    x, weight1, bias1, weight2, bias2 = args
+    y = FusedDenseFunc.apply(*args[:3])
+    grad = torch.randn_like(y)
+    expected = torch.autograd.grad(y, args[:3], grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fused_dense_cuda.linear_bias_forward(*args[:3]), y)
+        found = fused_dense_cuda.linear_bias_backward(x, weight1, grad)
+    assert all(map(torch.equal, found, expected))
+
+    y = FusedDenseGeluDenseFunc.apply(*args)
+    grad = torch.randn_like(y)
+    expected = torch.autograd.grad(y, args, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        output1, output2, gelu_in = fused_dense_cuda.linear_gelu_linear_forward(*args)
+        found = fused_dense_cuda.linear_gelu_linear_backward(
+            x, gelu_in, output1, weight1, weight2, grad
+        )
+    assert torch.equal(output2, y)
+    assert torch.equal(gelu_in, F.linear(x, weight1, bias1))
+    assert torch.equal(output1, F.gelu(gelu_in, approximate="tanh"))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("leading", [(200,), (4, 50), ()], ids=str)
+@pytest.mark.parametrize("dtype", PRODUCTS, ids=str)
+def test_weight_gradient_in_float32(dtype, leading):
+    """Products of 16-bit numbers are not rounded to 16 bits on the way."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x, dy = (torch.randn(*leading, size).to(dtype) for size in (30, 20))
+    total = torch.randn(20, 30, dtype=wide)
+    exact = total.double() + dy.double().reshape(-1, 20).T @ x.double().reshape(-1, 30)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert wgrad.wgrad_gemm_accum_fp32(x, dy, total) is None
+    assert_close_in_rms(total, exact, PRODUCTS[wide])
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_weight_gradient_in_16_bits(dtype):
+    """The products add up in float32, and the sum is rounded once."""
+    x, dy = torch.randn(7, 300, 30).to(dtype), torch.randn(7, 300, 20).to(dtype)
+    total = torch.randn(20, 30).to(dtype).requires_grad_()
+    exact = total.detach().double() + dy.double().flatten(0, 1).T @ x.double().flatten(0, 1)
+    assert wgrad.wgrad_gemm_accum_fp16(x, dy, total) is None
+    assert_one_rounding(total.detach(), exact)
+
+
+def test_weight_gradients_that_are_refused_change_nothing():
+    x, dy = torch.ones(4, 3), torch.ones(4, 2)
+    total = torch.ones(2, 3)
+    bad = [
+        (x, torch.ones(5, 2), total, r"d_output has shape \[5, 2\] and input has \[4, 3\]. Pass"),
+        (x.view(2, 2, 3), dy, total, r"d_output has shape \[4, 2\] and input has \[2, 2, 3\]"),
+        (x, dy, torch.ones(3, 2), r"d_weight has shape \[3, 2\] and .*\[4, 2\]. Pass \[2, 3\]"),
+        (x, dy.half(), total, "input torch.float32, d_output torch.float16. Pass one floating"),
+        (x.half(), dy.half(), total.double(), "d_weight is torch.float64. Pass a contiguous tens"),
+        (x, dy, torch.ones(3, 2).t(), "is torch.float32 and not contiguous. Pass a contiguous"),
+        (x, dy, total.to("meta"), "d_weight is on meta and input on cpu"),
+        (x, None, total, "d_output is a NoneType; pass a tensor"),
+        (None, dy, total, "input is a NoneType; pass a tensor"),
+    ]
+    for input, d_output, d_weight, match in bad:
+        with pytest.raises(ValueError, match="wgrad_gemm_accum_fp32: .*" + match):
+            wgrad.wgrad_gemm_accum_fp32(input, d_output, d_weight)
+    with pytest.raises(ValueError, match="d_weight is torch.float32; allowed are float16 and bfl"):
+        wgrad.wgrad_gemm_accum_fp16(x, dy, total)
+    with pytest.raises(ValueError, match="d_weight is torch.float16. Pass .* torch.bfloat16"):
+        wgrad.wgrad_gemm_accum_fp16(x.bfloat16(), dy.bfloat16(), total.half())
+    assert torch.equal(total, torch.ones(2, 3))
+
+
+def test_bad_input():
+    x, weight, dy = torch.ones(4, 3), torch.ones(2, 3), torch.ones(4, 2)
+    with pytest.raises(
+        ValueError, match=r"mlp_cuda.forward: input has shape \[4, 3\] and weight_0"
+    ):
+        mlp_cuda.forward(0, 1, [x, weight.t()])
+    outputs = mlp_cuda.forward(0, 1, [x, weight])
+    with pytest.raises(
+        ValueError, match=r"mlp_cuda.backward: grad_o has shape \[4, 3\] .* \[4, 2\]"
+    ):
+        mlp_cuda.backward(0, 1, x, outputs, [x, weight])
+    with pytest.raises(ValueError, match=r"reserved has shape \[1\] and input has \[4, 3\]. Pass"):
+        mlp_cuda.backward(0, 1, dy, [outputs[0], torch.ones(1)], [x, weight])
+    with pytest.raises(ValueError, match="there are 0 tensors. Pass an input and weights"):
+        mlp_cuda.forward(0, 1, [])
+    with pytest.raises(ValueError, match=r"d_output has shape \[4, 3\] and .* Pass \[4, 2\]"):
+        fused_dense_cuda.linear_bias_backward(x, weight, x)
+    with pytest.raises(ValueError, match=r"gelu_in has shape \[4, 3\] and .* Pass \[4, 2\]"):
+        fused_dense_cuda.linear_gelu_linear_backward(x, x, dy, weight, weight.t(), x)
+    with pytest.raises(TypeError, match="positional"):
+        mlp_cuda.forward(use_bias=0, activation=1, inputs=[x, weight])
+
+
+def test_versions():
+    for module in (mlp_cuda, fused_dense_cuda, wgrad):
+        assert module.__version__ == apex.__version__

@@ -1,0 +1,117 @@
+"""`FusedDense` and `FusedDenseGeluDense`: module rules. Numbers are in tests/ops/test_dense.py."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from apex.fused_dense import FusedDense, FusedDenseFunc, FusedDenseGeluDense
+from apex.fused_dense.fused_dense import _dense_no_bias, _fused_dense, _fused_dense_gelu_dense
+
+MODULES = {
+    "FusedDense": lambda: FusedDense(5, 3),
+    "no bias": lambda: FusedDense(5, 3, bias=False),
+    "FusedDenseGeluDense": lambda: FusedDenseGeluDense(5, 7, 3),
+}
+each_module = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+
+
+def test_initialised_as_torchs():
+    """NVIDIA's parameters are uninitialised memory."""
+    torch.manual_seed(0)
+    ours = [*FusedDense(5, 3).parameters(), *FusedDenseGeluDense(5, 7, 3).parameters()]
+    torch.manual_seed(0)
+    theirs = [nn.Linear(5, 3), nn.Linear(5, 7), nn.Linear(7, 3)]
+    expected = [p for linear in theirs for p in linear.parameters()]
+    assert all(map(torch.equal, ours, expected))
+    assert len(ours) == len(expected)
+
+
+def test_parameters():
+    assert [*FusedDense(5, 3).state_dict()] == ["weight", "bias"]
+    assert FusedDense(5, 3, bias=False).bias is None
+    shapes = {key: tuple(t.shape) for key, t in FusedDenseGeluDense(5, 7, 3).state_dict().items()}
+    assert shapes == {"weight1": (7, 5), "bias1": (7,), "weight2": (3, 7), "bias2": (3,)}
+    assert "in_features=5, intermediate_features=7, out_features=3" in repr(
+        FusedDenseGeluDense(5, 7, 3)
+    )
+    for make in (lambda **k: FusedDense(5, 3, **k), lambda **k: FusedDenseGeluDense(5, 7, 3, **k)):
+        for parameter in make(dtype=torch.bfloat16, device="meta").parameters():
+            assert parameter.is_meta
+            assert parameter.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4), ()], ids=str)
+@each_module
+def test_beside_torchs(make, shape):
+    module, x = make(), torch.randn(*shape, 5)
+    if isinstance(module, FusedDense):
+        linear = nn.Linear(5, 3, bias=module.bias is not None)
+        linear.load_state_dict(module.state_dict())
+        assert torch.equal(module(x), linear(x))
+    else:
+        hidden = nn.functional.linear(x, module.weight1, module.bias1)
+        hidden = nn.functional.gelu(hidden, approximate="tanh")
+        expected = nn.functional.linear(hidden, module.weight2, module.bias2)
+        assert torch.equal(module(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@each_module
+def test_torchscript(make):
+    module, x, file = make(), torch.randn(2, 5), io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Sequential(module)), file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(x), module(x))
+    assert torch.equal(torch.jit.trace(module, x)(x), module(x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_functions_in_torchscript():
+    def caller(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor):
+        return _dense_no_bias(_fused_dense(x, weight, bias), weight), _fused_dense_gelu_dense(
+            x, weight, bias, weight, bias
+        )
+
+    args = torch.randn(2, 5), torch.randn(5, 5), torch.randn(5)
+    for found, expected in zip(torch.jit.script(caller)(*args), caller(*args), strict=True):
+        assert torch.equal(found, expected)
+
+
+@each_module
+def test_compiled_and_under_transforms(make):
+    module, x = make(), torch.randn(3, 5)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), module(x))
+    parameters = dict(module.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(module, parameters, (x,)).square().sum()
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for i, row in enumerate(x):
+        expected = torch.autograd.grad(module(row).square().sum(), list(parameters.values()))
+        for name, grad in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found[name][i], grad)
+
+
+@each_module
+def test_other_dtypes(make):
+    module, x = make(), torch.randn(2, 5)
+    with pytest.raises(TypeError, match="input torch.float16, weight.*torch.float32.*one floating"):
+        module(x.half())
+    assert module.double()(x.double()).dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module.float()(x).dtype == torch.bfloat16
+
+
+def test_errors():
+    with pytest.raises(
+        AssertionError, match="bias is False; allowed is True. Without biases, use "
+    ):
+        FusedDenseGeluDense(5, 7, 3, bias=False)
+    with pytest.raises(RuntimeError, match=r"input has shape \[2, 4\] and weight \[3, 5\]"):
+        FusedDense(5, 3)(torch.ones(2, 4))
+    with pytest.raises(TypeError, match="bias is on meta and input on cpu"):
+        FusedDenseFunc.apply(torch.ones(2, 4), torch.ones(3, 4), torch.ones(3, device="meta"))

@@ -1,0 +1,202 @@
+"""Dense layers as functions and as autograd functions: numbers, derivatives, autocast, compile."""
+
+import functools
+
+import pytest
+import torch
+
+from apex.fused_dense import DenseNoBiasFunc, FusedDenseFunc, FusedDenseGeluDenseFunc
+from apex.fused_dense.fused_dense import _dense_no_bias, _fused_dense, _fused_dense_gelu_dense
+from apex.mlp import MlpFunction, mlp_function
+from tests.tolerance import PRODUCTS, TWO_LAYERS, assert_close_in_rms
+
+ACTIVATIONS = [lambda z: z, lambda z: z.clamp(min=0), lambda z: 1 / (1 + torch.exp(-z))]
+
+
+def _gelu(z):
+    return 0.5 * z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
+
+
+def _rounded(x, dtype):
+    """Round to what a layer hands on; its derivative is 1."""
+    return x + (x.to(dtype).double() - x).detach()
+
+
+def _mlp(bias, activation, x, *args, dtype=torch.float64):
+    """The definition of an MLP: products and sums, and roundings, which may move a ReLU to 0."""
+    n = len(args) // 2 if bias else len(args)
+    for i in range(n):
+        x = x @ args[i].T + (args[n + i] if bias else 0)
+        x = _rounded(ACTIVATIONS[activation](_rounded(x, dtype)), dtype)
+    return x
+
+
+def _two(x, weight1, bias1, weight2, bias2, dtype=None):
+    return _gelu(x @ weight1.T + bias1) @ weight2.T + bias2
+
+
+def _dense(x, weight, bias=None, dtype=None):
+    return x @ weight.T + (0 if bias is None else bias)
+
+
+TWO, ONE = [(20, 30), (20,), (10, 20), (10,)], [(20, 30), (20,)]
+# name -> what is called, its definition, shapes of the parameters
+FORMS = {
+    "_fused_dense": (_fused_dense, _dense, ONE),
+    "FusedDenseFunc": (FusedDenseFunc.apply, _dense, ONE),
+    "_dense_no_bias": (_dense_no_bias, _dense, ONE[:1]),
+    "DenseNoBiasFunc": (DenseNoBiasFunc.apply, _dense, ONE[:1]),
+    "_fused_dense_gelu_dense": (_fused_dense_gelu_dense, _two, TWO),
+    "FusedDenseGeluDenseFunc": (FusedDenseGeluDenseFunc.apply, _two, TWO),
+}
+for number, name in enumerate(["none", "relu", "sigmoid"]):
+    for has_bias in (True, False):
+        shapes = TWO[::2] + (TWO[1::2] if has_bias else [])
+        known = functools.partial(_mlp, has_bias, number)
+        for f, word in ((mlp_function, "mlp_function"), (MlpFunction.apply, "MlpFunction")):
+            called = functools.partial(f, has_bias, number)
+            FORMS[f"{word}-{name}-{has_bias}"] = (called, known, shapes)
+
+each_form = pytest.mark.parametrize("form", FORMS)
+each_function = pytest.mark.parametrize("form", [form for form in FORMS if "Func" in form])
+
+
+def _tensors(form, rows=(50,), dtype=torch.float64, features=30):
+    parameters = [torch.randn(shape) / shape[-1] ** 0.5 for shape in FORMS[form][2]]
+    given = [torch.randn(*rows, features), *parameters]
+    return [tensor.to(dtype).requires_grad_() for tensor in given]
+
+
+def _results(function, tensors, dy):
+    y = function(*tensors)
+    return [y, *torch.autograd.grad(y, tensors, dy)]
+
+
+@pytest.mark.parametrize("dtype", PRODUCTS, ids=str)
+@pytest.mark.parametrize("rows", [(400,), (7, 3, 20), ()], ids=str)
+@each_form
+def test_numbers(form, rows, dtype):
+    function, definition, _ = FORMS[form]
+    definition = functools.partial(definition, dtype=dtype)
+    tensors = _tensors(form, rows, dtype)
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    exact = definition(*wide)
+    layers = sum(tensor.dim() == 2 for tensor in tensors[1:])
+    factor = max(PRODUCTS[dtype], TWO_LAYERS) if layers > 1 else PRODUCTS[dtype]
+    dy = torch.randn_like(exact).to(dtype)
+    found = _results(function, tensors, dy)
+    for actual, wanted in zip(found, _results(definition, wide, dy.double()), strict=True):
+        assert actual.dtype == dtype
+        assert_close_in_rms(actual, wanted, factor)
+    again = _results(function, tensors, dy)
+    assert all(map(torch.equal, found, again))
+
+
+@each_form
+def test_derivatives(form):
+    """And those of derivatives, for which the autograd functions save too little."""
+    function, _, shapes = FORMS[form]
+    small = [tuple(-(-size // 10) for size in shape) for shape in shapes]
+    parameters = [torch.randn(shape, dtype=torch.float64) for shape in small]
+    tensors = [torch.randn(2, 2, 3, dtype=torch.float64), *parameters]
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    assert torch.autograd.gradcheck(function, tensors)
+    assert torch.autograd.gradgradcheck(function, tensors)
+
+
+@each_function
+def test_only_what_is_needed(form):
+    """Each argument alone wants a gradient, and gets the one that it gets among all."""
+    function, _, _ = FORMS[form]
+    tensors = _tensors(form)
+    dy = torch.randn_like(function(*tensors))
+    _, *wanted = _results(function, tensors, dy)
+    for i, expected in enumerate(wanted):
+        alone = [tensor.detach().requires_grad_(i == j) for j, tensor in enumerate(tensors)]
+        (found,) = torch.autograd.grad(function(*alone), alone[i], dy)
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each_form
+def test_autocast(form, dtype):
+    """Everything is cast to its dtype but float64, and gradients come back in float32."""
+    function, _, _ = FORMS[form]
+    tensors = _tensors(form, dtype=torch.float32)
+    narrow = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+    dy = torch.randn_like(function(*narrow))
+    wanted = _results(function, narrow, dy)
+    for inside in (False, True):
+        with torch.autocast("cpu", dtype):
+            y = function(narrow[0], *tensors[1:]) if inside else function(*tensors)
+            assert y.dtype == dtype
+            if inside:
+                torch.autograd.grad(y, tensors[1:], dy)
+        if not inside:
+            found = [y, *torch.autograd.grad(y, tensors, dy)]
+            assert {grad.dtype for grad in found[1:]} == {torch.float32}
+            for actual, expected in zip(found, wanted, strict=True):
+                torch.testing.assert_close(actual.to(dtype), expected, rtol=0.0, atol=0.0)
+    with torch.autocast("cpu", dtype):
+        assert function(*_tensors(form)).dtype == torch.float64
+        with pytest.raises(ValueError, match="float64.* Pass one floating dtype for all.$"):
+            function(_tensors(form)[0], *tensors[1:])
+
+
+@each_function
+def test_autocast_around_a_backward_changes_nothing(form):
+    function, _, _ = FORMS[form]
+    tensors = _tensors(form, dtype=torch.float32)
+    dy = torch.randn_like(function(*tensors))
+    wanted = _results(function, tensors, dy)
+    y = function(*tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(y, tensors, dy)
+    assert all(map(torch.equal, found, wanted[1:]))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by the compiler itself
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("form", [f for f in FORMS if "none" not in f and "False" not in f])
+def test_compiled_in_one_graph(form, autocast):
+    function, _, _ = FORMS[form]
+    tensors = _tensors(form, (3, 4), torch.float32)
+    compiled = torch.compile(lambda *args: function(*args), fullgraph=True, backend="aot_eager")
+    torch.compiler.reset()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, expected = compiled(*tensors), function(*tensors)
+    torch.testing.assert_close(y, expected, rtol=0.0, atol=0.0)
+    dy = torch.randn_like(y)
+    wanted = torch.autograd.grad(expected, tensors, dy)
+    torch.testing.assert_close(torch.autograd.grad(y, tensors, dy), wanted)
+
+
+@each_form
+def test_errors(form):
+    function, _, _ = FORMS[form]
+    x, *parameters = _tensors(form, dtype=torch.float32)
+    with pytest.raises(
+        TypeError, match=r"input torch.float16, weight\w* torch.float32.*torch.autocast"
+    ):
+        function(x.half(), *parameters)
+    with pytest.raises(ValueError, match=r"input has shape \[50, 7\] and weight\w* \[20, 30\]. Pa"):
+        function(torch.ones(50, 7), *parameters)
+    with pytest.raises(RuntimeError, match=r"input has shape \[\] and weight"):
+        function(torch.tensor(1.0), *parameters)
+    with pytest.raises(TypeError, match=r"weight\w* is torch.int64; allowed are float16, bfloat16"):
+        function(x, parameters[0].long(), *parameters[1:])
+    with pytest.raises(TypeError, match="weight\\w* is a NoneType; pass a tensor"):
+        function(x, None, *parameters[1:])
+    if len(parameters) > 1:
+        last = parameters[-1][:-1]
+        with pytest.raises(ValueError, match=r"has shape \[\d+(, \d+)?\]"):
+            function(x, *parameters[:-1], last if last.dim() == 1 else last[:, 1:])
+
+
+def test_zero_rows_and_zero_features():
+    for function in (_fused_dense, FusedDenseFunc.apply):
+        x, weight, bias = torch.ones(0, 3), torch.ones(2, 3, requires_grad=True), torch.ones(2)
+        function(x, weight, bias).sum().backward()
+        assert weight.grad.tolist() == [[0.0] * 3] * 2
+    y = mlp_function(True, 1, torch.ones(2, 5, 0), torch.ones(3, 0), torch.ones(3))
+    assert y.tolist() == torch.ones(2, 5, 3).tolist()

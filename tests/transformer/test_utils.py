@@ -1,0 +1,51 @@
+"""``apex.transformer``: utilities in one process, loggers, names."""
+
+import logging
+
+import pytest
+import torch
+
+import apex.transformer
+from apex.transformer import _ucc_util, log_util, utils
+
+
+def test_divide():
+    utils.ensure_divisibility(12, 4)
+    assert utils.divide(12, 4) == 3
+    for numbers in ((12, 5), (12, 0)):
+        for function in (utils.ensure_divisibility, utils.divide):
+            with pytest.raises(AssertionError, match="12 is not divisible by [05]"):
+                function(*numbers)
+
+
+def test_one_process_has_the_whole_tensor():
+    x = torch.arange(6.0).view(2, 3)
+    part = utils.split_tensor_into_1d_equal_chunks(x)
+    assert part.tolist() == x.flatten().tolist()
+    assert part.data_ptr() == x.data_ptr()
+    joined = utils.gather_split_1d_tensor(part)
+    assert torch.equal(joined, part)
+    assert joined.data_ptr() != part.data_ptr()
+
+
+def test_loggers():
+    logger = log_util.get_transformer_logger("apex.transformer.some.module")
+    assert logger.name == "apex.transformer.some.module"
+    assert log_util.get_transformer_logger("schedules.py").name == "schedules"
+    root = logging.getLogger("apex")
+    level = root.level
+    try:
+        log_util.set_logging_level(logging.ERROR)
+        assert logger.getEffectiveLevel() == logging.ERROR
+        log_util.set_logging_level("DEBUG")
+        assert logger.isEnabledFor(logging.DEBUG)
+    finally:
+        root.setLevel(level)
+    assert not logger.handlers
+    assert not root.handlers
+
+
+def test_names():
+    assert _ucc_util.HAS_UCC in (False, True)
+    assert apex.transformer.amp.GradScaler.__mro__[1] is torch.amp.GradScaler
+    assert apex.transformer.utils is utils
