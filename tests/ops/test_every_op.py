@@ -14,7 +14,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.ops import __path__ as PATH
-from apex.ops import _runtime, cross_entropy, focal_loss, group_norm, row_norms, swiglu
+from apex.ops import (
+    _runtime,
+    cross_entropy,
+    focal_loss,
+    group_norm,
+    index_mul_2d,
+    row_norms,
+    swiglu,
+)
 from apex.ops._op import op
 from apex.ops.row_norms import MEMORY_EFFICIENT, OP
 from tests.tolerance import assert_one_rounding
@@ -128,6 +136,17 @@ def _anchors(logits):
     return targets, torch.full((1,), 3.0), classes, 0.25, 2.0, 0.1
 
 
+def _indexed(shape):
+    """A matrix, and one of four rows."""
+    columns = shape[-1]
+    return (math.prod(shape[:-1]) if columns else 0, columns), (4, columns)
+
+
+def _index(in2, rows=4):
+    """Rows in no order, the last of them left out."""
+    return ((7 * torch.arange(in2.shape[0]) + 2) % (rows - 1),)
+
+
 _GROUP_NORM = (group_norm.OP, _images, _of_groups, group_norm.reference)
 
 CASES = [
@@ -168,6 +187,7 @@ CASES = [
         dtype=_at_least_float32,
         terms=SHAPE[1],
     ),
+    Case("index_mul_2d", index_mul_2d.OP, _indexed, _index, index_mul_2d.reference),
 ]
 
 
