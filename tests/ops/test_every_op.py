@@ -129,7 +129,7 @@ def _of_groups(x):
 
 
 def _anchors(logits):
-    """A row that does not count, background, then classes; columns of padding; a number; options."""
+    """Targets from -2 on; a number of positives; classes, of which columns of padding are left."""
     rows, columns = logits.shape
     classes = columns - columns // 8
     targets = torch.arange(rows) % (classes + 2) - 2

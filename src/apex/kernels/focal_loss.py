@@ -7,6 +7,7 @@ which makes multiplications of the divisions that find an element's row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,20 +19,6 @@ from apex.kernels._cases import Case
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of 16-bit logits each
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-
-
-@triton.jit
-def _element(logits_ptr, targets_ptr, start, offsets, mask, classes, alpha, COLUMNS: tl.constexpr):
-    """``u``, its sign and its weight, which is 0 for what does not count."""
-    at = (start % COLUMNS).to(tl.int32) + (offsets - start).to(tl.int32)
-    column = at % COLUMNS
-    x = tl.load(logits_ptr + offsets, mask).to(tl.float32)
-    target = tl.load(targets_ptr + start // COLUMNS + at // COLUMNS, mask).to(tl.int64)
-    counts = (target != -2) & (column < classes)
-    sign = tl.where(target == column, -1.0, 1.0)
-    weight = tl.where(target == column, alpha, 1.0 - alpha)
-    weight = tl.where((target < -2) | (target >= classes), float("nan"), weight)
-    return tl.where(counts, sign * x, 0.0), sign, tl.where(counts, weight, 0.0)
 
 
 @triton.jit
@@ -52,61 +39,57 @@ def _factors(u, gamma, smoothing, SMOOTH: tl.constexpr, SQUARE: tl.constexpr):
 
 
 @triton.jit
-def _forward(
-    logits_ptr, targets_ptr, sums_ptr, size, classes, alpha, gamma, smoothing,
+def _block(
+    logits_ptr, targets_ptr, dy_ptr, positives_ptr, out_ptr, start, offsets, mask,
+    classes, alpha, gamma, smoothing,
+    COLUMNS: tl.constexpr, SMOOTH: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of a block's terms, or write their gradients, if there is an ``out_ptr``."""
+    at = (start % COLUMNS).to(tl.int32) + (offsets - start).to(tl.int32)
+    column = at % COLUMNS
+    x = tl.load(logits_ptr + offsets, mask).to(tl.float32)
+    target = tl.load(targets_ptr + start // COLUMNS + at // COLUMNS, mask).to(tl.int64)
+    counts = (target != -2) & (column < classes)
+    if mask is not None:
+        counts = counts & mask
+    sign = tl.where(target == column, -1.0, 1.0)
+    weight = tl.where(target == column, alpha, 1.0 - alpha)
+    weight = tl.where((target < -2) | (target >= classes), float("nan"), weight)
+    u = tl.where(counts, sign * x, 0.0)
+    p, rest, power, loss = _factors(u, gamma, smoothing, SMOOTH, SQUARE)
+    total = 0.0
+    if out_ptr is None:
+        total = tl.sum(tl.where(counts, weight * (power * loss), 0.0))
+    else:
+        slope = gamma * rest * loss + p
+        if SMOOTH:
+            slope -= 0.5 * smoothing
+        scale = tl.load(dy_ptr).to(tl.float32) / tl.load(positives_ptr).to(tl.float32)
+        out = tl.where(counts, scale * (sign * weight * (power * slope)), 0.0)
+        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask)
+    return total
+
+
+@triton.jit
+def _focal_loss(
+    logits_ptr, targets_ptr, sums_ptr, dy_ptr, positives_ptr, out_ptr,
+    size, classes, alpha, gamma, smoothing,
     COLUMNS: tl.constexpr, SMOOTH: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     if start + BLOCK <= size:  # so that accesses without a mask are 128 bits wide
-        u, _, weight = _element(
-            logits_ptr, targets_ptr, start, offsets, None, classes, alpha, COLUMNS
-        )
-    else:
-        mask = offsets < size
-        u, _, weight = _element(
-            logits_ptr, targets_ptr, start, offsets, mask, classes, alpha, COLUMNS
-        )
-        u, weight = tl.where(mask, u, 0.0), tl.where(mask, weight, 0.0)
-    _, _, power, loss = _factors(u, gamma, smoothing, SMOOTH, SQUARE)
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(weight * (power * loss)))
-
-
-@triton.jit
-def _backward_block(
-    dy_ptr, positives_ptr, logits_ptr, targets_ptr, out_ptr, start, offsets, mask, classes, alpha,
-    gamma, smoothing, COLUMNS: tl.constexpr, SMOOTH: tl.constexpr, SQUARE: tl.constexpr,
-):  # fmt: skip
-    scale = tl.load(dy_ptr).to(tl.float32) / tl.load(positives_ptr).to(tl.float32)
-    u, sign, weight = _element(
-        logits_ptr, targets_ptr, start, offsets, mask, classes, alpha, COLUMNS
-    )
-    p, rest, power, loss = _factors(u, gamma, smoothing, SMOOTH, SQUARE)
-    slope = gamma * rest * loss + p
-    if SMOOTH:
-        slope -= 0.5 * smoothing
-    # A row that does not count has gradient 0 whatever the scale is.
-    out = tl.where(weight == 0.0, 0.0, scale * (sign * weight * (power * slope)))
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask)
-
-
-@triton.jit
-def _backward(
-    dy_ptr, positives_ptr, logits_ptr, targets_ptr, out_ptr, size, classes, alpha, gamma, smoothing,
-    COLUMNS: tl.constexpr, SMOOTH: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = start + tl.arange(0, BLOCK)
-    if start + BLOCK <= size:
-        _backward_block(
-            dy_ptr, positives_ptr, logits_ptr, targets_ptr, out_ptr, start, offsets, None, classes,
-            alpha, gamma, smoothing, COLUMNS, SMOOTH, SQUARE,
-        )  # fmt: skip
-    else:
-        _backward_block(
-            dy_ptr, positives_ptr, logits_ptr, targets_ptr, out_ptr, start, offsets, offsets < size,
+        total = _block(
+            logits_ptr, targets_ptr, dy_ptr, positives_ptr, out_ptr, start, offsets, None,
             classes, alpha, gamma, smoothing, COLUMNS, SMOOTH, SQUARE,
         )  # fmt: skip
+    else:
+        total = _block(
+            logits_ptr, targets_ptr, dy_ptr, positives_ptr, out_ptr, start, offsets, offsets < size,
+            classes, alpha, gamma, smoothing, COLUMNS, SMOOTH, SQUARE,
+        )  # fmt: skip
+    if sums_ptr is not None:
+        tl.store(sums_ptr + tl.program_id(0), total)
 
 
 def allocate(logits: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -114,19 +97,24 @@ def allocate(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return logits.new_empty((), dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def _rest(
-    logits: torch.Tensor, classes: int, alpha: float, gamma: float, smoothing: float
-) -> tuple[Any, ...]:
+def _launch(
+    logits: torch.Tensor, pointers: Any, classes: int, alpha: float, gamma: float, smoothing: float
+) -> None:
+    numbers = (logits.numel(), classes, alpha, gamma, smoothing)
     constants = (logits.shape[-1], smoothing != 0.0, gamma == 2.0, BLOCK)
-    return logits.numel(), classes, alpha, gamma, smoothing, *constants
+    _focal_loss[_grid(logits)](logits, *pointers, *numbers, *constants, **OPTIONS)
+
+
+def _grid(logits: torch.Tensor) -> tuple[int]:
+    return (triton.cdiv(logits.numel(), BLOCK),)
 
 
 def forward(
     logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor, *numbers: Any
 ) -> torch.Tensor:
     """Compute the loss."""
-    sums = logits.new_empty(triton.cdiv(logits.numel(), BLOCK), dtype=torch.float32)
-    _forward[sums.shape](logits, targets, sums, *_rest(logits, *numbers), **OPTIONS)
+    sums = logits.new_empty(_grid(logits), dtype=torch.float32)
+    _launch(logits, (targets, sums, None, None, None), *numbers)
     return sums.sum() / num_positives.to(sums.dtype).reshape(())
 
 
@@ -136,32 +124,26 @@ def backward(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Compute the gradient of the logits, which are read again."""
     out = torch.empty_like(logits)
-    grid = (triton.cdiv(logits.numel(), BLOCK),)
-    rest = _rest(logits, **numbers)
-    _backward[grid](dy, num_positives, logits, targets, out, *rest, **OPTIONS)
+    _launch(logits, (targets, None, dy, num_positives, out), **numbers)
     return [out]
 
 
 def cases() -> Iterator[Case]:
     """What is compiled and inspected."""
-    narrow = {
-        "targets_ptr": "one number a row", "sums_ptr": "one number a program",
-        "dy_ptr": "one number", "positives_ptr": "one number",
-    }  # fmt: skip
-    numbers = {"size": "i32", "classes": "i32"}
-    numbers |= dict.fromkeys(("alpha", "gamma", "smoothing"), "fp32")
-    for dtype in ("fp16", "bf16", "fp32"):
-        for kernel, writes in ((_forward, ()), (_backward, ("out_ptr",))):
-            for square in (False, True):
-                pointers = dict.fromkeys(("logits_ptr", *writes), f"*{dtype}")
-                pointers |= {
-                    name: "*i64" if name == "targets_ptr" else "*fp32"
-                    for name in narrow if name in kernel.arg_names
-                }  # fmt: skip
-                yield Case(
-                    kernel, "focal_loss", f"{kernel.__name__[1:]} {dtype}{' squared' * square}",
-                    signature=pointers | numbers,
-                    constants={"COLUMNS": 91, "SMOOTH": True, "SQUARE": square, "BLOCK": BLOCK},
-                    reads=("logits_ptr",), writes=writes, tile=BLOCK, tail=True, narrow=narrow,
-                    options=OPTIONS,
-                )  # fmt: skip
+    narrow = {"targets_ptr": "one number a row", "sums_ptr": "one number a program"}
+    narrow |= dict.fromkeys(("dy_ptr", "positives_ptr"), "one number")
+    numbers = {"size": "i32", "classes": "i32", "alpha": "fp32", "gamma": "fp32"}
+    numbers |= {"smoothing": "fp32"}
+    ways = {"forward": ("sums_ptr",), "backward": ("dy_ptr", "positives_ptr", "out_ptr")}
+    for dtype, square, way in itertools.product(("fp16", "bf16", "fp32"), (False, True), ways):
+        kinds = {"targets_ptr": "i64", "logits_ptr": dtype, "out_ptr": dtype}
+        names = ("logits_ptr", "targets_ptr", *ways[way])
+        pointers = {name: f"*{kinds.get(name, 'fp32')}" for name in names}
+        absent = dict.fromkeys(ways["forward" if way == "backward" else "backward"])
+        yield Case(
+            _focal_loss, "focal_loss", f"{way} {dtype}{' squared' * square}",
+            signature=pointers | numbers,
+            constants=absent | {"COLUMNS": 91, "SMOOTH": True, "SQUARE": square, "BLOCK": BLOCK},
+            reads=("logits_ptr",), writes=tuple({"out_ptr"} & {*ways[way]}), narrow=narrow,
+            tile=BLOCK, tail=True, options=OPTIONS,
+        )  # fmt: skip

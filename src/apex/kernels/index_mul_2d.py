@@ -106,7 +106,7 @@ def cases() -> Iterator[Case]:
             (_products, ("x_ptr", "in1_ptr"), ("y_ptr",)),
             (_sums, ("dy_ptr", "in2_ptr"), ()),
         ):
-            pointers: dict[str, Any] = {name: "*i64" for name in narrow}
+            pointers: dict[str, Any] = dict.fromkeys(narrow, "*i64")
             pointers |= dict.fromkeys((*reads, *writes, "out_ptr"), f"*{dtype}")
             pointers |= dict.fromkeys(("size", "in1_rows", "columns"), "i32")
             names = [name for name in kernel.arg_names if name in pointers]

@@ -67,14 +67,6 @@ OP = op(
 )
 
 
-def focal_loss(
-    logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor, classes: int,
-    alpha: float, gamma: float, smoothing: float, name: str = "focal_loss",
-) -> torch.Tensor:  # fmt: skip
-    """Check the arguments and compute."""
-    return OP(*checked(name, logits, targets, num_positives, classes, alpha, gamma, smoothing))
-
-
 def checked(
     name: str, logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor,
     classes: int, alpha: float, gamma: float, smoothing: float,
@@ -86,8 +78,7 @@ def checked(
         IndexError: A target on a CPU is out of range.
     """
     tensors = {"cls_output": logits, "targets": targets, "num_positives_sum": num_positives}
-    integers = ["targets"]
-    check_tensors(name, tensors, floating=["cls_output"], integers=integers, required=tensors)
+    check_tensors(name, tensors, floating=["cls_output"], integers=["targets"], required=tensors)
     classes, alpha, gamma, smoothing = int(classes), float(alpha), float(gamma), float(smoothing)
     for key, share in {"alpha": alpha, "label_smoothing": smoothing}.items():
         if not 0.0 <= share <= 1.0:
@@ -95,35 +86,24 @@ def checked(
     if not 0.0 <= gamma < float("inf"):
         raise ArgumentError(f"{name}: gamma is {gamma}; allowed are numbers from 0 on.")
     if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        _check_sizes(name, logits, targets, num_positives, classes)
+        shape = list(logits.shape)
+        if not shape or not 1 <= classes <= shape[-1]:
+            raise ArgumentError(
+                f"{name}: num_real_classes is {classes} and cls_output has shape {shape}. Pass "
+                "(..., columns) and 1 to columns."
+            )
+        check_shape(name, "targets", targets, logits.shape[:-1], f"cls_output {shape}")
+        total = num_positives.reshape(-1)
+        check_shape(name, "num_positives_sum", total, (1,), "has to be one number")
     if targets.is_cpu and not (_runtime.recorded() or _runtime.transformed()):
-        _check_targets(name, targets, classes)
+        _check_targets(name, targets.reshape(-1).long(), classes)
     return logits, targets, num_positives, classes, alpha, gamma, smoothing
 
 
-def _check_sizes(
-    name: str, logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor,
-    classes: int,
-) -> None:  # fmt: skip
-    shape = list(logits.shape)
-    if not shape or not 1 <= classes <= shape[-1]:
-        raise ArgumentError(
-            f"{name}: num_real_classes is {classes} and cls_output has shape {shape}. Pass "
-            "(..., columns) and 1 to columns."
-        )
-    check_shape(name, "targets", targets, logits.shape[:-1], f"cls_output {shape}")
-    if num_positives.numel() != 1:
-        raise ArgumentError(
-            f"{name}: num_positives_sum has shape {list(num_positives.shape)}; pass one number."
-        )
-
-
 def _check_targets(name: str, targets: torch.Tensor, classes: int) -> None:
-    flat = targets.reshape(-1).long()
-    if not len(flat) or (flat.min() >= IGNORED and flat.max() < classes):
-        return
-    at = int(((flat < IGNORED) | (flat >= classes)).nonzero()[0])
-    raise IndexError(
-        f"{name}: the target of anchor {at} is {int(flat[at])}; allowed are 0 to {classes - 1}, "
-        f"-1 for background, and {IGNORED} for anchors that do not count."
-    )
+    if len(targets) and (targets.min() < IGNORED or targets.max() >= classes):
+        at = int(((targets < IGNORED) | (targets >= classes)).nonzero()[0])
+        raise IndexError(
+            f"{name}: the target of anchor {at} is {int(targets[at])}; allowed are 0 to "
+            f"{classes - 1}, -1 for background, and {IGNORED} for anchors that do not count."
+        )

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from apex.ops import focal_loss as ops
+from apex.ops._function import Chosen
 from apex.ops._scripted import left_to_python
 
 __all__ = ["FocalLoss", "focal_loss"]
@@ -12,14 +13,9 @@ __all__ = ["FocalLoss", "focal_loss"]
 
 @left_to_python
 def focal_loss(
-    cls_output: torch.Tensor,
-    cls_targets_at_level: torch.Tensor,
-    num_positive_sum: torch.Tensor,
-    num_real_classes: int,
-    alpha: float,
-    gamma: float,
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
+    cls_output: torch.Tensor, cls_targets_at_level: torch.Tensor, num_positive_sum: torch.Tensor,
+    num_real_classes: int, alpha: float, gamma: float, label_smoothing: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
     """Compute the focal loss of all anchors, divided by the number of positive ones.
 
     Formula and what happens to targets out of range: :mod:`apex.ops.focal_loss`. Nothing of the
@@ -48,41 +44,25 @@ def focal_loss(
         >>> focal_loss(logits, targets, torch.tensor([1.0]), 3, alpha=0.25, gamma=2.0)
         tensor(0.6931)
     """
-    return ops.focal_loss(
-        cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma,
-        label_smoothing,
+    args = ops.checked(
+        "focal_loss", cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha,
+        gamma, label_smoothing,
     )  # fmt: skip
+    return ops.OP(*args)
 
 
-class _Chosen(torch.autograd.Function):
-    """``apply`` alone, which TorchScript would compile if it were in the class itself."""
-
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss; arguments as those of ``forward`` after ``ctx``."""
-        if cls is not FocalLoss:
-            return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return _apply(*args, **kwargs)
-
-    # TorchScript would not take a list of any length.
-    apply.__func__.__annotations__.clear()  # type: ignore[attr-defined]
-
-
-class FocalLoss(_Chosen):
+class FocalLoss(Chosen):
     """:func:`focal_loss` as an autograd function, to be called by ``apply``."""
+
+    function = staticmethod(focal_loss)
 
     @staticmethod
     def forward(
-        ctx: Any,
-        cls_output: torch.Tensor,
-        cls_targets_at_level: torch.Tensor,
-        num_positives_sum: torch.Tensor,
-        num_real_classes: int,
-        alpha: float,
-        gamma: float,
+        ctx: Any, cls_output: torch.Tensor, cls_targets_at_level: torch.Tensor,
+        num_positives_sum: torch.Tensor, num_real_classes: int, alpha: float, gamma: float,
         label_smoothing: float = 0.0,
-    ) -> torch.Tensor:
-        """Compute the loss; what the compiler traces, and what a subclass inherits."""
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute the loss."""
         args = ops.checked(
             "FocalLoss", cls_output, cls_targets_at_level, num_positives_sum, num_real_classes,
             alpha, gamma, label_smoothing,
@@ -96,22 +76,6 @@ class FocalLoss(_Chosen):
         return ops.OP.gradients(ctx, grad_loss)
 
 
-def _apply(
-    cls_output: torch.Tensor,
-    cls_targets_at_level: torch.Tensor,
-    num_positives_sum: torch.Tensor,
-    num_real_classes: int,
-    alpha: float,
-    gamma: float,
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
-    """Let the operation choose: torch's own functions are cheaper for a few logits."""
-    return ops.focal_loss(
-        cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha, gamma,
-        label_smoothing, "FocalLoss",
-    )  # fmt: skip
-
-
-# In the package this name hides the module, which programs know by it: `focal_loss.focal_loss(...)`.
+# In the package this name hides the module, by which programs know it: `focal_loss.focal_loss()`.
 focal_loss.focal_loss = focal_loss  # type: ignore[attr-defined]
 focal_loss.FocalLoss = FocalLoss  # type: ignore[attr-defined]
