@@ -32,8 +32,8 @@ def _factors(u, gamma, smoothing, SMOOTH: tl.constexpr, SQUARE: tl.constexpr):
     loss = tl.maximum(u, 0.0) + log
     if SMOOTH:
         loss -= 0.5 * smoothing * u
-    one = tl.div_rn(1.0, above)
-    p, rest = tl.where(u >= 0, one, small * one), tl.where(u >= 0, small * one, one)
+    less = tl.div_rn(small, above)
+    p, rest = tl.where(u >= 0, 1.0 - less, less), tl.where(u >= 0, less, 1.0 - less)
     power = p * p if SQUARE else tl.exp(gamma * (tl.minimum(u, 0.0) - log))
     return p, rest, power, loss
 

@@ -12,12 +12,16 @@ class Chosen(torch.autograd.Function):
     TorchScript would compile ``apply`` if it were in the class itself.
     """
 
-    function: ClassVar[Any]
+    function: ClassVar[Any] = None
+
+    def __init_subclass__(cls) -> None:
+        if "function" not in vars(cls):  # it has a forward of its own
+            cls.function = None
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Compute; arguments as those of ``forward`` after ``ctx``."""
-        if "function" not in vars(cls):  # a subclass has a forward of its own
+        if cls.function is None:
             return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         return cls.function(*args, **kwargs)
 

@@ -39,7 +39,7 @@ def reference(
     alpha: float, gamma: float, smoothing: float,
 ) -> torch.Tensor:  # fmt: skip
     """Compute the definition."""
-    to, targets = wide(logits), targets.unsqueeze(-1)
+    to, targets = wide(logits), targets.long().unsqueeze(-1)  # -2 is no uint8
     ignored = targets == IGNORED
     positive = targets == torch.arange(classes, device=logits.device)
     u = logits[..., :classes].to(to).masked_fill(ignored, 0.0)  # nan there has no gradient

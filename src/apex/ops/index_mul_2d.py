@@ -111,6 +111,8 @@ def check(name: str, in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor) 
             f"{name}: in1 has shape {list(in1.shape)} and in2 {list(in2.shape)}. Pass two matrices "
             "with the same number of columns."
         )
+    if not len(in1) and len(in2):
+        raise ArgumentError(f"{name}: in1 of shape {list(in1.shape)} has no rows.")
     check_shape(name, "idx1", index, in2.shape[:1], f"in2 has {list(in2.shape)}")
 
 
@@ -122,5 +124,4 @@ def check_index(name: str, in1: torch.Tensor, index: torch.Tensor) -> None:
     bad = (index < 0) | (index >= rows)
     if bad.any():
         row = int(bad.nonzero()[0])
-        allowed = f"allowed are 0 to {rows - 1}" if rows else "in1 has no rows"
-        raise IndexError(f"{name}: idx1[{row}] is {int(index[row])}; {allowed}.")
+        raise IndexError(f"{name}: idx1[{row}] is {int(index[row])}; allowed are 0 to {rows - 1}.")
