@@ -94,6 +94,12 @@ def test_small_losses_are_exact(path):
             agrees(x, torch.full((20,), -1), total, 64, 0.25, 2.0, 0.0)
 
 
+def test_float64():
+    """Where torch's softplus, by default, would take a logit for its cross-entropy."""
+    x = torch.linspace(20.5, 30.0, 24, dtype=torch.float64).view(4, 6).requires_grad_()
+    agrees(x, torch.tensor([-1, 0, 1, 2]), torch.tensor([3.0]), *OPTIONS)
+
+
 def test_gradients_of_gradients_of_large_logits():
     x, targets, total = data(6, 8, torch.float64, scale=200.0)
     for gamma in (0.5, 1.5, 2.0):
