@@ -53,10 +53,12 @@ def agrees(x, targets, total, *options, interpreted=False):
 
 
 @paths
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0, 3.7])
-@pytest.mark.parametrize(("alpha", "smoothing"), [(0.25, 0.0), (0.25, 0.2), (1.0, 0.2)])
+@pytest.mark.parametrize(
+    ("alpha", "gamma", "smoothing"),
+    [(0.25, 0.0, 0.2), (0.25, 0.5, 0.0), (0.5, 1.0, 0.2), (0.25, 2.0, 0.0), (1.0, 3.7, 0.2)],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_formula(path, gamma, alpha, smoothing, dtype):
+def test_formula(path, alpha, gamma, smoothing, dtype):
     """Two columns of padding, every kind of target, a block and a part of one."""
     with _runtime.use(path):
         options = (35, alpha, gamma, smoothing)
@@ -72,9 +74,8 @@ def test_one_class_and_rows_of_a_block_and_more(path, columns):
 
 
 @paths
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("gamma", "smoothing"), [(0.0, 0.2), (0.5, 0.0), (2.0, 0.2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_logits_of_100(path, gamma, smoothing, dtype):
     """Right and wrong by 100; sigmoid(-104) is 0 in float32, whose power has slope inf."""
     x = torch.tensor([100.0, -100.0, 104.0, -104.0]).repeat(6, 32).to(dtype).requires_grad_()
