@@ -13,7 +13,9 @@ import torch
 
 from apex import amp
 from apex.contrib.clip_grad import clip_grad_norm_
+from apex.contrib.focal_loss import focal_loss
 from apex.contrib.group_norm import GroupNorm
+from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.optimizers import FusedAdam as ContribFusedAdam
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.mlp import swiglu
@@ -230,6 +232,24 @@ def gated(*shape, dtype=FLOAT):
     return run
 
 
+def focal(anchors, columns, gamma=2.0, dtype=FLOAT):
+    def run():
+        logits = random(anchors, columns, dtype=dtype).requires_grad_()
+        targets = torch.arange(anchors) % columns - 2
+        loss = focal_loss(logits, targets, torch.tensor([3.0]), columns - 1, 0.25, gamma, 0.1)
+        return gradients(loss, logits)
+
+    return run
+
+
+def indexed(rows, columns, dtype=FLOAT):
+    def run():
+        in1, in2 = (random(n, columns, dtype=dtype, seed=n).requires_grad_() for n in (7, rows))
+        return gradients(index_mul_2d(in1, in2, torch.arange(rows) * 5 % 6), in1, in2)
+
+    return run
+
+
 def tensors():
     sizes = ((19, 100), (2, 8200))  # the latter in blocks, backward
     for cls, (rows, columns) in itertools.product((FusedLayerNorm, FusedRMSNorm), sizes):
@@ -246,6 +266,9 @@ def tensors():
     yield "cross-entropy, programs share a row", lost(1, 13_001)
     yield "swiglu", gated(9, 1000, dtype=HALF)
     yield "linear cross-entropy", linearly_lost(5, 8, 33)
+    yield "focal loss", focal(29, 91, dtype=HALF)
+    yield "focal loss, gamma 1.5", focal(29, 91, 1.5)
+    yield "index_mul_2d", indexed(29, 200, HALF)
 
 
 def operations():

@@ -14,7 +14,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.ops import __path__ as PATH
-from apex.ops import _runtime, cross_entropy, group_norm, row_norms, swiglu
+from apex.ops import (
+    _runtime,
+    cross_entropy,
+    focal_loss,
+    group_norm,
+    index_mul_2d,
+    row_norms,
+    swiglu,
+)
 from apex.ops._op import op
 from apex.ops.row_norms import MEMORY_EFFICIENT, OP
 from tests.tolerance import assert_one_rounding
@@ -120,6 +128,25 @@ def _of_groups(x):
     return 3, 1e-5, True
 
 
+def _anchors(logits):
+    """Targets from -2 on; a number of positives; classes, of which columns of padding are left."""
+    rows, columns = logits.shape
+    classes = columns - columns // 8
+    targets = torch.arange(rows) % (classes + 2) - 2
+    return targets, torch.full((1,), 3.0), classes, 0.25, 2.0, 0.1
+
+
+def _indexed(shape):
+    """A matrix, and one of four rows."""
+    columns = shape[-1]
+    return (math.prod(shape[:-1]) if columns else 0, columns), (4, columns)
+
+
+def _index(in2, rows=4):
+    """Rows in no order, the last of them left out."""
+    return ((7 * torch.arange(in2.shape[0]) + 2) % (rows - 1),)
+
+
 _GROUP_NORM = (group_norm.OP, _images, _of_groups, group_norm.reference)
 
 CASES = [
@@ -151,6 +178,16 @@ CASES = [
     Case("group_norm, channels first", *_GROUP_NORM),
     Case("group_norm, channels last", *_GROUP_NORM, layout=torch.channels_last),
     Case("swiglu", swiglu.OP, lambda shape: (shape, shape), lambda gate: (), swiglu.reference),
+    Case(
+        "focal_loss",
+        focal_loss.OP,
+        _logits,
+        _anchors,
+        focal_loss.reference,
+        dtype=_at_least_float32,
+        terms=SHAPE[1],
+    ),
+    Case("index_mul_2d", index_mul_2d.OP, _indexed, _index, index_mul_2d.reference),
 ]
 
 
@@ -187,7 +224,7 @@ def path(request, monkeypatch):
 
 
 def random(*shape, seed=9):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def double(tensors):
@@ -195,7 +232,9 @@ def double(tensors):
 
 
 def strided(shape):
-    """A gradient that is not contiguous, and has one number a row."""
+    """A gradient that is not contiguous, and has one number a row; that of a scalar is one."""
+    if not shape:
+        return random()
     rows, *others = shape
     return random(2 * rows, *[1] * len(others))[::2].expand(shape)
 

@@ -23,7 +23,9 @@ from apex.bench.selftest.check import (
     random,
     same_again,
 )
+from apex.contrib.focal_loss import focal_loss
 from apex.contrib.group_norm import GroupNorm
+from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.mlp import swiglu
@@ -178,6 +180,20 @@ def _before_logits(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs
     return random((rows, features), dtype, setting), weight, labels
 
 
+def _anchors(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs:
+    """Targets from -2 on, and a column of padding."""
+    targets = torch.arange(shape[0]) % shape[1] - 2
+    return random(shape, dtype, setting, scale=2.0), targets.to(setting.device)
+
+
+def _indexed(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs:
+    """About eight rows for each index."""
+    rows = -(-shape[0] // 8)
+    index = 7 * torch.arange(shape[0]) % rows
+    in1 = random((rows, shape[1]), dtype, setting, seed=1)
+    return in1, random(shape, dtype, setting), index.to(setting.device)
+
+
 # --- operations -----------------------------------------------------------------------------------
 
 
@@ -252,6 +268,25 @@ def _torchs_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def _focal_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    one = torch.ones(1, device=logits.device)
+    return focal_loss(logits, targets, one, logits.shape[1] - 1, 0.25, 2.0, SMOOTHING)
+
+
+def _torchs_focal_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    x = logits[:, :-1]
+    positive = targets[:, None] == torch.arange(x.shape[1], device=x.device)
+    wanted = SMOOTHING / 2 + (1 - SMOOTHING) * positive.to(x)
+    loss = F.binary_cross_entropy_with_logits(x, wanted, reduction="none")
+    p = torch.sigmoid(x)
+    loss = loss * torch.where(positive, 0.25 * (1 - p) ** 2, 0.75 * p**2)
+    return loss[targets != -2].sum()
+
+
+def _torchs_index_mul_2d(in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return in1[index] * in2
+
+
 def _without(last: int, make: Callable[..., Inputs]) -> Callable[..., Inputs]:
     return lambda *args: make(*args)[:-last]
 
@@ -315,4 +350,6 @@ OPS = (
         in_eps=tolerance.PRODUCTS,
     ),
     Op("SwiGLU", _gated, swiglu, _torchs_swiglu, ROWS, MANY_ROWS),
+    Op("focal loss", _anchors, _focal_loss, _torchs_focal_loss, ROWS, MANY_CLASSES),
+    Op("index_mul_2d", _indexed, index_mul_2d, _torchs_index_mul_2d, ROWS, MANY_ROWS),
 )  # fmt: skip

@@ -7,25 +7,23 @@ from typing import Any
 import torch
 
 from apex.ops import cross_entropy as ops
+from apex.ops._function import Chosen
 
 __all__ = ["SoftmaxCrossEntropyLoss"]
 
 
-class _Chosen(torch.autograd.Function):
-    """``apply`` alone, which TorchScript would compile if it were in the class itself."""
-
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Compute the losses; arguments as those of ``forward`` after ``ctx``."""
-        if cls is not SoftmaxCrossEntropyLoss:
-            return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return _apply(*args, **kwargs)
-
-    # TorchScript would not take a list of any length.
-    apply.__func__.__annotations__.clear()  # type: ignore[attr-defined]
+def _apply(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    smoothing: float = 0.0,
+    padding_idx: int = 0,
+    half_to_float: bool = False,
+) -> torch.Tensor:
+    """Let the operation choose: torch's own functions are cheaper for a few logits."""
+    return ops.cross_entropy(logits, labels, smoothing=smoothing, padding_idx=padding_idx)
 
 
-class SoftmaxCrossEntropyLoss(_Chosen):
+class SoftmaxCrossEntropyLoss(Chosen):
     """Cross-entropy with label smoothing, to be called by ``apply``; no reduction.
 
     ``SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing=0.0, padding_idx=0,
@@ -46,6 +44,8 @@ class SoftmaxCrossEntropyLoss(_Chosen):
         tensor([0.6931, 0.0000])
     """
 
+    function = staticmethod(_apply)
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -65,14 +65,3 @@ class SoftmaxCrossEntropyLoss(_Chosen):
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
         """Compute the gradient of the logits; ``grad_loss`` stays as it is."""
         return *ops.OP.gradients(ctx, grad_loss), None  # for half_to_float
-
-
-def _apply(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    smoothing: float = 0.0,
-    padding_idx: int = 0,
-    half_to_float: bool = False,
-) -> torch.Tensor:
-    """Let the operation choose: torch's own functions are cheaper for a few logits."""
-    return ops.cross_entropy(logits, labels, smoothing=smoothing, padding_idx=padding_idx)

@@ -1,0 +1,119 @@
+"""Rows of a matrix times rows that an index names; see :mod:`apex.ops.index_mul_2d`.
+
+A program computes a tile of some rows and columns. For the gradient of the matrix that is indexed
+it adds up, for one of its rows and a block of columns, all rows with that index, some at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from apex.kernels._cases import Case
+
+TILE = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
+COLUMNS = 128  # of a tile, at most
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _products(
+    x_ptr, in1_ptr, index_ptr, y_ptr, size, in1_rows, columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < size)[:, None] & (column < columns)[None, :]
+    index = tl.load(index_ptr + row, mask=row < size, other=-1).to(tl.int64)
+    inside = (index >= 0) & (index < in1_rows)  # others are no addresses; they give nan
+    at = row[:, None] * columns + column[None, :]
+    source = index[:, None] * columns + column[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    chosen = tl.load(in1_ptr + source, mask=mask & inside[:, None], other=float("nan"))
+    y = x * chosen.to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sums(
+    dy_ptr, in2_ptr, order_ptr, firsts_ptr, out_ptr, columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.load(firsts_ptr + segment)
+    last = tl.load(firsts_ptr + segment + 1)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(first, last, ROWS):
+        lanes = start + tl.arange(0, ROWS)
+        row = tl.load(order_ptr + lanes, mask=lanes < last, other=0)
+        mask = (lanes < last)[:, None] & (column < columns)[None, :]
+        at = row[:, None] * columns + column[None, :]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        total += dy * tl.load(in2_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    out = tl.sum(total, axis=0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + segment * columns + column, out, mask=column < columns)
+
+
+def allocate(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the result, uninitialized."""
+    return torch.empty_like(in2)
+
+
+def _tile(columns: int) -> tuple[int, int]:
+    width = min(COLUMNS, max(16, int(triton.next_power_of_2(columns))))
+    return TILE // width, width
+
+
+def forward(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Compute the result."""
+    y, (size, columns), (height, width) = allocate(in2, in1, index), in2.shape, _tile(in2.shape[1])
+    grid = (triton.cdiv(size, height), triton.cdiv(columns, width))
+    _products[grid](in2, in1, index, y, size, len(in1), columns, height, width, **OPTIONS)
+    return y
+
+
+def backward(
+    dy: torch.Tensor, needs: list[bool], *, in2: torch.Tensor, in1: torch.Tensor,
+    index: torch.Tensor,
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """Compute the gradients of ``in2`` and ``in1`` that are needed."""
+    din2 = forward(dy, in1, index) if needs[0] else None
+    if not needs[1]:
+        return [din2, None]
+    din1, (rows, columns), (height, width) = torch.empty_like(in1), in1.shape, _tile(in1.shape[1])
+    if rows:
+        sorted_index, order = index.long().sort(stable=True)
+        firsts = torch.searchsorted(sorted_index, torch.arange(rows + 1, device=index.device))
+        grid = (rows, triton.cdiv(columns, width))
+        _sums[grid](dy, in2, order, firsts, din1, columns, height, width, **OPTIONS)
+    return [din2, din1]
+
+
+def cases() -> Iterator[Case]:
+    """What is compiled and inspected."""
+    narrow = {
+        "index_ptr": "one number a row", "order_ptr": "one number a row",
+        "firsts_ptr": "two numbers a program",
+    }  # fmt: skip
+    rows, columns = _tile(COLUMNS)
+    for dtype in ("fp16", "bf16", "fp32"):
+        for kernel, reads, writes in (
+            (_products, ("x_ptr", "in1_ptr"), ("y_ptr",)),
+            (_sums, ("dy_ptr", "in2_ptr"), ()),
+        ):
+            pointers: dict[str, Any] = dict.fromkeys(narrow, "*i64")
+            pointers |= dict.fromkeys((*reads, *writes, "out_ptr"), f"*{dtype}")
+            pointers |= dict.fromkeys(("size", "in1_rows", "columns"), "i32")
+            names = [name for name in kernel.arg_names if name in pointers]
+            yield Case(
+                kernel, "index_mul_2d", f"{kernel.__name__[1:]} {dtype}",
+                signature={name: pointers[name] for name in names},
+                constants={"ROWS": rows, "COLUMNS": columns}, reads=reads, writes=writes,
+                narrow=narrow | {"out_ptr": "one row a program"}, tile=TILE,
+                divisible=("columns",), options=OPTIONS,
+            )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Focal loss: cross-entropy of one sigmoid a class, with easy examples weighted down.
+
+With ``u = -x`` for the class of an anchor and ``u = x`` for every other class::
+
+    term = weight * sigmoid(u)**gamma * (log(1 + exp(u)) - smoothing / 2 * u)
+    loss = sum(term) / num_positives
+
+``weight`` is ``alpha`` for the class of an anchor, else ``1 - alpha``. Lin et al., "Focal Loss for
+Dense Object Detection", arXiv:1708.02002, equation 5, with targets ``1 - smoothing / 2`` and
+``smoothing / 2``. Anchors with target -1 are background, those with target -2 do not count, and
+neither do logits from column ``classes`` on, which pad rows.
+
+The loss is float32 (float64 for float64 logits), gradients have the logits' dtype, rounded once. A
+target that is not -2, -1 or a class is an ``IndexError`` on a CPU. Where the host would have to
+wait for the targets, and in compiled graphs and transforms, the loss is nan, and so are the
+gradients of that anchor.
+
+Bytes an element in 16 bits, forward and backward: torch's functions of the definition read and
+write 261, the kernels 6: a logit is read in each pass and its gradient written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from apex.ops import _runtime
+from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._dtypes import wide
+from apex.ops._op import op
+
+IGNORED = -2  # the target of anchors that do not count
+
+
+def reference(
+    logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor, classes: int,
+    alpha: float, gamma: float, smoothing: float,
+) -> torch.Tensor:  # fmt: skip
+    """Compute the definition."""
+    to, targets = wide(logits), targets.long().unsqueeze(-1)  # -2 is no uint8
+    ignored = targets == IGNORED
+    positive = targets == torch.arange(classes, device=logits.device)
+    u = logits[..., :classes].to(to).masked_fill(ignored, 0.0)  # nan there has no gradient
+    u = torch.where(positive, -u, u)
+    loss = F.softplus(u, threshold=40.0)  # from 20 on, torch's default, float64 is not exact
+    if smoothing:
+        loss = loss - smoothing / 2 * u
+    if gamma == int(gamma):
+        power = torch.sigmoid(u).pow(gamma)
+    else:  # whose derivative is finite where sigmoid(u) is 0
+        power = torch.exp(gamma * F.logsigmoid(u))
+    weight = torch.where(positive, u.new_full((), alpha), 1.0 - alpha)
+    sums = (weight * power * loss).sum(-1, keepdim=True)
+    known = (targets >= IGNORED) & (targets < classes)
+    counts = torch.where(known, u.new_ones(()), torch.nan).masked_fill(ignored, 0.0)
+    return (sums * counts).sum() / num_positives.to(to).reshape(())
+
+
+OP = op(
+    "focal_loss(Tensor logits, Tensor targets, Tensor num_positives, int classes, float alpha,"
+    " float gamma, float smoothing) -> Tensor loss",
+    reference,
+    grads=("logits",),
+    least=2**20,  # a guess
+)
+
+
+def checked(
+    name: str, logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor,
+    classes: int, alpha: float, gamma: float, smoothing: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments in the operation's types.
+
+    Raises:
+        ArgumentError: A type, dtype, shape, device or number is not what it should be.
+        IndexError: A target on a CPU is out of range.
+    """
+    tensors = {"cls_output": logits, "targets": targets, "num_positives_sum": num_positives}
+    check_tensors(name, tensors, floating=["cls_output"], integers=["targets"], required=tensors)
+    classes, alpha, gamma, smoothing = int(classes), float(alpha), float(gamma), float(smoothing)
+    for key, share in {"alpha": alpha, "label_smoothing": smoothing}.items():
+        if not 0.0 <= share <= 1.0:
+            raise ArgumentError(f"{name}: {key} is {share}; allowed is 0 to 1.")
+    if not 0.0 <= gamma < float("inf"):
+        raise ArgumentError(f"{name}: gamma is {gamma}; allowed are numbers from 0 on.")
+    if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        shape = list(logits.shape)
+        if not shape or not 1 <= classes <= shape[-1]:
+            raise ArgumentError(
+                f"{name}: num_real_classes is {classes} and cls_output has shape {shape}. Pass "
+                "(..., columns) and 1 to columns."
+            )
+        check_shape(name, "targets", targets, logits.shape[:-1], f"cls_output {shape}")
+        total = num_positives.reshape(-1)
+        check_shape(name, "num_positives_sum", total, (1,), "has to be one number")
+    if targets.is_cpu and not (_runtime.recorded() or _runtime.transformed()):
+        _check_targets(name, targets.reshape(-1).long(), classes)
+    return logits, targets, num_positives, classes, alpha, gamma, smoothing
+
+
+def _check_targets(name: str, targets: torch.Tensor, classes: int) -> None:
+    if len(targets) and (targets.min() < IGNORED or targets.max() >= classes):
+        at = int(((targets < IGNORED) | (targets >= classes)).nonzero()[0])
+        raise IndexError(
+            f"{name}: the target of anchor {at} is {int(targets[at])}; allowed are 0 to "
+            f"{classes - 1}, -1 for background, and {IGNORED} for anchors that do not count."
+        )
