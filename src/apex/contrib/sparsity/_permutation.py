@@ -1,0 +1,397 @@
+"""Permute channels before pruning, so that masks of 2:4 keep more magnitude.
+
+Source: Pool and Yu, "Channel Permutations for N:M Sparsity", NeurIPS 2021. Which weights compete in
+a group of four is the order of the input channels, and between two layers that order is free: the
+rows of the layers before are permuted with the columns of the layers after. ``torch.fx`` traces the
+model, in training and in evaluation mode. Each tensor between layers has a set of channels; a layer
+or an elementwise operation joins the sets that must have one order; whatever is not known here (a
+concatenation, a reshape, the model's inputs and outputs, tied weights, hooks) fixes a set.
+
+The search is greedy: in each round the best swaps of two channels between groups, at most one for
+a group, until none is left. It has no randomness and no clock, so ranks with the same weights
+choose the same order. The paper also leaves local optima by random swaps; that is not done.
+
+Convolutions are taken to have inputs with a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+_ROUNDS = 24
+_WORK = 2**28  # element operations of a round, 0.25 s on one CPU thread: rows are sampled to it
+
+_CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_POOLS: dict[Any, int] = {
+    **dict.fromkeys((nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d), 1),
+    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), 2),
+    **dict.fromkeys((nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d), 3),
+    **dict.fromkeys((F.max_pool1d, F.avg_pool1d, F.adaptive_avg_pool1d), 1),
+    **dict.fromkeys((F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d), 2),
+}
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_ELEMENTWISE: set[Any] = {
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish),
+    *(nn.Hardsigmoid, nn.Hardtanh, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Identity, nn.Dropout),
+    *(torch.relu, torch.sigmoid, torch.tanh, torch.relu_, F.relu, F.relu6, F.leaky_relu, F.elu),
+    *(F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.sigmoid, F.tanh, F.softplus),
+    *(F.dropout, "relu", "relu_", "sigmoid", "tanh", "contiguous", "float", "half", "bfloat16"),
+    *(operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, operator.truediv),
+    *(torch.add, torch.sub, torch.mul, torch.div, "add", "add_", "sub", "mul", "mul_", "div"),
+}
+_TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+
+Followers = Callable[[torch.Tensor], list[torch.Tensor] | None]
+
+
+class Options(NamedTuple):
+    """What ``ASP.set_permutation_saving_params`` sets."""
+
+    allow: bool = True
+    save: bool = False
+    folder: str = "."
+
+
+@dataclass(eq=False)
+class Channels:
+    """Channels that have one order wherever they occur.
+
+    Attributes:
+        size: How many.
+        outputs: Layers whose tensors have them along the first dimension.
+        inputs: Layers whose weight has them along the second.
+        fixed: Why they must stay as they are; empty if they need not.
+    """
+
+    size: int
+    outputs: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    fixed: str = ""
+    joined: Channels | None = None
+
+    def root(self) -> Channels:
+        return self if self.joined is None else self.joined.root()
+
+    def fix(self, why: str) -> None:
+        root = self.root()
+        root.fixed = root.fixed or why
+
+    def join(self, other: Channels) -> None:
+        one, two = self.root(), other.root()
+        if one is two:
+            return
+        if one.size != two.size:
+            one.fix(f"sizes {one.size} and {two.size} meet")
+        one.outputs += two.outputs
+        one.inputs += two.inputs
+        one.fixed = one.fixed or two.fixed
+        two.joined = one
+
+
+class _Value(NamedTuple):
+    """A tensor of the graph: its channels, along which dimension (from the end), and its rank."""
+
+    channels: Channels
+    dim: int
+    rank: int | None
+
+    @property
+    def is_second(self) -> bool:
+        return self.rank is not None and self.rank + self.dim == 1
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m.__module__.startswith("apex.") or super().is_leaf_module(m, module_qualified_name)
+
+
+class _Analysis:
+    """The sets of channels of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.sides: dict[tuple[str, str], Channels] = {}
+        self.untouchable: dict[str, str] = {}
+        owners: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+        for names in owners.values():
+            if len(names) > 1:
+                self.untouchable.update(dict.fromkeys(names, "tied weights"))
+        for name, module in model.named_modules():
+            if module._forward_hooks or module._forward_pre_hooks:
+                self.untouchable[name] = "a layer with hooks"
+
+    def trace(self) -> None:
+        """Follow the channels through the model, in both modes.
+
+        Raises:
+            Exception: Whatever the model raises when it is traced.
+        """
+        modes = {module: module.training for module in self.model.modules()}
+        try:
+            for training in (True, False):
+                for module in modes:
+                    module.training = training
+                self.follow(_Tracer().trace(self.model))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    def side(self, layer: str, which: str, size: int) -> Channels:
+        """The ``"inputs"`` or ``"outputs"`` of a layer."""
+        found = self.sides.get((layer, which))
+        if found is None:
+            found = self.sides[layer, which] = Channels(size)
+            getattr(found, which).append(layer)
+        return found
+
+    def sets(self) -> list[Channels]:
+        """All sets of channels, in the order of the graph."""
+        for (layer, _), channels in self.sides.items():
+            module = self.model.get_submodule(layer)
+            others = {*module._parameters, *module._buffers} - _TENSORS
+            if not all(name.startswith("__") and "_mma_" in name for name in others):
+                channels.fix(f"{layer} has other tensors than a layer of torch")
+            if layer in self.untouchable:
+                channels.fix(f"{layer}: {self.untouchable[layer]}")
+        return list(dict.fromkeys(channels.root() for channels in self.sides.values()))
+
+    def follow(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                self.untouchable[str(node.target).rpartition(".")[0]] = "weights that are read"
+        values: dict[fx.Node, _Value] = {}
+        for node in graph.nodes:
+            given = [values.get(one) for one in node.all_input_nodes]
+            found = self.visit(node, given)
+            if found is not None:
+                values[node] = found
+
+    def visit(self, node: fx.Node, given: list[_Value | None]) -> _Value | None:
+        """The value of a node; its inputs are joined with it, or fixed."""
+        kind: Any = node.target
+        module = None
+        if node.op == "call_module":
+            module = self.model.get_submodule(str(node.target))
+            kind = type(module)
+        x = given[0] if given else None
+        if len(given) == 1:
+            if kind in ("size", "dim") or (kind is getattr and node.args[1] in ("shape", "ndim")):
+                return None  # no values are read
+            if module is not None and (kind is nn.Linear or kind in _CONVOLUTIONS):
+                return self.layer(str(node.target), module, x)
+            if x is None or kind in _ELEMENTWISE or (kind in _POOLS and _POOLS[kind] < -x.dim):
+                return x
+            if module is not None and _is_norm(module, x):
+                x.channels.join(self.side(str(node.target), "outputs", x.channels.root().size))
+                return x
+        if x is not None and x.is_second and _flattens(node, module):
+            return _Value(x.channels, -1, 2)
+        known = [value for value in given if value is not None]
+        if kind in _ELEMENTWISE and known and len({value and value.dim for value in given}) == 1:
+            for value in known[1:]:
+                known[0].channels.join(value.channels)
+            return known[0]
+        for value in known:
+            value.channels.fix(f"used by {node}")
+        return None
+
+    def layer(self, name: str, module: Any, x: _Value | None) -> _Value:
+        """The output of a linear layer or a convolution."""
+        rank: int | None
+        if isinstance(module, nn.Linear):
+            size, out, dim = module.in_features, module.out_features, -1
+            rank, groups = None if x is None else x.rank, 1
+        else:
+            dims = _CONVOLUTIONS[type(module)]
+            size, out, groups = module.in_channels, module.out_channels, module.groups
+            dim, rank = -1 - dims, dims + 2
+        result = _Value(self.side(name, "outputs", out), dim, rank)
+        if x is not None and x.dim == dim and groups == size == out:  # depthwise
+            x.channels.join(result.channels)
+        elif groups == 1:
+            inputs = self.side(name, "inputs", size)
+            if x is not None:
+                x.channels.join(inputs)
+            if x is None or x.dim != dim:
+                inputs.fix(f"the input of {name}")
+        else:
+            for channels in (result.channels, *(() if x is None else (x.channels,))):
+                channels.fix(f"{name} has groups")
+        return result
+
+
+def _is_norm(module: nn.Module, x: _Value) -> bool:
+    """Whether it normalizes and scales each channel of ``x`` by itself, or all of them together."""
+    size = x.channels.root().size
+    if isinstance(module, nn.LayerNorm):
+        return x.dim == -1 and module.normalized_shape == (size,)
+    return type(module) in _BATCH_NORMS and x.is_second and module.num_features == size
+
+
+def _flattens(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether all dimensions but the first become one."""
+    if isinstance(module, nn.Flatten):
+        return (module.start_dim, module.end_dim) == (1, -1)
+    if node.target in (torch.flatten, "flatten"):
+        return (node.args[1:], node.kwargs) in (((1,), {}), ((), {"start_dim": 1}))
+    if node.target not in ("view", "reshape") or len(node.args) != 3 or node.args[2] != -1:
+        return False
+    x, first, _ = node.args  # x.view(x.size(0), -1) or x.view(x.shape[0], -1)
+    if not isinstance(first, fx.Node):
+        return False
+    if first.target is operator.getitem:
+        source, index = first.args
+        if not isinstance(source, fx.Node) or index != 0:
+            return False
+        return (source.target, source.args) in ((getattr, (x, "shape")), ("size", (x,)))
+    return first.target == "size" and first.args == (x, 0)
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+def kept(matrix: torch.Tensor) -> float:
+    """Return the magnitude that a mask of 2:4 keeps of ``(rows, channels)``."""
+    groups = matrix.abs().reshape(-1, 4)
+    return float(groups.topk(2, dim=1).values.sum(dtype=torch.float64))
+
+
+def best_order(matrix: torch.Tensor) -> torch.Tensor:
+    """Search for an order of channels by which 2:4 keeps more magnitude.
+
+    Args:
+        matrix: Weights ``(rows, channels)``; a multiple of 4 channels.
+
+    Returns:
+        ``(channels,)`` int64: which channel comes where.
+    """
+    channels = matrix.shape[1]
+    step = -(-matrix.shape[0] * channels**2 // _WORK)
+    columns = matrix[::step].abs().float().t().contiguous()
+    order = torch.arange(channels, device=matrix.device)
+    for _ in range(_ROUNDS):
+        swaps = _swaps(columns[order])
+        if not swaps:
+            break
+        left, right = torch.tensor(swaps, device=matrix.device).t()
+        order[left], order[right] = order[right], order[left]
+    return order
+
+
+def _swaps(columns: torch.Tensor) -> list[tuple[int, int]]:
+    """Swaps of two positions that gain magnitude, the best first; each group takes part in one.
+
+    With a >= b the largest of the three entries that stay, a group keeps a + max(b, new), and
+    2 max(b, new) = b + new + abs(b - new): sums over rows are distances in the 1-norm.
+    """
+    count = len(columns)
+    groups = columns.unflatten(0, (-1, 4))
+    first, second, third = groups.sort(dim=1, descending=True).values[:, :3].split(1, dim=1)
+    a = torch.where(groups >= first, second, first).flatten(0, 1)
+    b = torch.where(groups >= second, third, second).flatten(0, 1)
+    distance = torch.cdist(b, columns, p=1.0)
+    after = a.sum(1)[:, None] + (b.sum(1)[:, None] + columns.sum(1) + distance) / 2
+    before = (first + second).sum((1, 2))
+    gain = (after + after.t()).unflatten(0, (-1, 4)).unflatten(2, (-1, 4))  # group, 4, group, 4
+    gain = gain - before[:, None, None, None] - before[:, None]
+    gain, which = gain.transpose(1, 2).flatten(2).max(dim=2)
+    gain = gain.triu(1)  # not of a group with itself
+    least = 1e-5 * float(before.mean())  # float32 sums are off by less
+    pairs = (gain > least).nonzero()
+    pairs = pairs[gain[gain > least].argsort(descending=True, stable=True)]
+    found, used = [], [False] * (count // 4)
+    for (one, two), entry in zip(pairs.tolist(), which[tuple(pairs.t())].tolist(), strict=True):
+        if not used[one] and not used[two]:
+            used[one] = used[two] = True
+            found.append((4 * one + entry // 4, 4 * two + entry % 4))
+    return found
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def permute(
+    model: nn.Module,
+    pruned: Sequence[nn.Module],
+    followers: Followers,
+    options: Options,
+    say: Callable[[str, int], None],
+) -> None:
+    """Permute what can be permuted for the sake of the layers whose ``weight`` will be pruned.
+
+    Args:
+        model: The network.
+        pruned: The layers.
+        followers: What is permuted with a parameter; None where that cannot be.
+        options: Where to save what was done.
+        say: Takes a line and from which verbosity on it is shown.
+    """
+    analysis = _Analysis(model)
+    try:
+        analysis.trace()
+    except Exception as error:  # the model's own code runs with fx's proxies
+        cause = str(error).partition("\n")[0]
+        say(f"channels are not permuted, torch.fx cannot trace the model: {cause}", 1)
+        return
+    report: list[dict[str, Any]] = []
+    done = 0
+    for channels in analysis.sets():
+        layers = [model.get_submodule(name) for name in channels.inputs]
+        matrices = [_matrix(layer) for layer in layers if any(layer is one for one in pruned)]
+        if not matrices:
+            continue
+        tensors = list(_tensors(model, channels))
+        more = [followers(tensor) for tensor, _ in tensors]
+        if None in more:
+            channels.fix("the optimizer has a state of another shape for a weight")
+        entry: dict[str, Any] = {"outputs_of": channels.outputs, "inputs_of": channels.inputs}
+        report.append(entry)
+        if not channels.fixed:
+            matrix = torch.cat(matrices)
+            order = best_order(matrix)
+            before, after = kept(matrix), kept(matrix[:, order])
+            if after > before:
+                entry |= {"kept_before": before, "kept_after": after, "order": order.tolist()}
+                for (tensor, dim), others in zip(tensors, more, strict=True):
+                    for one in (tensor, *(others or ())):
+                        one.copy_(one.index_select(dim, order))
+                done += len(matrices)
+                gain = f"{after / before - 1.0:.2%} more magnitude is kept"
+                say(f"permuted the inputs of {', '.join(channels.inputs)}: {gain}", 2)
+                continue
+            channels.fix("no better order was found")
+        entry["fixed"] = channels.fixed
+        say(f"did not permute the inputs of {', '.join(channels.inputs)}: {channels.fixed}", 2)
+    say(f"permuted the input channels of {done} of {len(pruned)} pruned weights", 1)
+    if options.save:
+        path = os.path.join(options.folder, "model_offline_permutation_graph.json")
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+
+
+def _matrix(layer: nn.Module) -> torch.Tensor:
+    weight = layer.get_parameter("weight").detach().float()
+    return weight.movedim((0, 1), (-2, -1)).reshape(-1, weight.shape[1])
+
+
+def _tensors(model: nn.Module, channels: Channels) -> Iterator[tuple[torch.Tensor, int]]:
+    """The tensors that have the channels, and along which dimension."""
+    for name in channels.inputs:
+        yield model.get_submodule(name).get_parameter("weight"), 1
+    for name in channels.outputs:
+        module = model.get_submodule(name)
+        for key, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None and tensor.dim() and key in _TENSORS:
+                yield tensor, 0
