@@ -1,10 +1,10 @@
 """Permute channels before pruning, so that masks of 2:4 keep more magnitude.
 
-Source: Pool and Yu, "Channel Permutations for N:M Sparsity", NeurIPS 2021. Which weights compete in
-a group of four is the order of the input channels, and between two layers that order is free: the
+Source: Pool and Yu, "Channel Permutations for N:M Sparsity", NeurIPS 2021. Which weights share a
+group of four is the order of the input channels, and between two layers that order is free: the
 rows of the layers before are permuted with the columns of the layers after. ``torch.fx`` traces the
-model, in training and in evaluation mode. Each tensor between layers has a set of channels; a layer
-or an elementwise operation joins the sets that must have one order; whatever is not known here (a
+model, in training and in evaluation mode. Each tensor between layers has a set of channels; layers
+and elementwise operations join the sets that must have one order; what is not known here (a
 concatenation, a reshape, the model's inputs and outputs, tied weights, hooks) fixes a set.
 
 The search is greedy: in each round the best swaps of two channels between groups, at most one for
@@ -28,29 +28,26 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 _ROUNDS = 24
-_WORK = 2**28  # element operations of a round, 0.25 s on one CPU thread: rows are sampled to it
+_WORK = 2**28  # element operations of a round, 0.3 s on one CPU thread: rows are sampled to it
 
-_CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_CONVOLUTIONS: dict[Any, int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _POOLS: dict[Any, int] = {
-    **dict.fromkeys((nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d), 1),
+    **dict.fromkeys((nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, F.max_pool1d), 1),
     **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), 2),
-    **dict.fromkeys((nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d), 3),
-    **dict.fromkeys((F.max_pool1d, F.avg_pool1d, F.adaptive_avg_pool1d), 1),
     **dict.fromkeys((F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d), 2),
+    **dict.fromkeys((nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d), 3),
 }
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _ELEMENTWISE: set[Any] = {
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish),
     *(nn.Hardsigmoid, nn.Hardtanh, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Identity, nn.Dropout),
     *(torch.relu, torch.sigmoid, torch.tanh, torch.relu_, F.relu, F.relu6, F.leaky_relu, F.elu),
-    *(F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.sigmoid, F.tanh, F.softplus),
-    *(F.dropout, "relu", "relu_", "sigmoid", "tanh", "contiguous", "float", "half", "bfloat16"),
+    *(F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.softplus, F.dropout),
+    *("relu", "relu_", "sigmoid", "tanh", "contiguous", "float", "half", "bfloat16"),
     *(operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, operator.truediv),
     *(torch.add, torch.sub, torch.mul, torch.div, "add", "add_", "sub", "mul", "mul_", "div"),
 }
 _TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-
-Followers = Callable[[torch.Tensor], list[torch.Tensor] | None]
 
 
 class Options(NamedTuple):
@@ -62,7 +59,7 @@ class Options(NamedTuple):
 
 
 @dataclass(eq=False)
-class Channels:
+class _Channels:
     """Channels that have one order wherever they occur.
 
     Attributes:
@@ -70,37 +67,38 @@ class Channels:
         outputs: Layers whose tensors have them along the first dimension.
         inputs: Layers whose weight has them along the second.
         fixed: Why they must stay as they are; empty if they need not.
+        joined: The set that this one has become a part of.
     """
 
     size: int
     outputs: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     fixed: str = ""
-    joined: Channels | None = None
+    joined: _Channels | None = None
 
-    def root(self) -> Channels:
+    def root(self) -> _Channels:
         return self if self.joined is None else self.joined.root()
 
     def fix(self, why: str) -> None:
         root = self.root()
         root.fixed = root.fixed or why
 
-    def join(self, other: Channels) -> None:
+    def join(self, other: _Channels) -> None:
         one, two = self.root(), other.root()
         if one is two:
             return
+        one.fixed = one.fixed or two.fixed
         if one.size != two.size:
-            one.fix(f"sizes {one.size} and {two.size} meet")
+            one.fix(f"{one.size} and {two.size} channels meet")
         one.outputs += two.outputs
         one.inputs += two.inputs
-        one.fixed = one.fixed or two.fixed
         two.joined = one
 
 
 class _Value(NamedTuple):
     """A tensor of the graph: its channels, along which dimension (from the end), and its rank."""
 
-    channels: Channels
+    channels: _Channels
     dim: int
     rank: int | None
 
@@ -119,124 +117,110 @@ class _Analysis:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.sides: dict[tuple[str, str], Channels] = {}
-        self.untouchable: dict[str, str] = {}
+        self.sides: dict[tuple[str, str], _Channels] = {}
+        self.fixed: dict[str, str] = {}  # why, by layer
         owners: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
         for names in owners.values():
             if len(names) > 1:
-                self.untouchable.update(dict.fromkeys(names, "tied weights"))
+                self.fixed.update(dict.fromkeys(names, "has tied weights"))
         for name, module in model.named_modules():
+            others = {*module._parameters, *module._buffers} - _TENSORS
             if module._forward_hooks or module._forward_pre_hooks:
-                self.untouchable[name] = "a layer with hooks"
+                self.fixed[name] = "has hooks"
+            elif not all("_mma_" in tensor for tensor in others):
+                self.fixed[name] = "has other tensors than torch's"
 
     def trace(self) -> None:
-        """Follow the channels through the model, in both modes.
-
-        Raises:
-            Exception: Whatever the model raises when it is traced.
-        """
+        """Follow the channels through the model in both modes; raises what its code raises."""
         modes = {module: module.training for module in self.model.modules()}
         try:
             for training in (True, False):
                 for module in modes:
                     module.training = training
-                self.follow(_Tracer().trace(self.model))
+                values: dict[fx.Node, _Value | None] = {}
+                for node in _Tracer().trace(self.model).nodes:
+                    if node.op == "get_attr":
+                        owner = str(node.target).rpartition(".")[0]
+                        self.fixed[owner] = "has tensors that are read elsewhere"
+                    given = [values[one] for one in node.all_input_nodes]
+                    values[node] = self.visit(node, given)
         finally:
             for module, mode in modes.items():
                 module.training = mode
 
-    def side(self, layer: str, which: str, size: int) -> Channels:
-        """The ``"inputs"`` or ``"outputs"`` of a layer."""
-        found = self.sides.get((layer, which))
-        if found is None:
-            found = self.sides[layer, which] = Channels(size)
-            getattr(found, which).append(layer)
-        return found
-
-    def sets(self) -> list[Channels]:
+    def sets(self) -> list[_Channels]:
         """All sets of channels, in the order of the graph."""
         for (layer, _), channels in self.sides.items():
-            module = self.model.get_submodule(layer)
-            others = {*module._parameters, *module._buffers} - _TENSORS
-            if not all(name.startswith("__") and "_mma_" in name for name in others):
-                channels.fix(f"{layer} has other tensors than a layer of torch")
-            if layer in self.untouchable:
-                channels.fix(f"{layer}: {self.untouchable[layer]}")
+            if layer in self.fixed:
+                channels.fix(f"{layer} {self.fixed[layer]}")
         return list(dict.fromkeys(channels.root() for channels in self.sides.values()))
 
-    def follow(self, graph: fx.Graph) -> None:
-        for node in graph.nodes:
-            if node.op == "get_attr":
-                self.untouchable[str(node.target).rpartition(".")[0]] = "weights that are read"
-        values: dict[fx.Node, _Value] = {}
-        for node in graph.nodes:
-            given = [values.get(one) for one in node.all_input_nodes]
-            found = self.visit(node, given)
-            if found is not None:
-                values[node] = found
+    def side(self, layer: str, which: str, size: int) -> _Channels:
+        """The ``"inputs"`` or ``"outputs"`` of a layer."""
+        if (layer, which) not in self.sides:
+            self.sides[layer, which] = _Channels(size, **{which: [layer]})  # type: ignore[arg-type]
+        return self.sides[layer, which]
 
     def visit(self, node: fx.Node, given: list[_Value | None]) -> _Value | None:
-        """The value of a node; its inputs are joined with it, or fixed."""
-        kind: Any = node.target
-        module = None
+        """The value of a node; the channels of its inputs are joined or fixed."""
+        name, module, kind = str(node.target), None, node.target  # type: str, Any, Any
         if node.op == "call_module":
-            module = self.model.get_submodule(str(node.target))
+            module = self.model.get_submodule(name)
             kind = type(module)
-        x = given[0] if given else None
-        if len(given) == 1:
-            if kind in ("size", "dim") or (kind is getattr and node.args[1] in ("shape", "ndim")):
-                return None  # no values are read
-            if module is not None and (kind is nn.Linear or kind in _CONVOLUTIONS):
-                return self.layer(str(node.target), module, x)
-            if x is None or kind in _ELEMENTWISE or (kind in _POOLS and _POOLS[kind] < -x.dim):
-                return x
-            if module is not None and _is_norm(module, x):
-                x.channels.join(self.side(str(node.target), "outputs", x.channels.root().size))
-                return x
-        if x is not None and x.is_second and _flattens(node, module):
-            return _Value(x.channels, -1, 2)
         known = [value for value in given if value is not None]
-        if kind in _ELEMENTWISE and known and len({value and value.dim for value in given}) == 1:
+        x = known[0] if known else None
+        if len(given) == 1 and (kind is nn.Linear or kind in _CONVOLUTIONS):
+            return self.layer(name, module, x)
+        if x is None or kind in ("size", "dim"):
+            return None
+        if kind is getattr and node.args[1] in ("shape", "ndim"):
+            return None
+        if kind in _ELEMENTWISE and {value and value.dim for value in given} == {x.dim}:
             for value in known[1:]:
-                known[0].channels.join(value.channels)
-            return known[0]
+                x.channels.join(value.channels)
+            return x
+        if kind in _POOLS and _POOLS[kind] < -x.dim:
+            return x
+        if x.is_second and _flattens(node, module):
+            return _Value(x.channels, -1, 2)
+        if _is_norm(module, x):
+            x.channels.join(self.side(name, "outputs", x.channels.root().size))
+            return x
         for value in known:
             value.channels.fix(f"used by {node}")
         return None
 
     def layer(self, name: str, module: Any, x: _Value | None) -> _Value:
         """The output of a linear layer or a convolution."""
-        rank: int | None
         if isinstance(module, nn.Linear):
-            size, out, dim = module.in_features, module.out_features, -1
-            rank, groups = None if x is None else x.rank, 1
+            size, out, groups, dim = module.in_features, module.out_features, 1, -1
+            rank = None if x is None else x.rank
         else:
-            dims = _CONVOLUTIONS[type(module)]
             size, out, groups = module.in_channels, module.out_channels, module.groups
+            dims = _CONVOLUTIONS[type(module)]
             dim, rank = -1 - dims, dims + 2
         result = _Value(self.side(name, "outputs", out), dim, rank)
         if x is not None and x.dim == dim and groups == size == out:  # depthwise
             x.channels.join(result.channels)
-        elif groups == 1:
-            inputs = self.side(name, "inputs", size)
-            if x is not None:
-                x.channels.join(inputs)
-            if x is None or x.dim != dim:
-                inputs.fix(f"the input of {name}")
-        else:
-            for channels in (result.channels, *(() if x is None else (x.channels,))):
-                channels.fix(f"{name} has groups")
+            return result
+        inputs = self.side(name, "inputs", size) if groups == 1 else result.channels
+        if x is not None:
+            x.channels.join(inputs)
+        if groups != 1:
+            inputs.fix(f"{name} has groups")
+        elif x is None or x.dim != dim:
+            inputs.fix(f"the input of {name} is that of the model, or not known")
         return result
 
 
-def _is_norm(module: nn.Module, x: _Value) -> bool:
-    """Whether it normalizes and scales each channel of ``x`` by itself, or all of them together."""
+def _is_norm(module: nn.Module | None, x: _Value) -> bool:
+    """Whether a layer normalizes each channel of ``x`` by itself, or all of them together."""
     size = x.channels.root().size
     if isinstance(module, nn.LayerNorm):
         return x.dim == -1 and module.normalized_shape == (size,)
-    return type(module) in _BATCH_NORMS and x.is_second and module.num_features == size
+    return isinstance(module, _BATCH_NORMS) and x.is_second and module.num_features == size
 
 
 def _flattens(node: fx.Node, module: nn.Module | None) -> bool:
@@ -248,14 +232,10 @@ def _flattens(node: fx.Node, module: nn.Module | None) -> bool:
     if node.target not in ("view", "reshape") or len(node.args) != 3 or node.args[2] != -1:
         return False
     x, first, _ = node.args  # x.view(x.size(0), -1) or x.view(x.shape[0], -1)
-    if not isinstance(first, fx.Node):
-        return False
-    if first.target is operator.getitem:
-        source, index = first.args
-        if not isinstance(source, fx.Node) or index != 0:
-            return False
-        return (source.target, source.args) in ((getattr, (x, "shape")), ("size", (x,)))
-    return first.target == "size" and first.args == (x, 0)
+    if isinstance(first, fx.Node) and first.target is operator.getitem and first.args[1] == 0:
+        first = first.args[0]
+        return isinstance(first, fx.Node) and first.args == (x, "shape")
+    return isinstance(first, fx.Node) and first.target == "size" and first.args == (x, 0)
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -263,8 +243,8 @@ def _flattens(node: fx.Node, module: nn.Module | None) -> bool:
 
 def kept(matrix: torch.Tensor) -> float:
     """Return the magnitude that a mask of 2:4 keeps of ``(rows, channels)``."""
-    groups = matrix.abs().reshape(-1, 4)
-    return float(groups.topk(2, dim=1).values.sum(dtype=torch.float64))
+    largest = matrix.abs().reshape(-1, 4).topk(2, dim=1).values
+    return float(largest.sum(dtype=torch.float64))
 
 
 def best_order(matrix: torch.Tensor) -> torch.Tensor:
@@ -276,10 +256,9 @@ def best_order(matrix: torch.Tensor) -> torch.Tensor:
     Returns:
         ``(channels,)`` int64: which channel comes where.
     """
-    channels = matrix.shape[1]
-    step = -(-matrix.shape[0] * channels**2 // _WORK)
+    step = -(-matrix.shape[0] * matrix.shape[1] ** 2 // _WORK)
     columns = matrix[::step].abs().float().t().contiguous()
-    order = torch.arange(channels, device=matrix.device)
+    order = torch.arange(len(columns), device=matrix.device)
     for _ in range(_ROUNDS):
         swaps = _swaps(columns[order])
         if not swaps:
@@ -295,25 +274,22 @@ def _swaps(columns: torch.Tensor) -> list[tuple[int, int]]:
     With a >= b the largest of the three entries that stay, a group keeps a + max(b, new), and
     2 max(b, new) = b + new + abs(b - new): sums over rows are distances in the 1-norm.
     """
-    count = len(columns)
-    groups = columns.unflatten(0, (-1, 4))
-    first, second, third = groups.sort(dim=1, descending=True).values[:, :3].split(1, dim=1)
+    groups = columns.view(-1, 4, columns.shape[1])
+    first, second, third, _ = groups.sort(dim=1, descending=True).values.chunk(4, dim=1)
     a = torch.where(groups >= first, second, first).flatten(0, 1)
     b = torch.where(groups >= second, third, second).flatten(0, 1)
-    distance = torch.cdist(b, columns, p=1.0)
-    after = a.sum(1)[:, None] + (b.sum(1)[:, None] + columns.sum(1) + distance) / 2
+    sums = b.sum(1)[:, None] + columns.sum(1) + torch.cdist(b, columns, p=1.0)
+    after = a.sum(1)[:, None] + sums / 2
     before = (first + second).sum((1, 2))
-    gain = (after + after.t()).unflatten(0, (-1, 4)).unflatten(2, (-1, 4))  # group, 4, group, 4
-    gain = gain - before[:, None, None, None] - before[:, None]
-    gain, which = gain.transpose(1, 2).flatten(2).max(dim=2)
+    gain = (after + after.t()).view(len(groups), 4, len(groups), 4).transpose(1, 2).flatten(2)
+    gain, which = (gain - before[:, None, None] - before[:, None]).max(dim=2)
     gain = gain.triu(1)  # not of a group with itself
-    least = 1e-5 * float(before.mean())  # float32 sums are off by less
-    pairs = (gain > least).nonzero()
-    pairs = pairs[gain[gain > least].argsort(descending=True, stable=True)]
-    found, used = [], [False] * (count // 4)
+    pairs = (gain > 1e-5 * before.mean()).nonzero()  # float32 sums are off by less
+    pairs = pairs[gain[tuple(pairs.t())].argsort(descending=True, stable=True)]
+    found, used = [], set()
     for (one, two), entry in zip(pairs.tolist(), which[tuple(pairs.t())].tolist(), strict=True):
-        if not used[one] and not used[two]:
-            used[one] = used[two] = True
+        if not used & {one, two}:
+            used |= {one, two}
             found.append((4 * one + entry // 4, 4 * two + entry % 4))
     return found
 
@@ -325,11 +301,11 @@ def _swaps(columns: torch.Tensor) -> list[tuple[int, int]]:
 def permute(
     model: nn.Module,
     pruned: Sequence[nn.Module],
-    followers: Followers,
+    followers: Callable[[torch.Tensor], list[torch.Tensor] | None],
     options: Options,
     say: Callable[[str, int], None],
 ) -> None:
-    """Permute what can be permuted for the sake of the layers whose ``weight`` will be pruned.
+    """Permute what can be, so that the ``weight`` of each layer of ``pruned`` keeps more.
 
     Args:
         model: The network.
@@ -341,40 +317,40 @@ def permute(
     analysis = _Analysis(model)
     try:
         analysis.trace()
-    except Exception as error:  # the model's own code runs with fx's proxies
+    except Exception as error:  # noqa: BLE001  the model's code, which runs with fx's proxies
         cause = str(error).partition("\n")[0]
-        say(f"channels are not permuted, torch.fx cannot trace the model: {cause}", 1)
+        say(f"channels are not permuted, for torch.fx cannot trace the model: {cause}", 1)
         return
     report: list[dict[str, Any]] = []
-    done = 0
+    count = 0
     for channels in analysis.sets():
         layers = [model.get_submodule(name) for name in channels.inputs]
         matrices = [_matrix(layer) for layer in layers if any(layer is one for one in pruned)]
         if not matrices:
             continue
-        tensors = list(_tensors(model, channels))
-        more = [followers(tensor) for tensor, _ in tensors]
-        if None in more:
-            channels.fix("the optimizer has a state of another shape for a weight")
+        tensors = [(one, dim, followers(one)) for one, dim in _tensors(model, channels)]
+        if any(others is None for _, _, others in tensors):
+            channels.fix("the optimizer's state has another shape than a weight")
         entry: dict[str, Any] = {"outputs_of": channels.outputs, "inputs_of": channels.inputs}
-        report.append(entry)
+        text = f"did not permute the inputs of {', '.join(channels.inputs)}: "
         if not channels.fixed:
             matrix = torch.cat(matrices)
             order = best_order(matrix)
             before, after = kept(matrix), kept(matrix[:, order])
+            entry |= {"kept_before": before, "kept_after": after, "order": order.tolist()}
             if after > before:
-                entry |= {"kept_before": before, "kept_after": after, "order": order.tolist()}
-                for (tensor, dim), others in zip(tensors, more, strict=True):
+                for tensor, dim, others in tensors:
                     for one in (tensor, *(others or ())):
                         one.copy_(one.index_select(dim, order))
-                done += len(matrices)
-                gain = f"{after / before - 1.0:.2%} more magnitude is kept"
-                say(f"permuted the inputs of {', '.join(channels.inputs)}: {gain}", 2)
-                continue
-            channels.fix("no better order was found")
-        entry["fixed"] = channels.fixed
-        say(f"did not permute the inputs of {', '.join(channels.inputs)}: {channels.fixed}", 2)
-    say(f"permuted the input channels of {done} of {len(pruned)} pruned weights", 1)
+                count += len(matrices)
+                text = f"permuted the inputs of {', '.join(channels.inputs)}: "
+                channels.fixed = f"{after / before - 1.0:.2%} more magnitude is kept"
+            else:
+                channels.fixed = "no better order was found"
+        entry["result"] = channels.fixed
+        report.append(entry)
+        say(text + channels.fixed, 2)
+    say(f"permuted the input channels of {count} of {len(pruned)} pruned weights", 1)
     if options.save:
         path = os.path.join(options.folder, "model_offline_permutation_graph.json")
         with open(path, "w", encoding="utf-8") as file:
@@ -382,11 +358,12 @@ def permute(
 
 
 def _matrix(layer: nn.Module) -> torch.Tensor:
+    """The layer's weight as a matrix ``(all else, input channels)``."""
     weight = layer.get_parameter("weight").detach().float()
     return weight.movedim((0, 1), (-2, -1)).reshape(-1, weight.shape[1])
 
 
-def _tensors(model: nn.Module, channels: Channels) -> Iterator[tuple[torch.Tensor, int]]:
+def _tensors(model: nn.Module, channels: _Channels) -> Iterator[tuple[torch.Tensor, int]]:
     """The tensors that have the channels, and along which dimension."""
     for name in channels.inputs:
         yield model.get_submodule(name).get_parameter("weight"), 1

@@ -1,21 +1,14 @@
 """Masks of n:m structured sparsity: of m consecutive weights at most n are kept.
 
-NVIDIA's sparse tensor cores multiply 2:4 matrices: of each 4 consecutive entries of a row 2 are
-zero (Mishra et al., "Accelerating Sparse Deep Neural Networks", 2021). The masks keep the entries
-of largest magnitude. All of it is tensor operations on the weight's device.
+Sparse tensor cores multiply 2:4 matrices: of each 4 consecutive entries of a row 2 are zero
+(Mishra et al., "Accelerating Sparse Deep Neural Networks", 2021). Masks keep the largest
+magnitudes: ``m4n2_1d`` the 2 largest of each 4 in a row; of each 4x4 block ``m4n2_2d_best`` keeps 2
+in each row and column, with the largest sum of 90 choices, and ``m4n2_2d_greedy`` at most 2, the
+largest first. A 2d mask is one of the transposed matrix too, which the backward pass multiplies by.
 
-==================  ============================================================================
-pattern             what is kept
-==================  ============================================================================
-``m4n2_1d``         the 2 largest of each 4 in a row
-``m4n2_2d_best``    of each 4x4 block 2 in each row and column: the largest sum of the 90 choices
-``m4n2_2d_greedy``  of each 4x4 block at most 2 in each row and column, the largest first
-==================  ============================================================================
-
-A 2d mask is also one of the transposed matrix, which the backward pass multiplies by. Where
-magnitudes are equal, the entry of the lower column is kept (2d: the first in row-major order; with
-``best`` the first pattern of :func:`compute_valid_2d_patterns`). nan counts as the largest. Sizes
-that are no multiple of m are padded with zeros for the choice.
+Of equal magnitudes the first in the row, or of the block in row-major order, is kept; of equal sums
+the first of :func:`compute_valid_2d_patterns`. nan counts as the largest. Rows (and columns, for
+2d) are padded with zeros to a multiple of m. All of it runs on the weight's device.
 """
 
 from __future__ import annotations
@@ -45,44 +38,33 @@ _BLOCKS_AT_ONCE = 2**16  # of 4x4: their products with 90 patterns take 24 MB
 
 
 def fill(x: torch.Tensor) -> float:
-    """Return the share of entries of ``x`` that are not zero, 0.0 to 1.0.
-
-    Example:
-        >>> fill(torch.tensor([0.0, 2.0, 0.0, 1.0]))
-        0.5
-    """
+    """Return the share of entries of ``x`` that are not zero, 0.0 to 1.0."""
     return float(torch.count_nonzero(x)) / x.numel()
 
 
 def reshape_1d(matrix: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Size]:
-    """Cut the rows of a matrix into groups of ``m``, padded with zeros at the end of a row.
-
-    Args:
-        matrix: ``(rows, columns)``.
-        m: Entries of a group.
-
-    Returns:
-        The groups ``(rows * groups, m)``, and the shape of the padded matrix.
-    """
-    _check_matrix("reshape_1d", matrix)
+    """Cut rows into groups of ``m``; return ``(groups, m)`` and the shape of the padded matrix."""
+    if matrix.dim() != 2:
+        raise ValueError(
+            f"the tensor has the shape {list(matrix.shape)}; it must be a matrix. create_mask "
+            "takes tensors of any rank."
+        )
     padded = F.pad(matrix, (0, -matrix.shape[1] % m))
     return padded.reshape(-1, m), padded.shape
 
 
 def compute_valid_1d_patterns(m: int, n: int) -> torch.Tensor:
     """Return the ways to keep ``n`` of ``m``: ``(m choose n, m)``, float32, first ones first."""
-    patterns = torch.zeros(math.comb(m, n), m)
-    for row, kept in zip(patterns, itertools.combinations(range(m), n), strict=True):
-        row[list(kept)] = 1
-    return patterns
+    kept = list(itertools.combinations(range(m), n))
+    return torch.zeros(len(kept), m).scatter_(1, torch.tensor(kept, dtype=torch.int64), 1.0)
 
 
 def compute_valid_2d_patterns(m: int, n: int) -> torch.Tensor:
     """Return the ways to keep ``n`` in each row and column of ``m`` x ``m``, float32 0 and 1.
 
     Returns:
-        ``(count, m, m)``: 90 for 2:4. In the order of :func:`compute_valid_1d_patterns`, row by
-        row. Counts grow fast: m = 6 has 297,200 for n = 3.
+        ``(count, m, m)``, ordered by rows as :func:`compute_valid_1d_patterns`: 90 for 2:4, and
+        297,200 for 3:6.
     """
     rows = [tuple(map(int, row)) for row in compute_valid_1d_patterns(m, n).tolist()]
     found: list[tuple[tuple[int, ...], ...]] = [()]
@@ -93,39 +75,29 @@ def compute_valid_2d_patterns(m: int, n: int) -> torch.Tensor:
 
 
 def mn_1d_best(matrix: torch.Tensor, m: int, n: int) -> torch.Tensor:
-    """Keep the ``n`` largest of each ``m`` consecutive entries of a row.
-
-    Args:
-        matrix: ``(rows, columns)``.
-        m: Entries of a group.
-        n: How many of them are kept.
-
-    Returns:
-        The mask, int32 0 and 1, of the matrix's shape.
-    """
+    """Return the mask, int32, of the ``n`` largest of each ``m`` in a row of ``matrix``."""
     groups, shape = reshape_1d(matrix.detach(), m)
-    # How many others of its group come before each entry. Comparing all pairs takes 0.2 times the
-    # time of torch.sort (4096x4096, one CPU thread), and sums, as of patterns, would round.
+    # How many others come before each entry. 0.2 times the time of torch.sort (4096x4096, one CPU
+    # thread); comparing the sums of patterns would round.
     columns = _magnitudes(groups).t().contiguous()
     before = torch.zeros(columns.shape, dtype=torch.int16, device=matrix.device)
     for left, right in itertools.combinations(range(m), 2):
         is_larger = columns[right] > columns[left]
         before[left] += is_larger
         before[right] += ~is_larger
-    kept = (before < n).t().reshape(shape)
-    return kept[:, : matrix.shape[1]].to(torch.int32)
+    return (before < n).t().reshape(shape)[:, : matrix.shape[1]].to(torch.int32)
 
 
 def mn_2d_greedy(matrix: torch.Tensor, m: int, n: int) -> torch.Tensor:
-    """Keep at most ``n`` in each row and column of each block, entry by entry, the largest first.
+    """Return the mask, int32, of at most ``n`` in each row and column of ``m`` x ``m``.
 
-    An entry is left out where its row or column has ``n`` already, so some may have fewer.
-    Arguments and result as :func:`mn_1d_best`; blocks are ``m`` x ``m``.
+    An entry is left out where its row or column has ``n`` larger ones, so some have fewer.
     """
-    blocks = _magnitudes(_blocks(matrix, m))
+    blocks = _blocks(matrix, m)
     kept = torch.zeros(blocks.shape, dtype=torch.int32, device=blocks.device)
     in_row, in_column = (kept.new_zeros(len(blocks), m) for _ in range(2))
-    for entry in blocks.argsort(dim=1, descending=True, stable=True).split(1, dim=1):
+    for entry in blocks.argsort(dim=1, descending=True, stable=True).t():
+        entry = entry[:, None]
         row, column = entry // m, entry % m
         rows, columns = in_row.gather(1, row), in_column.gather(1, column)
         is_kept = ((rows < n) & (columns < n)).int()
@@ -136,34 +108,31 @@ def mn_2d_greedy(matrix: torch.Tensor, m: int, n: int) -> torch.Tensor:
 
 
 def mn_2d_best(matrix: torch.Tensor, m: int, n: int) -> torch.Tensor:
-    """Keep ``n`` in each row and column of each block: those whose magnitudes have the largest sum.
+    """Return the mask, int32, of ``n`` in each row and column of ``m`` x ``m``, the largest sum.
 
-    All patterns are compared; sums run in float32 (float64 for float64). Arguments and result as
-    :func:`mn_1d_best`; blocks are ``m`` x ``m``.
+    Sums run in float32, of float64 in float64.
     """
-    blocks = _magnitudes(_blocks(matrix, m))
+    blocks = _blocks(matrix, m)
     blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     blocks = blocks.clamp(max=torch.finfo(blocks.dtype).max / (n * m))  # 0 * inf would be nan
     patterns = compute_valid_2d_patterns(m, n).flatten(1).to(blocks)
-    best = [(part @ patterns.t()).argmax(dim=1) for part in blocks.split(_BLOCKS_AT_ONCE)]
-    return _from_blocks(patterns[torch.cat(best)], matrix, m).to(torch.int32)
+    parts = torch.split(blocks, _BLOCKS_AT_ONCE)
+    best = torch.cat([(part @ patterns.t()).argmax(dim=1) for part in parts])
+    return _from_blocks(patterns[best], matrix, m).to(torch.int32)
 
 
 def m4n2_1d(mat: torch.Tensor, density: float) -> torch.Tensor:
-    """Return :func:`mn_1d_best` of 2:4; ``density`` must be 0.5."""
-    _check_density(density)
+    """Return :func:`mn_1d_best` of 2:4; ``density`` is not looked at."""
     return mn_1d_best(mat, 4, 2)
 
 
 def m4n2_2d_greedy(mat: torch.Tensor, density: float) -> torch.Tensor:
-    """Return :func:`mn_2d_greedy` of 2:4; ``density`` must be 0.5."""
-    _check_density(density)
+    """Return :func:`mn_2d_greedy` of 2:4; ``density`` is not looked at."""
     return mn_2d_greedy(mat, 4, 2)
 
 
 def m4n2_2d_best(mat: torch.Tensor, density: float) -> torch.Tensor:
-    """Return :func:`mn_2d_best` of 2:4; ``density`` must be 0.5."""
-    _check_density(density)
+    """Return :func:`mn_2d_best` of 2:4; ``density`` is not looked at."""
     return mn_2d_best(mat, 4, 2)
 
 
@@ -183,7 +152,7 @@ def create_mask(
         tensor: A weight: ``(entries,)``; ``(out, in)``; of convolutions ``(out, in, *kernel)``,
             of which each position of the kernel is a matrix ``(out, in)``.
         pattern: ``"m4n2_1d"``, ``"m4n2_2d_best"`` or ``"m4n2_2d_greedy"``.
-        density: The share that is kept; 0.5, as in the original, which did not look at it.
+        density: The share that is kept: 0.5. The original did not look at it.
 
     Returns:
         0 and 1, of the tensor's shape, dtype and device.
@@ -195,53 +164,34 @@ def create_mask(
         >>> create_mask(torch.tensor([[0.1, -0.4, 0.3, 0.2]]))
         tensor([[0., 1., 1., 0.]])
     """
-    if pattern not in _PATTERNS:
+    if pattern not in _PATTERNS or density != 0.5 or tensor.dim() == 0:
         raise ValueError(
-            f"create_mask: pattern was {pattern!r}; allowed are {', '.join(_PATTERNS)}."
+            f"create_mask: pattern was {pattern!r}, density {density}, and the tensor has "
+            f"{tensor.dim()} dimensions; allowed are {', '.join(_PATTERNS)}; 0.5; 1 or more."
         )
-    if tensor.dim() == 0:
-        raise ValueError("create_mask: the tensor has no dimensions; a weight has one or more.")
     weight = tensor.detach()
-    if tensor.dim() == 1:
-        weight = weight[None]
-    else:
-        weight = weight.movedim((0, 1), (-2, -1))  # (*kernel, out, in)
+    # (*kernel, out, in)
+    weight = weight[None] if tensor.dim() == 1 else weight.movedim((0, 1), (-2, -1))
     matrix = weight.reshape(math.prod(weight.shape[:-1]), weight.shape[-1])
     mask = _PATTERNS[pattern](matrix, density).view(weight.shape)
     mask = mask[0] if tensor.dim() == 1 else mask.movedim((-2, -1), (0, 1))
     return mask.to(tensor.dtype, memory_format=torch.contiguous_format)
 
 
-def _check_matrix(function: str, matrix: torch.Tensor) -> None:
-    if matrix.dim() != 2:
-        raise ValueError(
-            f"{function}: the tensor has the shape {list(matrix.shape)}; it must be a matrix. "
-            "create_mask takes others."
-        )
-
-
-def _check_density(density: float) -> None:
-    if density != 0.5:
-        raise ValueError(f"density was {density}; masks that keep 2 of 4 have 0.5.")
-
-
 def _magnitudes(values: torch.Tensor) -> torch.Tensor:
-    values = values.abs()
-    return (
-        values.nan_to_num_(nan=math.inf, posinf=math.inf) if values.is_floating_point() else values
-    )
+    sizes = values.abs()
+    return sizes.nan_to_num_(nan=math.inf, posinf=math.inf) if sizes.is_floating_point() else sizes
 
 
 def _blocks(matrix: torch.Tensor, m: int) -> torch.Tensor:
-    """The blocks of ``m`` x ``m``, each a row: ``(blocks, m * m)``, padded with zeros."""
-    _check_matrix("a 2d mask", matrix)
-    rows, columns = matrix.shape
-    padded = F.pad(matrix.detach(), (0, -columns % m, 0, -rows % m))
-    return padded.unflatten(1, (-1, m)).unflatten(0, (-1, m)).movedim(1, 2).reshape(-1, m * m)
+    """The magnitudes of the blocks of ``m`` x ``m``, each a row: ``(blocks, m * m)``."""
+    groups, (rows, columns) = reshape_1d(F.pad(matrix.detach(), (0, 0, 0, -len(matrix) % m)), m)
+    blocks = groups.view(rows // m, m, columns // m, m).transpose(1, 2)
+    return _magnitudes(blocks.reshape(-1, m * m))
 
 
 def _from_blocks(blocks: torch.Tensor, like: torch.Tensor, m: int) -> torch.Tensor:
     """The matrix of the shape of ``like`` whose blocks are given."""
     down, across = (-(-size // m) for size in like.shape)
-    whole = blocks.view(down, across, m, m).movedim(2, 1).reshape(down * m, across * m)
+    whole = blocks.view(down, across, m, m).transpose(1, 2).reshape(down * m, across * m)
     return whole[: like.shape[0], : like.shape[1]]
