@@ -172,7 +172,7 @@ class _Analysis:
         known = [value for value in given if value is not None]
         x = known[0] if known else None
         if len(given) == 1 and (kind is nn.Linear or kind in _CONVOLUTIONS):
-            return self.layer(name, module, x)
+            return self.layer(name, module, x, str(node.all_input_nodes[0]))
         if x is None or kind in ("size", "dim"):
             return None
         if kind is getattr and node.args[1] in ("shape", "ndim"):
@@ -192,8 +192,8 @@ class _Analysis:
             value.channels.fix(f"used by {node}")
         return None
 
-    def layer(self, name: str, module: Any, x: _Value | None) -> _Value:
-        """The output of a linear layer or a convolution."""
+    def layer(self, name: str, module: Any, x: _Value | None, source: str) -> _Value:
+        """The output of a linear layer or a convolution on the node ``source``."""
         if isinstance(module, nn.Linear):
             size, out, groups, dim = module.in_features, module.out_features, 1, -1
             rank = None if x is None else x.rank
@@ -211,7 +211,7 @@ class _Analysis:
         if groups != 1:
             inputs.fix(f"{name} has groups")
         elif x is None or x.dim != dim:
-            inputs.fix(f"the input of {name} is that of the model, or not known")
+            inputs.fix(f"they come from {source}")
         return result
 
 
@@ -286,7 +286,8 @@ def _swaps(columns: torch.Tensor) -> list[tuple[int, int]]:
     gain = gain.triu(1)  # not of a group with itself
     pairs = (gain > 1e-5 * before.mean()).nonzero()  # float32 sums are off by less
     pairs = pairs[gain[tuple(pairs.t())].argsort(descending=True, stable=True)]
-    found, used = [], set()
+    found: list[tuple[int, int]] = []
+    used: set[int] = set()
     for (one, two), entry in zip(pairs.tolist(), which[tuple(pairs.t())].tolist(), strict=True):
         if not used & {one, two}:
             used |= {one, two}
