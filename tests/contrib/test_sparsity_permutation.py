@@ -10,7 +10,9 @@ from torch import nn
 
 from apex import amp
 from apex.contrib.sparsity import ASP, _permutation, create_mask
+from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam
+from apex.parallel import SyncBatchNorm
 from tests.tolerance import RECURRENT, assert_close_to_largest
 
 
@@ -29,7 +31,7 @@ class Residual(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
         self.first = nn.Conv2d(16, 16, 3, padding=1)
-        self.norm = nn.BatchNorm2d(16)
+        self.norm = SyncBatchNorm(16)
         self.deep = nn.Conv2d(16, 16, 3, groups=16)
         self.last = nn.Conv2d(16, 32, 1)
         self.wide = nn.Linear(32, 48)
@@ -113,13 +115,17 @@ def permuted(model, **options):
     ASP.init_model_for_pruning(model, **options)
     state = ASP._state
     layers = [one.module for one in state.pruned]
-    _permutation.permute(model, layers, state.followers, ASP._options, state.say)
+    _permutation.permute(model, layers, state.followers, state.say, ASP._permutation[1])
 
 
 FREE = {
     "convolutions": (Residual, (2, 3, 9, 9), 4),
     "two heads": (TwoHeads, (5, 3), 2),
-    "sequence": (lambda: mlp(nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.0)), (2, 5, 3), 1),
+    "sequence": (
+        lambda: mlp(nn.LayerNorm(16), nn.GELU(), FusedLayerNorm(16), nn.Dropout(0.0)),
+        (2, 5, 3),
+        1,
+    ),
     "constants": (lambda: Called(lambda x, _: 2.0 - x / 3), (2, 1), 1),
     "called twice": (Twice, (2, 3), 2),
 }
@@ -217,7 +223,7 @@ def test_masters_and_moments_follow_their_weights(level):
     ASP.init_optimizer_for_pruning(optimizer)
     state = ASP._state
     layers = [one.module for one in state.pruned]
-    _permutation.permute(model, layers, state.followers, ASP._options, state.say)
+    _permutation.permute(model, layers, state.followers, state.say, ASP._permutation[1])
     assert not torch.equal(order, model[2].weight)
     assert together() == before
 
@@ -234,9 +240,9 @@ def test_state_of_another_shape_keeps_channels(caplog):
 
 
 def test_what_was_done_can_be_saved_and_switched_off(tmp_path, caplog):
-    ASP.set_permutation_saving_params(True, True, str(tmp_path))
+    ASP.set_permutation_saving_params(True, True, str(tmp_path / "new"))
     permuted(fill(TwoHeads()), verbosity=0)
-    (entry,) = json.loads((tmp_path / "model_offline_permutation_graph.json").read_text())
+    (entry,) = json.loads((tmp_path / "new" / "model_offline_permutation_graph.json").read_text())
     assert entry["outputs_of"] == ["body", "norm"]
     assert entry["inputs_of"] == ["head", "other"]
     assert sorted(entry["order"]) == list(range(16))

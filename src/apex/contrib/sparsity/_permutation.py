@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import operator
-import os
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,6 +26,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from apex.normalization import FusedLayerNorm, FusedRMSNorm
 
 _ROUNDS = 24
 _WORK = 2**28  # element operations of a round, 0.3 s on one CPU thread: rows are sampled to it
@@ -37,7 +40,7 @@ _POOLS: dict[Any, int] = {
     **dict.fromkeys((F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d), 2),
     **dict.fromkeys((nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d), 3),
 }
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LAYER_NORMS = (nn.LayerNorm, nn.RMSNorm, FusedLayerNorm, FusedRMSNorm)
 _ELEMENTWISE: set[Any] = {
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish),
     *(nn.Hardsigmoid, nn.Hardtanh, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Identity, nn.Dropout),
@@ -50,31 +53,15 @@ _ELEMENTWISE: set[Any] = {
 _TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 
 
-class Options(NamedTuple):
-    """What ``ASP.set_permutation_saving_params`` sets."""
-
-    allow: bool = True
-    save: bool = False
-    folder: str = "."
-
-
 @dataclass(eq=False)
 class _Channels:
-    """Channels that have one order wherever they occur.
-
-    Attributes:
-        size: How many.
-        outputs: Layers whose tensors have them along the first dimension.
-        inputs: Layers whose weight has them along the second.
-        fixed: Why they must stay as they are; empty if they need not.
-        joined: The set that this one has become a part of.
-    """
+    """Channels that have one order wherever they occur."""
 
     size: int
-    outputs: list[str] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)
-    fixed: str = ""
-    joined: _Channels | None = None
+    outputs: list[str] = field(default_factory=list)  # layers: first dimension of their tensors
+    inputs: list[str] = field(default_factory=list)  # layers: second dimension of their weight
+    fixed: str = ""  # why they must stay as they are
+    joined: _Channels | None = None  # what this set has become a part of
 
     def root(self) -> _Channels:
         return self if self.joined is None else self.joined.root()
@@ -173,9 +160,7 @@ class _Analysis:
         x = known[0] if known else None
         if len(given) == 1 and (kind is nn.Linear or kind in _CONVOLUTIONS):
             return self.layer(name, module, x, str(node.all_input_nodes[0]))
-        if x is None or kind in ("size", "dim"):
-            return None
-        if kind is getattr and node.args[1] in ("shape", "ndim"):
+        if x is None or kind in ("size", "dim") or node.args[1:] in (("shape",), ("ndim",)):
             return None
         if kind in _ELEMENTWISE and {value and value.dim for value in given} == {x.dim}:
             for value in known[1:]:
@@ -218,9 +203,11 @@ class _Analysis:
 def _is_norm(module: nn.Module | None, x: _Value) -> bool:
     """Whether a layer normalizes each channel of ``x`` by itself, or all of them together."""
     size = x.channels.root().size
-    if isinstance(module, nn.LayerNorm):
-        return x.dim == -1 and module.normalized_shape == (size,)
-    return isinstance(module, _BATCH_NORMS) and x.is_second and module.num_features == size
+    if isinstance(module, _LAYER_NORMS):
+        return x.dim == -1 and tuple(module.normalized_shape) == (size,)
+    if not isinstance(module, _BatchNorm) or getattr(module, "channel_last", False):
+        return False
+    return x.is_second and module.num_features == size
 
 
 def _flattens(node: fx.Node, module: nn.Module | None) -> bool:
@@ -248,14 +235,7 @@ def kept(matrix: torch.Tensor) -> float:
 
 
 def best_order(matrix: torch.Tensor) -> torch.Tensor:
-    """Search for an order of channels by which 2:4 keeps more magnitude.
-
-    Args:
-        matrix: Weights ``(rows, channels)``; a multiple of 4 channels.
-
-    Returns:
-        ``(channels,)`` int64: which channel comes where.
-    """
+    """Search an order of the columns by which 2:4 keeps more: which channel comes where."""
     step = -(-matrix.shape[0] * matrix.shape[1] ** 2 // _WORK)
     columns = matrix[::step].abs().float().t().contiguous()
     order = torch.arange(len(columns), device=matrix.device)
@@ -303,8 +283,8 @@ def permute(
     model: nn.Module,
     pruned: Sequence[nn.Module],
     followers: Callable[[torch.Tensor], list[torch.Tensor] | None],
-    options: Options,
     say: Callable[[str, int], None],
+    folder: str | None,
 ) -> None:
     """Permute what can be, so that the ``weight`` of each layer of ``pruned`` keeps more.
 
@@ -312,8 +292,8 @@ def permute(
         model: The network.
         pruned: The layers.
         followers: What is permuted with a parameter; None where that cannot be.
-        options: Where to save what was done.
         say: Takes a line and from which verbosity on it is shown.
+        folder: Where to save what was done; None to save nothing.
     """
     analysis = _Analysis(model)
     try:
@@ -352,10 +332,10 @@ def permute(
         report.append(entry)
         say(text + channels.fixed, 2)
     say(f"permuted the input channels of {count} of {len(pruned)} pruned weights", 1)
-    if options.save:
-        path = os.path.join(options.folder, "model_offline_permutation_graph.json")
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
+    if folder is not None:
+        path = pathlib.Path(folder, "model_offline_permutation_graph.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1))
 
 
 def _matrix(layer: nn.Module) -> torch.Tensor:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from apex.contrib.sparsity import _permutation
+from apex.contrib.sparsity._permutation import permute
 from apex.contrib.sparsity.sparse_masklib import create_mask
 
 __all__ = ["ASP", "ASPError", "eligible_modules"]
@@ -93,13 +93,12 @@ class _State:
     def say(self, message: str, verbosity: int) -> None:
         """Log a line on rank 0, or write it to stdout when nobody configured logging."""
         dist = torch.distributed
-        is_other_rank = dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
-        if self.verbosity < verbosity or is_other_rank:
-            return
-        if logger.hasHandlers():
-            logger.info("[ASP] %s", message)
-        else:
-            sys.stdout.write(f"[ASP] {message}\n")
+        is_rank0 = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        if self.verbosity >= verbosity and is_rank0:
+            if logger.hasHandlers():
+                logger.info("[ASP] %s", message)
+            else:
+                sys.stdout.write(f"[ASP] {message}\n")
 
     # -- which tensors hold the values of a weight -------------------------------------------------
 
@@ -173,20 +172,20 @@ class _State:
     @torch.no_grad()
     def restore(self, purpose: str) -> None:
         """Bring back what was pruned; all masks are ones then."""
-        sparse = [one for one in self.pruned if one.is_sparse]
-        for one in sparse:
-            if one.values is None:
+        masters = self.masters()
+        sparse = [(one, one.values) for one in self.pruned if one.is_sparse]
+        for one, values in sparse:
+            if values is None:
                 raise ASPError(
                     f"ASP: {one} is pruned already, and its pruned values were not kept. To "
                     f"{purpose}, call init_model_for_pruning with allow_recompute_mask=True."
                 )
-        masters = self.masters()
-        for one in sparse:
-            assert one.values is not None
+        for one, values in sparse:
+            assert values is not None
             for tensor in {one.weight, masters.get(one.weight, one.weight)}:
-                tensor.copy_(torch.where(one.mask, tensor, one.values.to(tensor.dtype)))
+                tensor.copy_(torch.where(one.mask, tensor, values.to(tensor.dtype)))
             one.mask.fill_(True)
-            one.values.zero_()
+            values.zero_()
 
     @torch.no_grad()
     def compute(self) -> None:
@@ -217,19 +216,7 @@ def eligible_modules(
     allowed_layer_names: Sequence[str] | None,
     disallowed_layer_names: Sequence[str],
 ) -> list[tuple[str, nn.Module]]:
-    """Return the layers that may be pruned, with their names, in the model's order.
-
-    Args:
-        model: The network.
-        whitelist_layer_types: Classes; subclasses count.
-        allowed_layer_names: Names as in ``model.named_modules()``; None for all.
-        disallowed_layer_names: Names that are left out.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU())
-        >>> eligible_modules(model, torch.nn.Linear, None, [])
-        [('0', Linear(in_features=16, out_features=8, bias=True))]
-    """
+    """Return the layers of these classes, named as allowed (None: all) and not as disallowed."""
     kinds: Any = whitelist_layer_types
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     if allowed_layer_names is not None:
@@ -252,7 +239,7 @@ class ASP:
     """
 
     _state: ClassVar[_State | None] = None
-    _options: ClassVar[_permutation.Options] = _permutation.Options()
+    _permutation: ClassVar[tuple[bool, str | None]] = (True, None)  # allowed, folder to save to
 
     @classmethod
     def init_model_for_pruning(
@@ -269,16 +256,15 @@ class ASP:
     ) -> None:
         """Choose the weights to prune and register their masks, all ones, as buffers.
 
-        Weights that require gradients and have a multiple of 8 output and of 16 input channels, as
-        tensor cores need, are chosen; others are skipped with a notice. To resume, call this and
-        :meth:`init_optimizer_for_pruning`, then load the checkpoint.
+        Of weights that require gradients, those are chosen that have a multiple of 8 output and of
+        16 input channels, as tensor cores need; others are skipped with a notice. To resume, call
+        this and :meth:`init_optimizer_for_pruning`, then load the checkpoint.
 
         Args:
             model: The network, before it is wrapped.
             mask_calculator: A pattern of :func:`~apex.contrib.sparsity.create_mask`, or a function
                 of a weight that returns its mask.
-            verbosity: 0: no notices; 1: what is skipped and why; 2: each pruned weight; 3: also
-                each weight that will be pruned.
+            verbosity: 1: say what is skipped and why; 2: and what is pruned; 3: and what will be.
             whitelist: Classes of layers.
             allowed_layer_names: Names of layers to prune; None for all of these classes.
             disallowed_layer_names: Names of layers not to prune.
@@ -288,16 +274,13 @@ class ASP:
             allow_permutation: See :meth:`set_permutation_saving_params`.
 
         Raises:
-            ASPError: A model was initialised before; :meth:`reset` forgets it.
+            ASPError: There is a model already; :meth:`reset` forgets it.
             TypeError: ``model`` is not a module.
             ValueError: An unknown pattern, a class whose parameters are not known, or a parameter
                 of ``custom_layer_dict`` that its layer does not have.
         """
         if cls._state is not None:
-            raise ASPError(
-                "ASP.init_model_for_pruning was called already: there is one model in a process. "
-                "Call ASP.reset() first to prune another."
-            )
+            raise ASPError("ASP has a model already, one in a process. Call ASP.reset() first.")
         if not isinstance(model, nn.Module):
             raise TypeError(f"ASP: model was a {type(model).__name__}; it must be a nn.Module.")
         calculate: Any = mask_calculator
@@ -312,20 +295,15 @@ class ASP:
                     f"ASP: whitelist has {kind.__name__}, whose parameters are not known. Name "
                     f"them: custom_layer_dict={{{kind.__name__}: ['weight']}}."
                 )
-        # The search is for masks along the input channels of a row, and no other pattern.
         state = _State(model, calculate, verbosity, allow_permutation)
         if allow_permutation and mask_calculator != "m4n2_1d":
             state.permute = False
             state.say("channels will not be permuted: the search is for m4n2_1d alone", 1)
-        for layer, module in eligible_modules(
-            model, kinds, allowed_layer_names, disallowed_layer_names
-        ):
+        layers = eligible_modules(model, kinds, allowed_layer_names, disallowed_layer_names)
+        for layer, module in layers:
             kind = next(base for base in type(module).__mro__ if base in parameters)
-            state.pruned += [
-                one
-                for one in (_Pruned(layer, module, name) for name in parameters[kind])
-                if _is_prunable(one, state)
-            ]
+            found = [_Pruned(layer, module, name) for name in parameters[kind]]
+            state.pruned += [one for one in found if _is_prunable(one, state)]
         for one in state.pruned:
             weight = one.weight.detach()
             one.module.register_buffer(one.buffer("mask"), torch.ones_like(weight).bool())
@@ -338,19 +316,13 @@ class ASP:
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
         """Have each step of ``optimizer`` mask gradients before and weights after it.
 
-        Args:
-            optimizer: torch's, one of :mod:`apex.optimizers`, or a wrapper of apex; before or after
-                ``amp.initialize``.
-
-        Raises:
-            ASPError: :meth:`init_model_for_pruning` was not called, or this was already.
-            TypeError: The optimizer takes no step hooks.
+        Before or after ``amp.initialize``. Raises ``TypeError`` if it takes no step hooks, and
+        ``ASPError`` if this was called already, or before :meth:`init_model_for_pruning`.
         """
         state = cls._needed("init_optimizer_for_pruning")
         if state.optimizer is not None:
             raise ASPError(
-                "ASP.init_optimizer_for_pruning was called already: there is one optimizer in a "
-                "process. Call ASP.reset() first."
+                "ASP has an optimizer already, one in a process. Call ASP.reset() first."
             )
         _check_optimizer(optimizer)
         state.optimizer = optimizer
@@ -366,34 +338,26 @@ class ASP:
         The first time, channels are permuted before, see :meth:`set_permutation_saving_params`.
 
         Raises:
-            ASPError: :meth:`init_model_for_pruning` was not called; or weights are pruned already,
-                in a loaded checkpoint say, and ``allow_recompute_mask`` is not set.
+            ASPError: Weights are pruned already, in a loaded checkpoint say, and
+                ``allow_recompute_mask`` is not set; or there is no model.
         """
         state = cls._needed("compute_sparse_masks")
         state.restore("compute masks again")
-        if state.permute and cls._options.allow:
+        allowed, folder = cls._permutation
+        if state.permute and allowed:
             layers = [one.module for one in state.pruned if one.name == "weight"]
-            _permutation.permute(state.model, layers, state.followers, cls._options, state.say)
+            permute(state.model, layers, state.followers, state.say, folder)
         state.permute = False
         state.compute()
 
     @classmethod
     def restore_pruned_weights(cls) -> None:
-        """Bring the pruned values back, bit for bit; all masks are ones then.
-
-        Raises:
-            ASPError: :meth:`init_model_for_pruning` was not called, or without
-                ``allow_recompute_mask``.
-        """
+        """Bring the pruned values back, bit for bit, if ``allow_recompute_mask`` is set."""
         cls._needed("restore_pruned_weights").restore("restore pruned weights")
 
     @classmethod
     def is_sparsity_enabled(cls) -> bool:
-        """Return whether the weights are pruned.
-
-        Raises:
-            ASPError: Some are and some are not, or :meth:`init_model_for_pruning` was not called.
-        """
+        """Return whether the weights are pruned; ``ASPError`` if some are and some are not."""
         pruned = cls._needed("is_sparsity_enabled").pruned
         dense = [one for one in pruned if not one.is_sparse]
         if 0 < len(dense) < len(pruned):
@@ -412,12 +376,7 @@ class ASP:
     def prune_trained_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Prune ``torch.nn.Linear``, ``Conv2d`` and ``MultiheadAttention`` of a model at once.
 
-        It is :meth:`init_model_for_pruning`, :meth:`init_optimizer_for_pruning` and
-        :meth:`compute_sparse_masks`. What remains is to train on.
-
-        Args:
-            model: A trained network.
-            optimizer: What it will be trained with.
+        What remains is to train on. For other layers or masks there are the three calls in here.
         """
         _check_optimizer(optimizer)
         kinds = [nn.Linear, nn.Conv2d, nn.MultiheadAttention]
@@ -445,9 +404,8 @@ class ASP:
                 each set of channels, and their order or why there is none.
             permutation_output_dir: The folder for it.
         """
-        cls._options = _permutation.Options(
-            allow_permutation, save_permutation_graph, permutation_output_dir
-        )
+        folder = permutation_output_dir if save_permutation_graph else None
+        cls._permutation = allow_permutation, folder
 
     @classmethod
     def reset(cls) -> None:
@@ -456,7 +414,7 @@ class ASP:
         Checkpoints are then those of the plain network. Not in the original, where another model
         needs another process.
         """
-        state, cls._state, cls._options = cls._state, None, _permutation.Options()
+        state, cls._state, cls._permutation = cls._state, None, (True, None)
         for hook in state.hooks if state else ():
             hook.remove()
         for one in state.pruned if state else ():
@@ -475,18 +433,13 @@ def _is_prunable(one: _Pruned, state: _State) -> bool:
     try:
         weight = getattr(one.module.get_submodule(owner), last)
     except AttributeError:
-        kind = type(one.module).__name__
-        raise ValueError(f"ASP: {one.layer} ({kind}) has no parameter {one.name!r}.") from None
-    if weight is None:  # MultiheadAttention has four, and uses one or three of them
-        return False
+        raise ValueError(f"ASP: layer {one.layer} has no parameter {one.name!r}.") from None
     why = ""
     if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
         why = "it is no parameter that requires gradients"
     elif weight.dim() < 2 or weight.shape[0] % 8 or weight.shape[1] % 16:
         why = f"{list(weight.shape)} are no multiples of 8 output and 16 input channels"
-    elif one.buffer("mask") in dict(one.module.named_buffers(recurse=False)):
-        raise ValueError(f"ASP: {one.layer} has a buffer {one.buffer('mask')} already.")
-    if why:
+    if why and weight is not None:  # MultiheadAttention has four, and uses one or three of them
         state.say(f"skipped {one.layer}::{one.name}: {why}", 1)
     return not why
 
