@@ -171,8 +171,7 @@ class _State:
 
     @torch.no_grad()
     def restore(self, purpose: str) -> None:
-        """Bring back what was pruned; all masks are ones then."""
-        masters = self.masters()
+        """Bring back what was pruned; masters follow, for amp sees who writes a weight."""
         sparse = [(one, one.values) for one in self.pruned if one.is_sparse]
         for one, values in sparse:
             if values is None:
@@ -182,8 +181,7 @@ class _State:
                 )
         for one, values in sparse:
             assert values is not None
-            for tensor in {one.weight, masters.get(one.weight, one.weight)}:
-                tensor.copy_(torch.where(one.mask, tensor, values.to(tensor.dtype)))
+            one.weight.copy_(torch.where(one.mask, one.weight, values))
             one.mask.fill_(True)
             values.zero_()
 
@@ -197,16 +195,16 @@ class _State:
                     f"ASP: mask_calculator returned a mask of shape {list(mask.shape)} for {one}; "
                     "it must have the shape of the weight."
                 )
-        for (one, tensors), mask in zip(self.copies(), masks, strict=True):
-            before = tensors[0].float().norm(1)
+        for one, mask in zip(self.pruned, masks, strict=True):
+            weight = one.weight
+            before = weight.float().norm(1).clamp(min=1e-30)
             one.mask.copy_(mask)
             if one.values is not None:
-                one.values.copy_(tensors[0].masked_fill(one.mask, 0))
-            for tensor in tensors:
-                tensor.masked_fill_(~one.mask, 0)
+                one.values.copy_(weight.masked_fill(one.mask, 0))
+            weight.masked_fill_(~one.mask, 0)
             if self.verbosity >= 2:
                 share = 1.0 - float(one.mask.sum()) / one.mask.numel()
-                kept = float(tensors[0].float().norm(1) / before.clamp(min=1e-30))
+                kept = float(weight.float().norm(1) / before)
                 self.say(f"{share:.2%} of {one} pruned, {kept:.2%} of its magnitude kept", 2)
 
 
