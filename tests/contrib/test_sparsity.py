@@ -473,6 +473,7 @@ def test_masks_are_computed_again_from_all_weights():
     weight, bias, first = model[0].weight, model[0].bias.clone(), model[0].get_buffer(MASK).clone()
     with torch.no_grad():
         weight[first] *= 1e-9
+        model[2].weight.normal_()
     ASP.compute_sparse_masks()
     assert torch.equal(model[0].get_buffer(MASK), ~first)
     assert torch.equal(model[0].bias, bias)  # channels were permuted the first time alone

@@ -195,6 +195,9 @@ def test_search_finds_the_best_order_of_a_small_matrix():
     assert _permutation.kept(matrix[:, order]) == pytest.approx(_permutation.kept(matrix) + 12, 0.1)
     assert torch.equal(order, _permutation.best_order(matrix))
     for weights in (matrix, torch.randn(6, 12)):
+        swaps = _permutation._swaps(weights.abs().t())
+        assert swaps
+        assert all(one // 4 != two // 4 for one, two in swaps)
         again = weights[:, _permutation.best_order(weights)]
         assert _permutation.kept(again) > _permutation.kept(weights)
         assert _permutation.best_order(again).tolist() == list(range(12))

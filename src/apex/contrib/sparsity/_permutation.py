@@ -220,9 +220,8 @@ def _flattens(node: fx.Node, module: nn.Module | None) -> bool:
         return False
     x, first, _ = node.args  # x.view(x.size(0), -1) or x.view(x.shape[0], -1)
     if isinstance(first, fx.Node) and first.target is operator.getitem and first.args[1] == 0:
-        first = first.args[0]
-        return isinstance(first, fx.Node) and first.args == (x, "shape")
-    return isinstance(first, fx.Node) and first.target == "size" and first.args == (x, 0)
+        return isinstance(first.args[0], fx.Node) and first.args[0].args == (x, "shape")
+    return isinstance(first, fx.Node) and (first.target, first.args) == ("size", (x, 0))
 
 
 # -- the search ------------------------------------------------------------------------------------

@@ -32,10 +32,9 @@ __all__ = ["ASP", "ASPError", "eligible_modules"]
 
 logger = logging.getLogger("apex.sparsity")
 
-_ATTENTION = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight")
 _PARAMETERS: dict[type, Sequence[str]] = {
     **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), ("weight",)),
-    nn.MultiheadAttention: _ATTENTION,
+    nn.MultiheadAttention: ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight"),
 }
 _BESIDE = ("master_param", "low_bits", "error")  # what apex.optimizers keep of a weight's value
 
@@ -124,7 +123,8 @@ class _State:
 
     def followers(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
         """Masters, gradients and state that are permuted with a parameter; None if they cannot."""
-        own = [tensor, *(master for weight, master in self.masters().items() if weight is tensor)]
+        masters = self.masters()
+        own = [tensor, masters[tensor]] if tensor in masters else [tensor]
         found = own[1:] + [one.grad for one in own if one.grad is not None]
         for value in (value for one in own for value in self.state_of(one).values()):
             if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
@@ -343,7 +343,7 @@ class ASP:
         state.restore("compute masks again")
         allowed, folder = cls._permutation
         if state.permute and allowed:
-            layers = [one.module for one in state.pruned if one.name == "weight"]
+            layers = [one.module for one in state.pruned]
             permute(state.model, layers, state.followers, state.say, folder)
         state.permute = False
         state.compute()
