@@ -89,6 +89,22 @@ class Called(nn.Module):
         return self.two(self.function(self.one(x.repeat_interleave(16, 1)[:, :16]), self))
 
 
+class Read(Called):
+    def forward(self, x):
+        return super().forward(x) * self.one.bias[0]
+
+
+class Flat(nn.Module):
+    """A convolution and a linear layer, whose input has the channels if it is flattened right."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.one, self.two, self.function = nn.Conv1d(3, 16, 1), nn.Linear(16, 8), function
+
+    def forward(self, x):
+        return self.two(self.function(F.relu(self.one(x))))
+
+
 def hooked():
     model = mlp()
     model[0].register_forward_hook(lambda *_: None)
@@ -127,6 +143,10 @@ FREE = {
         1,
     ),
     "constants": (lambda: Called(lambda x, _: 2.0 - x / 3), (2, 1), 1),
+    "flatten": (lambda: Flat(lambda x: x.flatten(1)), (2, 3, 1), 1),
+    "flatten by name": (lambda: Flat(lambda x: torch.flatten(x, start_dim=1)), (2, 3, 1), 1),
+    "reshape": (lambda: Flat(lambda x: x.reshape(x.shape[0], -1)), (2, 3, 1), 1),
+    "flatten layer": (lambda: Flat(nn.Flatten()), (2, 3, 1), 1),
     "called twice": (Twice, (2, 3), 2),
 }
 
@@ -159,7 +179,13 @@ NOT_FREE = {
         lambda: Called(lambda x, _: torch.cat([x[:, :8], x[:, 8:]], 1)),
         "come from cat",
     ),
-    "read": (lambda: Called(lambda x, m: F.linear(x, m.one.weight)), "come from linear"),
+    "used": (lambda: Called(lambda x, m: F.linear(x, m.one.weight)), "come from linear"),
+    "read": (lambda: Read(lambda x, _: x), "one has tensors that are read elsewhere"),
+    "flattened": (lambda: Flat(lambda x: torch.flatten(x, 2)), "come from flatten"),
+    "flattened by name": (lambda: Flat(lambda x: x.flatten(start_dim=2)), "come from flatten"),
+    "flattened by a layer": (lambda: Flat(nn.Flatten(2)), "come from function"),
+    "viewed": (lambda: Flat(lambda x: x.view(x.size(1), -1)), "come from view"),
+    "a row": (lambda: Flat(lambda x: x.view(x.shape[1], -1)), "come from view"),
     "flipped": (lambda: Called(lambda x, _: x.flip(1)), "come from flip"),
     "scaled": (lambda: Called(lambda x, _: x * torch.arange(16)), "come from mul"),
     "norm of 2-D or 3-D": (lambda: mlp(nn.BatchNorm1d(16)), "come from _1"),
@@ -208,18 +234,20 @@ def pairs(*tensors):
     return sorted(zip(*(tensor.flatten().tolist() for tensor in tensors), strict=True))
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_masters_and_moments_follow_their_weights(level):
+@pytest.mark.parametrize(("level", "fused"), [("O0", False), ("O2", False), ("O2", True)])
+def test_masters_and_moments_follow_their_weights(level, fused):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8))
     optimizer = FusedAdam(model.parameters(), lr=0.01)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    options = {"opt_level": level, "fused_step": fused, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, **options)
     inputs = torch.randn(8, 32)
-    for _ in range(2):
+    for number in range(3):
         optimizer.zero_grad()
         with amp.scale_loss(model(inputs).float().pow(2).mean(), optimizer) as scaled:
             scaled.backward()
-        optimizer.step()
+        if number < 2:
+            optimizer.step()
 
     def together():
         groups = (param for group in optimizer.param_groups for param in group["params"])
@@ -236,6 +264,7 @@ def test_masters_and_moments_follow_their_weights(level):
     _permutation.permute(model, layers, state.followers, state.say, ASP._permutation[1])
     assert not torch.equal(order, model[2].weight)
     assert together() == before
+    optimizer.step()  # amp takes none of it for a change of the gradients
 
 
 def test_state_of_another_shape_keeps_channels(caplog):

@@ -320,8 +320,9 @@ def permute(
             entry |= {"kept_before": before, "kept_after": after, "order": order.tolist()}
             if after > before:
                 for tensor, dim, others in tensors:
-                    for one in (tensor, *(others or ())):
-                        one.copy_(one.index_select(dim, order))
+                    tensor.copy_(tensor.index_select(dim, order))
+                    for one in others or ():  # .data: not counted as somebody's write by amp
+                        one.data.copy_(one.index_select(dim, order))
                 count += len(matrices)
                 text = f"permuted the inputs of {', '.join(channels.inputs)}: "
                 channels.fixed = f"{after / before - 1.0:.2%} more magnitude is kept"
