@@ -1,0 +1,450 @@
+"""ASP: train a network whose weights are 2:4 sparse.
+
+The recipe (Mishra et al., "Accelerating Sparse Deep Neural Networks", 2021): train, prune once by
+magnitude, train again with the same schedule while the pruned weights stay zero::
+
+    ASP.prune_trained_model(model, optimizer)
+
+Masks are buffers of the layers, ``__weight_mma_mask``, so checkpoints have them. Two step hooks of
+the optimizer apply them: gradients are masked before a step, weights after it, and with them their
+float32 masters (of :mod:`apex.amp` and FP16_Optimizer, and in the state of :mod:`apex.optimizers`).
+
+As in the original there is one model and one optimizer for the process, kept by the class; its
+state is one object, and :meth:`ASP.reset` drops it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from apex.contrib.sparsity._permutation import permute
+from apex.contrib.sparsity.sparse_masklib import create_mask
+
+__all__ = ["ASP", "ASPError", "eligible_modules"]
+
+logger = logging.getLogger("apex.sparsity")
+
+_PARAMETERS: dict[type, Sequence[str]] = {
+    **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), ("weight",)),
+    nn.MultiheadAttention: ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight"),
+}
+_BESIDE = ("master_param", "low_bits", "error")  # what apex.optimizers keep of a weight's value
+
+
+class ASPError(RuntimeError, AssertionError):
+    """ASP was called in the wrong order; an ``AssertionError`` too, which the original raised."""
+
+
+@dataclass
+class _Pruned:
+    """A weight that is pruned. Tensors are looked up at each use: ``model.to()`` replaces them."""
+
+    layer: str
+    module: nn.Module
+    name: str
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.module.get_parameter(self.name)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return self.module.get_buffer(self.buffer("mask"))
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """What was pruned, zero elsewhere; None without ``allow_recompute_mask``."""
+        return self.module._buffers.get(self.buffer("pruned_p"))
+
+    @property
+    def is_sparse(self) -> bool:
+        return not bool(self.mask.all())
+
+    def buffer(self, kind: str) -> str:
+        """The name of one of its buffers, in which dots are not allowed."""
+        return f"__{self.name.replace('.', '_')}_mma_{kind}"
+
+    def __str__(self) -> str:
+        size, dtype = list(self.weight.shape), self.weight.dtype
+        return f"{self.layer}::{self.name} of size={size} and type={dtype}"
+
+
+@dataclass
+class _State:
+    """One pruned model."""
+
+    model: nn.Module
+    calculate: Callable[[torch.Tensor], torch.Tensor]
+    verbosity: int
+    permute: bool
+    pruned: list[_Pruned] = field(default_factory=list)
+    optimizer: Any = None
+    hooks: list[Any] = field(default_factory=list)
+
+    def say(self, message: str, verbosity: int) -> None:
+        """Log a line on rank 0, or write it to stdout when nobody configured logging."""
+        dist = torch.distributed
+        is_rank0 = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        if self.verbosity >= verbosity and is_rank0:
+            if logger.hasHandlers():
+                logger.info("[ASP] %s", message)
+            else:
+                sys.stdout.write(f"[ASP] {message}\n")
+
+    # -- which tensors hold the values of a weight -------------------------------------------------
+
+    def masters(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The float32 masters of apex.amp or an FP16_Optimizer, by weight."""
+        owner = getattr(self.optimizer, "_amp_stash", None) or self.optimizer
+        halves = getattr(owner, "all_fp16_params", ())
+        return dict(zip(halves, getattr(owner, "all_fp32_from_fp16_params", ()), strict=True))
+
+    def state_of(self, tensor: torch.Tensor) -> Mapping[str, Any]:
+        """What the optimizer keeps for a tensor."""
+        found: Mapping[str, Any] = {}
+        return found if self.optimizer is None else self.optimizer.state.get(tensor, found)
+
+    def copies(self) -> Iterator[tuple[_Pruned, list[torch.Tensor]]]:
+        """Each weight, with all tensors that its value is computed from."""
+        masters = self.masters()
+        for one in self.pruned:
+            found = [one.weight]
+            found += [masters[tensor] for tensor in found if tensor in masters]
+            beside = [self.state_of(tensor).get(key) for tensor in found for key in _BESIDE]
+            yield one, found + [value for value in beside if value is not None]
+
+    def followers(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        """Masters, gradients and state that are permuted with a parameter; None if they cannot."""
+        masters = self.masters()
+        own = [tensor, masters[tensor]] if tensor in masters else [tensor]
+        found = own[1:] + [one.grad for one in own if one.grad is not None]
+        for value in (value for one in own for value in self.state_of(one).values()):
+            if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
+                found.append(value)
+            elif isinstance(value, torch.Tensor) and value.numel() > 1:
+                return None
+        return found
+
+    # -- the optimizer's step ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def mask_grads(self) -> None:
+        """Zero the gradients of pruned weights, where the optimizer looks for them."""
+        masters = self.masters()
+        for one in self.pruned:
+            grad = masters.get(one.weight, one.weight).grad
+            if grad is not None:
+                grad.masked_fill_(~one.mask, 0)
+
+    def before_step(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Mask gradients, also those that a closure computes."""
+        self.mask_grads()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args has the optimizer
+        if closure is None:
+            return None
+
+        def masked() -> Any:
+            loss = closure()
+            self.mask_grads()
+            return loss
+
+        return args[:1], {**kwargs, "closure": masked}
+
+    @torch.no_grad()
+    def after_step(self, *_: Any) -> None:
+        """Zero pruned weights, and what the next step computes them from."""
+        for one, tensors in self.copies():
+            is_pruned = ~one.mask
+            for tensor in tensors:
+                # .data: not counted as a write, after which optimizers drop their low bits.
+                tensor.data.masked_fill_(is_pruned, 0)
+
+    # -- masks -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restore(self, purpose: str) -> None:
+        """Bring back what was pruned; masters follow, for amp sees who writes a weight."""
+        sparse = [(one, one.values) for one in self.pruned if one.is_sparse]
+        for one, values in sparse:
+            if values is None:
+                raise ASPError(
+                    f"ASP: {one} is pruned already, and its pruned values were not kept. To "
+                    f"{purpose}, call init_model_for_pruning with allow_recompute_mask=True."
+                )
+        for one, values in sparse:
+            assert values is not None
+            one.weight.copy_(torch.where(one.mask, one.weight, values))
+            one.mask.fill_(True)
+            values.zero_()
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Compute all masks from the weights and prune these."""
+        masks = [self.calculate(one.weight.detach()) for one in self.pruned]
+        for one, mask in zip(self.pruned, masks, strict=True):
+            if mask.shape != one.weight.shape:
+                raise ValueError(
+                    f"ASP: mask_calculator returned a mask of shape {list(mask.shape)} for {one}; "
+                    "it must have the shape of the weight."
+                )
+        for one, mask in zip(self.pruned, masks, strict=True):
+            weight = one.weight
+            before = weight.float().norm(1).clamp(min=1e-30)
+            one.mask.copy_(mask)
+            if one.values is not None:
+                one.values.copy_(weight.masked_fill(one.mask, 0))
+            weight.masked_fill_(~one.mask, 0)
+            if self.verbosity >= 2:
+                share = 1.0 - float(one.mask.sum()) / one.mask.numel()
+                kept = float(weight.float().norm(1) / before)
+                self.say(f"{share:.2%} of {one} pruned, {kept:.2%} of its magnitude kept", 2)
+
+
+def eligible_modules(
+    model: nn.Module,
+    whitelist_layer_types: type | tuple[type, ...],
+    allowed_layer_names: Sequence[str] | None,
+    disallowed_layer_names: Sequence[str],
+) -> list[tuple[str, nn.Module]]:
+    """Return the layers of these classes, named as allowed (None: all) and not as disallowed."""
+    kinds: Any = whitelist_layer_types
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    if allowed_layer_names is not None:
+        named = [(name, module) for name, module in named if name in allowed_layer_names]
+    return [(name, module) for name, module in named if name not in disallowed_layer_names]
+
+
+class ASP:
+    """2:4 sparsity of one model in this process; all methods are class methods.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> ASP.init_model_for_pruning(model, verbosity=0)
+        >>> ASP.init_optimizer_for_pruning(optimizer)
+        >>> ASP.compute_sparse_masks()
+        >>> ASP.is_sparsity_enabled(), int((model[0].weight[0] != 0).sum())
+        (True, 8)
+        >>> ASP.reset()
+    """
+
+    _state: ClassVar[_State | None] = None
+    _permutation: ClassVar[tuple[bool, str | None]] = (True, None)  # allowed, folder to save to
+
+    @classmethod
+    def init_model_for_pruning(
+        cls,
+        model: nn.Module,
+        mask_calculator: str | Callable[[torch.Tensor], torch.Tensor] = "m4n2_1d",
+        verbosity: int = 3,
+        whitelist: Sequence[type] = [*_PARAMETERS],
+        allowed_layer_names: Sequence[str] | None = None,
+        disallowed_layer_names: Sequence[str] = [],
+        allow_recompute_mask: bool = False,
+        custom_layer_dict: Mapping[type, Sequence[str]] = {},
+        allow_permutation: bool = True,
+    ) -> None:
+        """Choose the weights to prune and register their masks, all ones, as buffers.
+
+        Of weights that require gradients, those are chosen that have a multiple of 8 output and of
+        16 input channels, as tensor cores need; others are skipped with a notice. To resume, call
+        this and :meth:`init_optimizer_for_pruning`, then load the checkpoint.
+
+        Args:
+            model: The network, before it is wrapped.
+            mask_calculator: A pattern of :func:`~apex.contrib.sparsity.create_mask`, or a function
+                of a weight that returns its mask.
+            verbosity: 1: say what is skipped and why; 2: and what is pruned; 3: and what will be.
+            whitelist: Classes of layers.
+            allowed_layer_names: Names of layers to prune; None for all of these classes.
+            disallowed_layer_names: Names of layers not to prune.
+            allow_recompute_mask: Keep pruned values in buffers ``__<parameter>_mma_pruned_p``, as
+                large as the weights, to compute masks again or to restore.
+            custom_layer_dict: More classes, with the names of the parameters to prune.
+            allow_permutation: See :meth:`set_permutation_saving_params`.
+
+        Raises:
+            ASPError: There is a model already; :meth:`reset` forgets it.
+            TypeError: ``model`` is not a module.
+            ValueError: An unknown pattern, a class whose parameters are not known, or a parameter
+                of ``custom_layer_dict`` that its layer does not have.
+        """
+        if cls._state is not None:
+            raise ASPError("ASP has a model already, one in a process. Call ASP.reset() first.")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"ASP: model was a {type(model).__name__}; it must be a nn.Module.")
+        calculate: Any = mask_calculator
+        if isinstance(mask_calculator, str):
+            create_mask(torch.zeros(4), mask_calculator)  # raises if there is none of this name
+            calculate = functools.partial(create_mask, pattern=mask_calculator)
+        parameters = {**_PARAMETERS, **custom_layer_dict}
+        kinds = (*whitelist, *custom_layer_dict)
+        for kind in kinds:
+            if not any(base in parameters for base in kind.__mro__):
+                raise ValueError(
+                    f"ASP: whitelist has {kind.__name__}, whose parameters are not known. Name "
+                    f"them: custom_layer_dict={{{kind.__name__}: ['weight']}}."
+                )
+        state = _State(model, calculate, verbosity, allow_permutation)
+        if allow_permutation and mask_calculator != "m4n2_1d":
+            state.permute = False
+            state.say("channels will not be permuted: the search is for m4n2_1d alone", 1)
+        layers = eligible_modules(model, kinds, allowed_layer_names, disallowed_layer_names)
+        for layer, module in layers:
+            kind = next(base for base in type(module).__mro__ if base in parameters)
+            found = [_Pruned(layer, module, name) for name in parameters[kind]]
+            state.pruned += [one for one in found if _is_prunable(one, state)]
+        for one in state.pruned:
+            weight = one.weight.detach()
+            one.module.register_buffer(one.buffer("mask"), torch.ones_like(weight).bool())
+            if allow_recompute_mask:
+                one.module.register_buffer(one.buffer("pruned_p"), torch.zeros_like(weight))
+            state.say(f"will prune {one}", 3)
+        cls._state = state
+
+    @classmethod
+    def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
+        """Have each step of ``optimizer`` mask gradients before and weights after it.
+
+        Before or after ``amp.initialize``. Raises ``TypeError`` if it takes no step hooks, and
+        ``ASPError`` if this was called already, or before :meth:`init_model_for_pruning`.
+        """
+        state = cls._needed("init_optimizer_for_pruning")
+        if state.optimizer is not None:
+            raise ASPError(
+                "ASP has an optimizer already, one in a process. Call ASP.reset() first."
+            )
+        _check_optimizer(optimizer)
+        state.optimizer = optimizer
+        state.hooks = [
+            optimizer.register_step_pre_hook(state.before_step),
+            optimizer.register_step_post_hook(state.after_step),
+        ]
+
+    @classmethod
+    def compute_sparse_masks(cls) -> None:
+        """Compute the masks from the weights and prune these.
+
+        The first time, channels are permuted before, see :meth:`set_permutation_saving_params`.
+
+        Raises:
+            ASPError: Weights are pruned already, in a loaded checkpoint say, and
+                ``allow_recompute_mask`` is not set; or there is no model.
+        """
+        state = cls._needed("compute_sparse_masks")
+        state.restore("compute masks again")
+        allowed, folder = cls._permutation
+        if state.permute and allowed:
+            layers = [one.module for one in state.pruned]
+            permute(state.model, layers, state.followers, state.say, folder)
+        state.permute = False
+        state.compute()
+
+    @classmethod
+    def restore_pruned_weights(cls) -> None:
+        """Bring the pruned values back, bit for bit, if ``allow_recompute_mask`` is set."""
+        cls._needed("restore_pruned_weights").restore("restore pruned weights")
+
+    @classmethod
+    def is_sparsity_enabled(cls) -> bool:
+        """Return whether the weights are pruned; ``ASPError`` if some are and some are not."""
+        pruned = cls._needed("is_sparsity_enabled").pruned
+        dense = [one for one in pruned if not one.is_sparse]
+        if 0 < len(dense) < len(pruned):
+            raise ASPError(
+                f"ASP: {len(dense)} of {len(pruned)} weights are not pruned, such as {dense[0]}. "
+                "Was a checkpoint loaded in part?"
+            )
+        return not dense and bool(pruned)
+
+    @classmethod
+    def already_init_asp_model(cls) -> bool:
+        """Return whether :meth:`init_model_for_pruning` was called."""
+        return cls._state is not None
+
+    @classmethod
+    def prune_trained_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Prune ``torch.nn.Linear``, ``Conv2d`` and ``MultiheadAttention`` of a model at once.
+
+        What remains is to train on. For other layers or masks there are the three calls in here.
+        """
+        _check_optimizer(optimizer)
+        kinds = [nn.Linear, nn.Conv2d, nn.MultiheadAttention]
+        cls.init_model_for_pruning(model, verbosity=2, whitelist=kinds)
+        cls.init_optimizer_for_pruning(optimizer)
+        cls.compute_sparse_masks()
+
+    @classmethod
+    def set_permutation_saving_params(
+        cls,
+        allow_permutation: bool = True,
+        save_permutation_graph: bool = False,
+        permutation_output_dir: str = ".",
+    ) -> None:
+        """Choose whether channels are permuted, and whether what was done is saved.
+
+        The order of the channels between two layers is free: the network's function stays, but for
+        rounding, and which weights share a group of four changes. Where :mod:`torch.fx` cannot
+        trace the model, or an order is not free, channels stay, with a notice.
+
+        Args:
+            allow_permutation: Whether :meth:`compute_sparse_masks` may permute; it does if
+                :meth:`init_model_for_pruning` was told the same.
+            save_permutation_graph: Write ``model_offline_permutation_graph.json``: the layers of
+                each set of channels, and their order or why there is none.
+            permutation_output_dir: The folder for it.
+        """
+        folder = permutation_output_dir if save_permutation_graph else None
+        cls._permutation = allow_permutation, folder
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forget model and optimizer: hooks and buffers are removed, weights stay as they are.
+
+        Checkpoints are then those of the plain network. Not in the original, where another model
+        needs another process.
+        """
+        state, cls._state, cls._permutation = cls._state, None, (True, None)
+        for hook in state.hooks if state else ():
+            hook.remove()
+        for one in state.pruned if state else ():
+            for kind in ("mask", "pruned_p"):
+                one.module._buffers.pop(one.buffer(kind), None)
+
+    @classmethod
+    def _needed(cls, method: str) -> _State:
+        if cls._state is None:
+            raise ASPError(f"ASP.{method} was called before ASP.init_model_for_pruning.")
+        return cls._state
+
+
+def _is_prunable(one: _Pruned, state: _State) -> bool:
+    owner, _, last = one.name.rpartition(".")
+    try:
+        weight = getattr(one.module.get_submodule(owner), last)
+    except AttributeError:
+        raise ValueError(f"ASP: layer {one.layer} has no parameter {one.name!r}.") from None
+    why = ""
+    if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
+        why = "it is no parameter that requires gradients"
+    elif weight.dim() < 2 or weight.shape[0] % 8 or weight.shape[1] % 16:
+        why = f"{list(weight.shape)} are no multiples of 8 output and 16 input channels"
+    if why and weight is not None:  # MultiheadAttention has four, and uses one or three of them
+        state.say(f"skipped {one.layer}::{one.name}: {why}", 1)
+    return not why
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, type) or not hasattr(optimizer, "register_step_post_hook"):
+        raise TypeError(
+            f"ASP: optimizer was {optimizer!r}; it must be a torch.optim.Optimizer, whose step "
+            "hooks mask gradients and weights."
+        )

@@ -1,0 +1,302 @@
+"""The permutation of channels before pruning: the network's function stays, more is kept."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from apex.contrib.sparsity import ASP, _permutation, create_mask
+from apex.normalization import FusedLayerNorm
+from apex.optimizers import FusedAdam
+from apex.parallel import SyncBatchNorm
+from tests.tolerance import RECURRENT, assert_close_to_largest
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    ASP.reset()
+    yield
+    ASP.reset()
+    amp.reset()
+
+
+class Residual(nn.Module):
+    """A convolutional network: a residual, a depthwise layer, an old-style flatten."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.first = nn.Conv2d(16, 16, 3, padding=1)
+        self.norm = SyncBatchNorm(16)
+        self.deep = nn.Conv2d(16, 16, 3, groups=16)
+        self.last = nn.Conv2d(16, 32, 1)
+        self.wide = nn.Linear(32, 48)
+        self.wide_norm = nn.BatchNorm1d(48)
+        self.head = nn.Linear(48, 8)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        x = x + torch.relu(self.norm(self.first(x)))
+        x = F.max_pool2d(self.deep(x), 2)
+        x = F.adaptive_avg_pool2d(self.last(x), 1)
+        x = x.view(x.size(0), -1)
+        return self.head(F.relu(self.wide_norm(self.wide(x))) * 0.5)
+
+
+class TwoHeads(nn.Module):
+    """A second head that only training uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head, self.other = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = F.gelu(self.norm(self.body(x)))
+        return self.head(x) + self.other(x) if self.training else self.head(x)
+
+
+class Twice(nn.Module):
+    """A layer whose input and output channels are the same set."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner, self.head = nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.head(F.relu(self.inner(F.relu(self.inner(self.stem(x))))))
+
+
+def mlp(*between):
+    return nn.Sequential(nn.Linear(3, 16), *between, nn.Linear(16, 8))
+
+
+class Called(nn.Module):
+    """Two linear layers with any function of both between them."""
+
+    def __init__(self, function, tie=False):
+        super().__init__()
+        self.one, self.two, self.function = nn.Linear(16, 16), nn.Linear(16, 16), function
+        if tie:
+            self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(self.function(self.one(x.repeat_interleave(16, 1)[:, :16]), self))
+
+
+class Read(Called):
+    def forward(self, x):
+        return super().forward(x) * self.one.bias[0]
+
+
+class Flat(nn.Module):
+    """A convolution and a linear layer, whose input has the channels if it is flattened right."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.one, self.two, self.function = nn.Conv1d(3, 16, 1), nn.Linear(16, 8), function
+
+    def forward(self, x):
+        return self.two(self.function(F.relu(self.one(x))))
+
+
+def hooked():
+    model = mlp()
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+def fill(model):
+    torch.manual_seed(0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.uniform_(0.1, 1.0)
+            tensor.data.mul_(torch.randint(0, 2, tensor.shape) * 2 - 1 if tensor.dim() > 1 else 1)
+    return model.double()
+
+
+def outputs(model, shape):
+    inputs = torch.randn(*shape, generator=torch.Generator().manual_seed(1)).double()
+    with torch.no_grad():
+        return torch.stack([copy.deepcopy(model).train(mode)(inputs) for mode in (True, False)])
+
+
+def permuted(model, **options):
+    """Permute without pruning: the model must compute what it did."""
+    ASP.init_model_for_pruning(model, **options)
+    state = ASP._state
+    layers = [one.module for one in state.pruned]
+    _permutation.permute(model, layers, state.followers, state.say, ASP._permutation[1])
+
+
+FREE = {
+    "convolutions": (Residual, (2, 3, 9, 9), 4),
+    "two heads": (TwoHeads, (5, 3), 2),
+    "sequence": (
+        lambda: mlp(nn.LayerNorm(16), nn.GELU(), FusedLayerNorm(16), nn.Dropout(0.0)),
+        (2, 5, 3),
+        1,
+    ),
+    "constants": (lambda: Called(lambda x, _: 2.0 - x / 3), (2, 1), 1),
+    "flatten": (lambda: Flat(lambda x: x.flatten(1)), (2, 3, 1), 1),
+    "flatten by name": (lambda: Flat(lambda x: torch.flatten(x, start_dim=1)), (2, 3, 1), 1),
+    "reshape": (lambda: Flat(lambda x: x.reshape(x.shape[0], -1)), (2, 3, 1), 1),
+    "flatten layer": (lambda: Flat(nn.Flatten()), (2, 3, 1), 1),
+    "called twice": (Twice, (2, 3), 2),
+}
+
+
+@pytest.mark.parametrize(("make", "shape", "count"), FREE.values(), ids=FREE.keys())
+def test_the_function_stays_and_more_is_kept(make, shape, count, caplog):
+    model = fill(make())
+    before = outputs(model, shape)
+    weights = {name: weight.clone() for name, weight in model.named_parameters()}
+    with caplog.at_level("INFO", logger="apex.sparsity"):
+        permuted(model)
+    assert f"permuted the input channels of {count} of " in caplog.text
+    assert_close_to_largest(outputs(model, shape), before, RECURRENT)
+    changed = 0
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and not torch.equal(create_mask(weight), create_mask(weights[name])):
+            old = (weights[name] * create_mask(weights[name])).abs().sum()
+            changed += int((weight * create_mask(weight)).abs().sum() > old)
+    assert changed >= 1
+    ASP.reset()
+    with caplog.at_level("INFO", logger="apex.sparsity"):
+        permuted(model)
+    assert "no better order was found" in caplog.text
+    assert "permuted the input channels of 0 of " in caplog.text
+
+
+NOT_FREE = {
+    "tied": (lambda: Called(lambda x, _: x, tie=True), "one has tied weights"),
+    "concatenated": (
+        lambda: Called(lambda x, _: torch.cat([x[:, :8], x[:, 8:]], 1)),
+        "come from cat",
+    ),
+    "used": (lambda: Called(lambda x, m: F.linear(x, m.one.weight)), "come from linear"),
+    "read": (lambda: Read(lambda x, _: x), "one has tensors that are read elsewhere"),
+    "flattened": (lambda: Flat(lambda x: torch.flatten(x, 2)), "come from flatten"),
+    "flattened by name": (lambda: Flat(lambda x: x.flatten(start_dim=2)), "come from flatten"),
+    "flattened by a layer": (lambda: Flat(nn.Flatten(2)), "come from function"),
+    "viewed": (lambda: Flat(lambda x: x.view(x.size(1), -1)), "come from view"),
+    "a row": (lambda: Flat(lambda x: x.view(x.shape[1], -1)), "come from view"),
+    "flipped": (lambda: Called(lambda x, _: x.flip(1)), "come from flip"),
+    "scaled": (lambda: Called(lambda x, _: x * torch.arange(16)), "come from mul"),
+    "norm of 2-D or 3-D": (lambda: mlp(nn.BatchNorm1d(16)), "come from _1"),
+    "hooks": (hooked, "0 has hooks"),
+    "untraceable": (lambda: Called(lambda x, _: x if x.sum() > 0 else -x), "cannot trace"),
+    "a net in training alone": (
+        lambda: Called(lambda x, model: x.flip(1) if model.training else x),
+        "used by flip",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "text"), NOT_FREE.values(), ids=NOT_FREE.keys())
+def test_what_is_not_free_stays_and_is_named(make, text, caplog):
+    model = fill(make())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with caplog.at_level("INFO", logger="apex.sparsity"):
+        permuted(model)
+    assert text in caplog.text
+    assert "permuted the inputs of" not in caplog.text.replace("did not permute", "")
+    for name, value in before.items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    assert model.training
+
+
+def test_search_finds_the_best_order_of_a_small_matrix():
+    large = torch.tensor([0, 1, 2, 3, 8, 9])
+    matrix = torch.rand(6, 12) * 0.01
+    matrix[:, large] += 1.0
+    assert _permutation.kept(matrix) < 30
+    order = _permutation.best_order(matrix)
+    assert order.sort().values.tolist() == list(range(12))
+    assert _permutation.kept(matrix[:, order]) == pytest.approx(_permutation.kept(matrix) + 12, 0.1)
+    assert torch.equal(order, _permutation.best_order(matrix))
+    for weights in (matrix, torch.randn(6, 12)):
+        swaps = _permutation._swaps(weights.abs().t())
+        assert swaps
+        assert all(one // 4 != two // 4 for one, two in swaps)
+        again = weights[:, _permutation.best_order(weights)]
+        assert _permutation.kept(again) > _permutation.kept(weights)
+        assert _permutation.best_order(again).tolist() == list(range(12))
+
+
+def pairs(*tensors):
+    """Which values stand together, in no order of rows or columns."""
+    return sorted(zip(*(tensor.flatten().tolist() for tensor in tensors), strict=True))
+
+
+@pytest.mark.parametrize(("level", "fused"), [("O0", False), ("O2", False), ("O2", True)])
+def test_masters_and_moments_follow_their_weights(level, fused):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8))
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    options = {"opt_level": level, "fused_step": fused, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, **options)
+    inputs = torch.randn(8, 32)
+    for number in range(3):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(inputs).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        if number < 2:
+            optimizer.step()
+
+    def together():
+        groups = (param for group in optimizer.param_groups for param in group["params"])
+        return [
+            pairs(weight, master, optimizer.state[master]["exp_avg"], weight.grad)
+            for weight, master in zip(model.parameters(), groups, strict=True)
+        ]
+
+    before, order = together(), model[2].weight.clone()
+    ASP.init_model_for_pruning(model, verbosity=0)
+    ASP.init_optimizer_for_pruning(optimizer)
+    state = ASP._state
+    layers = [one.module for one in state.pruned]
+    _permutation.permute(model, layers, state.followers, state.say, ASP._permutation[1])
+    assert not torch.equal(order, model[2].weight)
+    assert together() == before
+    optimizer.step()  # amp takes none of it for a change of the gradients
+
+
+def test_state_of_another_shape_keeps_channels(caplog):
+    model = mlp()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    with caplog.at_level("INFO", logger="apex.sparsity"):
+        ASP.prune_trained_model(model, optimizer)
+    assert "the optimizer's state has another shape than a weight" in caplog.text
+    assert ASP.is_sparsity_enabled()
+
+
+def test_what_was_done_can_be_saved_and_switched_off(tmp_path, caplog):
+    ASP.set_permutation_saving_params(True, True, str(tmp_path / "new"))
+    permuted(fill(TwoHeads()), verbosity=0)
+    (entry,) = json.loads((tmp_path / "new" / "model_offline_permutation_graph.json").read_text())
+    assert entry["outputs_of"] == ["body", "norm"]
+    assert entry["inputs_of"] == ["head", "other"]
+    assert sorted(entry["order"]) == list(range(16))
+    assert entry["kept_after"] > entry["kept_before"]
+    for first, second, pattern in (
+        (False, True, "m4n2_1d"),
+        (True, False, "m4n2_1d"),
+        (True, True, "m4n2_2d_best"),
+    ):
+        ASP.reset()
+        ASP.set_permutation_saving_params(first)
+        model = fill(mlp())
+        weight = model[1].weight.clone()
+        ASP.init_model_for_pruning(model, pattern, verbosity=0, allow_permutation=second)
+        ASP.compute_sparse_masks()
+        kept = model[1].weight != 0
+        assert torch.equal(model[1].weight[kept], weight[kept])
+        assert kept.sum() == 64
