@@ -1,5 +1,6 @@
 """The times are made by the machine: what is tested is everything around them."""
 
+import itertools
 import json
 import math
 import sys
@@ -9,7 +10,15 @@ import jsonschema
 import pytest
 import torch
 
-from apex.bench import clocks, kernel_cases, kernel_rows, kernel_times, layer_cases
+from apex.bench import (
+    clocks,
+    kernel_cases,
+    kernel_rows,
+    kernel_times,
+    layer_cases,
+    layer_modes,
+    transformer_cases,
+)
 from apex.bench.cli import main
 from apex.bench.kernel_cases import Op, Provider
 from apex.bench.kernel_model import Model
@@ -19,15 +28,19 @@ CPU = torch.device("cpu")
 SMALL = [(3,), (2, 5), (1,)]
 SETS = (  # of shapes, and what they are replaced by
     (kernel_cases.LISTS, SMALL),
-    (layer_cases.MATRICES, [(2, 7)]),
-    (layer_cases.IMAGES, [(1, 2, 1, 7)]),
+    (layer_modes.MATRICES, [(2, 7)]),
+    (layer_modes.IMAGES, [(1, 2, 1, 7)]),
+    (transformer_cases.SHAPES["softmax"], [(1, 2, 3, 7)]),
+    (transformer_cases.SHAPES["causal"], [(2, 7, 7)]),
+    (transformer_cases.SHAPES["rotary"], [(3, 1, 2, 8)]),
+    (transformer_cases.SHAPES["attention"], [(3, 2, 8)]),
 )
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(kernel_rows, "WARM_UP", 1)
-    monkeypatch.setitem(layer_cases.COMPILE, "backend", "aot_eager")  # no C++ compiler's minutes
+    monkeypatch.setitem(layer_modes.COMPILE, "backend", "aot_eager")  # no C++ compiler's minutes
     for sets, small in SETS:
         for name in sets:
             monkeypatch.setitem(sets, name, lambda full, small=small: small)
@@ -152,11 +165,12 @@ def test_the_sets_have_the_shapes_that_the_help_promises(monkeypatch):
     assert len(kernel_cases.LISTS["transformer"](False)) == 293
     assert 1e7 < sum(map(math.prod, kernel_cases.LISTS["transformer"](False))) < 1.1e7
     assert len(kernel_cases.LISTS["tiny"](False)) == 1000
-    assert layer_cases.MATRICES["wide"](True) == [(2048, 32768)]
-    for name, matrices in layer_cases.MATRICES.items():
-        for full in (False, True):
-            [rows], [images] = matrices(full), layer_cases.IMAGES[name](full)
-            assert math.prod(rows) == math.prod(images)
+    assert layer_modes.MATRICES["wide"](True) == [(2048, 32768)]
+    others = [transformer_cases.SHAPES[which] for which in ("softmax", "causal", "rotary")]
+    for name, matrices in layer_modes.MATRICES.items():
+        for full, sets in itertools.product((False, True), (layer_modes.IMAGES, *others)):
+            [rows], [shape] = matrices(full), sets[name](full)
+            assert math.prod(rows) == math.prod(shape)
 
 
 # --- measuring ------------------------------------------------------------------------------------

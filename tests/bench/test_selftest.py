@@ -16,7 +16,7 @@ import warnings
 import pytest
 import torch
 
-from apex.bench import kernel_cases, layer_cases
+from apex.bench import kernel_cases, layer_modes, transformer_cases
 from apex.bench.cli import main
 from apex.bench.selftest import command, formulas, gpu, optimizers, run, tensor_ops
 from apex.bench.selftest.check import Check, Measured, Setting
@@ -195,10 +195,17 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(gpu, "_copy_gb_s", lambda device: 100.0)
     for name in ("transformer", "middle"):
         small = {"transformer": [(3,), (2, 5)], "middle": [(8, 64)]}[name]
-        for sets in (kernel_cases.LISTS, layer_cases.MATRICES):
+        for sets in (kernel_cases.LISTS, layer_modes.MATRICES):
             if name in sets:
                 monkeypatch.setitem(sets, name, lambda full, small=small: small)
-    monkeypatch.setitem(layer_cases.IMAGES, "middle", lambda full: [(1, 32, 4, 4)])
+    others = transformer_cases.SHAPES
+    for sets, shape in (
+        (layer_modes.IMAGES, (1, 32, 4, 4)),
+        (others["softmax"], (1, 2, 3, 64)),
+        (others["causal"], (2, 8, 8)),
+        (others["rotary"], (3, 1, 2, 64)),
+    ):
+        monkeypatch.setitem(sets, "middle", lambda full, shape=shape: [shape])
 
 
 @pytest.mark.parametrize("check", [*gpu.checks()], ids=lambda check: f"{check.area}, {check.name}")

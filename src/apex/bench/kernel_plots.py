@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from apex.bench.kernel_cases import DTYPES, LISTS
 from apex.bench.kernel_rows import Report, Row
 from apex.bench.kernel_table import sets
-from apex.bench.layer_cases import MATRICES
+from apex.bench.layer_modes import MATRICES
 from apex.bench.looks import provider_look
 from apex.bench.panels import MOST_WRITTEN, Bar, draw_bars
 from apex.bench.plots import PANEL, new_figure, save

@@ -1,48 +1,30 @@
-"""What ``apex bench kernels`` times of layers and losses: norms, cross-entropy, group norm.
+"""What ``apex bench kernels`` times of layers and losses: norms, cross-entropy, focal loss.
 
 Each is timed forward, backward and both, as operations of their own. Forward is as in training:
 with what backward needs. Providers beside ours: torch's function, the expression that people write
 out where there is one, torch.compile of torch's function, and Liger-Kernel on a GPU.
 """
 
-import importlib
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from apex.bench.kernel_cases import Call, Op, Provider, Shapes
+from apex.bench.kernel_cases import Op, Shapes
+from apex.bench.layer_modes import IMAGES, Inputs, compiled, each_mode, given, liger
+from apex.bench.transformer_cases import TRANSFORMER
+from apex.contrib.focal_loss.focal_loss import focal_loss
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.ops.group_norm import group_norm
 from apex.ops.row_norms import layer_norm, rms_norm
 
-__all__ = ["IMAGES", "LAYERS", "MATRICES"]
-
-Inputs = tuple[torch.Tensor, ...]
-Function = Callable[..., torch.Tensor]
-Make = Callable[[Shapes, torch.dtype, torch.device], Inputs]
+__all__ = ["LAYERS"]
 
 EPS = 1e-5
 FEATURES = 256  # of the linear layer before the cross-entropy
 GROUPS = 32
-COMPILE: dict[str, Any] = {"dynamic": False}
-
-# --- shapes ---------------------------------------------------------------------------------------
-
-MATRICES: dict[str, Callable[[bool], Shapes]] = {
-    "small": lambda full: [(2048, 1024)],
-    "middle": lambda full: [(4096, 4096)],
-    "wide": lambda full: [(2048 if full else 256, 32768)],
-}
-IMAGES: dict[str, Callable[[bool], Shapes]] = {  # as many elements as the matrices of the name
-    "small": lambda full: [(2, 64, 128, 128)],
-    "middle": lambda full: [(4, 256, 128, 128)],
-    "wide": lambda full: [(16 if full else 2, 256, 128, 128)],
-}
-
-
 # --- inputs ---------------------------------------------------------------------------------------
 
 
@@ -80,114 +62,6 @@ def _images(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Inputs:
     return images.to(memory_format=torch.channels_last), weight, torch.zeros_like(weight)
 
 
-# --- modes ----------------------------------------------------------------------------------------
-
-
-def _forward(function: Function, inputs: Inputs) -> Call:
-    return lambda: function(*inputs)
-
-
-def _backward(function: Function, inputs: Inputs) -> Call:
-    y, wanted, grad = _traced(function, inputs)
-    return lambda: torch.autograd.grad(y, wanted, grad, retain_graph=True, allow_unused=True)
-
-
-def _both(function: Function, inputs: Inputs) -> Call:
-    _, wanted, grad = _traced(function, inputs)
-    return lambda: torch.autograd.grad(function(*inputs), wanted, grad, allow_unused=True)
-
-
-def _traced(
-    function: Function, inputs: Inputs
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """The result of a first call, what has a gradient, and the gradient to start from."""
-    y = function(*inputs)
-    return y, [x for x in inputs if x.requires_grad], torch.ones_like(y)
-
-
-MODES = {"forward": _forward, "backward": _backward, "both": _both}
-
-
-# --- providers ------------------------------------------------------------------------------------
-
-
-class _Who(NamedTuple):
-    name: str
-    get: Callable[[], Function]
-    only_on: str | None = None
-
-
-def _given(name: str, function: Function) -> _Who:
-    return _Who(name, lambda: function)
-
-
-def _compiled(function: Function) -> _Who:
-    def get() -> Function:
-        torch._dynamo.reset()  # else torch gives up compiling at the ninth shape or dtype
-        compiled = torch.compile(function, **COMPILE)
-
-        def call(*inputs: torch.Tensor) -> torch.Tensor:
-            # Donated buffers would refuse a second backward pass over the same graph.
-            with torch._functorch.config.patch(donated_buffer=False):
-                return compiled(*inputs)
-
-        return call
-
-    return _Who("torch.compile", get)
-
-
-def _liger(call: Callable[[Any, Inputs], torch.Tensor]) -> _Who:
-    """Liger-Kernel; ``call`` gets its functions and the inputs."""
-
-    def get() -> Function:
-        functions = importlib.import_module("liger_kernel.transformers.functional")
-        return lambda *inputs: call(functions, inputs)
-
-    return _Who("Liger-Kernel", get, only_on="cuda")
-
-
-def _each_mode(
-    name: str,
-    make: Make,
-    who: tuple[_Who, ...],
-    *,
-    columns: tuple[int, int] | None,
-    shapes: dict[str, Callable[[bool], Shapes]] = MATRICES,
-) -> Iterator[Op]:
-    """One operation for each mode.
-
-    Args:
-        name: Of the operation, before that of the mode.
-        make: Makes the inputs.
-        who: Who computes it, ours first.
-        columns: Numbers read or written for an element, forward and backward; ``None`` where
-            products of matrices and not the memory decide.
-        shapes: The sets of shapes.
-    """
-    for mode in MODES:
-        providers = tuple(
-            Provider(one.name, _prepare(mode, one.get), _moved(mode, columns), one.only_on)
-            for one in who
-        )
-        yield Op(f"{name}_{mode}", make, providers, shapes, measure_memory=mode == "both")
-
-
-def _prepare(mode: str, get: Callable[[], Function]) -> Callable[[Inputs], Call]:
-    def prepare(inputs: Inputs) -> Call:
-        # A copy for each: Liger-Kernel writes the gradient over the logits.
-        own = tuple(x.clone().requires_grad_(x.is_floating_point()) for x in inputs)
-        return MODES[mode](get(), own)
-
-    return prepare
-
-
-def _moved(mode: str, columns: tuple[int, int] | None) -> Callable[[torch.dtype], float] | None:
-    if columns is None:
-        return None
-    count = {"forward": columns[0], "backward": columns[1], "both": sum(columns)}[mode]
-    return lambda dtype: count * dtype.itemsize
-
-
 # --- operations -----------------------------------------------------------------------------------
 
 
@@ -196,12 +70,12 @@ def _layer_norm() -> Iterator[Op]:
         return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
     who = (
-        _given("apex", lambda x, weight, bias: layer_norm(x, weight, bias, weight.shape, EPS)),
-        _given("torch", torch_s),
-        _compiled(torch_s),
-        _liger(lambda liger, inputs: liger.liger_layer_norm(*inputs, EPS)),
+        given("apex", lambda x, weight, bias: layer_norm(x, weight, bias, weight.shape, EPS)),
+        given("torch", torch_s),
+        compiled(torch_s),
+        liger(lambda liger, inputs: liger.liger_layer_norm(*inputs, EPS)),
     )
-    return _each_mode("layer_norm", _rows, who, columns=(2, 3))
+    return each_mode("layer_norm", _rows, who, columns=(2, 3))
 
 
 def _rms_norm() -> Iterator[Op]:
@@ -217,13 +91,13 @@ def _rms_norm() -> Iterator[Op]:
         return _rows(shapes, dtype, device)[:2]
 
     who = (
-        _given("apex", lambda x, weight: rms_norm(x, weight, weight.shape, EPS)),
-        _given("torch", torch_s),
-        _given("torch, written out", written_out),
-        _compiled(torch_s),
-        _liger(lambda liger, inputs: liger.liger_rms_norm(*inputs, EPS, in_place=False)),
+        given("apex", lambda x, weight: rms_norm(x, weight, weight.shape, EPS)),
+        given("torch", torch_s),
+        given("torch, written out", written_out),
+        compiled(torch_s),
+        liger(lambda liger, inputs: liger.liger_rms_norm(*inputs, EPS, in_place=False)),
     )
-    return _each_mode("rms_norm", make, who, columns=(2, 3))
+    return each_mode("rms_norm", make, who, columns=(2, 3))
 
 
 def _cross_entropy() -> Iterator[Op]:
@@ -233,14 +107,40 @@ def _cross_entropy() -> Iterator[Op]:
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
     who = (
-        _given(
+        given(
             "apex", lambda logits, labels: SoftmaxCrossEntropyLoss.apply(logits, labels, 0.0, -1)
         ),
-        _given("torch", torch_s),
-        _compiled(torch_s),
-        _liger(lambda liger, inputs: liger.liger_cross_entropy(*inputs, reduction="none")),
+        given("torch", torch_s),
+        compiled(torch_s),
+        liger(lambda liger, inputs: liger.liger_cross_entropy(*inputs, reduction="none")),
     )
-    return _each_mode("cross_entropy", _logits, who, columns=(1, 2))
+    return each_mode("cross_entropy", _logits, who, columns=(1, 2))
+
+
+def _focal_loss() -> Iterator[Op]:
+    """The sum over anchors and classes, divided by the number of positive anchors."""
+    alpha, gamma = 0.25, 2.0
+
+    def make(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Inputs:
+        logits, labels = _logits(shapes, dtype, device)
+        labels[::2] = -1  # background
+        return logits, labels, (labels >= 0).sum(dtype=torch.float32).view(1)
+
+    def ours(logits: torch.Tensor, labels: torch.Tensor, positives: torch.Tensor) -> torch.Tensor:
+        return focal_loss(logits, labels, positives.detach(), logits.shape[1], alpha, gamma)
+
+    def torch_s(
+        logits: torch.Tensor, labels: torch.Tensor, positives: torch.Tensor
+    ) -> torch.Tensor:
+        x = logits.float()
+        y = (labels[:, None] == torch.arange(x.shape[1], device=x.device)).to(x.dtype)
+        p = torch.sigmoid(x)
+        entropy = F.binary_cross_entropy_with_logits(x, y, reduction="none")
+        weight = (alpha * y + (1 - alpha) * (1 - y)) * (p * (1 - y) + (1 - p) * y) ** gamma
+        return (weight * entropy).sum() / positives.detach()[0]
+
+    who = (given("apex", ours), given("torch", torch_s), compiled(torch_s))
+    return each_mode("focal_loss", make, who, columns=(1, 2))
 
 
 def _linear_cross_entropy() -> Iterator[Op]:
@@ -250,12 +150,12 @@ def _linear_cross_entropy() -> Iterator[Op]:
         return F.cross_entropy(F.linear(x, weight).float(), labels)
 
     who = (
-        _given("apex", linear_cross_entropy),
-        _given("torch", torch_s),
-        _compiled(torch_s),
-        _liger(lambda liger, inputs: liger.liger_fused_linear_cross_entropy(*inputs)),
+        given("apex", linear_cross_entropy),
+        given("torch", torch_s),
+        compiled(torch_s),
+        liger(lambda liger, inputs: liger.liger_fused_linear_cross_entropy(*inputs)),
     )
-    return _each_mode("linear_cross_entropy", _before_logits, who, columns=None)
+    return each_mode("linear_cross_entropy", _before_logits, who, columns=None)
 
 
 def _group_norm() -> Iterator[Op]:
@@ -272,18 +172,20 @@ def _group_norm() -> Iterator[Op]:
         return y
 
     who = (
-        _given("apex", lambda x, weight, bias: group_norm(x, groups(x), weight, bias, eps=EPS)),
-        _given("torch", torch_s),
-        _compiled(torch_s),
-        _liger(liger_s),
+        given("apex", lambda x, weight, bias: group_norm(x, groups(x), weight, bias, eps=EPS)),
+        given("torch", torch_s),
+        compiled(torch_s),
+        liger(liger_s),
     )
-    return _each_mode("group_norm", _images, who, columns=(2, 3), shapes=IMAGES)
+    return each_mode("group_norm", _images, who, columns=(2, 3), shapes=IMAGES)
 
 
 LAYERS: tuple[Op, ...] = (
     *_layer_norm(),
     *_rms_norm(),
     *_cross_entropy(),
+    *_focal_loss(),
     *_linear_cross_entropy(),
     *_group_norm(),
+    *TRANSFORMER,
 )
