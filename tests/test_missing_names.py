@@ -22,10 +22,10 @@ SURFACE = ROOT.parent / "shared" / "spec" / "surface.json"  # not everywhere
 SECTIONS = {"Not yet": _missing.NOT_YET, "Out of scope": _missing.OUT_OF_SCOPE}
 TABLE = {**_missing.NOT_YET, **_missing.OUT_OF_SCOPE}
 
-FUSED_DENSE = (
-    f"apex.fused_dense is not in apex {apex.__version__} yet: see docs/compatibility.md, "
+FMHA = (
+    f"apex.contrib.fmha is not in apex {apex.__version__} yet: see docs/compatibility.md, "
     '"Not yet"; '
-    "use torch.nn.Linear, with torch.nn.GELU"
+    "use torch.nn.attention.varlen.varlen_attn"
 )
 PYPROF = (
     f"apex.pyprof is not in apex {apex.__version__}: see docs/compatibility.md, "
@@ -69,27 +69,27 @@ def test_every_attribute_explains(name):
 
 
 def test_the_whole_text():
-    assert str(error_of("import apex.fused_dense")) == FUSED_DENSE
+    assert str(error_of("import apex.contrib.fmha")) == FMHA
     assert str(error_of("import apex.pyprof")) == PYPROF
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "import apex.fused_dense.models",
-        "from apex.fused_dense import LSTM",
-        "from apex.fused_dense.models import LSTM as Other",
-        "__import__('importlib').import_module('.fused_dense', 'apex')",
-        "__import__('importlib').import_module('apex.fused_dense.models')",
-        "__import__('importlib.util').util.find_spec('apex.fused_dense.a')",  # imports the parent
+        "import apex.contrib.fmha.models",
+        "from apex.contrib.fmha import LSTM",
+        "from apex.contrib.fmha.models import LSTM as Other",
+        "__import__('importlib').import_module('.fmha', 'apex.contrib')",
+        "__import__('importlib').import_module('apex.contrib.fmha.models')",
+        "__import__('importlib.util').util.find_spec('apex.contrib.fmha.a')",  # imports the parent
     ],
 )
 def test_what_is_inside_a_missing_package(statement):
     error = error_of(statement)
     assert (type(error), error.name, str(error)) == (
         ModuleNotFoundError,
-        "apex.fused_dense",
-        FUSED_DENSE,
+        "apex.contrib.fmha",
+        FMHA,
     )
 
 
@@ -134,15 +134,15 @@ def test_what_is_gone_for_good_as_a_program():
 
 
 def test_among_others_that_exist():
-    assert "MLP is not" in str(error_of("from apex.mlp import swiglu, MLP"))
-    assert "sparsity is not" in str(error_of("from apex.contrib import xentropy, sparsity"))
+    assert "register_half is not" in str(error_of("from apex.amp import initialize, register_half"))
+    assert "fmha is not" in str(error_of("from apex.contrib import xentropy, fmha"))
 
 
 def test_pickles_of_missing_classes():
     with pytest.raises(
-        ModuleNotFoundError, match="apex.fused_dense is not in apex .* use torch.nn.Linear"
+        ModuleNotFoundError, match="apex.contrib.fmha is not in apex .* use torch.nn.attention"
     ):
-        pickle.loads(b"capex.fused_dense.fused_dense\nFusedDense\n.")
+        pickle.loads(b"capex.contrib.fmha.fmha\nFMHA\n.")
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ try:
 except ModuleNotFoundError:
     assert "apex" not in sys.modules  # the finder has looked at the name alone
 try:
-    import apex.fused_dense
+    import apex.contrib.fmha
 except ModuleNotFoundError as error:
-    assert "torch.nn.GELU" in str(error)
+    assert "varlen_attn" in str(error)
 assert len(sys.meta_path) == len(before) + 1
 """
     subprocess.run([sys.executable, "-c", probe], check=True)

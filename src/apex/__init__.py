@@ -34,6 +34,7 @@ _PARTS = (
     "RNN",
     "contrib",
     "fp16_utils",
+    "fused_dense",
     "mlp",
     "multi_tensor_apply",
     "normalization",

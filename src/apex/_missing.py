@@ -25,11 +25,6 @@ from types import FrameType
 from typing import NoReturn
 
 NOT_YET = {
-    "apex.fused_dense": "torch.nn.Linear, with torch.nn.GELU",
-    "apex.mlp.MLP": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
-    "apex.mlp.MlpFunction": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
-    "apex.mlp.mlp": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
-    "apex.mlp.mlp_function": "torch.nn.Linear and torch.nn.ReLU in torch.nn.Sequential",
     "apex.transformer.context": "torch.distributed.tensor.experimental.context_parallel",
     "apex.transformer.parallel_state": "torch.distributed.device_mesh.init_device_mesh",
     "apex.transformer.pipeline_parallel": "torch.distributed.pipelining",
@@ -39,17 +34,12 @@ NOT_YET = {
     "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and torch.nn.ReLU with torch.compile",
     "apex.contrib.cudnn_gbn": "torch.nn.SyncBatchNorm",
     "apex.contrib.fmha": "torch.nn.attention.varlen.varlen_attn",
-    "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
     "apex.contrib.groupbn": "torch.nn.BatchNorm2d or torch.nn.SyncBatchNorm, with "
     "model.to(memory_format=torch.channels_last)",
-    "apex.contrib.index_mul_2d": "in1[idx1] * in2 with torch.compile",
-    "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention or "
-    "torch.nn.functional.scaled_dot_product_attention",
     "apex.contrib.optimizers.distributed_fused_adam": "torch.distributed.fsdp.fully_shard with "
     "torch.optim.AdamW(fused=True)",
     "apex.contrib.optimizers.distributed_fused_lamb": "torch.distributed.fsdp.fully_shard with "
     "torch.optim.AdamW(fused=True)",
-    "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured",
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
 }
 
