@@ -43,23 +43,32 @@ def reference(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int
             equal parts of the channels. None: row 0, 1, ..., and one part.
         dim: The dimension of ``t`` along which positions run, 0 or 1.
     """
-    to, groups = wide(t), 1 if positions is None else positions.shape[1]
-    (cos_1, cos_2), (sin_1, sin_2) = (
-        _beside(t, table.to(to), positions, dim).chunk(2, -1) for table in (cos, sin)
-    )
+    x, rest = _parts(t, cos, positions)
+    cos, sin_1, sin_2 = _factors(t, cos, sin, positions, dim)
+    x = x.to(cos.dtype)
+    crossed = x.roll(sin_1.shape[-1], -1)
+    y = torch.addcmul(x * cos, crossed, torch.cat([-sin_1, sin_2], -1)).to(t.dtype)
+    y = torch.cat([y, rest], -1) if rest.shape[-1] else y
+    return y.flatten(3).contiguous()
+
+
+def _parts(t: Tensor, cos: Tensor, positions: Optional) -> tuple[Tensor, ...]:
+    """Views ``(..., heads, groups, channels)``: the rotated channels, and the others."""
+    groups = 1 if positions is None else positions.shape[1]
     parts = t.view(*t.shape[:3], groups, t.shape[3] // groups)
-    half = cos.shape[1] // 2
-    first, second, rest = parts.split_with_sizes([half, half, parts.shape[4] - 2 * half], -1)
-    first, second = first.to(to), second.to(to)
-    y_1 = torch.addcmul(first * cos_1, second, sin_1, value=-1).to(t.dtype)
-    y_2 = torch.addcmul(second * cos_2, first, sin_2).to(t.dtype)
-    return torch.cat([y_1, y_2, rest], -1).flatten(3).contiguous()
+    return parts.tensor_split([cos.shape[1]], -1)
 
 
-def _beside(t: Tensor, table: Tensor, positions: Optional, dim: int) -> Tensor:
-    """A row of ``table`` for each position and part of the channels, to be multiplied with."""
-    rows = table[: t.shape[dim], None] if positions is None else table[positions]
-    return rows[:, None] if dim else rows[:, None, None]
+def _factors(
+    t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int
+) -> tuple[Tensor, ...]:
+    """``cos`` and the halves of ``sin`` for each position, to be multiplied with parts of ``t``."""
+    cos, sin = (
+        table[: t.shape[dim], None] if positions is None else table[positions]
+        for table in (cos.to(wide(t)), sin.to(wide(t)))
+    )
+    cos, sin = (rows[:, None] if dim else rows[:, None, None] for rows in (cos, sin))
+    return cos, *sin.chunk(2, -1)
 
 
 def transposed(sin: Tensor) -> Tensor:
@@ -80,7 +89,15 @@ def _forward(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int)
             tables = Rotation(cos[rows], sin[rows], None, dim)
         else:
             tables = Rotation(cos, sin, positions[rows], dim)
-        y.narrow(dim, start, size).copy_(reference(t.narrow(dim, start, size), *tables))
+        part, to = t.narrow(dim, start, size), y.narrow(dim, start, size)
+        factor, sin_1, sin_2 = _factors(part, *tables)
+        (x, rest), (y_x, y_rest) = (_parts(z, cos, positions) for z in (part, to))
+        x = x.to(factor.dtype)
+        (x_1, x_2), product = x.chunk(2, -1), x * factor
+        product[..., : x_1.shape[-1]].addcmul_(x_2, sin_1, value=-1)
+        product[..., x_1.shape[-1] :].addcmul_(x_1, sin_2)
+        y_x.copy_(product)
+        y_rest.copy_(rest)
     return y
 
 
