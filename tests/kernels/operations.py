@@ -28,6 +28,7 @@ from apex.optimizers import (
     FusedSGD,
 )
 from apex.parallel import LARC
+from apex.transformer import functional as transformer
 
 FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CHUNK = 8192
@@ -230,6 +231,27 @@ def gated(*shape, dtype=FLOAT):
     return run
 
 
+def rotated(turn, *shape, dtype=FLOAT):
+    def run():
+        t = random(*shape, dtype=dtype).requires_grad_()
+        return gradients(turn(t), t)
+
+    return run
+
+
+def rotary():
+    angles = random(7, 1, 1, 8)
+    rows, columns = angles[:2].transpose(0, 1), angles[2:].transpose(0, 1)
+    turn = transformer.fused_apply_rotary_pos_emb
+    yield "rotary", rotated(lambda t: turn(t, angles), 7, 2, 3, 10)
+    yield "rotary, transposed", rotated(lambda t: turn(t, angles, True), 7, 2, 130, 8, dtype=HALF)
+    turn, bounds = transformer.fused_apply_rotary_pos_emb_thd, torch.tensor([0, 3, 5])
+    yield "rotary of sequences", rotated(lambda t: turn(t, bounds, angles), 6, 3, 8)
+    turn, tables = transformer.fused_apply_rotary_pos_emb_2d, (rows.cos(), rows.sin())
+    tables += (columns.cos(), columns.sin())
+    yield "rotary of images", rotated(lambda t: turn(t, 2, 5, *tables), 2, 10, 3, 16)
+
+
 def tensors():
     sizes = ((19, 100), (2, 8200))  # the latter in blocks, backward
     for cls, (rows, columns) in itertools.product((FusedLayerNorm, FusedRMSNorm), sizes):
@@ -246,6 +268,7 @@ def tensors():
     yield "cross-entropy, programs share a row", lost(1, 13_001)
     yield "swiglu", gated(9, 1000, dtype=HALF)
     yield "linear cross-entropy", linearly_lost(5, 8, 33)
+    yield from rotary()
 
 
 def operations():

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.ops import __path__ as PATH
-from apex.ops import _runtime, cross_entropy, group_norm, row_norms, swiglu
+from apex.ops import _runtime, cross_entropy, group_norm, rotary, row_norms, swiglu
 from apex.ops._op import op
 from apex.ops.row_norms import MEMORY_EFFICIENT, OP
 from tests.tolerance import assert_one_rounding
@@ -122,6 +122,19 @@ def _of_groups(x):
 
 _GROUP_NORM = (group_norm.OP, _images, _of_groups, group_norm.reference)
 
+
+def _angles(rows, columns):
+    """cos and sin of angles whose halves differ."""
+    angles = torch.arange(rows * columns).view(rows, columns) * 0.7
+    return angles.cos(), angles.sin()
+
+
+def _rotated_in_halves(t):
+    """Rows and columns of a table for three positions."""
+    places = torch.tensor([[0, 3], [1, 3], [2, 4]])
+    return *_angles(5, t.shape[-1] // 4 * 2), places, 1
+
+
 CASES = [
     Case("layer_norm", OP, _rows(3), lambda x: (x.shape[-1:], 1e-5, True, x.dtype), _layer),
     Case("rms_norm", OP, _rows(2), lambda x: (None, x.shape[-1:], 1e-5, False, x.dtype), _rms),
@@ -151,6 +164,20 @@ CASES = [
     Case("group_norm, channels first", *_GROUP_NORM),
     Case("group_norm, channels last", *_GROUP_NORM, layout=torch.channels_last),
     Case("swiglu", swiglu.OP, lambda shape: (shape, shape), lambda gate: (), swiglu.reference),
+    Case(
+        "rotary",
+        rotary.OP,
+        lambda shape: [(2, 1, math.prod(shape[:-1]), shape[-1])],
+        lambda t: (*_angles(2, t.shape[-1] // 3 * 2), None, 0),
+        rotary.reference,
+    ),
+    Case(
+        "rotary, by positions",
+        rotary.OP,
+        lambda shape: [(2, 3, math.prod(shape[:-1]), 2 * shape[-1])],
+        _rotated_in_halves,
+        rotary.reference,
+    ),
 ]
 
 

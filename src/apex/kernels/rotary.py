@@ -22,9 +22,9 @@ import triton.language as tl
 
 from apex.kernels._cases import Case
 
-# Of each half: 8 for each of 128 threads, a 128-bit load of 16-bit tensors. Derived, not measured.
+# Elements of each half; of a warp 8 a thread, 128 bits of a 16-bit tensor. Derived, not measured.
 TILE = 1024
-THREAD = 8
+WARP = 8 * (64 if torch.version.hip else 32)
 
 
 @triton.jit
@@ -108,33 +108,30 @@ def _tiles(channels: int, half: int, heads: int) -> dict[str, Any]:
     return {
         "CHANNELS": channels, "HALF": half, "HEADS": height, "LANES": lanes,
         "REST": triton.next_power_of_2(rest) if rest else 0,
-        "num_warps": min(16, max(1, height * lanes // (32 * THREAD))), "enable_fp_fusion": False,
+        "num_warps": min(16, max(1, height * lanes // WARP)), "enable_fp_fusion": False,
     }  # fmt: skip
 
 
 def cases() -> Iterator[Case]:
     """What is compiled and inspected."""
-    numbers = ("columns", "heads", "row_stride", "column_stride", "head_stride")
-    narrow = dict.fromkeys(("cos_ptr", "sin_ptr"), "one row a position, once for all heads")
-    for kind in ("fp16", "bf16", "fp32"):
-        for channels, half, groups in ((128, 64, 1), (96, 32, 1), (80, 40, 1), (32, 16, 2)):
-            for back in (False, True):
-                tiles = _tiles(channels, half, 64)
-                options = {key: tiles.pop(key) for key in ("num_warps", "enable_fp_fusion")}
-                place = {"positions_ptr": "one number a position"} if groups == 2 else {}
-                absent = {} if place else {"positions_ptr": None}
-                yield Case(
-                    rotary_kernel, "rotary",
-                    f"{kind} {2 * half} of {channels}, {groups} times{' back' * back}",
-                    signature={
-                        "t_ptr": f"*{kind}", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
-                        "positions_ptr": "*i64", "y_ptr": f"*{kind}",
-                        **dict.fromkeys(numbers, "i32"),
-                    },
-                    constants={
-                        "DIM": 0, "GROUPS": groups, "BACK": back,
-                        "ALIGNED": 4 if kind == "fp32" else 8, **tiles, **absent,
-                    },
-                    reads=("t_ptr",), writes=("y_ptr",), narrow=narrow | place,
-                    tile=tiles["HEADS"] * channels * groups, options=options,
-                )  # fmt: skip
+    sizes = ("columns", "heads", "row_stride", "column_stride", "head_stride")
+    table = "one row a position, once for all heads"
+    for kind, aligned in (("fp16", 8), ("bf16", 8), ("fp32", 4)):
+        for channels, half, groups in ((128, 64, 1), (96, 40, 1), (32, 16, 2)):
+            tiles, absent = (
+                _tiles(channels, half, 64),
+                {} if groups > 1 else {"positions_ptr": None},
+            )
+            options = {key: tiles.pop(key) for key in ("num_warps", "enable_fp_fusion")}
+            constants = {"DIM": 0, "GROUPS": groups, "BACK": half < 64, "ALIGNED": aligned}
+            yield Case(
+                rotary_kernel, "rotary", f"{kind} {2 * half} of {channels}, times {groups}",
+                signature={
+                    "t_ptr": f"*{kind}", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+                    "positions_ptr": "*i64", "y_ptr": f"*{kind}", **dict.fromkeys(sizes, "i32"),
+                },
+                constants={**constants, **tiles, **absent}, reads=("t_ptr",), writes=("y_ptr",),
+                narrow={"cos_ptr": table, "sin_ptr": table}
+                | ({} if absent else {"positions_ptr": "one number a position"}),
+                tile=tiles["HEADS"] * channels * groups, options=options, amd={"num_warps": 2},
+            )  # fmt: skip
