@@ -242,14 +242,22 @@ def rotated(turn, *shape, dtype=FLOAT):
 def rotary():
     angles = random(7, 1, 1, 8)
     rows, columns = angles[:2].transpose(0, 1), angles[2:].transpose(0, 1)
-    turn = transformer.fused_apply_rotary_pos_emb
-    yield "rotary", rotated(lambda t: turn(t, angles), 7, 2, 3, 10)
-    yield "rotary, transposed", rotated(lambda t: turn(t, angles, True), 7, 2, 130, 8, dtype=HALF)
-    turn, bounds = transformer.fused_apply_rotary_pos_emb_thd, torch.tensor([0, 3, 5])
-    yield "rotary of sequences", rotated(lambda t: turn(t, bounds, angles), 6, 3, 8)
-    turn, tables = transformer.fused_apply_rotary_pos_emb_2d, (rows.cos(), rows.sin())
-    tables += (columns.cos(), columns.sin())
-    yield "rotary of images", rotated(lambda t: turn(t, 2, 5, *tables), 2, 10, 3, 16)
+    tables = (rows.cos(), rows.sin(), columns.cos(), columns.sin())
+    bounds = torch.tensor([0, 3, 5])
+
+    def by_angles(transpose):
+        return lambda t: transformer.fused_apply_rotary_pos_emb(t, angles, transpose)
+
+    def by_sequences(t):
+        return transformer.fused_apply_rotary_pos_emb_thd(t, bounds, angles)
+
+    def by_places(t):
+        return transformer.fused_apply_rotary_pos_emb_2d(t, 2, 5, *tables)
+
+    yield "rotary", rotated(by_angles(False), 7, 2, 3, 10)
+    yield "rotary, transposed", rotated(by_angles(True), 2, 3, 260, 8, dtype=HALF)
+    yield "rotary of sequences", rotated(by_sequences, 6, 3, 8)
+    yield "rotary of images", rotated(by_places, 1, 10, 3, 16)
 
 
 def tensors():

@@ -123,16 +123,10 @@ def _of_groups(x):
 _GROUP_NORM = (group_norm.OP, _images, _of_groups, group_norm.reference)
 
 
-def _angles(rows, columns):
-    """cos and sin of angles whose halves differ."""
-    angles = torch.arange(rows * columns).view(rows, columns) * 0.7
-    return angles.cos(), angles.sin()
-
-
-def _rotated_in_halves(t):
-    """Rows and columns of a table for three positions."""
-    places = torch.tensor([[0, 3], [1, 3], [2, 4]])
-    return *_angles(5, t.shape[-1] // 4 * 2), places, 1
+def _angles(t):
+    """cos and sin for two positions; the angles of two channels of a pair differ."""
+    angles = torch.arange(2 * (t.shape[-1] // 3 * 2)).view(2, -1) * 0.7
+    return angles.cos(), angles.sin(), None, 0
 
 
 CASES = [
@@ -168,14 +162,7 @@ CASES = [
         "rotary",
         rotary.OP,
         lambda shape: [(2, 1, math.prod(shape[:-1]), shape[-1])],
-        lambda t: (*_angles(2, t.shape[-1] // 3 * 2), None, 0),
-        rotary.reference,
-    ),
-    Case(
-        "rotary, by positions",
-        rotary.OP,
-        lambda shape: [(2, 3, math.prod(shape[:-1]), 2 * shape[-1])],
-        _rotated_in_halves,
+        _angles,
         rotary.reference,
     ),
 ]
