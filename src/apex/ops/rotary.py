@@ -82,7 +82,7 @@ def _allocate(t: Tensor, *_: object) -> Tensor:
 
 def _forward(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int) -> Tensor:
     y, count = _allocate(t), t.shape[dim]
-    step = max(1, PIECE * count // t.numel())
+    step = max(1, PIECE * count // t.numel()) if t.is_cpu else count
     for start in range(0, count, step):
         rows, size = slice(start, start + step), min(step, count - start)
         if positions is None:
