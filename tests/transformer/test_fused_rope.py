@@ -18,11 +18,13 @@ if importlib.util.find_spec("triton") is not None:
 
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
-    """Compute this way; pieces are smaller than every tensor here."""
+    """Compute this way; there are several pieces, and blocks of heads."""
     if request.param == "pieces":
         monkeypatch.setattr(rotary, "PIECE", 100)
         yield request.param
     else:
+        if request.param == "triton":
+            monkeypatch.setattr("apex.kernels.rotary.TILE", 32)
         with _runtime.use(request.param):
             yield request.param
 
