@@ -27,8 +27,9 @@ from apex.ops._op import op
 
 Tensor = torch.Tensor
 
-# Elements that a CPU rotates at a time, so that float32 copies stay in its cache. 1024 x 2 x 64 x
-# 128 forward, one thread of an EPYC, over the time of the definition: float32 ..., 16 bits ...
+# Elements that a CPU rotates at a time, so that float32 copies stay in its cache. 1024 x 1 x 128 x
+# 128, forward and backward, one thread of a busy EPYC, over `t * cos + cat((-t2, t1)) * sin` in the
+# dtype of t: float32 0.25, bfloat16 0.39, float16 0.43; the definition 0.90, 2.59 and 2.25.
 PIECE = 2**18
 
 
