@@ -4,7 +4,7 @@ It reads the position's cos and sin once, whatever the number of heads, and each
 once; it writes each element of the result once: 4 bytes an element in 16 bits, 8 in float32. The
 usual expression in torch, ``t * cos + cat((-t2, t1)) * sin``, takes 20 and 40: the negated half 2
 (a read and a write of 16 bits, of half the elements), the concatenation 4, two products 4 each, the
-sum 6. cos and sin are float32, 8 bytes a channel of a position: with 8 heads 1 byte an element more.
+sum 6. cos and sin are float32, 8 bytes a channel of a position: with 8 heads 1 more an element.
 
 The backward is the same kernel, which takes the two halves of sin crosswise and negated.
 """
