@@ -23,6 +23,7 @@ import triton.language as tl
 import xentropy_cuda
 
 from apex.contrib.clip_grad import clip_grad_norm_
+from apex.ops import rotary
 from apex.ops.unscale import unscale_into
 from apex.optimizers import (
     FusedAdagrad,
@@ -299,6 +300,35 @@ def cross_entropy(rows, classes):
     return prepare
 
 
+def rotated(shape, rotation):
+    """``rotation`` maps the tensor, and a function that makes others, to what to rotate by."""
+
+    def prepare(device):
+        t = torch.empty(shape, dtype=HALF, device=device)
+        make = functools.partial(torch.empty, device=device)
+
+        def both():
+            cos, sin, places, dim = rotation(t, make)
+            y = rotary.OP.operator(t if t.dim() == 4 else t[:, None], cos, sin, places, dim)
+            rotary.OP.backward_operator(y, [True], cos, sin, places, dim)
+
+        return both
+
+    return prepare
+
+
+def by_angles(t, make):
+    return rotary.by_angles(t, make(4096, 1, 1, 64), False)
+
+
+def by_sequences(t, make):
+    return rotary.by_sequences(t, make(3, dtype=torch.int32), make(4096, 1, 1, 64))
+
+
+def by_places(t, make):
+    return rotary.by_places(t, 32, 64, *(make(1, 64, 1, 32) for _ in range(4)))
+
+
 def tensors():
     for name, norm in (("layer norm", layer_norm), ("rms norm", rms_norm)):
         yield name, norm(8192, 4096, HALF, False)
@@ -308,6 +338,9 @@ def tensors():
     yield "group norm", group_norm
     yield "cross-entropy", cross_entropy(4096, 32000)
     yield "cross-entropy, few rows", cross_entropy(64, 256000)
+    yield "rotary", rotated((4096, 2, 32, 64), by_angles)
+    yield "rotary, packed", rotated((4096, 32, 64), by_sequences)
+    yield "rotary, images", rotated((4, 2048, 16, 64), by_places)
 
 
 # -- what is planted -----------------------------------------------------------------------------

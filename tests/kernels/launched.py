@@ -30,6 +30,7 @@ from apex.multi_tensor_apply import multi_tensor_applier
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apex.transformer import functional
 
 Named = tuple[str, Callable[[], object]]
 launched: list[str] = []
@@ -143,6 +144,14 @@ def linearly_lost(rows, features, classes):
     return both
 
 
+def rotated(*shape, dtype=torch.float32, transposed=False):
+    def both():
+        t, freqs = torch.ones(shape, dtype=dtype, requires_grad=True), torch.ones(shape[0], 1, 1, 2)
+        functional.fused_apply_rotary_pos_emb(t, freqs, transposed).sum().backward()
+
+    return both
+
+
 def few() -> Iterator[Named]:
     """Each kernel, and arguments of 1 where there can be one."""
     yield "adam", stepped(FusedAdam)
@@ -163,6 +172,8 @@ def few() -> Iterator[Named]:
     yield "cross-entropy", lost(3, 1000, HALF, 0.1, 0, True)
     yield "cross-entropy 1x1", lost(1, 1)
     yield "linear cross-entropy", linearly_lost(2, 8, 33)
+    yield "rotary", rotated(5, 2, 3, 64, dtype=HALF)
+    yield "rotary 1x1", rotated(1, 1, 1, 2)
 
 
 def more() -> Iterator[Named]:
@@ -185,6 +196,10 @@ def more() -> Iterator[Named]:
         yield f"group norm {shape} {act} {dtype}", grouped(*shape, act, dtype)
     for shape in ((1, 1, 1), (5, 64, 1000)):
         yield f"linear cross-entropy {shape}", linearly_lost(*shape)
+    for shape in ((1, 1, 1, 3), (7, 1, 1, 64), (2, 3, 70, 9)):
+        for transposed, dtype in itertools.product((False, True), (torch.float32, HALF)):
+            name = f"rotary {shape} {transposed} {dtype}"
+            yield name, rotated(*shape, dtype=dtype, transposed=transposed)
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from apex.optimizers import (
     FusedSGD,
 )
 from apex.parallel import LARC
+from apex.transformer import functional as transformer
 
 FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CHUNK = 8192
@@ -242,12 +243,41 @@ def focal(anchors, columns, gamma=2.0, dtype=FLOAT):
     return run
 
 
+def rotated(turn, *shape, dtype=FLOAT):
+    def run():
+        t = random(*shape, dtype=dtype).requires_grad_()
+        return gradients(turn(t), t)
+
+    return run
+
+
 def indexed(rows, columns, dtype=FLOAT):
     def run():
         in1, in2 = (random(n, columns, dtype=dtype, seed=n).requires_grad_() for n in (7, rows))
         return gradients(index_mul_2d(in1, in2, torch.arange(rows) * 5 % 6), in1, in2)
 
     return run
+
+
+def rotary():
+    angles = random(7, 1, 1, 8)
+    rows, columns = angles[:2].transpose(0, 1), angles[2:].transpose(0, 1)
+    tables = (rows.cos(), rows.sin(), columns.cos(), columns.sin())
+    bounds = torch.tensor([0, 3, 5])
+
+    def by_angles(transpose):
+        return lambda t: transformer.fused_apply_rotary_pos_emb(t, angles, transpose)
+
+    def by_sequences(t):
+        return transformer.fused_apply_rotary_pos_emb_thd(t, bounds, angles)
+
+    def by_places(t):
+        return transformer.fused_apply_rotary_pos_emb_2d(t, 2, 5, *tables)
+
+    yield "rotary", rotated(by_angles(False), 7, 2, 3, 10)
+    yield "rotary, transposed", rotated(by_angles(True), 2, 3, 260, 8, dtype=HALF)
+    yield "rotary of sequences", rotated(by_sequences, 6, 3, 8)
+    yield "rotary of images", rotated(by_places, 1, 10, 3, 16)
 
 
 def tensors():
@@ -269,6 +299,7 @@ def tensors():
     yield "focal loss", focal(29, 91, dtype=HALF)
     yield "focal loss, gamma 1.5", focal(29, 91, 1.5)
     yield "index_mul_2d", indexed(29, 200, HALF)
+    yield from rotary()
 
 
 def operations():

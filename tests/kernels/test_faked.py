@@ -59,6 +59,7 @@ LAUNCHES = {
     "fast_layer_norm": 3,
     "group norm": 6,
     **dict.fromkeys(("cross-entropy", "cross-entropy, few rows"), 3),
+    **dict.fromkeys(("rotary", "rotary, packed", "rotary, images"), 2),
 }
 
 # Defects of issue 11, B.3; whoever mends one deletes its line.

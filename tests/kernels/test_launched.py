@@ -37,6 +37,8 @@ EXPECTED = {
     "cross-entropy": CROSS_ENTROPY,
     "cross-entropy 1x1": CROSS_ENTROPY,
     "linear cross-entropy": CROSS_ENTROPY,
+    "rotary": ["rotary_kernel"] * 2,
+    "rotary 1x1": ["rotary_kernel"] * 2,
 }
 
 

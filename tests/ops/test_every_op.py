@@ -20,6 +20,7 @@ from apex.ops import (
     focal_loss,
     group_norm,
     index_mul_2d,
+    rotary,
     row_norms,
     swiglu,
 )
@@ -149,6 +150,13 @@ def _index(in2, rows=4):
 
 _GROUP_NORM = (group_norm.OP, _images, _of_groups, group_norm.reference)
 
+
+def _angles(t):
+    """cos and sin for two positions; the angles of two channels of a pair differ."""
+    angles = torch.arange(2 * (t.shape[-1] // 3 * 2)).view(2, -1) * 0.7
+    return angles.cos(), angles.sin(), None, 0
+
+
 CASES = [
     Case("layer_norm", OP, _rows(3), lambda x: (x.shape[-1:], 1e-5, True, x.dtype), _layer),
     Case("rms_norm", OP, _rows(2), lambda x: (None, x.shape[-1:], 1e-5, False, x.dtype), _rms),
@@ -188,6 +196,13 @@ CASES = [
         terms=SHAPE[1],
     ),
     Case("index_mul_2d", index_mul_2d.OP, _indexed, _index, index_mul_2d.reference),
+    Case(
+        "rotary",
+        rotary.OP,
+        lambda shape: [(2, 1, math.prod(shape[:-1]), shape[-1])],
+        _angles,
+        rotary.reference,
+    ),
 ]
 
 

@@ -30,6 +30,7 @@ from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.mlp import swiglu
 from apex.normalization import fused_layer_norm as norms
+from apex.transformer.functional import fused_apply_rotary_pos_emb
 
 __all__ = ["OPS", "Op", "checks"]
 
@@ -167,6 +168,10 @@ def _gated(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs:
     return gate, random(shape, dtype, setting, seed=1)
 
 
+def _heads(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs:
+    return (random(shape, dtype, setting),)
+
+
 def _logits(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs:
     labels = torch.randint(shape[1], shape[:1], generator=torch.Generator().manual_seed(1))
     labels[1] = PADDING
@@ -287,6 +292,26 @@ def _torchs_index_mul_2d(in1: torch.Tensor, in2: torch.Tensor, index: torch.Tens
     return in1[index] * in2
 
 
+def _freqs(t: torch.Tensor) -> torch.Tensor:
+    """Float32 angles of three quarters of the channels, for each of the positions."""
+    half = t.shape[-1] * 3 // 8
+    speeds = 1e4 ** -torch.linspace(0, 1, half, device=t.device)
+    angles = torch.arange(len(t), device=t.device)[:, None] * speeds
+    return torch.cat([angles, angles], -1)[:, None, None]
+
+
+def _rotary(t: torch.Tensor) -> torch.Tensor:
+    return fused_apply_rotary_pos_emb(t, _freqs(t))
+
+
+def _torchs_rotary(t: torch.Tensor) -> torch.Tensor:
+    angles = _freqs(t).to(t.dtype)
+    x, rest = t.tensor_split([angles.shape[-1]], -1)
+    first, second = x.chunk(2, -1)
+    y = x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+    return torch.cat([y, rest], -1)
+
+
 def _without(last: int, make: Callable[..., Inputs]) -> Callable[..., Inputs]:
     return lambda *args: make(*args)[:-last]
 
@@ -352,4 +377,8 @@ OPS = (
     Op("SwiGLU", _gated, swiglu, _torchs_swiglu, ROWS, MANY_ROWS),
     Op("focal loss", _anchors, _focal_loss, _torchs_focal_loss, ROWS, MANY_CLASSES),
     Op("index_mul_2d", _indexed, index_mul_2d, _torchs_index_mul_2d, ROWS, MANY_ROWS),
+    Op(
+        "rotary embedding", _heads, _rotary, _torchs_rotary, ((5, 2, 3, 16), (9, 1, 20, 128)),
+        ((4096, 1, 32, 128),),
+    ),
 )  # fmt: skip

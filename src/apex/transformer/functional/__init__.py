@@ -1,3 +1,15 @@
 """Functions of attention layers: softmaxes with scale and mask, rotary position embeddings."""
 
-__all__: list[str] = []
+from apex.transformer.functional.fused_rope import (
+    fused_apply_rotary_pos_emb,
+    fused_apply_rotary_pos_emb_2d,
+    fused_apply_rotary_pos_emb_cached,
+    fused_apply_rotary_pos_emb_thd,
+)
+
+__all__ = [
+    "fused_apply_rotary_pos_emb",
+    "fused_apply_rotary_pos_emb_2d",
+    "fused_apply_rotary_pos_emb_cached",
+    "fused_apply_rotary_pos_emb_thd",
+]

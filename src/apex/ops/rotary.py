@@ -1,0 +1,224 @@
+"""Rotary position embedding: pairs of channels are rotated by the angles of their position.
+
+With ``r`` half of the rotated channels, ``i < r``, and ``cos`` and ``sin`` of the position::
+
+    y[i]     = t[i] * cos[i] - t[i + r] * sin[i]
+    y[i + r] = t[i + r] * cos[i + r] + t[i] * sin[i + r]
+
+Channels from ``2 r`` on are copied. The gradient is the transposed map, the same formula with the
+halves of ``sin`` exchanged and negated, also where halves differ. ``cos`` and ``sin`` are float32
+(float64 for float64) and get no gradient; results are rounded once.
+
+Source: Su et al., arXiv:2104.09864, eq. 34, with the channels of a pair ``r`` apart as in GPT-NeoX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from apex.ops._check import ArgumentError, check_tensors
+from apex.ops._dtypes import Optional, wide
+from apex.ops._op import op
+
+Tensor = torch.Tensor
+
+# Elements that a CPU rotates at a time, so that float32 copies stay in its cache. 1024 x 1 x 128 x
+# 128, forward and backward, one thread of a busy EPYC, over `t * cos + cat((-t2, t1)) * sin` in the
+# dtype of t: float32 0.25, bfloat16 0.39, float16 0.43; the definition 0.90, 2.59 and 2.25.
+PIECE = 2**18
+
+
+def reference(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int) -> Tensor:
+    """The definition.
+
+    Args:
+        t: 4-dimensional; the last two dimensions are heads and channels.
+        cos: ``(rows, rotated)``, and ``sin`` like it.
+        sin: Of the same angles.
+        positions: ``(positions, groups)``: the row for each position and for each of ``groups``
+            equal parts of the channels. None: row 0, 1, ..., and one part.
+        dim: The dimension of ``t`` along which positions run, 0 or 1.
+    """
+    x, rest = _parts(t, cos, positions)
+    cos, sin_1, sin_2 = _factors(t, cos, sin, positions, dim)
+    x = x.to(cos.dtype)
+    crossed = x.roll(sin_1.shape[-1], -1)
+    y = torch.addcmul(x * cos, crossed, torch.cat([-sin_1, sin_2], -1)).to(t.dtype)
+    y = torch.cat([y, rest], -1) if rest.shape[-1] else y
+    return y.flatten(3).contiguous()
+
+
+def _parts(t: Tensor, cos: Tensor, positions: Optional) -> tuple[Tensor, ...]:
+    """Views ``(..., heads, groups, channels)``: the rotated channels, and the others."""
+    groups = 1 if positions is None else positions.shape[1]
+    parts = t.view(*t.shape[:3], groups, t.shape[3] // groups)
+    return parts.tensor_split([cos.shape[1]], -1)
+
+
+def _factors(
+    t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int
+) -> tuple[Tensor, ...]:
+    """``cos`` and the halves of ``sin`` for each position, to be multiplied with parts of ``t``."""
+    cos, sin = (
+        table[: t.shape[dim], None] if positions is None else table[positions]
+        for table in (cos.to(wide(t)), sin.to(wide(t)))
+    )
+    cos, sin = (rows[:, None] if dim else rows[:, None, None] for rows in (cos, sin))
+    return cos, *sin.chunk(2, -1)
+
+
+def transposed(sin: Tensor) -> Tensor:
+    """The ``sin`` of the gradient."""
+    return -sin.roll(sin.shape[-1] // 2, -1)
+
+
+def _allocate(t: Tensor, *_: object) -> Tensor:
+    return t.new_empty(t.shape)
+
+
+def _forward(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int) -> Tensor:
+    y, count = _allocate(t), t.shape[dim]
+    step = max(1, PIECE * count // t.numel()) if t.is_cpu else count
+    for start in range(0, count, step):
+        rows, size = slice(start, start + step), min(step, count - start)
+        if positions is None:
+            tables = Rotation(cos[rows], sin[rows], None, dim)
+        else:
+            tables = Rotation(cos, sin, positions[rows], dim)
+        part, to = t.narrow(dim, start, size), y.narrow(dim, start, size)
+        factor, sin_1, sin_2 = _factors(part, *tables)
+        (x, rest), (y_x, y_rest) = (_parts(z, cos, positions) for z in (part, to))
+        x = x.to(factor.dtype)
+        (x_1, x_2), product = x.chunk(2, -1), x * factor
+        product[..., : x_1.shape[-1]].addcmul_(x_2, sin_1, value=-1)
+        product[..., x_1.shape[-1] :].addcmul_(x_1, sin_2)
+        y_x.copy_(product)
+        y_rest.copy_(rest)
+    return y
+
+
+def _backward(
+    dy: Tensor, needs: Sequence[bool], *, cos: Tensor, sin: Tensor, positions: Optional, dim: int
+) -> list[Tensor]:
+    return [_forward(dy, cos, transposed(sin), positions, dim)]
+
+
+OP = op(
+    "rotary(Tensor t, Tensor cos, Tensor sin, Tensor? positions, int dim) -> Tensor y",
+    reference,
+    grads=("t",),
+    least=2**20,  # a guess
+    saves=("cos", "sin", "positions"),
+    gradient=lambda dy, cos, sin, **rest: [reference(dy, cos, transposed(sin), **rest)],
+    pieces=SimpleNamespace(
+        allocate=_allocate,
+        forward=_forward,
+        backward=_backward,
+        pays=lambda t, *_: t.numel() > PIECE,
+    ),
+    contiguous=False,
+)
+
+
+class Rotation(NamedTuple):
+    """What to rotate by; see :func:`reference`."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Optional
+    dim: int
+
+    def __call__(self, t: Tensor) -> Tensor:
+        """Rotate ``t``."""
+        if t.dim() == 3:  # packed sequences
+            return OP(t[:, None], *self)[:, 0]
+        if self.dim and self.positions is None:  # positions first, and second in memory
+            return OP(t.transpose(0, 1), *self).transpose(0, 1)
+        return OP(t, *self)
+
+    def back(self, dy: Tensor) -> Tensor:
+        """The gradient of ``t`` from that of the result."""
+        return self._replace(sin=transposed(self.sin))(dy)
+
+
+# -- what to rotate by, with checks; all raise ArgumentError --------------------------------------
+
+
+def by_angles(t: Tensor, freqs: Tensor, transpose: bool) -> Rotation:
+    """For ``t`` ``(s, b, h, d)``; with ``transpose`` the result is ``(b, s, h, d)`` in memory."""
+    (angles,) = _tables(t, "s, b, h, d", freqs=freqs)
+    return Rotation(angles.cos(), angles.sin(), None, int(transpose))
+
+
+def by_tables(t: Tensor, cos: Tensor, sin: Tensor, transpose: bool) -> Rotation:
+    """The same by ``cos`` and ``sin``."""
+    cos, sin = _tables(t, "s, b, h, d", cos=cos, sin=sin)
+    return Rotation(cos, sin, None, int(transpose))
+
+
+def by_sequences(t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Rotation:
+    """For ``t`` ``(tokens, h, d)``, whose positions start at 0 at each number of ``cu_seqlens``.
+
+    The host knows no number on a device. So, on every device, tokens before the first and from the
+    last number on, which are in no sequence, are rotated by 0, and those of a position that
+    ``freqs`` does not reach become nan.
+    """
+    (angles,) = _tables(t, "tokens, h, d", freqs=freqs)
+    tensors = {"t": t, "cu_seqlens": cu_seqlens}
+    check_tensors("rotary", tensors, floating=["t"], required=tensors)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        raise ArgumentError(
+            f"rotary: cu_seqlens is {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}. Pass "
+            "int32 or int64 of shape [sequences + 1]: 0, then the end of each sequence."
+        )
+    bounds = cu_seqlens.contiguous()
+    ends = torch.arange(1, len(t) + 1, device=t.device, dtype=bounds.dtype)
+    starts = F.pad(bounds[:-1], (1, 1), value=len(t))  # leads to row 0, of no sequence
+    rows = (ends - starts[torch.searchsorted(bounds, ends)]).clamp(0, len(angles) + 1)
+    angles = F.pad(F.pad(angles, (0, 0, 1, 0)), (0, 0, 0, 1), value=float("nan"))
+    return Rotation(angles.cos(), angles.sin(), rows.long()[:, None], 0)
+
+
+def by_places(
+    t: Tensor, img_h: int, img_w: int, cos_h: Tensor, sin_h: Tensor, cos_w: Tensor, sin_w: Tensor
+) -> Rotation:
+    """For ``t`` ``(b, img_h * img_w, h, d)``, half of the channels by row and half by column."""
+    cos_h, sin_h, cos_w, sin_w = _tables(
+        t, "b, img_h * img_w, h, d", (img_h, img_h, img_w, img_w),
+        cos_h=cos_h, sin_h=sin_h, cos_w=cos_w, sin_w=sin_w,
+    )  # fmt: skip
+    if img_h * img_w != t.shape[1] or img_h < 0 or t.shape[3] % 2:
+        raise ArgumentError(
+            f"rotary: t has shape {list(t.shape)}, img_h is {img_h} and img_w {img_w}. Pass "
+            "[b, img_h * img_w, h, d] with an even d."
+        )
+    place = torch.arange(t.shape[1], device=t.device)
+    rows = torch.stack([place // max(1, img_w), img_h + place % max(1, img_w)], 1)
+    return Rotation(torch.cat([cos_h, cos_w]), torch.cat([sin_h, sin_w]), rows, 1)
+
+
+def _tables(t: Tensor, layout: str, counts: Sequence[int] = (), **tables: Tensor) -> list[Tensor]:
+    """Check all; ``(positions, rotated)`` of each table, as far as needed and without gradient."""
+    tensors = {"t": t, **tables}
+    check_tensors("rotary", tensors, floating=tensors, required=tensors)
+    if t.dim() != layout.count(",") + 1:
+        raise ArgumentError(f"rotary: t has shape {list(t.shape)}. Pass [{layout}].")
+    most, found = t.shape[-1] // (2 if counts else 1), []
+    counts = counts or [0 if t.dim() == 3 else t.shape[0]] * len(tables)
+    width = next(iter(tables.values())).shape[-1:]
+    for (key, table), count in zip(tables.items(), counts, strict=True):
+        flat = table.dim() == 4 and sum(size != 1 for size in table.shape[:3]) < 2
+        even = flat and table.shape[3] % 2 == 0 and 0 < table.shape[3] <= most
+        if not even or table.shape[3:] != width or table.shape[:3].numel() < count:
+            raise ArgumentError(
+                f"rotary: {key} has shape {list(table.shape)} and t {list(t.shape)}. Pass "
+                f"[positions, 1, 1, channels] with at least {count} positions and an even number "
+                f"of channels, at most {most} and the same in all tables."
+            )
+        found.append(table.detach().flatten(0, 2)[: count or None].to(wide(t)))
+    return found
