@@ -1,3 +1,5 @@
 """Functions of attention layers: softmaxes with scale and mask, rotary position embeddings."""
 
-__all__: list[str] = []
+from apex.transformer.functional.fused_softmax import FusedScaleMaskSoftmax
+
+__all__ = ["FusedScaleMaskSoftmax"]
