@@ -182,12 +182,30 @@ def batches_per_block(keys: int) -> int:
     return 128 // min(power, 32) * (2 if power <= 128 else 1)
 
 
-def check_saved(name: str, dy: torch.Tensor, y: torch.Tensor) -> None:
-    """Refuse a gradient that is not like the saved result."""
-    tensors = {"softmax_results": y, "output_grads": dy}
+# -- without autograd, for bare modules ----------------------------------------------------------
+
+
+@torch.no_grad()
+def forward(
+    name: str, x: torch.Tensor, mask: Optional, scale: float, causal: bool = False
+) -> torch.Tensor:
+    """Check the arguments of ``name.forward`` and compute the result."""
+    check(f"{name}.forward", x, mask, causal)
+    y: torch.Tensor = OP.operator(x, mask, float(scale), causal)
+    return y
+
+
+@torch.no_grad()
+def backward(
+    name: str, dy: torch.Tensor, y: torch.Tensor, scale: float, causal: bool = False
+) -> torch.Tensor:
+    """Check the arguments of ``name.backward`` and compute the gradient of the input."""
+    name, tensors = f"{name}.backward", {"softmax_results": y, "output_grads": dy}
     check_tensors(name, tensors, floating=tensors, required=tensors)
     check_shape(name, "output_grads", dy, y.shape, f"softmax_results {list(y.shape)}")
     if dy.dtype != y.dtype:
         raise ArgumentError(
             f"{name}: output_grads are {dy.dtype} and softmax_results {y.dtype}; pass one dtype."
         )
+    dx: torch.Tensor = OP.backward_operator(dy, [True], y, float(scale), causal)
+    return dx
