@@ -17,7 +17,7 @@ __version__ = apex.__version__
 
 
 def forward(input: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
-    """Softmax of ``scale_factor * input``, ``(..., positions, positions)``; 0 above the diagonal."""
+    """Softmax of ``scale_factor * input``, ``(..., positions, positions)``; 0 above a diagonal."""
     return ops.forward(__name__, input, None, scale_factor, causal=True)
 
 

@@ -34,7 +34,8 @@ def softmax(z: torch.Tensor, outside: Optional, zeros: bool) -> torch.Tensor:
     if outside is not None:
         z = z.masked_fill(outside, -torch.inf)
     y = torch.softmax(z, -1)
-    if zeros and z.shape[-1]:
+    # No columns have no largest; a size is a tensor while torch.jit.trace records.
+    if zeros and (torch._C._get_tracing_state() is not None or z.shape[-1]):
         y = y.masked_fill(z.amax(-1, keepdim=True) <= MASKED, 0.0)
     return y if outside is None else y.masked_fill(outside, 0.0)  # in a row of nan, too
 

@@ -4,7 +4,7 @@ All are :mod:`apex.ops.scaled_softmax`: float32 inside, one rounding, masked sco
 and a fully masked row zeros. Any length of queries and keys, any device, every floating dtype.
 """
 
-from __future__ import annotations
+# Annotations are no strings here: TorchScript would not find their names.
 
 from collections.abc import Callable
 from typing import Any
@@ -111,9 +111,7 @@ def generic_scaled_masked_softmax(
 
 
 @left_to_python
-def scaled_upper_triang_masked_softmax(
-    inputs: torch.Tensor, _: object, scale: float
-) -> torch.Tensor:
+def scaled_upper_triang_masked_softmax(inputs: torch.Tensor, _: Any, scale: float) -> torch.Tensor:
     """Softmax of ``scale * inputs`` in which no query sees a later key: 0 above the diagonal.
 
     Args:
@@ -145,6 +143,8 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         RuntimeError: Both dtypes are true, or there is a scale without ``softmax_in_fp32``.
         ValueError: ``attn_mask_type`` is another.
     """
+
+    __jit_ignored_attributes__ = ("attn_mask_type", "mask_func")  # TorchScript leaves us to Python
 
     def __init__(
         self,
@@ -178,6 +178,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
         self.mask_func, self.softmax_in_fp32, self.scale = mask_func, softmax_in_fp32, scale
 
+    @left_to_python
     def forward(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
         """Compute it.
 
@@ -197,6 +198,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             return self.forward_fused_softmax(input, mask)
         return self.forward_torch_softmax(input, mask)
 
+    @left_to_python
     def is_kernel_available(self, mask: Optional, b: int, np: int, sq: int, sk: int) -> bool:
         """Whether Apex had a kernel for a shape; here it decides about ``mask_func`` alone."""
         causal = self._causal
@@ -206,23 +208,26 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             return False
         if not 16 < sk <= 16384 or sq % 4 or sk % 4 or b * np % 4:
             return False
-        return (b * np if causal else sq) % self.get_batch_per_block(sq, sk, b, np) == 0
+        return (b * np if causal else sq) % ops.batches_per_block(sk) == 0
 
+    @left_to_python
     def forward_fused_softmax(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
         """Compute without ``mask_func``."""
         scale = 1.0 if self.scale is None else self.scale
         return ops.scaled_softmax(input, mask, scale, self._causal, name=type(self).__name__)
 
+    @left_to_python
     def forward_torch_softmax(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
         """Compute with ``mask_func``, which a program may have written itself."""
         queries, keys = input.shape[-2:]
-        hides = self._causal and queries > 1  # a single query sees all keys
+        # A single query sees all keys; of several, fewer than keys, a mask has to say what they do.
+        hides = self._causal and queries > 1 and (mask is None or queries == keys)
         scale = 1.0 if self.scale is None else self.scale
         if mask is None or self.mask_func is None:
             return ops.scaled_softmax(input, mask, scale, hides, name=type(self).__name__)
         (x,) = ops.OP.cast(input)
         z = self.mask_func(x.to(wide(x)) * scale, mask)
-        return ops.softmax(z, ops.above_diagonal(z, hides and queries == keys), True).to(x.dtype)
+        return ops.softmax(z, ops.above_diagonal(z, hides), True).to(x.dtype)
 
     @staticmethod
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
@@ -247,6 +252,7 @@ class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
             mask_func, softmax_in_fp32, scale,
         )  # fmt: skip
 
+    @left_to_python
     def is_kernel_available(self, mask: Optional, b: int, np: int, sq: int, sk: int) -> bool:
         """Whether ``mask_func`` is not called: if fusion was asked for."""
         return self.scaled_masked_softmax_fusion and sk > 0
