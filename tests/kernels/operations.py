@@ -28,6 +28,10 @@ from apex.optimizers import (
     FusedSGD,
 )
 from apex.parallel import LARC
+from apex.transformer.functional.fused_softmax import (
+    scaled_masked_softmax,
+    scaled_upper_triang_masked_softmax,
+)
 
 FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CHUNK = 8192
@@ -230,6 +234,17 @@ def gated(*shape, dtype=FLOAT):
     return run
 
 
+def softened(*shape, dtype=FLOAT, causal=False):
+    def run():
+        x = random(*shape, dtype=dtype).requires_grad_()
+        mask = random(shape[0], 1, *shape[2:], seed=1) > 0.5
+        if causal:
+            return gradients(scaled_upper_triang_masked_softmax(x, None, 0.3), x)
+        return gradients(scaled_masked_softmax(x, mask, 0.3), x)
+
+    return run
+
+
 def tensors():
     sizes = ((19, 100), (2, 8200))  # the latter in blocks, backward
     for cls, (rows, columns) in itertools.product((FusedLayerNorm, FusedRMSNorm), sizes):
@@ -245,6 +260,9 @@ def tensors():
     yield "cross-entropy, in blocks", lost(2, 13_001)
     yield "cross-entropy, programs share a row", lost(1, 13_001)
     yield "swiglu", gated(9, 1000, dtype=HALF)
+    yield "masked softmax", softened(2, 2, 3, 300, dtype=HALF)
+    yield "masked softmax, in blocks", softened(1, 2, 1, 17_000, dtype=HALF)
+    yield "causal softmax", softened(1, 2, 33, 33, causal=True)
     yield "linear cross-entropy", linearly_lost(5, 8, 33)
 
 
