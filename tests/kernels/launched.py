@@ -30,6 +30,10 @@ from apex.multi_tensor_apply import multi_tensor_applier
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apex.transformer.functional.fused_softmax import (
+    scaled_masked_softmax,
+    scaled_upper_triang_masked_softmax,
+)
 
 Named = tuple[str, Callable[[], object]]
 launched: list[str] = []
@@ -143,6 +147,17 @@ def linearly_lost(rows, features, classes):
     return both
 
 
+def softened(*shape, dtype=HALF, causal=False):
+    def both():
+        x = torch.ones(shape, dtype=dtype, requires_grad=True)
+        mask = torch.zeros(shape[0], 1, *shape[2:], dtype=torch.bool)
+        scaled_masked_softmax(x, mask, 0.5).sum().backward()
+        if causal:
+            scaled_upper_triang_masked_softmax(x, None, 0.5).sum().backward()
+
+    return both
+
+
 def few() -> Iterator[Named]:
     """Each kernel, and arguments of 1 where there can be one."""
     yield "adam", stepped(FusedAdam)
@@ -163,6 +178,8 @@ def few() -> Iterator[Named]:
     yield "cross-entropy", lost(3, 1000, HALF, 0.1, 0, True)
     yield "cross-entropy 1x1", lost(1, 1)
     yield "linear cross-entropy", linearly_lost(2, 8, 33)
+    yield "masked softmax", softened(2, 4, 3, 64)
+    yield "masked softmax 1x1", softened(1, 1, 1, 1)
 
 
 def more() -> Iterator[Named]:
@@ -183,6 +200,10 @@ def more() -> Iterator[Named]:
     shapes = ((1, 2, 1, 1), (2, 4, 3, 2), (2, 320, 32, 32), (1, 32, 1, 1), (1, 1, 5, 1))
     for shape, act, dtype in itertools.product(shapes, ("", "silu"), (torch.float32, HALF)):
         yield f"group norm {shape} {act} {dtype}", grouped(*shape, act, dtype)
+    for shape in ((1, 1, 1, 1), (1, 2, 1, 17), (2, 1, 3, 70_000), (1, 4, 2, 16_384)):
+        yield f"masked softmax {shape}", softened(*shape, dtype=torch.float32)
+    for size in (1, 2, 17, 128, 8193):
+        yield f"causal softmax {size}", softened(1, 1, size, size, causal=True)
     for shape in ((1, 1, 1), (5, 64, 1000)):
         yield f"linear cross-entropy {shape}", linearly_lost(*shape)
 
