@@ -22,7 +22,7 @@ import triton.language as tl
 from apex.kernels._cases import Case
 
 NO_FUSION = {"enable_fp_fusion": False}  # every product is rounded, as in PyTorch's functions
-# The longest rows of one block: 32 elements a thread forward, in 106 registers at most; backward 16
+# The longest rows of one block: 32 elements a thread forward, in 102 registers at most; backward 16
 # of each of two tensors. Longer rows: two 128-bit reads of 16-bit numbers a thread. Derived from
 # the compiled code (`apex kernels`), not tuned on a GPU.
 WIDEST_FORWARD, WIDEST_BACKWARD, WARPS = 16384, 8192, 16
