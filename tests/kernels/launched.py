@@ -31,6 +31,10 @@ from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex.transformer import functional
+from apex.transformer.functional.fused_softmax import (
+    scaled_masked_softmax,
+    scaled_upper_triang_masked_softmax,
+)
 
 Named = tuple[str, Callable[[], object]]
 launched: list[str] = []
@@ -152,6 +156,17 @@ def rotated(*shape, dtype=torch.float32, transposed=False):
     return both
 
 
+def softened(*shape, dtype=HALF, causal=False):
+    def both():
+        x = torch.ones(shape, dtype=dtype, requires_grad=True)
+        mask = torch.zeros(shape[0], 1, *shape[2:], dtype=torch.bool)
+        scaled_masked_softmax(x, mask, 0.5).sum().backward()
+        if causal:
+            scaled_upper_triang_masked_softmax(x, None, 0.5).sum().backward()
+
+    return both
+
+
 def few() -> Iterator[Named]:
     """Each kernel, and arguments of 1 where there can be one."""
     yield "adam", stepped(FusedAdam)
@@ -174,6 +189,8 @@ def few() -> Iterator[Named]:
     yield "linear cross-entropy", linearly_lost(2, 8, 33)
     yield "rotary", rotated(5, 2, 3, 64, dtype=HALF)
     yield "rotary 1x1", rotated(1, 1, 1, 2)
+    yield "masked softmax", softened(2, 4, 3, 64)
+    yield "masked softmax 1x1", softened(1, 1, 1, 1)
 
 
 def more() -> Iterator[Named]:
@@ -194,6 +211,10 @@ def more() -> Iterator[Named]:
     shapes = ((1, 2, 1, 1), (2, 4, 3, 2), (2, 320, 32, 32), (1, 32, 1, 1), (1, 1, 5, 1))
     for shape, act, dtype in itertools.product(shapes, ("", "silu"), (torch.float32, HALF)):
         yield f"group norm {shape} {act} {dtype}", grouped(*shape, act, dtype)
+    for shape in ((1, 1, 1, 1), (1, 2, 1, 17), (2, 1, 3, 70_000), (1, 4, 2, 16_384)):
+        yield f"masked softmax {shape}", softened(*shape, dtype=torch.float32)
+    for size in (1, 2, 17, 128, 8193):
+        yield f"causal softmax {size}", softened(1, 1, size, size, causal=True)
     for shape in ((1, 1, 1), (5, 64, 1000)):
         yield f"linear cross-entropy {shape}", linearly_lost(*shape)
     for shape in ((1, 1, 1, 3), (7, 1, 1, 64), (2, 3, 70, 9)):

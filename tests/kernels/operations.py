@@ -31,6 +31,10 @@ from apex.optimizers import (
 )
 from apex.parallel import LARC
 from apex.transformer import functional as transformer
+from apex.transformer.functional.fused_softmax import (
+    scaled_masked_softmax,
+    scaled_upper_triang_masked_softmax,
+)
 
 FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CHUNK = 8192
@@ -243,6 +247,17 @@ def focal(anchors, columns, gamma=2.0, dtype=FLOAT):
     return run
 
 
+def softened(*shape, dtype=FLOAT, causal=False):
+    def run():
+        x = random(*shape, dtype=dtype).requires_grad_()
+        mask = random(shape[0], 1, *shape[2:], seed=1) > 0.5
+        if causal:
+            return gradients(scaled_upper_triang_masked_softmax(x, None, 0.3), x)
+        return gradients(scaled_masked_softmax(x, mask, 0.3), x)
+
+    return run
+
+
 def rotated(turn, *shape, dtype=FLOAT):
     def run():
         t = random(*shape, dtype=dtype).requires_grad_()
@@ -295,6 +310,9 @@ def tensors():
     yield "cross-entropy, in blocks", lost(2, 13_001)
     yield "cross-entropy, programs share a row", lost(1, 13_001)
     yield "swiglu", gated(9, 1000, dtype=HALF)
+    yield "masked softmax", softened(2, 2, 3, 300, dtype=HALF)
+    yield "masked softmax, in blocks", softened(1, 2, 1, 17_000, dtype=HALF)
+    yield "causal softmax", softened(1, 2, 33, 33, causal=True)
     yield "linear cross-entropy", linearly_lost(5, 8, 33)
     yield "focal loss", focal(29, 91, dtype=HALF)
     yield "focal loss, gamma 1.5", focal(29, 91, 1.5)

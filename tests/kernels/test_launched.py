@@ -13,6 +13,7 @@ GROUP_NORM = [f"group_norm_{part}" for part in ("sums", "stats", "forward")] + [
     f"group_norm_grad_{part}" for part in ("sums", "stats")
 ]
 CROSS_ENTROPY = [f"cross_entropy_{part}" for part in ("sums", "losses", "backward")]
+SOFTMAX = ["scaled_softmax_forward", "scaled_softmax_backward"]
 EXPECTED = {
     "adam": [LIST],
     "adam, low bits": [LIST],
@@ -39,6 +40,8 @@ EXPECTED = {
     "linear cross-entropy": CROSS_ENTROPY,
     "rotary": ["rotary_kernel"] * 2,
     "rotary 1x1": ["rotary_kernel"] * 2,
+    "masked softmax": SOFTMAX,
+    "masked softmax 1x1": SOFTMAX,
 }
 
 

@@ -30,7 +30,7 @@ from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.mlp import swiglu
 from apex.normalization import fused_layer_norm as norms
-from apex.transformer.functional import fused_apply_rotary_pos_emb
+from apex.transformer.functional import fused_apply_rotary_pos_emb, fused_softmax
 
 __all__ = ["OPS", "Op", "checks"]
 
@@ -38,6 +38,7 @@ AREA = "norms and losses"
 EPS = 1e-5
 PADDING = 3  # the class of rows that do not count
 SMOOTHING = 0.1
+SCALE = 0.3
 
 Shape = tuple[int, ...]
 Inputs = Sequence[torch.Tensor]
@@ -312,6 +313,36 @@ def _torchs_rotary(t: torch.Tensor) -> torch.Tensor:
     return torch.cat([y, rest], -1)
 
 
+def _scores(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs:
+    """Scores of two heads, and the mask that they share, in which a query has no key."""
+    rows, columns = shape
+    mask = random((1, 1, rows, columns), torch.float32, setting, seed=1) > 0.5
+    mask[..., -1, :] = True
+    return random((1, 2, rows, columns), dtype, setting, scale=2.0), mask
+
+
+def _causal_scores(shape: Shape, dtype: torch.dtype, setting: Setting) -> Inputs:
+    return (random(shape, dtype, setting, scale=2.0),)
+
+
+def _masked_softmax(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return fused_softmax.scaled_masked_softmax(x, mask, SCALE)
+
+
+def _causal_softmax(x: torch.Tensor) -> torch.Tensor:
+    return fused_softmax.scaled_upper_triang_masked_softmax(x, None, SCALE)
+
+
+def _torchs_masked_softmax(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    y = torch.softmax((SCALE * x).masked_fill(mask, -10000.0), -1)
+    return y.masked_fill(mask.all(-1, keepdim=True), 0.0)
+
+
+def _torchs_causal_softmax(x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.ones_like(x, dtype=torch.bool).triu(1)
+    return torch.softmax((SCALE * x).masked_fill(hidden, -torch.inf), -1)
+
+
 def _without(last: int, make: Callable[..., Inputs]) -> Callable[..., Inputs]:
     return lambda *args: make(*args)[:-last]
 
@@ -380,5 +411,13 @@ OPS = (
     Op(
         "rotary embedding", _heads, _rotary, _torchs_rotary, ((5, 2, 3, 16), (9, 1, 20, 128)),
         ((4096, 1, 32, 128),),
+    ),
+    Op(
+        "masked softmax", _scores, _masked_softmax, _torchs_masked_softmax, CLASSES,
+        MANY_ROWS, in_eps=tolerance.FROM_RESULT,
+    ),
+    Op(
+        "causal softmax", _causal_scores, _causal_softmax, _torchs_causal_softmax, ((3, 33, 33),),
+        ((8, 2048, 2048),), dtypes=("bf16",), in_eps=tolerance.FROM_RESULT,
     ),
 )  # fmt: skip

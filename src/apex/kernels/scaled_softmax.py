@@ -1,0 +1,208 @@
+"""Softmax of scaled and masked rows; see :mod:`apex.ops.scaled_softmax` for the definition.
+
+Two walks over the blocks of a row. The first finds the largest logit and the sum of exponentials,
+rescaled when a larger logit comes (Milakov and Gimelshein, arXiv:1805.02867); backward the sum of
+dy * y. The second computes. A row of one block stays in registers, that is, the compiler reads it
+once (`apex kernels` shows the bytes); the second walk over a longer one finds much in the cache.
+
+A causal row is read up to the end of the 16 columns in which its diagonal lies: so every access is
+whole, 128 bits wide. A mask is read through its strides, 0 where heads or batches share it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from apex.kernels._cases import Case
+
+NO_FUSION = {"enable_fp_fusion": False}  # every product is rounded, as in PyTorch's functions
+# The longest rows of one block: 32 elements a thread forward, in 102 registers at most; backward 16
+# of each of two tensors. Longer rows: two 128-bit reads of 16-bit numbers a thread. Derived from
+# the compiled code (`apex kernels`), not tuned on a GPU.
+WIDEST_FORWARD, WIDEST_BACKWARD, WARPS = 16384, 8192, 16
+BLOCK, BLOCK_WARPS = 4096, 8
+SMALLEST_TILE, PER_WARP = 2048, 512  # elements: short rows share a program
+
+
+@triton.jit
+def _columns(start, query, n_cols, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns of a block, which of them are read, and which count."""
+    cols = start + tl.arange(0, BLOCK)[None, :]
+    read = cols < n_cols
+    counts = read
+    if CAUSAL:
+        counts = read & (cols <= query)
+        read &= cols < query // 16 * 16 + 16
+    return cols, read, counts
+
+
+@triton.jit
+def _logits(x_ptr, mask_ptr, cols, read, counts, scale):
+    z = tl.load(x_ptr + cols, mask=read, other=0.0).to(tl.float32) * scale
+    if mask_ptr is not None:
+        z = tl.where(tl.load(mask_ptr + cols, mask=read, other=0) == 1, -10000.0, z)
+    return tl.where(counts, z, -float("inf"))
+
+
+@triton.jit
+def _exp(z, largest):
+    """``exp(z - largest)``, which is 0 and not nan where all are -inf."""
+    return tl.exp(z - tl.where(largest == -float("inf"), 0.0, largest))
+
+
+@triton.jit
+def scaled_softmax_forward(
+    # data
+    x_ptr, mask_ptr, y_ptr,
+    # shape and scalars
+    n_rows, n_cols, queries, heads, batch_stride, head_stride, query_stride, scale,
+    # compile-time
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some rows, in blocks. ``WHOLE``: of one block, which the compiler keeps in registers."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    inside = rows < n_rows
+    query = rows % queries
+    x_ptr += rows.to(tl.int64) * n_cols
+    y_ptr += rows.to(tl.int64) * n_cols
+    if mask_ptr is not None:
+        matrix = rows // queries
+        mask_ptr += (matrix // heads).to(tl.int64) * batch_stride
+        mask_ptr += (matrix % heads).to(tl.int64) * head_stride
+        mask_ptr += query.to(tl.int64) * query_stride
+    largest = tl.full((ROWS, 1), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS, 1), tl.float32)
+    for start in range(0, BLOCK if WHOLE else tl.max(query) + 1 if CAUSAL else n_cols, BLOCK):
+        cols, read, counts = _columns(start, query, n_cols, CAUSAL, BLOCK)
+        z = _logits(x_ptr, mask_ptr, cols, read & inside, counts, scale)
+        grown = tl.maximum(largest, tl.max(z, axis=1, keep_dims=True))
+        total = total * _exp(largest, grown) + tl.sum(_exp(z, grown), axis=1, keep_dims=True)
+        largest = grown
+    inverse = tl.div_rn(1.0, total)
+    if mask_ptr is not None:
+        inverse = tl.where((largest <= -10000.0) & (total == total), 0.0, inverse)
+    for start in range(0, BLOCK if WHOLE else n_cols, BLOCK):
+        cols, read, counts = _columns(start, query, n_cols, CAUSAL, BLOCK)
+        z = _logits(x_ptr, mask_ptr, cols, read & inside, counts, scale)
+        y = tl.where(counts, _exp(z, largest) * inverse, 0.0)  # 0 in a row of nan, too
+        tl.store(y_ptr + cols, y, mask=inside & (cols < n_cols))
+
+
+@triton.jit
+def scaled_softmax_backward(
+    # data
+    dy_ptr, y_ptr, dx_ptr,
+    # shape and scalars
+    n_rows, n_cols, queries, scale,
+    # compile-time
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of some rows, as above."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    inside = rows < n_rows
+    query = rows % queries
+    dy_ptr += rows.to(tl.int64) * n_cols
+    y_ptr += rows.to(tl.int64) * n_cols
+    dx_ptr += rows.to(tl.int64) * n_cols
+    dots = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, BLOCK if WHOLE else tl.max(query) + 1 if CAUSAL else n_cols, BLOCK):
+        cols, read, counts = _columns(start, query, n_cols, CAUSAL, BLOCK)
+        dy = tl.load(dy_ptr + cols, mask=read & inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + cols, mask=read & inside, other=0.0).to(tl.float32)
+        dots += tl.where(counts, dy, 0.0) * y
+    dot = tl.sum(dots, axis=1, keep_dims=True)
+    for start in range(0, BLOCK if WHOLE else n_cols, BLOCK):
+        cols, read, counts = _columns(start, query, n_cols, CAUSAL, BLOCK)
+        dy = tl.load(dy_ptr + cols, mask=read & inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + cols, mask=read & inside, other=0.0).to(tl.float32)
+        dx = (tl.where(counts, dy, 0.0) - dot) * y * scale
+        tl.store(dx_ptr + cols, dx, mask=inside & (cols < n_cols))
+
+
+# -- launching -----------------------------------------------------------------------------------
+
+
+def _tile(n_cols: int, widest: int) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments, and rows of a program."""
+    if n_cols > widest:
+        return {"WHOLE": False, "ROWS": 1, "BLOCK": BLOCK, "num_warps": BLOCK_WARPS}, 1
+    block = int(triton.next_power_of_2(n_cols))
+    rows = max(1, SMALLEST_TILE // block)
+    warps = min(WARPS, rows * block // PER_WARP)
+    return {"WHOLE": True, "ROWS": rows, "BLOCK": block, "num_warps": warps}, rows
+
+
+def _readable(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A mask as bytes of the last four dimensions, with the columns of a row side by side."""
+    mask = mask.expand(*mask.shape[:-1], shape[-1])
+    if mask.stride(-1) != 1:
+        mask = mask.contiguous()
+    return mask.view(torch.uint8).expand([1] * (4 - len(shape)) + [*shape])
+
+
+def forward(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Tensor:
+    """Compute the result, contiguous."""
+    x, y = x.contiguous(), x.new_empty(x.shape)
+    queries, n_cols = x.shape[-2:]
+    n_rows, heads, strides = x.numel() // n_cols, 1, (0, 0, 0)
+    if mask is not None:
+        mask = _readable(mask, x.shape)
+        heads, strides = mask.shape[1], mask.stride()[:3]
+    tile, rows = _tile(n_cols, WIDEST_FORWARD)
+    scaled_softmax_forward[(triton.cdiv(n_rows, rows),)](
+        x, mask, y, n_rows, n_cols, queries, heads, *strides, scale, causal, **tile, **NO_FUSION
+    )
+    return y
+
+
+def backward(
+    dy: torch.Tensor, needs: Sequence[bool], *, y: torch.Tensor, scale: float, causal: bool
+) -> list[torch.Tensor]:
+    """Compute the gradient of the input, contiguous."""
+    dy, y, dx = dy.contiguous(), y.contiguous(), dy.new_empty(dy.shape)
+    queries, n_cols = y.shape[-2:]
+    n_rows = y.numel() // n_cols
+    tile, rows = _tile(n_cols, WIDEST_BACKWARD)
+    scaled_softmax_backward[(triton.cdiv(n_rows, rows),)](
+        dy, y, dx, n_rows, n_cols, queries, scale, causal, **tile, **NO_FUSION
+    )
+    return [dx]
+
+
+# -- what is inspected ---------------------------------------------------------------------------
+
+
+def cases() -> Iterator[Case]:
+    """What is inspected: several rows in a tile, the longest of one block, and longer ones."""
+    for kind in ("fp32", "bf16"):  # float16 has the widths of bfloat16
+        for kernel, widest, variants in (
+            (scaled_softmax_forward, WIDEST_FORWARD, ("masked", "causal")),
+            (scaled_softmax_backward, WIDEST_BACKWARD, ("", "causal")),
+        ):
+            for n_cols, variant in itertools.product((1024, widest, 2 * widest), variants):
+                yield _case(kernel, kind, n_cols, variant, _tile(n_cols, widest)[0])
+
+
+def _case(kernel: Any, kind: str, n_cols: int, variant: str, tile: dict[str, Any]) -> Case:
+    options = {"num_warps": tile.pop("num_warps"), **NO_FUSION}
+    tile["CAUSAL"] = variant == "causal"
+    forward = kernel is scaled_softmax_forward
+    words = f"{'forward' if forward else 'backward'} {n_cols} {kind} {variant}".strip()
+    constants = tile | {"mask_ptr": None} if forward and variant != "masked" else tile
+    names = [name for name in kernel.arg_names if name not in constants]
+    kinds = {"scale": "fp32", "mask_ptr": "*u8"}
+    kinds |= {name: f"*{kind}" for name in names if name.endswith("_ptr") and name not in kinds}
+    return Case(
+        kernel, "scaled softmax", words,
+        signature={name: kinds.get(name, "i32") for name in names}, constants=constants,
+        reads=tuple({"x_ptr", "mask_ptr", "dy_ptr"} & {*names}) + ("y_ptr",) * (not forward),
+        writes=("y_ptr" if forward else "dx_ptr",), tile=tile["ROWS"] * tile["BLOCK"],
+        divisible=tuple({"n_cols", "batch_stride", "head_stride", "query_stride"} & {*names}),
+        options=options,
+    )  # fmt: skip

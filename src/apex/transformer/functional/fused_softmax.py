@@ -1,0 +1,258 @@
+"""Softmaxes of attention scores with a scale and a mask, as Megatron-style programs call them.
+
+All are :mod:`apex.ops.scaled_softmax`: float32 inside, one rounding, masked scores become -10000
+and a fully masked row zeros. Any length of queries and keys, any device, every floating dtype.
+"""
+
+# Annotations are no strings here: TorchScript would not find their names.
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from apex.ops import scaled_softmax as ops
+from apex.ops._check import ArgumentError
+from apex.ops._dtypes import Optional, wide
+from apex.ops._scripted import left_to_python
+from apex.transformer.enums import AttnMaskType
+
+__all__ = [
+    "FusedScaleMaskSoftmax",
+    "GenericFusedScaleMaskSoftmax",
+    "GenericScaledMaskedSoftmax",
+    "ScaledMaskedSoftmax",
+    "ScaledSoftmax",
+    "ScaledUpperTriangMaskedSoftmax",
+    "generic_scaled_masked_softmax",
+    "scaled_masked_softmax",
+    "scaled_upper_triang_masked_softmax",
+]
+
+
+class ScaledMaskedSoftmax(torch.autograd.Function):
+    """:func:`scaled_masked_softmax` by ``apply(inputs, mask, scale)``, whatever autocast says."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, mask: Optional, scale: float) -> torch.Tensor:
+        """Compute the softmax and save it."""
+        return _saved(ctx, "ScaledMaskedSoftmax", inputs, mask, scale)
+
+    @staticmethod
+    def backward(ctx: Any, output_grads: torch.Tensor) -> Any:
+        """Compute the gradient of the inputs."""
+        return ops.OP.gradients(ctx, output_grads)[: len(ctx.needs_input_grad)]
+
+
+class GenericScaledMaskedSoftmax(ScaledMaskedSoftmax):
+    """The same; Apex had kernels of its own for it, for any number of keys."""
+
+
+class ScaledSoftmax(ScaledMaskedSoftmax):
+    """The same without a mask: ``apply(inputs, scale)``."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, scale: float) -> torch.Tensor:  # type: ignore[override]
+        """Compute the softmax and save it."""
+        return _saved(ctx, "ScaledSoftmax", inputs, None, scale)
+
+
+class ScaledUpperTriangMaskedSoftmax(ScaledMaskedSoftmax):
+    """:func:`scaled_upper_triang_masked_softmax` by ``apply(inputs, scale)``."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, scale: float) -> torch.Tensor:  # type: ignore[override]
+        """Compute the softmax and save it."""
+        return _saved(ctx, "ScaledUpperTriangMaskedSoftmax", inputs, None, scale, causal=True)
+
+
+def _saved(
+    ctx: Any, name: str, x: torch.Tensor, mask: Optional, scale: float, causal: bool = False
+) -> torch.Tensor:
+    ops.check(name, x, mask, causal)
+    y: torch.Tensor = ops.OP.save_and_run(ctx, x, mask, float(scale), causal)
+    return y
+
+
+@left_to_python
+def scaled_masked_softmax(inputs: torch.Tensor, mask: Optional, scale: float) -> torch.Tensor:
+    """Softmax of ``scale * inputs`` over the last dimension, without what a mask rules out.
+
+    Under ``torch.autocast`` the inputs are cast to its dtype.
+
+    Args:
+        inputs: ``(batch, heads, queries, keys)``; float16, bfloat16, float32 or float64.
+        mask: ``(batch, 1, queries, keys)``, or 1 for any of the sizes; bool, or uint8 in which 1
+            is masked and any other number is not. ``None``: nothing is masked.
+        scale: A number.
+
+    Returns:
+        Of the shape and dtype of the inputs. Where every key of a query is masked, or no score is
+        above -10000, zeros.
+
+    Raises:
+        ArgumentError: A type, dtype, shape or device is not what it should be; it is a
+            RuntimeError, TypeError and ValueError.
+
+    Example:
+        >>> scores, mask = torch.randn(2, 4, 8, 8), torch.rand(2, 1, 8, 8) < 0.3
+        >>> scaled_masked_softmax(scores, mask, 0.125).shape
+        torch.Size([2, 4, 8, 8])
+    """
+    return ops.scaled_softmax(inputs, mask, scale, name="scaled_masked_softmax")
+
+
+@left_to_python
+def generic_scaled_masked_softmax(
+    inputs: torch.Tensor, mask: Optional, scale: float
+) -> torch.Tensor:
+    """The same as :func:`scaled_masked_softmax`."""
+    return ops.scaled_softmax(inputs, mask, scale, name="generic_scaled_masked_softmax")
+
+
+@left_to_python
+def scaled_upper_triang_masked_softmax(inputs: torch.Tensor, _: Any, scale: float) -> torch.Tensor:
+    """Softmax of ``scale * inputs`` in which no query sees a later key: 0 above the diagonal.
+
+    Args:
+        inputs: ``(..., queries, keys)``, as many of both; see :func:`scaled_masked_softmax`.
+        _: Not looked at.
+        scale: A number.
+    """
+    name = "scaled_upper_triang_masked_softmax"
+    return ops.scaled_softmax(inputs, None, scale, causal=True, name=name)
+
+
+class FusedScaleMaskSoftmax(torch.nn.Module):
+    """Scale, mask and softmax of attention scores.
+
+    Apex's rule for its kernels, :meth:`is_kernel_available`, decides who masks: the function of the
+    two above, or ``mask_func``. The numbers are the same if ``mask_func`` fills with -10000. A
+    ``causal`` layer hides later keys from every query, and what is masked, on both ways.
+
+    Args:
+        input_in_fp16: Whether scores are float16.
+        input_in_bf16: Whether scores are bfloat16; not both.
+        attn_mask_type: ``AttnMaskType.padding`` or ``AttnMaskType.causal``.
+        scaled_masked_softmax_fusion: Whether the functions may be used.
+        mask_func: ``mask_func(scores, mask)`` returns masked scores; it gets float32 (float64).
+        softmax_in_fp32: Must be true if there is a scale; it is always computed so.
+        scale: A number, or ``None`` for 1.
+
+    Raises:
+        RuntimeError: Both dtypes are true, or there is a scale without ``softmax_in_fp32``.
+        ValueError: ``attn_mask_type`` is another.
+    """
+
+    __jit_ignored_attributes__ = ("attn_mask_type", "mask_func")  # TorchScript leaves us to Python
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        attn_mask_type: AttnMaskType,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+        softmax_in_fp32: bool,
+        scale: float | None,
+    ) -> None:
+        super().__init__()
+        if input_in_fp16 and input_in_bf16:
+            raise RuntimeError(
+                "both fp16 and bf16 flags cannot be active at the same time: pass True for one of "
+                "input_in_fp16 and input_in_bf16, or for none."
+            )
+        if scale is not None and not softmax_in_fp32:
+            raise RuntimeError(
+                f"softmax should be in fp32 when scaled: scale is {scale}; pass "
+                "softmax_in_fp32=True, or scale=None."
+            )
+        if attn_mask_type not in (AttnMaskType.padding, AttnMaskType.causal):
+            raise ValueError(
+                f"Invalid attn_mask_type {attn_mask_type!r}: pass AttnMaskType.padding or "
+                "AttnMaskType.causal."
+            )
+        self.input_in_fp16, self.input_in_bf16 = input_in_fp16, input_in_bf16
+        self.input_in_float16 = input_in_fp16 or input_in_bf16
+        self.attn_mask_type, self._causal = attn_mask_type, attn_mask_type == AttnMaskType.causal
+        self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
+        self.mask_func, self.softmax_in_fp32, self.scale = mask_func, softmax_in_fp32, scale
+
+    @left_to_python
+    def forward(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
+        """Compute it.
+
+        Args:
+            input: Scores, ``(batch, heads, queries, keys)``.
+            mask: What :func:`scaled_masked_softmax` or ``mask_func`` takes, or ``None``.
+
+        Returns:
+            Of the shape and dtype of the scores; in autocast's dtype under ``torch.autocast``.
+        """
+        if input.dim() != 4:
+            raise ArgumentError(
+                f"{type(self).__name__}: input has shape {list(input.shape)}; pass (batch, heads, "
+                "queries, keys)."
+            )
+        if self.is_kernel_available(mask, *input.shape):
+            return self.forward_fused_softmax(input, mask)
+        return self.forward_torch_softmax(input, mask)
+
+    @left_to_python
+    def is_kernel_available(self, mask: Optional, b: int, np: int, sq: int, sk: int) -> bool:
+        """Whether Apex had a kernel for a shape; here it decides about ``mask_func`` alone."""
+        causal = self._causal
+        if not (self.scaled_masked_softmax_fusion and self.input_in_float16):
+            return False
+        if (mask is None and not causal) or (causal and sq != sk):
+            return False
+        if not 16 < sk <= 16384 or sq % 4 or sk % 4 or b * np % 4:
+            return False
+        return (b * np if causal else sq) % ops.batches_per_block(sk) == 0
+
+    @left_to_python
+    def forward_fused_softmax(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
+        """Compute without ``mask_func``."""
+        scale = 1.0 if self.scale is None else self.scale
+        return ops.scaled_softmax(input, mask, scale, self._causal, name=type(self).__name__)
+
+    @left_to_python
+    def forward_torch_softmax(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
+        """Compute with ``mask_func``, which a program may have written itself."""
+        queries, keys = input.shape[-2:]
+        # A single query sees all keys; of several, fewer than keys, a mask has to say what they do.
+        hides = self._causal and queries > 1 and (mask is None or queries == keys)
+        scale = 1.0 if self.scale is None else self.scale
+        if mask is None or self.mask_func is None:
+            return ops.scaled_softmax(input, mask, scale, hides, name=type(self).__name__)
+        (x,) = ops.OP.cast(input)
+        z = self.mask_func(x.to(wide(x)) * scale, mask)
+        return ops.softmax(z, ops.above_diagonal(z, hides), True).to(x.dtype)
+
+    @staticmethod
+    def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
+        """How many rows a program of Apex's kernel took; ``sk`` alone matters."""
+        return ops.batches_per_block(sk)
+
+
+class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
+    """The layer above for padding masks, without the rule about shapes."""
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+        softmax_in_fp32: bool,
+        scale: float | None,
+    ) -> None:
+        super().__init__(
+            input_in_fp16, input_in_bf16, AttnMaskType.padding, scaled_masked_softmax_fusion,
+            mask_func, softmax_in_fp32, scale,
+        )  # fmt: skip
+
+    @left_to_python
+    def is_kernel_available(self, mask: Optional, b: int, np: int, sq: int, sk: int) -> bool:
+        """Whether ``mask_func`` is not called: if fusion was asked for."""
+        return self.scaled_masked_softmax_fusion and sk > 0

@@ -1,0 +1,31 @@
+"""``scaled_upper_triang_masked_softmax_cuda``: causal softmax of scaled attention scores.
+
+The name that compiled Apex had at the top level. Arguments are positional only, as there; any
+device, every floating dtype, any number of positions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import apex
+from apex.ops import scaled_softmax as ops
+
+__all__ = ["backward", "forward"]
+
+__version__ = apex.__version__
+
+
+def forward(input: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
+    """Softmax of ``scale_factor * input``, ``(..., positions, positions)``; 0 above a diagonal."""
+    return ops.forward(__name__, input, None, scale_factor, causal=True)
+
+
+@torch.no_grad()
+def backward(
+    output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float, /
+) -> torch.Tensor:
+    """Gradient of the input, written over ``output_grads`` and returned."""
+    return output_grads.copy_(
+        ops.backward(__name__, output_grads, softmax_results, scale_factor, causal=True)
+    )

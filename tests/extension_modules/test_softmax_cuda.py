@@ -1,0 +1,72 @@
+"""The four softmax modules: positional functions of compiled Apex."""
+
+import generic_scaled_masked_softmax_cuda
+import pytest
+import scaled_masked_softmax_cuda
+import scaled_softmax_cuda
+import scaled_upper_triang_masked_softmax_cuda
+import torch
+
+import apex
+from apex.ops import _runtime
+from apex.ops.scaled_softmax import gradient, reference
+from tests.tolerance import assert_one_rounding
+
+MASKED = [scaled_masked_softmax_cuda, generic_scaled_masked_softmax_cuda]
+MODULES = [*MASKED, scaled_softmax_cuda, scaled_upper_triang_masked_softmax_cuda]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+each = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+
+
+@each
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forward_and_backward_in_every_dtype(module, dtype):
+    causal = module is scaled_upper_triang_masked_softmax_cuda
+    x = torch.randn(4, 12, 12).to(dtype) if causal else torch.randn(2, 3, 8, 10).to(dtype)
+    mask = (torch.rand(2, 1, 8, 10) < 0.3) if module in MASKED else None
+    rest = [] if mask is None else [mask]
+    x.requires_grad_()
+    y = module.forward(x, *rest, 0.3)
+    dy = torch.randn(y.shape).to(dtype)
+    (exact,) = gradient(dy.double(), y.double(), 0.3, causal)
+    assert_one_rounding(y, reference(x.double(), mask, 0.3, causal).detach())
+    dx = module.backward(dy, y, 0.3)
+    assert_one_rounding(dx, exact)
+    assert not y.requires_grad
+    assert (dx is dy) == (module is not generic_scaled_masked_softmax_cuda)  # in place
+
+
+def test_kernels():
+    pytest.importorskip("triton")
+    x, mask = torch.randn(2, 2, 4, 20), torch.rand(1, 1, 4, 20) < 0.3
+    with _runtime.use("triton"):
+        y = scaled_masked_softmax_cuda.forward(x, mask, 0.3)
+        dx = scaled_masked_softmax_cuda.backward(torch.ones_like(y).cumsum(-1), y, 0.3)
+    exact = reference(x.double(), mask, 0.3, False)
+    assert_one_rounding(y, exact)
+    assert_one_rounding(dx, gradient(torch.ones_like(y).double().cumsum(-1), exact, 0.3, False)[0])
+
+
+@each
+def test_bad_input(module):
+    name, x = module.__name__, torch.ones(2, 2, 4, 4)
+    mask = [torch.ones(2, 1, 4, 4, dtype=torch.bool)] if module in MASKED else []
+    with pytest.raises(TypeError, match=f"{name}.forward: input is torch.int64; allowed are"):
+        module.forward(x.long(), *mask, 1.0)
+    with pytest.raises(TypeError, match="positional"):
+        module.forward(input=x, mask=None, scale_factor=1.0)
+    with pytest.raises(ValueError, match=rf"{name}.backward: output_grads has shape \[2\] and so"):
+        module.backward(torch.ones(2), x, 1.0)
+    with pytest.raises(ValueError, match=f"{name}.backward: output_grads are torch.float16 and"):
+        module.backward(x.half(), x, 1.0)
+    if mask:
+        with pytest.raises(TypeError, match=f"{name}.forward: mask is a NoneType; pass a tensor"):
+            module.forward(x, None, 1.0)
+        with pytest.raises(ValueError, match=rf"{name}.forward: mask has shape \[3, 1, 4, 4\]"):
+            module.forward(x, mask[0][:1].expand(3, 1, 4, 4), 1.0)
+    assert module.__version__ == apex.__version__
+
+
+def test_rows_of_a_block():
+    sizes = [scaled_masked_softmax_cuda.get_batch_per_block(8, sk, 2, 4) for sk in (8, 64, 500)]
+    assert sizes == [32, 8, 4]
