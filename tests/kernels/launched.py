@@ -211,12 +211,17 @@ def more() -> Iterator[Named]:
     shapes = ((1, 2, 1, 1), (2, 4, 3, 2), (2, 320, 32, 32), (1, 32, 1, 1), (1, 1, 5, 1))
     for shape, act, dtype in itertools.product(shapes, ("", "silu"), (torch.float32, HALF)):
         yield f"group norm {shape} {act} {dtype}", grouped(*shape, act, dtype)
+    for shape in ((1, 1, 1), (5, 64, 1000)):
+        yield f"linear cross-entropy {shape}", linearly_lost(*shape)
+    yield from of_transformers()
+
+
+def of_transformers() -> Iterator[Named]:
+    """Awkward sizes of softmaxes and rotary embeddings."""
     for shape in ((1, 1, 1, 1), (1, 2, 1, 17), (2, 1, 3, 70_000), (1, 4, 2, 16_384)):
         yield f"masked softmax {shape}", softened(*shape, dtype=torch.float32)
     for size in (1, 2, 17, 128, 8193):
         yield f"causal softmax {size}", softened(1, 1, size, size, causal=True)
-    for shape in ((1, 1, 1), (5, 64, 1000)):
-        yield f"linear cross-entropy {shape}", linearly_lost(*shape)
     for shape in ((1, 1, 1, 3), (7, 1, 1, 64), (2, 3, 70, 9)):
         for transposed, dtype in itertools.product((False, True), (torch.float32, HALF)):
             name = f"rotary {shape} {transposed} {dtype}"

@@ -199,7 +199,7 @@ def _case(kernel: Any, kind: str, n_cols: int, variant: str, tile: dict[str, Any
     kinds = {"scale": "fp32", "mask_ptr": "*u8"}
     kinds |= {name: f"*{kind}" for name in names if name.endswith("_ptr") and name not in kinds}
     return Case(
-        kernel, "scaled softmax", words,
+        kernel, "scaled_softmax", words,
         signature={name: kinds.get(name, "i32") for name in names}, constants=constants,
         reads=tuple({"x_ptr", "mask_ptr", "dy_ptr"} & {*names}) + ("y_ptr",) * (not forward),
         writes=("y_ptr" if forward else "dx_ptr",), tile=tile["ROWS"] * tile["BLOCK"],
