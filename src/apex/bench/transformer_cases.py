@@ -144,6 +144,7 @@ def _causal_softmax() -> Iterator[Op]:
 def _rotary() -> Iterator[Op]:
     def make(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Inputs:
         [(length, batch, heads, channels)] = shapes
+        channels = max(2, channels)  # a pair, for the host's cost
         powers = torch.arange(0, channels, 2, device=device) / channels
         angles = torch.arange(length, device=device)[:, None] / 10000**powers
         freqs = torch.cat([angles, angles], dim=-1)[:, None, None, :]
