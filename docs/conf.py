@@ -12,5 +12,6 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_include_init_with_doc = True
+napoleon_use_ivar = True  # attributes that are properties too are described once
 html_theme = "furo"
 html_title = "apex"
