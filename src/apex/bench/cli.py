@@ -60,10 +60,11 @@ COMMANDS = {
         "apex.bench.selftest.command", "whether what is installed computes right numbers here"
     ),
     "kernels": Command("apex.bench.kernels", "what the compiler makes of each Triton kernel"),
+    "completion": Command("apex.bench.completion", "a script that completes commands in a shell"),
 }
 
 EXTRAS = {
-    "bench": frozenset({"jinja2", "matplotlib", "numpy", "rich", "scipy", "sklearn"})
+    "bench": frozenset({"jinja2", "matplotlib", "numpy", "rich", "scipy", "shtab", "sklearn"})
 }  # what each brings
 
 
