@@ -59,7 +59,7 @@ def calls(dev, monkeypatch):
     return steps
 
 
-FULL = ["venv", "hatchling==1.0", ".[bench,dev,examples]"]
+FULL = ["venv", "hatchling==1.0", ".[bench,dev,docs,examples]"]
 
 
 def _run(*words):
@@ -80,7 +80,7 @@ def test_bad_command_gets_one_line_and_2(words, said):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
-    assert "demo, test, check or clients" in done.stderr
+    assert "demo, test, check, docs or clients" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_check_passes_arguments_to_pytest_alone(dev, monkeypatch, capsys):
     assert dev.check(["--all"]) == 0
     assert ran[-1] == [*dev.TESTS, "--all"]
     assert all("--all" not in words for words in ran[:-1])
-    assert capsys.readouterr().out.endswith("check: passed (format, lint, types, tests)\n")
+    assert capsys.readouterr().out.endswith("check: passed (format, lint, types, docs, tests)\n")
 
 
 def test_every_pin_is_exact():

@@ -1,4 +1,4 @@
-"""The pages in ``docs``: the tests that they name exist, and programs run."""
+"""The pages in ``docs`` and README: the tests that they name exist, and every code block runs."""
 
 import ast
 import functools
@@ -6,14 +6,15 @@ import pathlib
 import re
 
 import pytest
+import torch
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
 
 from apex import amp
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
-OLDER = ROOT / "docs" / "older-scripts.md"
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PROGRAMS = BLOCK.findall(OLDER.read_text()) if OLDER.exists() else []
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 ROW = re.compile(r"^\| (\d+) \| (.+) \| (.+) \|$", re.MULTILINE)
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 DEFECTS = 47
@@ -21,14 +22,20 @@ DEFECTS = 47
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_program_of_the_page_on_older_scripts_runs(program, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_blocks_of_a_page_run_as_one_program(page, tmp_path, monkeypatch):
+    """What a page does not show, such as a model, is in a comment: ``invisible-code-block``."""
+    examples = list(Sybil([PythonCodeBlockParser()]).parse(page).examples())
+    assert len(examples) >= page.read_text().count("\n```python")
     monkeypatch.chdir(tmp_path)
     amp.reset()
     try:
-        exec(program, {"__name__": "__main__"})
+        for example in examples:
+            example.evaluate()
     finally:
         amp.reset()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def defects():

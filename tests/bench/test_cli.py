@@ -43,7 +43,8 @@ def _one_line(capsys):
     ("arguments", "message"),
     [
         ([], "arguments are required: COMMAND"),
-        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["nonsense"], "apex: argument COMMAND: invalid choice: 'nonsense'"),
+        (["kernel"], "apex: did you mean 'kernels'? argument COMMAND: invalid choice: 'kernel'"),
         (["--nonsense"], "required: COMMAND"),
         (["info", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["info", "more"], "unrecognized arguments: more"),

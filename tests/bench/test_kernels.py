@@ -33,7 +33,7 @@ FOUND = {
 }
 
 ROW = ["norm", "fp16", "sm_90", "40", "0", "128", "12"]
-ROW += ["2×128", "1×64", "—", "2×128", "1×64", "—", "4.5"]
+ROW += ["2×128", "1×64", "2×128", "1×64", "4.5"]  # no stores: no columns for them
 
 
 def _apex(*words, **environment):
@@ -85,7 +85,10 @@ def test_it_compiles_in_spite_of_the_interpreter():
     ("words", "message"),
     [
         (["--target", "sm90"], "sm90: unknown target; use sm_80, sm_90, sm_100, gfx942 or"),
+        (["--target", "sm_999"], "sm_999: this triton ("),
+        (["--target", "gfx999"], "gfx999: unknown target; of AMD there are gfx90a, gfx942"),
         (["--kernel", "nonsense"], "--kernel nonsense: unknown; there are "),
+        (["--kernel", "swigul"], "--kernel swigul: did you mean 'swiglu'? unknown; there are "),
     ],
 )
 def test_what_is_unknown_gets_one_line_and_2(words, message):
@@ -127,10 +130,21 @@ def test_the_table(capsys, monkeypatch, found):
     monkeypatch.delenv("COLUMNS", raising=False)
     found()
     assert cli.main(["kernels"]) == 0
-    head, line, *_ = capsys.readouterr().out.splitlines()
-    assert head.split()[:6] == ["kernel", "dtypes", "target", "registers", "spilled", "shared"]
-    assert head.split()[6] == "programs"
-    assert line.split() == ROW
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["kernel", "variant", "target"] in [words[:3] for words in lines]
+    assert ROW in lines
+
+
+@NEEDS_TRITON
+def test_at_80_columns_no_number_is_cut(capsys, monkeypatch, found):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    found(kernel="cross_entropy_backward", variant="bf16 bf16 fp32 fp32 writes gradients")
+    assert cli.main(["kernels"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "Left out, for they do not fit: all loads, shared" in out
 
 
 def test_a_problem_is_named_and_the_exit_code_1(capsys, found):

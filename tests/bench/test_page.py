@@ -75,13 +75,13 @@ def test_a_sceptic_finds_what_is_needed(text):
                  "54 of 54 runs", "out of memory (1 of 3)",
                  "measured on a GPU only", "does not let its energy be read"):  # fmt: skip
         assert fact in said
-    assert elements.tags.count("svg") == len(plots_of(text)) == 6
+    assert elements.tags.count("svg") == len(plots_of(text)) == 7
     assert "QUICK" not in said
     assert "INCOMPLETE" not in said
 
 
 def plots_of(text):
-    return re.findall(r'<figure id="plot-(\w+)"', text)
+    return re.findall(r'<figure id="plot-([\w-]+)"', text)
 
 
 def test_verdicts_come_before_plots_and_plots_before_tables(text):
@@ -233,7 +233,7 @@ def test_the_page_in_a_browser(folder, tmp_path):
     assert found["focused"]
     assert not found["wide"]
     assert found["download"] == "blob:"
-    assert len(found["sizes"]) == 6
+    assert len(found["sizes"]) == 7
     assert all(width > 350 and height > 200 for width, height in found["sizes"])
 
     image = np.asarray(Image.open(shot).convert("RGB")).reshape(-1, 3)

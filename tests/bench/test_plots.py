@@ -8,11 +8,11 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from apex.bench import looks, panels, plots
+from apex.bench import curves, looks, panels, plots
 from apex.bench.precision import LEVELS
 from tests.bench import made
 
-ALL = {"overview", "speed", "time", "memory", "accuracy", "loss", "scale"}
+ALL = {"overview", "speed", "time", "memory", "accuracy", "loss", "loss-difference", "scale"}
 NONE = dict.fromkeys(("step_ms", "data_ms", "losses", "accuracy", "epoch_seconds", "scales"), ())
 
 
@@ -25,14 +25,14 @@ WORLDS = {
     "several batch sizes, with trouble": (lambda: made.troubled((128, 512)), ALL),
     "one batch size": (made.report, ALL),
     "GPU, tasks, TF32": (made.on_gpu, ALL),
-    "one level": (_one, ALL - {"speed", "scale"}),
+    "one level": (_one, ALL - {"speed", "scale", "loss-difference"}),
     "no accuracy, no memory": (
         lambda: _one(accuracy=(), peak_tensor_bytes=None),
         {"overview", "time", "loss"},
     ),
     "not finite": (
         lambda: _one(status="diverged", losses=(1.0, math.inf, -math.inf) + (math.nan,) * 57),
-        ALL - {"speed", "scale"},
+        ALL - {"speed", "scale", "loss-difference"},
     ),
     "only failures": (lambda: _one(status="failed", error="no", peak_tensor_bytes=None, **NONE),
                       set()),
@@ -105,7 +105,7 @@ def test_speed_without_an_interval_has_no_whisker():
 def test_the_trace_shows_each_change_of_each_scale_that_moves():
     of = made.report()
     axes = _axes()
-    panels.draw_scale(axes, of, [line.row for line in _sources(of)[0].lines])
+    curves.draw_scale(axes, of, [line.row for line in _sources(of)[0].lines])
     names = [line.get_label() for line in axes.lines]
     assert names == ["O1, seed 0", "O2, seed 0", "native-fp16, seed 0"]
     scales = next(run for run in of.runs if run.cell.level == "O1").scales
@@ -119,11 +119,23 @@ def test_the_trace_shows_each_change_of_each_scale_that_moves():
 def test_the_loss_is_the_mean_of_the_seeds():
     of = made.report([made.cell(seed=seed) for seed in range(3)])
     axes = _axes()
-    panels.draw_loss(axes, of, [line.row for line in _sources(of)[0].lines])
+    curves.draw_loss(axes, of, [line.row for line in _sources(of)[0].lines])
     [line] = axes.lines
     first = [sum(run.losses[:2]) / 2 for run in of.runs]  # 40 points of 60 steps
     assert line.get_ydata()[0] == pytest.approx(sum(first) / 3)
     assert len(axes.collections) == 1  # the band
+
+
+def test_the_difference_of_losses_is_taken_seed_by_seed():
+    of = made.report([made.cell(level, seed=seed) for level in ("O0", "O4") for seed in range(3)])
+    axes = _axes()
+    curves.draw_difference(axes, of, [line.row for line in _sources(of)[0].lines])
+    by_cell = {(run.cell.level, run.cell.seed): run.losses for run in of.runs}
+    first = [sum(by_cell["O4", s][:2]) / 2 - sum(by_cell["O0", s][:2]) / 2 for s in range(3)]
+    line, zero = axes.lines  # O0 itself is not drawn
+    assert line.get_label() == "O4"
+    assert line.get_ydata()[0] == pytest.approx(sum(first) / 3)
+    assert set(zero.get_ydata()) == {0}
 
 
 def test_incomplete_and_quick_reports_are_marked(tmp_path):

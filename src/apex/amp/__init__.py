@@ -1,5 +1,7 @@
 """Automatic mixed precision: ``initialize``, ``scale_loss`` and what goes with them.
 
+In a training loop::
+
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()

@@ -8,7 +8,7 @@ models belong to the thread, because a loss computed there is to be cast too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import torch
 
@@ -24,6 +24,9 @@ from apex.amp.rollback import lock, rollback
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = [
     "O0",
     "O1",
@@ -38,6 +41,53 @@ __all__ = [
     "reset",
     "state_dict",
 ]
+
+
+_Models = TypeVar("_Models")  # a module, or a list of them
+_Optimizers = TypeVar("_Optimizers")
+
+
+class _Options(TypedDict, total=False):
+    """Options of :func:`initialize` that are passed by keyword, for type checkers."""
+
+    cast_model_type: torch.dtype | bool | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | str | None
+    master_weights: bool | None
+    loss_scale: str | float | None
+    cast_model_outputs: torch.dtype | None
+    num_losses: int
+    verbosity: int
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    max_skipped_steps: int
+    fused_step: bool
+    process_group: torch.distributed.ProcessGroup | None
+
+
+@overload
+def initialize(
+    models: _Models,
+    optimizers: None = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    **options: Unpack[_Options],
+) -> _Models: ...
+
+
+@overload
+def initialize(
+    models: _Models,
+    optimizers: _Optimizers,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    **options: Unpack[_Options],
+) -> tuple[_Models, _Optimizers]: ...
 
 
 def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's for the scaler

@@ -8,16 +8,18 @@ its traceback.
 """
 
 import argparse
+import difflib
 import importlib
 import importlib.metadata
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, NoReturn, Protocol, cast
 
 import apex
 
-__all__ = ["UsageError", "main"]
+__all__ = ["UsageError", "main", "suggestion"]
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -58,10 +60,11 @@ COMMANDS = {
         "apex.bench.selftest.command", "whether what is installed computes right numbers here"
     ),
     "kernels": Command("apex.bench.kernels", "what the compiler makes of each Triton kernel"),
+    "completion": Command("apex.bench.completion", "a script that completes commands in a shell"),
 }
 
 EXTRAS = {
-    "bench": frozenset({"jinja2", "matplotlib", "numpy", "rich", "scipy", "sklearn"})
+    "bench": frozenset({"jinja2", "matplotlib", "numpy", "rich", "scipy", "shtab", "sklearn"})
 }  # what each brings
 
 
@@ -69,7 +72,15 @@ class _Parser(argparse.ArgumentParser):
     """argparse, except that an error is exactly one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {_one_line(message)} (see '{self.prog} --help')\n")
+        choice = re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message)
+        hint = suggestion(choice[1], choice[2].replace("'", "").split(", ")) if choice else ""
+        self.exit(2, f"{self.prog}: {hint}{_one_line(message)} (see '{self.prog} --help')\n")
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Ask whether another word was meant, if one is like it."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

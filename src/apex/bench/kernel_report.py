@@ -101,7 +101,12 @@ def _source(report: Report) -> str:
 
 
 def _marks(report: Report) -> list[str]:
-    return [] if report.complete else ["INCOMPLETE: interrupted"]
+    found = [] if report.complete else ["INCOMPLETE: interrupted"]
+    timed = [row for row in report.rows if row.p20_ms is not None and row.p80_ms is not None]
+    unsteady = [row for row in timed if (row.p80_ms or 0) > 2 * (row.p20_ms or 0)]
+    if unsteady:
+        found.append(f"BUSY MACHINE: {len(unsteady)} of {len(timed)} times vary a lot")
+    return found
 
 
 def _style(row: Row) -> str | None:

@@ -13,10 +13,11 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from apex.bench.cli import UsageError
-from apex.bench.console import console
+from apex.bench.cli import UsageError, suggestion
+from apex.bench.columns import Column, fitted
+from apex.bench.console import NOTHING, console
 
 if TYPE_CHECKING:
     from apex.kernels._inspect import Finding
@@ -32,19 +33,13 @@ HELP = (
 )
 DEFAULT = "sm_90"
 OK, FAILED = 0, 1  # exit codes
-HEADINGS = (
-    "kernel", "dtypes", "target", "registers", "spilled", "shared", "programs",
-    "main loads", "main stores", "all loads", "all stores", "bytes/element",
-)  # fmt: skip
-
-NUMBERS = {"registers", "spilled", "shared", "programs", "bytes/element"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``apex kernels``."""
     parser.add_argument(
         "--target", nargs="+", default=[DEFAULT], metavar="NAME",
-        help="what to compile for: sm_80, sm_90, sm_100, gfx942, ... (default: %(default)s)",
+        help=f"what to compile for: sm_80, sm_90, sm_100, gfx942, ... (default: {DEFAULT})",
     )  # fmt: skip
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
@@ -78,7 +73,8 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
     known = _unique(case.name for case in cases)
     unknown = [name for name in names or () if name not in known]
     if unknown:
-        raise UsageError(f"--kernel {unknown[0]}: unknown; there are {', '.join(known)}")
+        hint = suggestion(unknown[0], known)
+        raise UsageError(f"--kernel {unknown[0]}: {hint}unknown; there are {', '.join(known)}")
     chosen = [case for case in cases if not names or case.name in names]
     try:
         return [_inspect.inspect(case, target) for case in chosen for target in targets]
@@ -91,14 +87,8 @@ def _unique(names: Iterable[str]) -> list[str]:
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    from rich.table import Table
-
     to = console(180)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right" if heading in NUMBERS else "left")
-    for finding in findings:
-        table.add_row(*_row(finding))
+    table, left_out = fitted(COLUMNS, findings, to)
     to.print(table)
     to.print(
         "Bytes spilled are of a thread, bytes of shared memory of a program. Programs: so many fit "
@@ -106,6 +96,9 @@ def _show(findings: Sequence[Finding]) -> None:
         "for one thread; main is the path without masks, tiles only.",
         style="dim",
     )
+    if left_out:
+        names = ", ".join(left_out)
+        to.print(f"Left out, for they do not fit: {names} (--json has them).", style="dim")
     for finding in findings:
         where = f"{finding.kernel} ({finding.variant}), {finding.target}"
         for problem in finding.problems:
@@ -114,24 +107,39 @@ def _show(findings: Sequence[Finding]) -> None:
             to.print(f"{where}: {advice}", markup=False, style="yellow")
 
 
-def _row(finding: Finding) -> list[Any]:
-    return [
-        finding.kernel,
-        finding.variant,
-        finding.target,
-        str(finding.registers),
-        str(finding.spilled),
-        str(finding.shared),
-        "—" if finding.programs is None else str(finding.programs),
-        _widths(finding.main_loads),
-        _widths(finding.main_stores),
-        _widths(finding.loads),
-        _widths(finding.stores),
-        f"{finding.bytes_per_element:g}" if finding.bytes_per_element else "—",
-    ]
+def _column(heading: str, name: str, drop: int = 0, *, left: bool = False) -> Column[Finding]:
+    """A number or a word of a finding."""
+
+    def text(finding: Finding) -> str:
+        value = getattr(finding, name)
+        return (
+            NOTHING if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        )
+
+    return Column(heading, text, {}, drop=drop, left=left)
 
 
-def _widths(counts: dict[int, int] | None) -> str:
-    if not counts:
-        return "—"
-    return " ".join(f"{counts[bits]}×{bits}" for bits in sorted(counts, reverse=True))
+def _accesses(heading: str, name: str, drop: int) -> Column[Finding]:
+    """Widths of accesses in the code."""
+
+    def text(finding: Finding) -> str:
+        counts: dict[int, int] = getattr(finding, name) or {}
+        return " ".join(f"{counts[bits]}×{bits}" for bits in sorted(counts, reverse=True))
+
+    return Column(heading, text, {}, drop=drop, left=True)
+
+
+COLUMNS = (
+    _column("kernel", "kernel", left=True),
+    _column("variant", "variant", left=True),
+    _column("target", "target", left=True),
+    _column("regis-\nters", "registers"),
+    _column("spilled", "spilled"),
+    _column("shared", "shared", 3),
+    _column("pro-\ngrams", "programs"),
+    _accesses("main\nloads", "main_loads", 1),
+    _accesses("main\nstores", "main_stores", 1),
+    _accesses("all\nloads", "loads", 4),
+    _accesses("all\nstores", "stores", 4),
+    _column("bytes per\nelement", "bytes_per_element", 2),
+)

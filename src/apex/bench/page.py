@@ -27,6 +27,7 @@ CAPTIONS = {
     "accuracy": "Error bars are one standard deviation over the seeds.",
     "loss": "Each point is a step, or the mean of several in a long run; the band reaches over all "
     "seeds.",
+    "loss-difference": "Each level's loss minus that of O0 with the same seed and batch.",
     "scale": "Only levels whose scale moved. It halves at a step whose gradients overflowed, which "
     "is skipped, and grows after a run of good steps.",
 }

@@ -1,7 +1,6 @@
 """Single plots: what is drawn on one pair of axes. `apex.bench.plots` makes figures of them."""
 
 import math
-import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,8 +9,8 @@ import numpy as np
 
 from apex.bench.columns import three
 from apex.bench.looks import INK, Look, look
-from apex.bench.results import Report, Run
-from apex.bench.rows import Row, baseline_of, runs_of
+from apex.bench.results import Report
+from apex.bench.rows import Row, baseline_of
 from apex.bench.table import Line, lines, short_problem
 from apex.bench.verdict import Verdict
 
@@ -26,17 +25,15 @@ __all__ = [
     "View",
     "batches_of",
     "draw_bars",
-    "draw_loss",
-    "draw_scale",
     "draw_speed",
     "draw_view",
     "has_speed",
-    "moving_scale",
+    "log_axis",
     "plain",
     "series_of",
+    "tidy",
 ]
 
-POINTS = 40  # of a loss curve: each is the mean of as many steps as it takes
 MACHINE_DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1, 1, 1)))
 MACHINE_HATCHES = ("", "///", "...", "xxx")
 MOST_WRITTEN = 24  # bars with their number beside them
@@ -111,7 +108,7 @@ def draw_view(axes: "Axes", sources: Sequence[Source], view: View, task: str) ->
         _one_batch(axes, sources, view, task)
     axes.set_title(f"{view.title}: {plain(task)}")
     axes.set_ylabel(view.unit)
-    _tidy(axes)
+    tidy(axes)
 
 
 def _against_batch(
@@ -146,7 +143,7 @@ def _against_batch(
     notes = textwrap.wrap("; ".join(filter(None, footnotes)), 70)
     axes.set_xlabel("\n".join(["batch size", *notes]), fontsize=8 if notes else None)
     if view.log:
-        _log_axis(axes)
+        log_axis(axes)
     elif view.bars:
         axes.set_ylim(bottom=0)
 
@@ -259,66 +256,16 @@ def draw_bars(
             place += 1
         place += 0.8
     axes.axhline(1, color=INK, linewidth=1)
-    _log_axis(axes, base=2)
+    log_axis(axes, base=2)
     axes.set_xticks([x for x, _ in ticks], [name for _, name in ticks], fontsize=8.5)
     axes.tick_params(axis="x", length=0)
     axes.margins(y=0.15)
-    _tidy(axes)
+    tidy(axes)
 
 
 def has_speed(line: Line) -> bool:
     """Whether the line has a speed relative to another one."""
     return line.row.speed is not None and not baseline_of(line.row, [line.row])
-
-
-def draw_loss(axes: "Axes", report: Report, of: list[Row]) -> None:
-    """Draw the mean over the seeds, and a band from the lowest to the highest of them."""
-    drawn: list[float] = []
-    for row in of:
-        curves = [np.array(run.losses) for run in runs_of(report, row) if run.losses]
-        if not curves:
-            continue
-        steps = min(map(len, curves))
-        parts = np.array_split(np.arange(steps), min(POINTS, steps))
-        with np.errstate(all="ignore"):  # inf - inf in a training that diverged
-            seeds = np.array([[curve[part].mean() for part in parts] for curve in curves])
-            mean = seeds.mean(0)
-        at = [statistics.fmean(part) + 1 for part in parts]
-        found = look(row.label, {r.label for r in of})
-        seeds, mean = (np.where(np.isfinite(v), v, np.nan) for v in (seeds, mean))
-        axes.plot(at, mean, color=found.colour, linewidth=found.width * 0.7, linestyle=found.dash,
-                  label=row.label)  # fmt: skip
-        if len(curves) > 1:
-            axes.fill_between(at, seeds.min(0), seeds.max(0), color=found.colour, alpha=0.15,
-                              linewidth=0)  # fmt: skip
-        drawn += seeds[np.isfinite(seeds)].tolist()
-    if drawn and min(drawn) > 0:
-        _log_axis(axes)
-    axes.set_ylabel("loss (mean; band: all seeds)")
-    _tidy(axes)
-
-
-def moving_scale(run: Run) -> Sequence[float]:
-    """Return the loss scales of a run if they are not all the same."""
-    return run.scales if len(set(run.scales)) > 1 else ()
-
-
-def draw_scale(axes: "Axes", report: Report, of: list[Row]) -> None:
-    """Draw the scale of the first seed of each level whose scale moved: T3's picture."""
-    for row in of:
-        run = next((run for run in runs_of(report, row) if moving_scale(run)), None)
-        if run is None:
-            continue
-        scales = np.array(run.scales)
-        turns = np.flatnonzero(np.diff(scales)) + 1  # between them nothing happens
-        at = np.concatenate([[0], turns, [len(scales) - 1]])
-        found = look(row.label, {r.label for r in of})
-        axes.plot(at + 1, scales[at], drawstyle="steps-post", color=found.colour,
-                  linewidth=found.width * 0.8, linestyle=found.dash,
-                  label=f"{row.label}, seed {run.cell.seed}")  # fmt: skip
-    _log_axis(axes, base=2)
-    axes.set_ylabel("loss scale")
-    _tidy(axes)
 
 
 # --- pieces --------------------------------------------------------------------------------------
@@ -358,7 +305,7 @@ def _write(
     )  # fmt: skip
 
 
-def _log_axis(axes: "Axes", base: int = 10) -> None:
+def log_axis(axes: "Axes", base: int = 10) -> None:
     """Make the vertical axis logarithmic with plain numbers, also within one decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -368,7 +315,8 @@ def _log_axis(axes: "Axes", base: int = 10) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
 
 
-def _tidy(axes: "Axes") -> None:
+def tidy(axes: "Axes") -> None:
+    """Draw faint horizontal lines behind what is drawn."""
     axes.grid(axis="y", color="0.5", alpha=0.25)
     axes.set_axisbelow(True)
 

@@ -14,18 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from apex.bench.curves import (
+    draw_difference,
+    draw_loss,
+    draw_scale,
+    has_difference,
+    moving_scale,
+)
 from apex.bench.looks import INK
 from apex.bench.panels import (
     VIEWS,
     Source,
     View,
     batches_of,
-    draw_loss,
-    draw_scale,
     draw_speed,
     draw_view,
     has_speed,
-    moving_scale,
     plain,
     series_of,
 )
@@ -55,6 +59,7 @@ def draw(report: Report, verdicts: Sequence[Verdict], folder: Path) -> dict[str,
         "speed": partial(_speed, here),
         **{name: partial(_view, here, view) for name, view in VIEWS.items()},
         "loss": partial(_curves, here[0], "Training loss", draw_loss, lambda run: run.losses),
+        "loss-difference": partial(_differences, here[0]),
         "scale": partial(_curves, here[0], "Loss scale", draw_scale, moving_scale),
     }
     return save(made, folder, marks(report), source(report.environment))
@@ -213,6 +218,13 @@ def _speed(sources: Sequence[Source]) -> "Figure | None":
     figure, [axes] = new_figure(1, width=max(PANEL[0], 1.5 + 0.24 * bars, 1.0 + 0.8 * count))
     draw_speed(axes, groups)
     return figure
+
+
+def _differences(of: Source) -> "Figure | None":
+    if not any(has_difference(of.rows(task)) for task in _tasks([of])):
+        return None
+    title = "Training loss, difference from O0"
+    return _curves(of, title, draw_difference, lambda run: run.losses)
 
 
 def _curves(

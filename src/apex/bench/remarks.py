@@ -3,7 +3,7 @@
 from typing import Any
 
 from apex.bench.results import Report
-from apex.bench.rows import rows
+from apex.bench.rows import Row, rows
 
 __all__ = ["SHARED", "largest_said", "marks", "notices", "problems", "source"]
 
@@ -28,7 +28,14 @@ def marks(report: Report) -> list[str]:
         found.append(f"INCOMPLETE: {len(report.runs)} of {len(report.plan)} runs")
     if report.quick:
         found.append("QUICK: less data, and one process for all trainings of a level")
+    if _unsteady(rows(report)):
+        found.append("BUSY MACHINE: times vary a lot")
     return found
+
+
+def _unsteady(of: list[Row]) -> list[Row]:
+    """Rows whose steps take twice their median now and then."""
+    return [row for row in of if row.ms_median and (row.ms_p90 or 0) > 2 * row.ms_median]
 
 
 def largest_said(found: dict[str, Any]) -> str:
@@ -42,7 +49,7 @@ def notices(report: Report) -> list[str]:
     """Say where a time does not mean what it seems to mean."""
     made = rows(report)
     found = [SHARED] if report.quick else []
-    noisy = [row for row in made if row.ms_median and (row.ms_p90 or 0) > 2 * row.ms_median]
+    noisy = _unsteady(made)
     if noisy:
         batches: dict[tuple[str, str], list[str]] = {}
         for row in noisy:

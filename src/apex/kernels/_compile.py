@@ -11,13 +11,12 @@ import triton
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.errors import PTXASError
 
 from apex.kernels._cases import Case
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")  # kernels are made for these
 BLACKWELL = 100  # from sm_100 on there is a ptxas of its own
-WAVE64 = "gfx9"  # the AMD family with 64 lanes in a wave; later ones have 32
+AMD = ("gfx90a", "gfx942", "gfx950")  # that triton compiles for and that have 64 lanes in a wave
 
 
 class UnavailableError(RuntimeError):
@@ -55,17 +54,17 @@ def compiled(case: Case, target: str) -> Any:
     source = ASTSource(case.kernel, signature, constants, attributes)
     here = gpu(target)
     options = {**case.options, **(case.amd if here.backend == "hip" else {})}
-    try:
-        return triton.compile(source, target=here, options=options)
-    except PTXASError as error:
-        if "gpu-name" not in str(error):
-            raise
-        raise UnavailableError(f"this triton ({triton.__version__}) knows no {target}") from error
+    return triton.compile(source, target=here, options=options)
 
 
 @functools.cache
 def gpu(target: str) -> Any:
-    """Find the compiler for a target."""
+    """Find the compiler for a target.
+
+    Raises:
+        UnavailableError: There is none here, or it does not know the target; nothing is printed,
+            whereas a failing compiler prints the whole program.
+    """
     cuda = re.fullmatch(r"sm_(\d+)", target)
     backend = "nvidia" if cuda else "amd"
     if not cuda and not re.fullmatch(r"gfx[0-9a-f]+", target):
@@ -76,8 +75,12 @@ def gpu(target: str) -> Any:
             "pip install triton"
         )
     if cuda is None:
-        return GPUTarget("hip", target, 64 if target.startswith(WAVE64) else 32)
-    tool("ptxas-blackwell" if int(cuda[1]) >= BLACKWELL else "ptxas")
+        if target not in AMD:
+            raise UnavailableError(f"{target}: unknown target; of AMD there are {', '.join(AMD)}")
+        return GPUTarget("hip", target, 64)
+    assembler = "ptxas-blackwell" if int(cuda[1]) >= BLACKWELL else "ptxas"
+    if f"'{target}'" not in run(assembler, "--help"):
+        raise UnavailableError(f"{target}: this triton ({triton.__version__}) does not know it")
     tool("cuobjdump")
     return GPUTarget("cuda", int(cuda[1]), 32)
 

@@ -226,7 +226,7 @@ def _case(
     runtime = [name for name in kernel.arg_names if name not in constants]
     pointers = {name: f"*{kinds.get(name, 'fp32')}" for name in runtime if name.endswith("_ptr")}
     return Case(
-        kernel, kernel.__name__.replace("_", " "), f"{kind} smoothed" if smooth else kind,
+        kernel, kernel.__name__, f"{kind} smoothed" if smooth else kind,
         signature=dict.fromkeys(runtime, "i32") | pointers | (
             {"smoothing": "fp32"} if "smoothing" in runtime else {}
         ),

@@ -1,0 +1,17 @@
+"""Sphinx: the pages of this folder, and the API from the docstrings. Built by ``./dev docs``."""
+
+import apex
+
+project = "apex"
+author = "The apex contributors"
+version = release = apex.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 3  # links such as distributed.md#fsdp2-and-dtensor
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_include_init_with_doc = True
+napoleon_use_ivar = True  # attributes that are properties too are described once
+html_theme = "furo"
+html_title = "apex"

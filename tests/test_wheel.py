@@ -1,0 +1,122 @@
+"""The wheel, installed where nothing is but torch and what torch needs."""
+
+import importlib.metadata
+import pathlib
+import re
+import subprocess
+import sys
+import venv
+
+import pytest
+
+from tests.clients.runner import SetUpError, build_wheel
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "pyproject.toml").exists() or sys.platform == "win32", reason="not in a checkout"
+)
+
+PROGRAM = """
+import amp_C, fused_layer_norm_cuda, torch
+from apex import amp
+from apex.optimizers import FusedAdam
+model = torch.nn.Linear(8, 8)
+optimizer = FusedAdam(model.parameters())
+model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+for _ in range(3):
+    loss = model(torch.ones(4, 8)).square().mean()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+print(loss.item() < 1e9)
+"""
+
+
+def _needed(name, found):
+    """Put the distribution and what it requires, without extras, into ``found``."""
+    key = re.sub(r"[-_.]+", "-", name).lower()
+    if key in found:
+        return
+    try:
+        found[key] = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:  # for another system
+        return
+    for line in found[key].requires or ():
+        if "extra ==" not in line and key not in ("triton",):
+            _needed(re.split(r"[\s;<>=!~\[(]", line, maxsplit=1)[0], found)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The Python of an environment with the wheel."""
+    folder = tmp_path_factory.mktemp("bare")
+    try:
+        wheel = build_wheel(folder)
+    except SetUpError as error:
+        pytest.skip(str(error))
+    venv.create(folder / "env", with_pip=False)
+    (packages,) = (folder / "env").glob("lib/python*/site-packages")
+    found = {}
+    _needed("torch", found)
+    found.pop("triton", None)
+    for distribution in found.values():
+        top = {file.parts[0] for file in distribution.files or () if ".." not in file.parts}
+        for name in top - {"__pycache__"}:
+            (packages / name).symlink_to(distribution.locate_file(name))
+    path = folder / "env/bin/python"
+    words = [sys.executable, "-m", "pip", "--python", path, "install", "--quiet", "--no-deps"]
+    subprocess.run([*words, "--no-index", "--disable-pip-version-check", wheel], check=True)
+    return path
+
+
+def _run(*words):
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd="/")
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_it_trains(python):
+    ignored = "ignore:Failed to initialize NumPy:UserWarning"  # torch's own, of the missing NumPy
+    assert _run(python, "-W", "error", "-W", ignored, "-c", PROGRAM) == (0, "True\n", "")
+
+
+def test_the_command_says_what_is_there_and_warns_of_nothing(python):
+    code, out, errors = _run(python.parent / "apex", "info")
+    assert (code, errors) == (0, "")
+    assert str(python.parent.parent) in out
+
+
+def test_what_an_extra_brings_is_one_line(python):
+    code, out, errors = _run(python.parent / "apex", "bench", "--quick")
+    assert (code, out) == (2, "")
+    assert errors.startswith("apex bench: ")
+    assert "pip install 'apex[bench]'" in errors
+    assert errors.count("\n") == 1
+
+
+def test_ctrl_c_during_the_imports_is_one_line(capsys, monkeypatch):
+    import _apex_command
+
+    class Interrupted:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "apex.bench.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "apex.bench.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    assert _apex_command.main() == 130
+    assert capsys.readouterr().err == "apex: interrupted\n"
+
+
+def test_completion_in_bash(capsys):
+    from apex.bench.cli import main
+
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    words = 'COMP_WORDS=(apex bench ker); COMP_CWORD=2; _shtab_apex; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", f"{script}\n{words}"], capture_output=True, text=True)
+    assert done.stdout == "kernels\n"
