@@ -191,8 +191,8 @@ def test_a_gpu_that_fails_is_a_line_of_the_report(monkeypatch):
 
 def test_every_family_is_live_on_the_cpu():
     live = {line.family: line for line in families.live_paths(["cpu"])}
-    names = "casting, gradient unscaling, optimizers, lists of tensors, norms, losses"
-    assert ", ".join(live) == names
+    first = ["casting", "gradient unscaling", "optimizers", "lists of tensors"]
+    assert list(live) == [*first, "norms", "losses", "attention functions"]
     assert {line.path for line in live.values()} == {"torch fused"}
     assert all(line.why for line in live.values())
 

@@ -90,6 +90,10 @@ def _losses(device: torch.device) -> Choice:
     return _kernel_or_torch(device, "cross-entropy, of a linear layer too: ")
 
 
+def _attention(device: torch.device) -> Choice:
+    return _kernel_or_torch(device, "softmaxes and rotary embedding: ")
+
+
 def _kernel_or_torch(device: torch.device, what: str) -> Choice:
     why_not = _runtime.why_not_triton(device.type)
     if why_not is None:
@@ -119,4 +123,5 @@ FAMILIES: tuple[Family, ...] = (
     Family("lists of tensors", "apex.multi_tensor_apply", _multi_tensor),
     Family("norms", "apex.normalization", _norms),
     Family("losses", "apex.contrib.xentropy", _losses),
+    Family("attention functions", "apex.transformer.functional", _attention),
 )

@@ -5,10 +5,13 @@ import torch
 from typing_extensions import assert_type
 
 from apex import amp
+from apex.contrib.multihead_attn import SelfMultiheadAttn
+from apex.fused_dense import FusedDense
 from apex.mlp import swiglu
 from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel, convert_syncbn_model
+from apex.transformer.functional.fused_softmax import scaled_masked_softmax
 
 
 class Network(torch.nn.Sequential):
@@ -41,6 +44,13 @@ def other_forms(model: Network, other: Network) -> None:
     both = amp.initialize([model, other], [sgd], num_losses=2)
     assert_type(both, tuple[list[Network], list[torch.optim.SGD]])
     amp.initialize(model, sgd, opt_lvel="O1")  # type: ignore[call-overload]
+
+
+def layers(x: torch.Tensor) -> None:
+    """Layers of transformers."""
+    assert_type(FusedDense(8, 8).forward(x), torch.Tensor)
+    assert_type(SelfMultiheadAttn(8, 2).forward(x, x, x)[0], torch.Tensor)
+    assert_type(scaled_masked_softmax(x, None, 0.5), torch.Tensor)
 
 
 def functions(x: torch.Tensor) -> None:
