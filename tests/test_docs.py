@@ -73,3 +73,14 @@ def test_every_test_written_for_the_table_is_in_it():
     named = {name for path, name in NAMED.findall(PAGE.read_text()) if "test_defects" in path}
     written = {name for name in functions("tests/amp/test_defects.py") if name.startswith("test_")}
     assert named == written
+
+
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+READ = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("examples/*/README.md")]
+
+
+@pytest.mark.parametrize("page", sorted(set(READ)), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_file_that_a_page_links_to_exists(page):
+    """Sphinx checks the pages of the site, their anchors too; this one README and the examples."""
+    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert missing == []
