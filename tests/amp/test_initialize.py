@@ -305,6 +305,23 @@ def test_state_object_is_found_four_ways():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_a_cast_model_that_was_converted_back_says_what_to_do():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    model.float()
+    with pytest.raises(RuntimeError, match=r"forward of Sequential: .*Call amp.reset\(\) in the"):
+        model(torch.ones(2, 4))
+    amp.reset()
+    assert model(torch.ones(2, 4)).dtype == torch.float32
+
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    before = model[1].weight.detach().clone()
+    amp.initialize(model, torch.optim.SGD(model.parameters()), opt_level="O2", verbosity=0)
+    amp.reset()  # what the error recommends
+    assert torch.equal(model[1].weight, before)
+    amp.initialize(nn.BatchNorm1d(4), opt_level="O2", verbosity=0)(torch.ones(2, 4))
+
+
 def test_old_workers():
     model, optimizer = pair()
     properties = opt_levels["O2"](Properties())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -125,6 +126,13 @@ def _register(module: Any, name: str, kind: str) -> None:
             registry.discard(entry)
     registry = _USER_PROMOTE_REGISTRY if kind == "promote" else _USER_CAST_REGISTRY
     registry.add(rules.Registration(module, name, kind))
+    casts = state.current()
+    if casts is not None and not rules.has_rule(casts, module, name, kind):
+        warnings.warn(
+            f"amp.register_{kind}_function: casts are on already, so {label}.{name} is cast only "
+            "from the next amp.initialize or amp.init on. Register functions before these calls.",
+            stacklevel=3,
+        )
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -137,6 +145,10 @@ def register_half_function(module: Any, name: str) -> None:
     Raises:
         ValueError: There is no such function.
         TypeError: It is no function, or Python does not allow it to be replaced.
+
+    Warns:
+        UserWarning: Casts are on already, and this function is not among them: it is cast only
+            from the next ``initialize`` or ``init`` on.
 
     Example:
         >>> import types

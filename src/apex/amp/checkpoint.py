@@ -150,10 +150,18 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
         )
     entries = {key: _checked(key, entry) for key, entry in state_dict.items()}
     scalers = _scalers(optimizers, "load_state_dict")
-    if len(entries) != len(scalers):
+    if entries and not scalers:
+        warnings.warn(
+            "amp.load_state_dict: nothing was loaded, because there is no loss scale yet. Call "
+            "amp.initialize (with enabled=True) first, and amp.load_state_dict afterwards.",
+            stacklevel=2,
+        )
+    elif len(entries) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict: state_dict contains {len(entries)} entries, while "
-            f"{len(scalers)} loss_scalers are used. Pass the same num_losses to initialize.",
+            f"{len(scalers)} loss_scalers are used. Entries are loaded by their number, and those "
+            "without a scaler are left out. Pass the same num_losses to amp.initialize as in the "
+            "run that was saved.",
             stacklevel=2,
         )
     for key, (scale, unskipped, overflows) in entries.items():

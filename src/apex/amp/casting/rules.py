@@ -123,6 +123,12 @@ def casts_for(
     return Casts(dtype, rules)
 
 
+def has_rule(casts: Casts, owner: Any, name: str, kind: str) -> bool:
+    """Whether ``casts`` has this rule for ``owner.name`` already."""
+    key = _key(owner, name)
+    return any(casts.rules.get(k) == Rule(kind) for k in (key, f"{key}@{id(owner):x}"))
+
+
 def _edits(module: Any) -> Iterator[tuple[str, str]]:
     """What differs from the list as shipped: ``(name, kind)``, kind native for a name removed."""
     shipped, now = _SHIPPED[module.__name__], _listed(module)
