@@ -149,7 +149,7 @@ def test_an_optimizer_passed_twice_and_an_old_wrapper():
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_half_weights_are_refused_by_name_where_weights_are_float32(level):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
-    with pytest.raises(RuntimeError, match=r"found parameter '1.weight'.*Drop the .half\(\)"):
+    with pytest.raises(RuntimeError, match=r"found parameter '1.weight'.*Remove the .half\(\)"):
         amp.initialize(model, opt_level=level, verbosity=0)
     model = nn.BatchNorm1d(2)
     model.running_mean = model.running_mean.bfloat16()

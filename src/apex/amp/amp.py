@@ -188,9 +188,9 @@ def _in_either_order(function: _F) -> _F:
             return function(*args, **kwargs)
         if len(args) > len(_ORDER_OF_2018):
             raise TypeError(
-                f"amp.init: the second of {len(args)} positional arguments was {args[1]}. With a "
-                f"flag there they are {', '.join(_ORDER_OF_2018)}, as in 2018, so at most "
-                f"{len(_ORDER_OF_2018)}. Pass loss_scale by name."
+                f"amp.init: {len(args)} positional arguments, the second of them {args[1]}. With "
+                "True or False there the order is that of 2018, which has at most "
+                f"{len(_ORDER_OF_2018)}: {', '.join(_ORDER_OF_2018)}. Pass loss_scale by name."
             )
         named = dict(zip(_ORDER_OF_2018, args, strict=False))
         return function(**named, **kwargs)  # Python refuses a name that is in both
@@ -290,7 +290,7 @@ def autocast(
     if dtype not in (None, torch.float16, torch.bfloat16):
         raise ValueError(
             f"amp.autocast: dtype was {dtype}; allowed are torch.float16, torch.bfloat16 and "
-            "None (the level's own)."
+            "None (the type of the level)."
         )
     casts = _wanted(dtype) if enabled else None
     if casts is None:

@@ -65,9 +65,7 @@ def _newest(called: str) -> Training | None:
         gc.collect()  # an optimizer that went through initialize is part of a cycle
         others = _others(newest)
     if len(others) > allowed:
-        does = (
-            "leaves all of them out" if newest is None else "is about the newest initialize alone"
-        )
+        does = "leaves all of them out" if newest is None else "is about the newest initialize only"
         warnings.warn(
             f"amp.{called}: several trainings are alive, and this {does}. Call "
             f"amp.{called}(..., optimizers=...) for each of them.",

@@ -19,8 +19,8 @@ def _collected(optimizer: Any) -> list[torch.Tensor]:
     """The tensors that ``optimizer`` steps, with their gradients unscaled and in place."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"amp's clipping was given {type(optimizer).__name__}; it takes the optimizer, whose "
-            "float32 gradients it finds at every level. For tensors there is torch.nn.utils."
+            f"amp.clip_grad_norm_ and amp.clip_grad_value_ take an optimizer; they were given "
+            f"{type(optimizer).__name__}. Pass the optimizer, or use torch.nn.utils for tensors."
         )
     state = state_of(optimizer)
     if state is not None:

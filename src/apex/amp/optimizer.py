@@ -102,9 +102,9 @@ class OptimizerState:
         if self.use_masters:
             raise RuntimeError(
                 f"amp: step() of the {type(inner).__name__} inside of a "
-                f"{type(self._optimizer()).__name__} was called. It steps float32 masters, which "
-                "the model would not get. Call step() of the object that was passed to "
-                "amp.initialize, or pass the inner optimizer."
+                f"{type(self._optimizer()).__name__} was called. It steps the float32 masters "
+                "and does not copy them into the model. Call step() of the object that was passed "
+                "to amp.initialize, or pass the inner optimizer to amp.initialize."
             )
         self.ledger.collect()
         overflows.check_again(self.ledger)
@@ -265,8 +265,8 @@ class OptimizerState:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
         raise RuntimeError(
             "amp: torch's GradScaler cannot drive this optimizer at "
-            f"{self.training.properties.opt_level}: the gradients are the 16-bit model's, the "
-            "weights float32 masters. Use amp.scale_loss(loss, optimizer), or O1 or O4."
+            f"{self.training.properties.opt_level}: it steps float32 masters, and the gradients "
+            "are on the 16-bit model. Use amp.scale_loss(loss, optimizer), or O1 or O4."
         )
 
     def _refuse_step(self, *, has_closure: bool) -> None:

@@ -54,12 +54,14 @@ COMMANDS = {
     "bench compare": Command("apex.bench.compare", "what got slower between two results files"),
     "bench plot": Command("apex.bench.plot_command", "the plots of earlier results, or of several"),
     "bench kernels": Command(
-        "apex.bench.kernel_times", "how long each operation takes, ours and other people's"
+        "apex.bench.kernel_times", "times of each operation, ours and those of other packages"
     ),
     "selftest": Command(
-        "apex.bench.selftest.command", "whether what is installed computes right numbers here"
+        "apex.bench.selftest.command", "whether this installation computes correct numbers here"
     ),
-    "kernels": Command("apex.bench.kernels", "what the compiler makes of each Triton kernel"),
+    "kernels": Command(
+        "apex.bench.kernels", "registers, spills and memory accesses of each Triton kernel"
+    ),
 }
 
 EXTRAS = {

@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--full", action="store_true",
-        help="on a CPU too, one tensor of 100 million elements and not of 10 million, and 2048 "
-        "wide rows and not 256",
+        help="take the large sizes on a CPU, too: one tensor of 100 million elements instead of "
+        "10 million, and 2048 wide rows instead of 256",
     )  # fmt: skip
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N",

@@ -119,8 +119,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 continue
             if _runtime.capturing():
                 raise RuntimeError(
-                    f"{type(self).__name__}: a weight was written since the last step, and a CUDA "
-                    f'graph would drop its "{name}" at each replay. Take a step before capturing.'
+                    f"{type(self).__name__}: a weight was written since the last step. A CUDA "
+                    f'graph captured now would reset its "{name}" at each replay. Take a step '
+                    "before capturing."
                 )
             if name != "master_param":
                 column.zero_()

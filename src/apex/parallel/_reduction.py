@@ -116,9 +116,9 @@ class Reduction:
             self._pass = None
         if self._has_failed:
             raise RuntimeError(
-                "DistributedDataParallel: a backward pass has failed on this rank, so that ranks "
-                "are out of step. Restart the job from its last checkpoint; or, if the pass has "
-                "failed on all ranks alike, wrap the module again."
+                "DistributedDataParallel: a backward pass has failed on this rank, so ranks no "
+                "longer make the same collective calls. Restart the job from its last checkpoint. "
+                "If the pass failed on all ranks alike, you may wrap the module again instead."
             )
 
     def _take(self, index: int, param: torch.nn.Parameter) -> None:

@@ -145,9 +145,9 @@ def _refusing_kernel(op: Any, key: Any) -> Callable[..., Any]:
             function = name.removesuffix("_")
             raise NotImplementedError(
                 f"amp: {name} on a {tensor.dtype} tensor, in place: {function} computes in float32 "
-                f"here, and its result does not fit. Write x = x.{function}(...), which gives "
-                f"float32; or call x.{name}(...) inside `with amp.disable_casts():` to compute in "
-                "16 bits."
+                f"here, and a {tensor.dtype} tensor cannot hold the result. Write "
+                f"x = x.{function}(...), which gives float32. Or call x.{name}(...) inside "
+                "`with amp.disable_casts():` to compute in 16 bits."
             )
         with below(keys):
             return op(tensor, *args, **kwargs)

@@ -216,7 +216,7 @@ def refuse_users_block(call: str, *, switches_on: bool) -> None:
     if thread.before is not None or (switches_on and enabled):
         raise RuntimeError(
             f"{call} was called inside a torch.autocast block. It changes this thread's autocast "
-            f"state, which the end of the block would put back. Call {call} before the block."
+            f"state, and the end of the block would undo that. Call {call} before the block."
         )
 
 

@@ -83,10 +83,11 @@ class FusedGradients:
         )
         if not same:
             raise RuntimeError(
-                "amp: gradients were changed while they were scaled: with fused_step=True they are "
-                "until the step. Call every backward in scale_loss, clip with amp.clip_grad_norm_, "
-                "and call list(amp.master_params(optimizer)), which unscales them, before changing "
-                "them in another way. These gradients are lost: call optimizer.zero_grad()."
+                "amp: gradients were changed while they were scaled. With fused_step=True they "
+                "stay scaled until the step. Call every backward in scale_loss. Clip with "
+                "amp.clip_grad_norm_. To change them in another way, call "
+                "list(amp.master_params(optimizer)) before, which unscales them. These gradients "
+                "are lost: call optimizer.zero_grad()."
             )
 
     def _grads(self) -> dict[torch.Tensor, torch.Tensor]:

@@ -65,9 +65,9 @@ class StepCheck:
         name = type(self._optimizer()).__name__
         raise RuntimeError(
             f"amp: {name}.step() did not change the float32 masters that amp put into its "
-            f"param_groups at {level}, so the model would not train. It steps a list of its own, "
-            "or an optimizer inside. Pass amp.initialize an optimizer that steps its "
-            "param_groups, or use O1 or O4, which have no masters."
+            f"param_groups at {level}, so the model would not train. It seems to step another list "
+            "of parameters, or another optimizer that it contains. Pass amp.initialize an "
+            "optimizer that steps its param_groups, or use O1 or O4, which have no masters."
         )
 
 

@@ -301,8 +301,8 @@ def _lost_updates(setting: Setting) -> Iterator[Measured]:
     moved = sum(differing(old, param.detach()) for old, param in pairs)
     total = sum(param.numel() for param in params)
     off = abs(round(meter.share * total) - (total - moved))
-    yield Measured("lost updates counted beside those seen", off, 0, "off")
-    yield Measured("share of lost updates", meter.share, None, "")
+    yield Measured("lost updates counted and expected", off, 0, "off")
+    yield Measured("fraction of updates lost", meter.share, None, "")
 
 
 def _normed(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator[Measured]:
