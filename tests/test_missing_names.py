@@ -104,7 +104,8 @@ def test_what_is_inside_a_missing_package(statement):
 def test_what_is_gone_for_good_names_the_modern_tool(statement, use):
     error = error_of(statement)
     assert type(error) is ModuleNotFoundError
-    assert "; use " in str(error) and " yet" not in str(error)
+    assert "; use " in str(error)
+    assert " yet" not in str(error)
     assert use in str(error)
 
 
