@@ -89,14 +89,14 @@ def _others(newest: Training | None) -> list[Training]:
 
 
 def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
-    """Return the scale and clean-step count of every loss scaler of a training.
+    """Return the scale of every loss scaler of a training, and its steps without overflow.
 
     Args:
         destination: A mapping to fill; ``None`` makes a new ``OrderedDict``.
         optimizers: One or more optimizers of the training; ``None`` means the newest
             ``initialize`` call, or the handle of ``amp.init`` where that is the only training.
-            There is a warning while another training is alive; of several without a newest
-            ``initialize`` call none is meant.
+            There is a warning while another training is alive. If the newest ``initialize``
+            call is over and several trainings are left, none of them is saved.
 
     Returns:
         ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for
@@ -119,10 +119,10 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
 
 
 def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) -> None:
-    """Take scales and counts saved by :func:`state_dict`, by the number in each key.
+    """Load the scales and counts that :func:`state_dict` saved, by the number in each key.
 
-    A static scaler keeps its scale. Entries for scalers that do not exist are left out with a
-    warning, and so is everything when there is no training.
+    Call it after ``initialize``. A static scaler keeps its scale. Entries for scalers that do not
+    exist are left out with a warning; before ``initialize`` that is all of them.
 
     Args:
         state_dict: What ``amp.state_dict`` returned, here or in NVIDIA's Apex.

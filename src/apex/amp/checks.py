@@ -99,7 +99,7 @@ def refuse_unfused(optimizers: Sequence[Any]) -> None:
 
 
 def group_of_several(group: Any) -> Any:
-    """``process_group`` checked; ``None`` for a group of one rank, which has nobody to ask."""
+    """``process_group`` checked; ``None`` for a group of one rank, which decides alone."""
     if group is None:
         return None
     kind: Any = getattr(torch.distributed, "ProcessGroup", ())

@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(chosen, str(error), 2)
     except KeyboardInterrupt:
         return _complain(chosen, "interrupted", INTERRUPTED)
-    except BrokenPipeError:  # the reader (`| head`) has gone: nobody is left to tell
+    except BrokenPipeError:  # the reader (`| head`) has gone: nothing to say to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except ModuleNotFoundError as error:

@@ -100,9 +100,9 @@ def release_captured() -> None:
     """Release the tables of addresses that captured CUDA graphs hold.
 
     A graph that was captured around optimizer steps, norms or functions of ``amp_C`` reads small
-    tables (16 bytes for each tensor of a list) at each replay. Nobody tells when it is deleted, so
-    they stay until this is called. Call it when every such graph is gone: one that is replayed
-    afterwards reads memory that may hold something else.
+    tables (16 bytes for each tensor of a list) at each replay. Nothing says when the graph is
+    deleted, so the tables stay until this is called. Call it when every such graph is gone: a graph
+    that is replayed afterwards reads memory that may hold something else.
 
     Example:
         >>> graph = None  # was a torch.cuda.CUDAGraph

@@ -1,14 +1,13 @@
 """What every fused optimizer shares: groups, gradients, the step and how it is skipped.
 
 An optimizer is a pure update (:mod:`apex.ops`) plus a class that says which numbers it has and
-hands over columns. ``step`` collects the parameters that have gradients, splits them into buckets
-of one device and one set of dtypes, and calls :meth:`FusedOptimizer._update` once for each: one
-kernel launch where Triton runs.
+passes columns (lists of tensors). ``step`` collects the parameters that have gradients. It splits
+them into buckets of one device and one set of dtypes, and calls :meth:`FusedOptimizer._update` once
+for each: one kernel launch where Triton runs.
 
-**Skipping without waiting.** A step can be told by a tensor (``found_inf``, set by torch's
-``GradScaler`` or by amp) that a gradient is not finite. On a CPU that flag is read, which costs
-nothing. On a device the kernels read it, and the step count becomes a tensor that advances only
-when the step did.
+**Skipping without waiting.** A tensor (``found_inf``, set by torch's ``GradScaler`` or by amp) says
+whether a gradient is not finite. On a CPU the step reads it, which costs nothing. On a device the
+kernels read it, and the step count is a tensor that is only incremented if the step was taken.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class FusedAdagrad(FusedOptimizer):
         params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
         lr: Learning rate; a tensor is read on its device.
         eps: Added to the root of the sum.
-        weight_decay: Its size; a tensor is read on its device.
+        weight_decay: Weight decay; a tensor is read on its device.
         set_grad_none: Kept from the original; gradients are freed in any case.
         adagrad_w_mode: Decoupled weight decay instead of an L2 penalty.
         storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32

@@ -28,7 +28,7 @@ class FusedAdam(FusedOptimizer):
         betas: Decays of the two moments.
         eps: Added to the root of the second moment.
         adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
-        weight_decay: Its size; a tensor is read on its device.
+        weight_decay: Weight decay; a tensor is read on its device.
         amsgrad: Not supported; here because callers pass ``False``.
         set_grad_none: Kept from the original; gradients are freed in any case.
         capturable: Keep ``lr`` and ``step`` on the device, so that a CUDA graph can replay a step.

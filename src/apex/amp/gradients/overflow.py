@@ -185,7 +185,7 @@ class Overflow:
 
 
 def _count(passes: Sequence[Pass], taken: torch.Tensor | None) -> None:
-    """Count a step on the scalers of its passes; ``taken`` tells where only the device knows."""
+    """Count a step on the scalers of its passes, by the flag ``taken`` if the host cannot know."""
     for one in passes:
         one.scaler.count_step(taken, since=one.counted)
 
