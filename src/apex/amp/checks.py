@@ -196,7 +196,7 @@ def refuse_sharded(
 
     FSDP1 is refused with a dynamic scale too, unless ranks agree: its shards are no DTensors.
     """
-    # Whoever has such modules or parameters has imported what they are made of.
+    # If a program has such modules or parameters, it has imported their classes.
     module_ = sys.modules.get("torch.distributed.fsdp")
     first = getattr(module_, "FullyShardedDataParallel", ())
     casts_model = properties.cast_model_type in HALF_TYPES

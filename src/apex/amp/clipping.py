@@ -1,7 +1,7 @@
-"""Clipping the right gradients, and asking whether a step was taken.
+"""Clipping the right gradients, and whether a step was taken.
 
 At O2 and O5 the gradients that count are the float32 masters', not the 16-bit model's. These
-functions take the optimizer, so that a loop says the same at every level.
+functions take the optimizer, so that a loop is the same at every level.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """What amp puts on an optimizer.
 
-``OptimizerState`` hangs on the optimizer as ``_amp_stash``; all that amp knows of an optimizer
-is there, so two trainings never meet. Three methods are replaced on the instance: ``step`` (skips
-after an overflow, keeps masters and model equal), ``zero_grad`` (clears the 16-bit weights too),
-``add_param_group`` (gives new 16-bit weights masters). Two names that old programs call look at the
-groups again. Where there are masters, ``_step_supports_amp_scaling`` lets torch's GradScaler say
-that it is there, so that it can be refused. A wrapper's inner optimizer gets a step pre-hook.
+``OptimizerState`` is the optimizer's attribute ``_amp_stash``. All that amp knows of an optimizer
+is there, so two trainings share nothing. Three methods are replaced on the instance: ``step``
+(skips after an overflow, keeps masters and model equal), ``zero_grad`` (clears the 16-bit weights
+too), ``add_param_group`` (gives new 16-bit weights masters). Two names that old programs call look
+at the groups again. Where there are masters, ``_step_supports_amp_scaling`` makes torch's
+GradScaler set its scale on the optimizer, so that the step can refuse it. A wrapper's inner
+optimizer gets a step pre-hook.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ class OptimizerState:
             with casts.off():
                 result = self._inner_step(options, args, kwargs)
             copied = bool(options.get("copies"))
-        finally:  # an error out of the step, a hook's say, ends it too
+        finally:  # an error in the step or in a hook ends it too
             if is_fused and ledger.fused is not None:
                 ledger.fused.free()
             self._after_step(copied=copied)

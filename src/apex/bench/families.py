@@ -1,7 +1,6 @@
 """Which code path runs each family of operations on a device, and why.
 
-A family joins by adding a row to ``FAMILIES``. It is reported only where its module exists, so
-that the list never promises what is not there.
+To add a family, add a row to ``FAMILIES``. A family is reported only if its module exists.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
-"""``apex kernels``: what the compiler makes of each Triton kernel, with no GPU.
+"""``apex kernels``: registers, spills and memory accesses of each Triton kernel, without a GPU.
 
 The work is done by :mod:`apex.kernels._inspect`; here are the options, the table and the exit
-code. Triton is imported once the command runs, as on machines without it `apex` has other uses.
+code. Triton is imported when the command runs, because `apex` has commands that need no triton.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class TableCache:
             found = by_stream.get(stream)
             if _runtime.capturing():
                 # `torch.cuda.graph` synchronizes first: what any stream has uploaded is there. What
-                # is uploaded now is there when the graph runs, and so serves nobody else.
+                # is uploaded now arrives only when the graph runs, so no other call may use it.
                 found = found or next(iter(by_stream.values()), None) or kind(numbers, device)
                 self._captured[id(found)] = found
                 return found

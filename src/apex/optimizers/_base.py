@@ -56,7 +56,7 @@ class FusedOptimizer(StatefulOptimizer):
         RuntimeError: A parameter is not a dense float16, bfloat16, float32 or float64 tensor.
     """
 
-    # Where True, torch's GradScaler leaves unscaling and the skip to the step. Programs see that:
+    # If True, torch's GradScaler leaves unscaling and the skip to the step. Programs react to it:
     # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
     _step_supports_amp_scaling = False
 
@@ -162,7 +162,7 @@ class FusedOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         given = vars(self).pop("_scaled_step", None)
-        if given is not None:  # from amp, which goes through step() for the sake of its wrappers
+        if given is not None:  # from amp, which calls step() so that wrappers of it run
             self.step_scaled(**given)
             return loss
         grad_scale = getattr(self, "grad_scale", None)

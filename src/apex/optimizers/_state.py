@@ -20,7 +20,7 @@ from apex.optimizers import _checkpoint, _groups
 MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE = attrgetter("shape")
 _EXTRA = {"low_bits": "low_bits", "kahan": "error"}
-# Attributes that a copy does not get: what amp hangs on an optimizer, and versions of tensors that
+# Attributes that a copy does not get: what amp puts on an optimizer, and versions of tensors that
 # are others in the copy.
 _NOT_COPIED = {"_amp_stash", "_scaled_step", "_written"}
 

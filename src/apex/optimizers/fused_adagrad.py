@@ -81,7 +81,7 @@ class FusedAdagrad(FusedOptimizer):
         return super()._from_torch({**state_dict, "param_groups": groups})
 
     def _torch_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        # torch's step matters with lr_decay only; here nobody counts.
+        # torch uses the step with lr_decay only; FusedAdagrad counts no steps.
         return {"step": torch.tensor(0.0), **state}
 
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if state.current() is None:
-            if is_composite:  # its parts are still torch's to cast
+            if is_composite:  # torch still casts its parts
                 return op._op_dk(composite, *args, **kwargs)
             with below(keys):
                 return op(*args, **kwargs)

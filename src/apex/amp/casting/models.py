@@ -47,7 +47,7 @@ class _Caster:
         if not isinstance(value, torch.Tensor):
             try:
                 return value.to(self.dtype)
-            except TypeError:  # its to() takes no dtype: a device, say
+            except TypeError:  # its to() takes no dtype, but a device for example
                 return value
         if value.is_floating_point() and value.dtype not in self.kept:
             return value.to(self.dtype)

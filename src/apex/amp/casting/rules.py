@@ -68,7 +68,7 @@ class Registration(NamedTuple):
         return hash((id(self.owner), self.name))  # a SimpleNamespace has no hash
 
 
-_USER_CAST_REGISTRY: set[Registration] = set()  # registrations that wait
+_USER_CAST_REGISTRY: set[Registration] = set()  # pending registrations
 _USER_PROMOTE_REGISTRY: set[Registration] = set()
 _patches: dict[str, _Patch] = {}
 _lock = threading.RLock()
