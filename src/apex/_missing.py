@@ -7,7 +7,7 @@ line here and in ``docs/compatibility.md``; ``tests/test_missing_names.py`` asks
 The text of the table is in the error of each way to ask for a name:
 
 ======================================  ============================  =============================
-how                                     error                         who raises it
+statement                               error                         who raises it
 ======================================  ============================  =============================
 ``import apex.contrib.fmha``            ``ModuleNotFoundError``       :class:`MissingNames`
 ``from apex.contrib.fmha import FMHA``  ``ModuleNotFoundError``       :class:`MissingNames`
@@ -15,9 +15,9 @@ how                                     error                         who raises
 ``apex.contrib.fmha``                   ``AttributeError``            the package's ``__getattr__``
 ======================================  ============================  =============================
 
-Questions get Python's usual answers, because programs ask before they import: ``hasattr`` says
-False and ``importlib.util.find_spec`` says None. So do names that are not in the table, and those
-at the top level (``mlp_cuda``): they are none of this package's.
+``hasattr`` returns False and ``importlib.util.find_spec`` returns None for these names, as usual in
+Python, because programs check before they import. Names that are not in the table get Python's own
+errors. So do missing modules at the top level (``mlp_cuda``).
 """
 
 import sys
@@ -118,15 +118,14 @@ def attribute_error(module: str, name: str) -> AttributeError:
 def _explain(name: str) -> str | None:
     """Return what an error says about a name of the table, and None for any other name."""
     if name in NOT_YET:
-        yet, section, use = " yet", "Not yet", NOT_YET[name]
+        yet, use = " yet", NOT_YET[name]
     elif name in OUT_OF_SCOPE:
-        yet, section, use = "", "Out of scope", OUT_OF_SCOPE[name]
+        yet, use = "", OUT_OF_SCOPE[name]
     else:
         return None
     from apex import __version__
 
-    page = f'see docs/compatibility.md, "{section}"'
-    return f"{name} is not in apex {__version__}{yet}: {page}; use {use}"
+    return f"{name} is not in apex {__version__}{yet}; use {use}"
 
 
 def _import_functions(frame: FrameType | None) -> set[str]:

@@ -267,7 +267,7 @@ def test_several_trainings_without_a_newest_initialize_are_left_out_with_a_warni
     ):
         assert amp.state_dict() == {}
     with (
-        pytest.warns(UserWarning, match="1 entries, while 0"),
+        pytest.warns(UserWarning, match="nothing was loaded.*initialize"),
         pytest.warns(UserWarning, match="amp.load_state_dict: several trainings") as caught,
     ):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}})

@@ -99,7 +99,7 @@ def test_a_clip_of_the_models_own_gradients_at_o2_is_noticed_once():
 @pytest.mark.parametrize("clip", [amp.clip_grad_norm_, amp.clip_grad_value_])
 def test_clipping_takes_the_optimizer(clip):
     parameters = torch.nn.Linear(2, 2).parameters()
-    with pytest.raises(TypeError, match="was given generator; it takes the optimizer"):
+    with pytest.raises(TypeError, match="they were given generator. Pass the optimizer"):
         clip(parameters, 1.0)
 
 

@@ -149,7 +149,7 @@ def test_an_optimizer_passed_twice_and_an_old_wrapper():
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_half_weights_are_refused_by_name_where_weights_are_float32(level):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
-    with pytest.raises(RuntimeError, match=r"found parameter '1.weight'.*Drop the .half\(\)"):
+    with pytest.raises(RuntimeError, match=r"found parameter '1.weight'.*Remove the .half\(\)"):
         amp.initialize(model, opt_level=level, verbosity=0)
     model = nn.BatchNorm1d(2)
     model.running_mean = model.running_mean.bfloat16()
@@ -303,6 +303,23 @@ def test_state_object_is_found_four_ways():
     assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 2.0**24)
     _amp_state.handle._deactivate()
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_cast_model_that_was_converted_back_says_what_to_do():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    model.float()
+    with pytest.raises(RuntimeError, match=r"forward of Sequential: .*Call amp.reset\(\) in the"):
+        model(torch.ones(2, 4))
+    amp.reset()
+    assert model(torch.ones(2, 4)).dtype == torch.float32
+
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    before = model[1].weight.detach().clone()
+    amp.initialize(model, torch.optim.SGD(model.parameters()), opt_level="O2", verbosity=0)
+    amp.reset()  # what the error recommends
+    assert torch.equal(model[1].weight, before)
+    amp.initialize(nn.BatchNorm1d(4), opt_level="O2", verbosity=0)(torch.ones(2, 4))
 
 
 def test_old_workers():

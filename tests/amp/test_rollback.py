@@ -64,6 +64,10 @@ def in_the_optimizers_record(model, optimizer):
     SGD.broken = True
 
 
+# An earlier initialize may have switched casts on, which is not what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:amp.register_half_function. casts are on already")
+
+
 def in_a_registration(model, optimizer):
     amp.register_half_function(torch, "sigmoid")
     amp.register_half_function(Owner, "function")

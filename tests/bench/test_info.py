@@ -253,14 +253,16 @@ def test_a_clone_of_nvidia_s_apex_in_the_current_folder_shadows(tmp_path, monkey
     found = installs.look()
     assert found.shadowed
     assert found.packages[0].project == installs.NVIDIA
-    assert found.advice[0].startswith(f"{tmp_path / 'apex'} (NVIDIA's Apex) is imported in place")
+    assert found.advice[0].startswith(
+        f"{tmp_path / 'apex'} (NVIDIA's Apex) is imported in the place"
+    )
 
 
 def test_a_package_behind_ours_is_harmless(tmp_path):
     found = installs.look([OURS, _package(tmp_path, "models.py", "views.py")])
     assert not found.shadowed
     assert found.packages[1].project == installs.PYRAMID
-    assert "only hidden by this one" in found.advice[0]
+    assert "but this one comes first" in found.advice[0]
 
 
 def test_a_folder_without_init_shadows_nothing(tmp_path):
@@ -303,7 +305,7 @@ def test_two_projects_installed_into_one_folder(tmp_path):
 
 
 def test_no_metadata_and_stale_metadata(tmp_path):
-    assert "told no" in installs.look([OURS]).advice[0]
+    assert "do not find it" in installs.look([OURS]).advice[0]
     site = _metadata(tmp_path, "0.0.1", entry="apex.bench.cli:main")
     assert "the metadata says 0.0.1" in installs.look([OURS, site]).advice[0]
 

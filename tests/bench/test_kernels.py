@@ -144,7 +144,7 @@ def test_at_80_columns_no_number_is_cut(capsys, monkeypatch, found):
     out = capsys.readouterr().out
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
-    assert "Left out, for they do not fit: all loads, shared" in out
+    assert "Columns left out, too wide: all loads, shared" in out
 
 
 def test_a_problem_is_named_and_the_exit_code_1(capsys, found):

@@ -226,7 +226,7 @@ def test_fewer_than_three_seeds_give_no_verdict(seeds, said):
     found = _one(*level("O0", FAST[:seeds]), *level("O4", SLOW[:seeds], RIGHT[:seeds]))
     assert (found.pairs, found.speed, found.accuracy, found.inside) == (seeds, None, None, None)
     assert found.sentence == (
-        f"O4 against O0: no verdict, as {said} measured at both and 3 are needed."
+        f"O4 is not compared with O0: {said} measured at both, and 3 are needed."
     )
 
 
@@ -236,7 +236,7 @@ def test_what_did_not_train_is_said(status):
     found = _one(*level("O0"), *bad)
     why = ": no luck" if status == "failed" else ""
     assert found.sentence == (
-        "O2 against O0: no verdict, as no seeds were measured at both and 3 are needed. "
+        "O2 is not compared with O0: no seeds were measured at both, and 3 are needed. "
         f"O2: {status} (3 of 3){why}."
     )
     one = [*level("O2", FAST)[:2], bad[2]]

@@ -903,7 +903,7 @@ def test_keys_of_a_programs_own(make):
 @every
 @pytest.mark.parametrize("key", ["amsgrad", "maximize"])
 def test_keys_that_change_the_maths(make, key):
-    with pytest.raises(ValueError, match=f"{key}=True, which this optimizer does not do"):
+    with pytest.raises(ValueError, match=f"{key}=True, which this optimizer does not support"):
         make([{"params": parameters(), key: True}])
     with pytest.raises(ValueError, match="lr_decay=0.1, which this"):
         EVERY["FusedAdagrad"]([{"params": parameters(), "lr_decay": 0.1}])

@@ -7,16 +7,16 @@ In a training loop::
         scaled_loss.backward()
     optimizer.step()
 
-The one idea: a training's state belongs to the objects passed to ``initialize``. Casting rests
-on ``torch.autocast``, with a thin layer for what torch's lists lack (:mod:`~apex.amp.casting`). A
-model carries two hooks. An optimizer carries its gradients' state and its masters
-(:mod:`~apex.amp.gradients`, :mod:`~apex.amp.optimizer`). A loss scaler is a few numbers on the
-device (:mod:`~apex.amp.scaler`). ``_amp_state`` is a view for old programs.
+The main idea: the state of a training belongs to the objects passed to ``initialize``. Casting
+uses ``torch.autocast``, with a thin layer for functions that torch's lists lack
+(:mod:`~apex.amp.casting`). A model carries two hooks. An optimizer carries its gradients' state and
+its masters (:mod:`~apex.amp.gradients`, :mod:`~apex.amp.optimizer`). A loss scaler is a few numbers
+on the device (:mod:`~apex.amp.scaler`). ``_amp_state`` is a view for old programs.
 
 What ``initialize`` puts where, counted for a model of ten linear layers with its optimizer on a CPU
-(``tests/amp/test_footprint.py`` compares). ``amp.reset()`` takes all of it off; what takes it off
-besides stands at the end of the line: another ``initialize`` of the same objects (again), or of
-any objects in the same thread (next), also with ``enabled=False``.
+(``tests/amp/test_footprint.py`` compares). ``amp.reset()`` takes all of it off. The last column
+says what else does: another ``initialize`` of the same objects (again), or of any objects in the
+same thread (next), also with ``enabled=False``.
 
     ==================================================  ===  ===  ===  =====
     what                                                 O0   O1   O2  ends

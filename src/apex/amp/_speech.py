@@ -1,7 +1,7 @@
 """Output of amp: the ``apex.amp`` logger, on rank 0 only.
 
-Where the application has configured no handler for that logger, lines go bare to the
-``sys.stdout`` of the moment, because scripts scrape them there.
+If the application has configured no handler for that logger, lines are written to the current
+``sys.stdout`` without a prefix, because scripts read them there.
 """
 
 from __future__ import annotations

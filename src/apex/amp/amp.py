@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -125,6 +126,13 @@ def _register(module: Any, name: str, kind: str) -> None:
             registry.discard(entry)
     registry = _USER_PROMOTE_REGISTRY if kind == "promote" else _USER_CAST_REGISTRY
     registry.add(rules.Registration(module, name, kind))
+    casts = state.current()
+    if casts is not None and not rules.has_rule(casts, module, name, kind):
+        warnings.warn(
+            f"amp.register_{kind}_function: casts are on already, so {label}.{name} is cast only "
+            "from the next amp.initialize or amp.init on. Register functions before these calls.",
+            stacklevel=3,
+        )
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -137,6 +145,10 @@ def register_half_function(module: Any, name: str) -> None:
     Raises:
         ValueError: There is no such function.
         TypeError: It is no function, or Python does not allow it to be replaced.
+
+    Warns:
+        UserWarning: Casts are on already, and this function is not among them: it is cast only
+            from the next ``initialize`` or ``init`` on.
 
     Example:
         >>> import types
@@ -176,9 +188,9 @@ def _in_either_order(function: _F) -> _F:
             return function(*args, **kwargs)
         if len(args) > len(_ORDER_OF_2018):
             raise TypeError(
-                f"amp.init: the second of {len(args)} positional arguments was {args[1]}. With a "
-                f"flag there they are {', '.join(_ORDER_OF_2018)}, as in 2018, so at most "
-                f"{len(_ORDER_OF_2018)}. Pass loss_scale by name."
+                f"amp.init: {len(args)} positional arguments, the second of them {args[1]}. With "
+                "True or False there the order is that of 2018, which has at most "
+                f"{len(_ORDER_OF_2018)}: {', '.join(_ORDER_OF_2018)}. Pass loss_scale by name."
             )
         named = dict(zip(_ORDER_OF_2018, args, strict=False))
         return function(**named, **kwargs)  # Python refuses a name that is in both
@@ -278,7 +290,7 @@ def autocast(
     if dtype not in (None, torch.float16, torch.bfloat16):
         raise ValueError(
             f"amp.autocast: dtype was {dtype}; allowed are torch.float16, torch.bfloat16 and "
-            "None (the level's own)."
+            "None (the type of the level)."
         )
     casts = _wanted(dtype) if enabled else None
     if casts is None:

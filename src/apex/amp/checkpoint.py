@@ -65,9 +65,7 @@ def _newest(called: str) -> Training | None:
         gc.collect()  # an optimizer that went through initialize is part of a cycle
         others = _others(newest)
     if len(others) > allowed:
-        does = (
-            "leaves all of them out" if newest is None else "is about the newest initialize alone"
-        )
+        does = "leaves all of them out" if newest is None else "is about the newest initialize only"
         warnings.warn(
             f"amp.{called}: several trainings are alive, and this {does}. Call "
             f"amp.{called}(..., optimizers=...) for each of them.",
@@ -91,14 +89,14 @@ def _others(newest: Training | None) -> list[Training]:
 
 
 def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
-    """Return the scale and clean-step count of every loss scaler of a training.
+    """Return the scale of every loss scaler of a training, and its steps without overflow.
 
     Args:
         destination: A mapping to fill; ``None`` makes a new ``OrderedDict``.
         optimizers: One or more optimizers of the training; ``None`` means the newest
             ``initialize`` call, or the handle of ``amp.init`` where that is the only training.
-            There is a warning while another training is alive; of several without a newest
-            ``initialize`` call none is meant.
+            There is a warning while another training is alive. If the newest ``initialize``
+            call is over and several trainings are left, none of them is saved.
 
     Returns:
         ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for
@@ -121,10 +119,10 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
 
 
 def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) -> None:
-    """Take scales and counts saved by :func:`state_dict`, by the number in each key.
+    """Load the scales and counts that :func:`state_dict` saved, by the number in each key.
 
-    A static scaler keeps its scale. Entries for scalers that do not exist are left out with a
-    warning, and so is everything when there is no training.
+    Call it after ``initialize``. A static scaler keeps its scale. Entries for scalers that do not
+    exist are left out with a warning; before ``initialize`` that is all of them.
 
     Args:
         state_dict: What ``amp.state_dict`` returned, here or in NVIDIA's Apex.
@@ -150,10 +148,18 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
         )
     entries = {key: _checked(key, entry) for key, entry in state_dict.items()}
     scalers = _scalers(optimizers, "load_state_dict")
-    if len(entries) != len(scalers):
+    if entries and not scalers:
+        warnings.warn(
+            "amp.load_state_dict: nothing was loaded, because there is no loss scale yet. Call "
+            "amp.initialize (with enabled=True) first, and amp.load_state_dict afterwards.",
+            stacklevel=2,
+        )
+    elif len(entries) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict: state_dict contains {len(entries)} entries, while "
-            f"{len(scalers)} loss_scalers are used. Pass the same num_losses to initialize.",
+            f"{len(scalers)} loss_scalers are used. Entries are loaded by their number, and those "
+            "without a scaler are left out. Pass the same num_losses to amp.initialize as in the "
+            "run that was saved.",
             stacklevel=2,
         )
     for key, (scale, unskipped, overflows) in entries.items():

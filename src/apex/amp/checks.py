@@ -99,7 +99,7 @@ def refuse_unfused(optimizers: Sequence[Any]) -> None:
 
 
 def group_of_several(group: Any) -> Any:
-    """``process_group`` checked; ``None`` for a group of one rank, which has nobody to ask."""
+    """``process_group`` checked; ``None`` for a group of one rank, which decides alone."""
     if group is None:
         return None
     kind: Any = getattr(torch.distributed, "ProcessGroup", ())
@@ -138,8 +138,8 @@ def unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module
     ):
         raise RuntimeError(
             f"amp.initialize: a model, or a part of it, is wrapped in DistributedDataParallel "
-            f"already, and {properties.opt_level} casts its parameters, which the wrapper would "
-            "miss. Wrap it after amp.initialize."
+            f"already. {properties.opt_level} casts its parameters, and the wrapper would still "
+            "have the old ones. Wrap it after amp.initialize."
         )
     module: torch.nn.Module = inner(model)
     return module
@@ -172,8 +172,8 @@ def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> N
             if tensor.dtype in HALF_TYPES and not casts_model:
                 warn_or_err(
                     f"amp.initialize: found {kind} '{name}' of {tensor.dtype}; at "
-                    f"{properties.opt_level} weights are float32. Drop the .half() or "
-                    ".bfloat16() call: amp casts where the level asks for it."
+                    f"{properties.opt_level} weights are float32. Remove the .half() or "
+                    ".bfloat16() call: amp casts where the level needs it."
                 )
             if tensor.dtype == torch.float64 and casts_model and kind == "parameter":
                 warn_or_err(
@@ -184,7 +184,7 @@ def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> N
         if casts_model and any(p.dtype in HALF_TYPES for p in model.parameters()):
             warnings.warn(
                 "amp.initialize: the model is in 16 bits already, so its float32 masters start "
-                "from rounded weights. Drop the .half() or .bfloat16() call.",
+                "from rounded weights. Remove the .half() or .bfloat16() call.",
                 stacklevel=4,
             )
 
@@ -196,7 +196,7 @@ def refuse_sharded(
 
     FSDP1 is refused with a dynamic scale too, unless ranks agree: its shards are no DTensors.
     """
-    # Whoever has such modules or parameters has imported what they are made of.
+    # If a program has such modules or parameters, it has imported their classes.
     module_ = sys.modules.get("torch.distributed.fsdp")
     first = getattr(module_, "FullyShardedDataParallel", ())
     casts_model = properties.cast_model_type in HALF_TYPES
@@ -204,7 +204,7 @@ def refuse_sharded(
     if is_alone and any(isinstance(m, first) for model in models for m in model.modules()):
         raise RuntimeError(
             f"amp.initialize: a model is a FullyShardedDataParallel, and at {properties.opt_level} "
-            "the loss scale is dynamic: each rank would see the overflows of its own shard alone. "
+            "the loss scale is dynamic: each rank would see only the overflows of its own shard. "
             "Use O4, or O1 with fully_shard (FSDP2) or process_group=torch.distributed.group.WORLD."
         )
     if not casts_model:

@@ -1,7 +1,7 @@
-"""Clipping the right gradients, and asking whether a step was taken.
+"""Clipping the right gradients, and whether a step was taken.
 
 At O2 and O5 the gradients that count are the float32 masters', not the 16-bit model's. These
-functions take the optimizer, so that a loop says the same at every level.
+functions take the optimizer, so that a loop is the same at every level.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def _collected(optimizer: Any) -> list[torch.Tensor]:
     """The tensors that ``optimizer`` steps, with their gradients unscaled and in place."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"amp's clipping was given {type(optimizer).__name__}; it takes the optimizer, whose "
-            "float32 gradients it finds at every level. For tensors there is torch.nn.utils."
+            f"amp.clip_grad_norm_ and amp.clip_grad_value_ take an optimizer; they were given "
+            f"{type(optimizer).__name__}. Pass the optimizer, or use torch.nn.utils for tensors."
         )
     state = state_of(optimizer)
     if state is not None:
@@ -47,10 +47,10 @@ def clip_grad_norm_(
     """Scale the gradients of ``optimizer`` down to a total norm of ``max_norm``, in place.
 
     Call it after the ``scale_loss`` block and before ``step``, at any level. With ``fused_step``
-    it is the step that multiplies; ``amp.master_params`` shows clipped gradients all the same.
+    the step multiplies the gradients, and ``amp.master_params`` shows them clipped already.
 
-    The norm of DTensors is that over all ranks of their meshes: call it on each of them. Beyond
-    that it is the norm of this rank's gradients, with a ``process_group`` too.
+    For DTensors the norm is that over all ranks of their meshes: call it on each of them. For other
+    tensors it is the norm of this rank's gradients, with a ``process_group`` too.
 
     Args:
         optimizer: An optimizer, initialised or not.
@@ -65,7 +65,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or a
             ``scale_loss`` block of the optimizer is open.
-        TypeError: ``optimizer`` is none.
+        TypeError: ``optimizer`` is not an optimizer.
     """
     state = state_of(optimizer)
     norm = None
@@ -107,8 +107,8 @@ def clip_grad_value_(optimizer: Any, clip_value: float) -> None:
 def stepped(optimizer: Any) -> bool:
     """Say whether the last ``step()`` of ``optimizer`` was taken, not skipped.
 
-    So that a scheduler or a moving average can follow it. For an optimizer that amp does not
-    manage, whose steps are never skipped, the answer is yes.
+    A scheduler or a moving average can follow it. True for an optimizer that amp does not manage,
+    because its steps are never skipped.
     """
     state = state_of(optimizer)
     return True if state is None else state.overflow.taken

@@ -132,13 +132,13 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         cast_model_outputs: dtype of the models' outputs; ``None`` for float32 where the model
             is cast, and for what comes out where it is not.
         num_losses: Number of loss scalers, chosen from by ``scale_loss(..., loss_id=...)``.
-        verbosity: 0 says nothing, 1 the options and overflows, 2 each cast as well.
+        verbosity: 0 logs nothing, 1 the options and overflows, 2 each cast as well.
         min_loss_scale: Floor of a dynamic scale.
         max_loss_scale: Ceiling of a dynamic scale; ``None`` for none.
         init_scale: Where a dynamic scale starts.
         growth_factor: What it grows by.
         backoff_factor: What an overflow multiplies it by.
-        growth_interval: Clean steps after which it grows.
+        growth_interval: Steps without an overflow after which it grows.
         hysteresis: Non-finite passes in a row before it backs off.
         max_skipped_steps: Skipped steps in a row after which ``step`` raises.
         fused_step: Let gradients stay scaled until ``step``, which then reads each of them once
@@ -344,9 +344,9 @@ def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
 def reset() -> None:
     """Undo everything amp has done in this process.
 
-    Models get their float32 weights back and lose amp's hooks, optimizers get their own methods
-    and parameters back, this thread's casts and the function wrappers go, registrations that
-    wait are dropped. What was computed stays: weights and optimizer state keep their values.
+    Models get their float32 weights back and lose amp's hooks. Optimizers get their methods and
+    parameters back. This thread's casts are switched off, function wrappers are removed, and
+    pending registrations are dropped. Weights and optimizer state keep their values.
     """
     state.disable_for_thread()
     with lock:

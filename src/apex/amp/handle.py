@@ -83,7 +83,7 @@ class AmpHandle:
         return self  # a copy of a wrapped optimizer stays with its handle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The casts are this process's; amp.init switches them on in another.
+        # Casts belong to a process; in another one amp.init switches them on.
         loss_scale = self._training.properties.loss_scale
         arguments = loss_scale, self._enable_caching, self._verbose
         return AmpHandle, arguments, {"_is_active": self._is_active}

@@ -1,11 +1,12 @@
 """What amp puts on an optimizer.
 
-``OptimizerState`` hangs on the optimizer as ``_amp_stash``; all that amp knows of an optimizer
-is there, so two trainings never meet. Three methods are replaced on the instance: ``step`` (skips
-after an overflow, keeps masters and model equal), ``zero_grad`` (clears the 16-bit weights too),
-``add_param_group`` (gives new 16-bit weights masters). Two names that old programs call look at the
-groups again. Where there are masters, ``_step_supports_amp_scaling`` lets torch's GradScaler say
-that it is there, so that it can be refused. A wrapper's inner optimizer gets a step pre-hook.
+``OptimizerState`` is the optimizer's attribute ``_amp_stash``. All that amp knows of an optimizer
+is there, so two trainings share nothing. Three methods are replaced on the instance: ``step``
+(skips after an overflow, keeps masters and model equal), ``zero_grad`` (clears the 16-bit weights
+too), ``add_param_group`` (gives new 16-bit weights masters). Two names that old programs call look
+at the groups again. Where there are masters, ``_step_supports_amp_scaling`` makes torch's
+GradScaler set its scale on the optimizer, so that the step can refuse it. A wrapper's inner
+optimizer gets a step pre-hook.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ class OptimizerState:
         if self.use_masters:
             raise RuntimeError(
                 f"amp: step() of the {type(inner).__name__} inside of a "
-                f"{type(self._optimizer()).__name__} was called. It steps float32 masters, which "
-                "the model would not get. Call step() of the object that was passed to "
-                "amp.initialize, or pass the inner optimizer."
+                f"{type(self._optimizer()).__name__} was called. It steps the float32 masters "
+                "and does not copy them into the model. Call step() of the object that was passed "
+                "to amp.initialize, or pass the inner optimizer to amp.initialize."
             )
         self.ledger.collect()
         overflows.check_again(self.ledger)
@@ -208,7 +209,7 @@ class OptimizerState:
             with casts.off():
                 result = self._inner_step(options, args, kwargs)
             copied = bool(options.get("copies"))
-        finally:  # an error out of the step, a hook's say, ends it too
+        finally:  # an error in the step or in a hook ends it too
             if is_fused and ledger.fused is not None:
                 ledger.fused.free()
             self._after_step(copied=copied)
@@ -265,8 +266,8 @@ class OptimizerState:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
         raise RuntimeError(
             "amp: torch's GradScaler cannot drive this optimizer at "
-            f"{self.training.properties.opt_level}: the gradients are the 16-bit model's, the "
-            "weights float32 masters. Use amp.scale_loss(loss, optimizer), or O1 or O4."
+            f"{self.training.properties.opt_level}: it steps float32 masters, and the gradients "
+            "are on the 16-bit model. Use amp.scale_loss(loss, optimizer), or O1 or O4."
         )
 
     def _refuse_step(self, *, has_closure: bool) -> None:

@@ -1,6 +1,6 @@
 """The optimization levels, as data.
 
-A level is a named set of seven options. After ``initialize`` has parsed the string nobody asks
+A level is a named set of seven options. After ``initialize`` has parsed the string no code asks
 which level it was: the options say what to do. ``Properties`` checks each option as it is set,
 so a level's defaults and a user's overrides are checked alike.
 

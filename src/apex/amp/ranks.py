@@ -46,8 +46,8 @@ def share_state(weights: Sequence[torch.Tensor], group: Any) -> None:
             return
     if any(len(one) != len(every[0]) for one in every):
         raise RuntimeError(
-            f"amp: of the optimizers of this model, {[len(one) for one in every]} went through "
-            "amp.initialize on the ranks. Initialise the same ones on every rank."
+            "amp: ranks passed different numbers of optimizers of this model to amp.initialize: "
+            f"{[len(one) for one in every]}, from rank 0 on. Pass the same ones on every rank."
         )
     late = [
         rank

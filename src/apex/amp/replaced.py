@@ -56,7 +56,7 @@ class Replaced:
         ]
         for name in (*self.inner, *self._attributes):
             if name in wrapped:
-                continue  # wrapped by somebody since: what they hold passes through now
+                continue  # wrapped by other code since: what that code holds calls through now
             if name in self._before:
                 setattr(optimizer, name, self._before[name])
             else:

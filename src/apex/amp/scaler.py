@@ -139,7 +139,7 @@ class LossScaler:
     def _ceiling(self) -> float:
         return HUGE if self._max_loss_scale is None else min(self._max_loss_scale, HUGE)
 
-    # Plain attributes of old: any number may be written and takes effect at once.
+    # Plain attributes in Apex: any number may be written and takes effect at once.
     @property
     def _loss_scale(self) -> float:
         return self._static if self._static is not None else self._read()[0]

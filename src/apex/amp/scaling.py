@@ -100,7 +100,7 @@ def scale_loss(
         raise
     try:
         this.end(delayed=delay_unscale, check=not delay_overflow_check)
-    except BaseException:  # no memory, say
+    except BaseException:  # such as out of memory
         this.abandon(drop=True)
         raise
 

@@ -350,12 +350,12 @@ def how_measured(device: torch.device) -> dict[str, str]:
         "time": "milliseconds from zero_grad to the end of step (forward, loss, backward, "
         f"optimizer) by {clock}, without the time for data; the first {WARM_UP} steps of a run do "
         f"not count (half of them in a run of fewer than {2 * WARM_UP})",
-        "samples per second, total time": "of whole epochs, data included, evaluation not",
+        "samples per second, total time": "of whole epochs, with data, without evaluation",
         "memory": f"peak bytes of tensors in a separate training of {FEW_STEPS} steps, above what "
         "was in use before it: weights, masters, gradients, optimizer state, activations, batch "
         f"(from {memory.source(device)}; scratch space of libraries is not in it)",
-        "process memory": "how much the resident set of the cell's own process grew while it "
-        "trained, at most; none where cells share a process",
+        "process memory": "largest growth of the resident set of the cell's process during its "
+        "training; none where cells share a process",
         "quality": "loss is the mean over the steps of the last epoch; accuracy is on data that "
         "were not trained on, after the last epoch",
         "matrix products, bandwidth": "share of the best rate that was measured in the same run; "

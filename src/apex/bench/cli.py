@@ -54,12 +54,14 @@ COMMANDS = {
     "bench compare": Command("apex.bench.compare", "what got slower between two results files"),
     "bench plot": Command("apex.bench.plot_command", "the plots of earlier results, or of several"),
     "bench kernels": Command(
-        "apex.bench.kernel_times", "how long each operation takes, ours and other people's"
+        "apex.bench.kernel_times", "times of each operation, ours and those of other packages"
     ),
     "selftest": Command(
-        "apex.bench.selftest.command", "whether what is installed computes right numbers here"
+        "apex.bench.selftest.command", "whether this installation computes correct numbers here"
     ),
-    "kernels": Command("apex.bench.kernels", "what the compiler makes of each Triton kernel"),
+    "kernels": Command(
+        "apex.bench.kernels", "registers, spills and memory accesses of each Triton kernel"
+    ),
     "completion": Command("apex.bench.completion", "a script that completes commands in a shell"),
 }
 
@@ -105,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(chosen, str(error), 2)
     except KeyboardInterrupt:
         return _complain(chosen, "interrupted", INTERRUPTED)
-    except BrokenPipeError:  # the reader (`| head`) has gone: nobody is left to tell
+    except BrokenPipeError:  # the reader (`| head`) has gone: nothing to say to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except ModuleNotFoundError as error:

@@ -39,7 +39,7 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = (
     "Train a task at each precision level, batch size and seed, then say what each level costs and "
-    "gives on this machine: a table, verdicts, a page for the browser, pictures, JSON and CSV."
+    "gives on this machine: a table, comparisons, a page for the browser, plots, JSON and CSV."
 )
 BATCH = 128
 DEFAULT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -66,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--memory-limit", type=_bytes, metavar="SIZE",
-        help="what a training may take with --batch max, as 2GiB; needed on a CPU",
+        help="memory a training may take with --batch max, such as 2GiB; required on a CPU",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", type=at_least(1), default=3, metavar="N",
-        help="repeat all with N seeds; fewer than 3 give no verdict (default: %(default)s)",
+        help="train all with N seeds; below 3 levels are not compared (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--epochs",
@@ -83,10 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"which of {' '.join(OPTIMIZERS)}; lower case is torch's (default: the task's)",
     )  # fmt: skip
     parser.add_argument("--lr", type=_positive, help="learning rate (default: the task's)")
-    parser.add_argument("--compile", action="store_true", help="train what torch.compile makes")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the model with torch.compile"
+    )
     parser.add_argument(
         "--tf32", choices=["on", "off", "both"],
-        help="on a GPU that has it: for float32 products; O0 is always both (default: off)",
+        help="TF32 for float32 products, on a GPU that has it; O0 always runs both (default: off)",
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true",
@@ -101,10 +103,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out", type=Path, default=Path("apex-bench"), metavar="FOLDER",
-        help="for all files; a run that was stopped goes on from them (default: %(default)s)",
+        help="folder of all files; a run that was stopped goes on there (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--fresh", action="store_true", help="train again what --out has of this matrix"
+        "--fresh", action="store_true", help="train all again, even if --out has it already"
     )
     parser.add_argument(
         "--tensorboard", type=Path, metavar="FOLDER", help="write the curves for TensorBoard too"
@@ -160,7 +162,7 @@ class _Bench:
         if not self.searched and self._limit is None and device.type == "cpu":
             raise UsageError("--batch max: needs --memory-limit on a CPU, for instance 2GiB")
         if self.searched and self._limit is not None:
-            raise UsageError("--memory-limit: is for --batch max alone")
+            raise UsageError("--memory-limit: works only with --batch max")
         levels = _levels(args.levels, args.tf32, device)
         described = [_described(name, args, self._options) for name in unique(args.task)]
         for task, loads in described:

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", type=Path, metavar="AFTER", help="a later one")
     parser.add_argument(
         "--threshold", type=_per_cent, default=THRESHOLD, metavar="PERCENT",
-        help="more time, or memory, than this is worth a word (default: %(default)g)",
+        help="report differences in time or memory above this (default: %(default)g)",
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Which code path runs each family of operations on a device, and why.
 
-A family joins by adding a row to ``FAMILIES``. It is reported only where its module exists, so
-that the list never promises what is not there.
+To add a family, add a row to ``FAMILIES``. A family is reported only if its module exists.
 """
 
 import importlib.util
@@ -79,7 +78,7 @@ def _unscaling(device: torch.device) -> Choice:
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return Choice("unavailable", f"torch's list kernel does not run here: {reason}")
-    return Choice("torch fused", "one torch._amp_foreach_non_finite_check_and_unscale_ a list")
+    return Choice("torch fused", "one call of torch._amp_foreach_non_finite_check_and_unscale_")
 
 
 def _norms(device: torch.device) -> Choice:
@@ -87,7 +86,7 @@ def _norms(device: torch.device) -> Choice:
 
 
 def _losses(device: torch.device) -> Choice:
-    return _kernel_or_torch(device, "cross-entropy, of a linear layer too: ")
+    return _kernel_or_torch(device, "cross-entropy, also of a linear layer: ")
 
 
 def _attention(device: torch.device) -> Choice:
@@ -97,12 +96,12 @@ def _attention(device: torch.device) -> Choice:
 def _kernel_or_torch(device: torch.device, what: str) -> Choice:
     why_not = _runtime.why_not_triton(device.type)
     if why_not is None:
-        return Choice("Triton", f"{what}one kernel each way; torch's functions if there is little")
+        return Choice("Triton", f"{what}one kernel forward, one backward; small inputs: torch")
     return Choice("torch fused", f"{what}torch's functions, rounded once; {why_not}")
 
 
 def _optimizers(device: torch.device) -> Choice:
-    return _lists(device, "float32 by torch's fused steps, what they do not do by its definition")
+    return _lists(device, "torch's fused steps where they give the same result, else plain PyTorch")
 
 
 def _multi_tensor(device: torch.device) -> Choice:

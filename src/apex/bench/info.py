@@ -18,8 +18,8 @@ from apex.ops import _runtime
 __all__ = ["HELP", "Report", "add_arguments", "as_dict", "collect", "draw", "run"]
 
 HELP = (
-    "Show the versions, devices and CUDA tools of this machine, which code path is live for "
-    "each family of operations and why, and whether something else called apex is in the way."
+    "Show the versions, devices and CUDA tools of this machine, which code computes "
+    "each family of operations and why, and whether another package called apex gets in the way."
 )
 GIB = 2**30
 

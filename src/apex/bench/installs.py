@@ -139,10 +139,11 @@ def _package_advice(others: Iterable[Package]) -> list[str]:
     return [
         f"{other.where} ({other.project}) "
         + (
-            "is imported in place of this one by a Python started in this folder: start it "
-            "elsewhere, or rename, uninstall or take off PYTHONPATH what is there"
+            "is imported in the place of this one if Python starts in this folder: start Python "
+            "elsewhere, or rename it, uninstall it, or remove it from PYTHONPATH"
             if other.wins
-            else "is also importable and only hidden by this one: uninstall it if it is not needed"
+            else "could be imported, too, but this one comes first: uninstall it if you do not "
+            "need it"
         )
         for other in others
     ]
@@ -156,7 +157,7 @@ def _distribution_advice(distributions: Sequence[Distribution]) -> list[str]:
         if found.project != OURS
     ]
     if not distributions:
-        advice.append(f"programs that ask whether apex is installed are told no: {INSTALL}")
+        advice.append(f"programs that check whether apex is installed do not find it: {INSTALL}")
     elif distributions[0].project == OURS and distributions[0].version != apex.__version__:
         advice.append(
             f"the metadata says {distributions[0].version} but the code is {apex.__version__}: "

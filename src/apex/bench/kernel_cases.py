@@ -1,7 +1,7 @@
-"""What ``apex bench kernels`` times of lists of tensors: who computes it, and on which ones.
+"""What ``apex bench kernels`` times on lists of tensors: operations, providers and inputs.
 
-An operation joins by adding an `Op` to ``OPS``: its name, its input, and its providers. The first
-provider is ours. The others are the fastest that people have for the same thing: torch's fused
+To add an operation, add an `Op` to ``OPS``: its name, its input, and its providers. The first
+provider is ours. The others are the fastest known ways to compute the same: torch's fused
 kernel, torch's foreach functions, torch's plain loop over the tensors where neither exists, timm's
 optimizers where torch has none. All providers of an operation get the same tensors; each optimizer
 keeps its own state. Layers and losses are in `layer_cases`, in the same form.

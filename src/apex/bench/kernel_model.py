@@ -1,4 +1,4 @@
-"""What can be said of a GPU that is not here: a model, and never a time.
+"""What can be computed for a GPU that is not here: a model, and never a time.
 
 An operation runs through Triton's own JIT, with the kernels compiled for the GPU asked for and a
 driver that computes nothing in the place of the GPU's: it counts the launches, and from registers

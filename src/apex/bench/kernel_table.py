@@ -54,7 +54,7 @@ def _model(model: Model | None) -> str:
 
 
 OURS = "it is our own row, or one of the two failed"
-NO_BYTES = "the memory does not decide, or the provider failed"
+NO_BYTES = "no bytes are declared for it, or the provider failed"
 
 COLUMNS: tuple[Column[Row], ...] = (
     *(Column(name, _text(name), {name: _of(name)}, group=True)
@@ -90,7 +90,7 @@ COLUMNS: tuple[Column[Row], ...] = (
            "the same divided by that of a copy in the same run", NO_BYTES, drop=5),
     Column("peak\nMiB", lambda row: three(row.peak_mib), {"peak_mib": _of("peak_mib")},
            "tensor memory of one call beyond its inputs",
-           "asked of forward and backward together only", drop=3),
+           "measured only for forward and backward together", drop=3),
     Column("host\nms", lambda row: three(row.host_ms), {"host_ms": _of("host_ms")},
            "until the call returns on a GPU; on a CPU, of tensors of one element each",
            "the provider failed", drop=7),
@@ -99,7 +99,7 @@ COLUMNS: tuple[Column[Row], ...] = (
     Column(
         "model", lambda row: _model(row.model),
         {"model_bytes": _model_number("bytes"), "model_launches": _model_number("launches")},
-        "of a GPU that is not here, never a time", "of our own rows only", left=True, drop=3,
+        "of a GPU that is not here; never a time", "only our own rows have it", left=True, drop=3,
     ),
     Column("problem", lambda row: (row.problem or "").partition(":")[0],
            {"problem": _of("problem")}, left=True),

@@ -1,8 +1,8 @@
-"""``apex bench kernels``: how long each operation takes, ours and everybody else's.
+"""``apex bench kernels``: times of each operation, ours and those of other packages.
 
 The command. What is timed is declared in `kernel_cases` and `layer_cases`, one row is measured in
-`kernel_rows` by the clocks of `clocks`, `kernel_report` shows the rows, and `kernel_model` says
-what can be said of a GPU that is not here.
+`kernel_rows` by the clocks of `clocks`, `kernel_report` shows the rows, and `kernel_model` computes
+what is known of a GPU that is not here.
 """
 
 import argparse
@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--full", action="store_true",
-        help="on a CPU too, one tensor of 100 million elements and not of 10 million, and 2048 "
-        "wide rows and not 256",
+        help="take the large sizes on a CPU, too: one tensor of 100 million elements instead of "
+        "10 million, and 2048 wide rows instead of 256",
     )  # fmt: skip
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N",

@@ -1,7 +1,7 @@
-"""``apex kernels``: what the compiler makes of each Triton kernel, with no GPU.
+"""``apex kernels``: registers, spills and memory accesses of each Triton kernel, without a GPU.
 
 The work is done by :mod:`apex.kernels._inspect`; here are the options, the table and the exit
-code. Triton is imported once the command runs, as on machines without it `apex` has other uses.
+code. Triton is imported when the command runs, because `apex` has commands that need no triton.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def _show(findings: Sequence[Finding]) -> None:
     table, left_out = fitted(COLUMNS, findings, to)
     to.print(table)
     to.print(
-        "Bytes spilled are of a thread, bytes of shared memory of a program. Programs: so many fit "
-        "on a multiprocessor at once, a model. Accesses are counted in the code: how many × bits "
-        "for one thread; main is the path without masks, tiles only.",
+        "Spilled bytes are per thread, bytes of shared memory per program. Programs: how many fit "
+        "on a multiprocessor at once; computed, not measured. Accesses are those in the code of "
+        "one thread: how many × bits each; main is the path without masks, tiles only.",
         style="dim",
     )
     if left_out:
         names = ", ".join(left_out)
-        to.print(f"Left out, for they do not fit: {names} (--json has them).", style="dim")
+        to.print(f"Columns left out, too wide: {names} (--json has them).", style="dim")
     for finding in findings:
         where = f"{finding.kernel} ({finding.variant}), {finding.target}"
         for problem in finding.problems:

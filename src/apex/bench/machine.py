@@ -142,7 +142,7 @@ def _cpu_half_type(dtype: str, wanted: Sequence[str], flags: frozenset[str]) -> 
     present = [flag for flag in wanted if flag in flags]
     if present:
         return HalfType(dtype, True, ", ".join(present))
-    return HalfType(dtype, False, "no such instructions: for correctness, not for speed")
+    return HalfType(dtype, False, "no such instructions: correct, but slow")
 
 
 def _gpu(index: int) -> Device:

@@ -1,6 +1,6 @@
 """The matrix of cells: in which order they run, in which processes, and what a killed run keeps.
 
-Seeds are outermost, so that what disturbs the machine for a while disturbs all levels, and an
+Seeds are the outermost loop. So a disturbance of the machine affects all levels, and an
 interrupted matrix has all levels at the first seeds. Each finished cell is a file in
 ``FOLDER/cells``, named by a digest of the cell and of all that its numbers depend on; a matrix that
 finds the file takes it and trains nothing. Cells that failed are tried again.

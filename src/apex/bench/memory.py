@@ -82,7 +82,7 @@ def _peak_of_record(events: list[dict[str, Any]]) -> int | None:
         return None
     record.sort(key=lambda event: float(event["ts"]))
     first = record[0]["args"]
-    # The allocator goes on counting what an earlier profile saw and nobody has released yet.
+    # The allocator still counts what an earlier profile saw and what is not released yet.
     before = int(first["Total Allocated"]) - int(first["Bytes"])
     return max(before, *(int(event["args"]["Total Allocated"]) for event in record)) - before
 

@@ -14,7 +14,7 @@ __all__ = ["Bar", "Trainings", "progress"]
 
 
 class Bar:
-    """Draws only when told, at most ten times a second: something is being timed meanwhile."""
+    """Draws only when called, at most ten times a second: something is being timed meanwhile."""
 
     REDRAW_AFTER = 0.1  # seconds
 

@@ -60,7 +60,7 @@ def notices(report: Report) -> list[str]:
         )
         found.append(
             f"The step times vary a lot at {names}: the machine seems busy with something else. "
-            "Do not trust these medians, nor the speeds that rest on them."
+            "Do not trust these medians, nor the speeds computed from them."
         )
     used = {TORCH_NAMES.get(row.dtype) for row in made}
     for half in report.environment["device"]["half_types"]:

@@ -84,7 +84,7 @@ def _part(name: str, part: str) -> Callable[[Line], Value]:
 
 
 GPU_ONLY = "measured on a GPU only, where the host and the device work side by side"
-WHOLE_RUNS = "no run of the row came to its end"
+WHOLE_RUNS = "no run of the row finished"
 CEILING = "needs a ceiling measured in the same run and a count of the step's work"
 
 COLUMNS: tuple[Column[Line], ...] = (
@@ -120,12 +120,12 @@ COLUMNS: tuple[Column[Line], ...] = (
         "95 %\ninterval", _interval,
         {"speed_vs_O0_low": _bound("low"), "speed_vs_O0_high": _bound("high")},
         "confidence interval of the speed, paired over seeds",
-        "needs three seeds at which both levels came to their end", drop=2,
+        "needs three seeds at which both levels finished", drop=2,
     ),
     Column(
         "peak\nMiB", lambda x: three(x.row.peak_mib), {"peak_tensor_bytes": _of("peak_bytes")},
         "peak memory of tensors: weights, gradients, optimizer state, activations",
-        "the device does not tell, or no run came to its end",
+        "the device does not report it, or no run finished",
     ),
     Column(
         "memory\n/ O0", lambda x: number(x.row.memory, ".2f", "×"), {"memory_vs_O0": _of("memory")},
@@ -142,7 +142,7 @@ COLUMNS: tuple[Column[Line], ...] = (
         {"accuracy_mean_percent": _part("accuracy", "mean"),
          "accuracy_sd_percent": _part("accuracy", "sd")},
         "per cent right on data not trained on, mean ± standard deviation over the seeds",
-        "the task has no such number, or no run came to its end",
+        "the task has no accuracy, or no run finished",
     ),
     Column(
         "data\nms", lambda x: three(x.row.data_ms), {"data_median_ms": _of("data_ms")},
@@ -151,8 +151,8 @@ COLUMNS: tuple[Column[Line], ...] = (
     ),
     Column(
         "host\nms", lambda x: three(x.row.host_ms), {"host_median_ms": _of("host_ms")},
-        "median time until the calls of a step had returned; near the step time means that "
-        "launching bounds the step", GPU_ONLY, drop=6,
+        "median time until the calls of a step had returned; if it is near the step time, "
+        "the host's calls limit the speed", GPU_ONLY, drop=6,
     ),
     Column(
         "replay\nms", lambda x: three(x.row.replay_ms), {"replay_median_ms": _of("replay_ms")},
@@ -176,7 +176,7 @@ COLUMNS: tuple[Column[Line], ...] = (
     ),
     Column(
         "steps\nskipped", lambda x: number(x.row.skipped, "d"), {"skipped_steps": _of("skipped")},
-        "optimizer steps left out because a gradient was not finite, all seeds together",
+        "optimizer steps skipped because a gradient was not finite, all seeds together",
         "nothing was run", drop=5,
     ),
     Column(

@@ -143,7 +143,7 @@ def _total(pairs: Sequence[tuple[Run, Run]]) -> float | None:
 def _no_verdict(row: Row, other: Row, pairs: int) -> str:
     seeds = "1 seed was" if pairs == 1 else f"{pairs or 'no'} seeds were"
     return (
-        f"{row.label} against {other.label}: no verdict, as {seeds} measured at both and "
+        f"{row.label} is not compared with {other.label}: {seeds} measured at both, and "
         f"{LEAST} are needed"
     )
 

@@ -1,6 +1,6 @@
 """A process that trains cells, so that one cell cannot disturb, or take down, another.
 
-The parent sends jobs through a pipe and is told how far they are. A child whose parent was killed
+The parent sends jobs through a pipe and receives their progress. A child whose parent was killed
 ends at once. Ctrl-C is the parent's business: it terminates its children.
 """
 

@@ -1,6 +1,6 @@
 """Mixed precision by hand: 16-bit models, float32 masters, loss scaling.
 
-New programs want :func:`apex.amp.initialize`.
+In new programs use :func:`apex.amp.initialize`.
 """
 
 from apex._missing import explain_attributes

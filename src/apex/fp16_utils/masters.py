@@ -116,8 +116,9 @@ class MasterGroups:
                 )
             if is_sharded(param):
                 raise TypeError(
-                    "FP16_Optimizer: a parameter is sharded over ranks, which would see the "
-                    "overflows of their shards alone. Use amp.initialize; see docs/distributed.md."
+                    "FP16_Optimizer: a parameter is sharded over ranks, and each rank would see "
+                    "only the overflows of its own shard. Use amp.initialize, where ranks decide "
+                    "together."
                 )
             if id(param) in taken:
                 raise ValueError(
@@ -180,7 +181,7 @@ class MasterGroups:
         both = zip(self.all_halves, self.all_masters, strict=True)
         if any(param.grad is not None and master.grad is None for param, master in both):
             raise RuntimeError(
-                "FP16_Optimizer: step() was called, and gradients have not come to the masters. "
+                "FP16_Optimizer: step() was called before gradients were copied to the masters. "
                 "Call optimizer.backward(loss) in the place of loss.backward(); or scale the loss "
                 "by optimizer.loss_scale and call optimizer.update_master_grads() afterwards."
             )

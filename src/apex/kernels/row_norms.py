@@ -276,7 +276,7 @@ def _backward_cases(
     }  # fmt: skip
     sums = {"dweight_ptr": "fp32" if affine else None}
     sums["dbias_ptr"] = "fp32" if affine and centered else None
-    if not from_output:  # its address alone tells whether there is a bias
+    if not from_output:  # only its address says whether there is a bias
         matrices["bias_ptr"] = None
     words = f"{x} {weight} {y}{' from output' if from_output else '' if affine else ' plain'}"
     flags: dict[str, Any] = {"CENTERED": centered, "FROM_OUTPUT": from_output}

@@ -12,10 +12,10 @@ class MultiTensorApply:
     """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
 
     Args:
-        chunk_size: Handed over to every call. Ours choose their own.
+        chunk_size: Passed to every call. The functions here ignore it and choose their own.
 
     Attributes:
-        available: Whether there are such functions: always, for they need nothing compiled.
+        available: Always True: the functions need nothing compiled.
         warned: Kept from the original; never set.
 
     Example:

@@ -166,7 +166,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Layer norm with weight and bias; :func:`apex.ops.row_norms.layer_norm` tells the rest.
+    """Layer norm with weight and bias; see :func:`apex.ops.row_norms.layer_norm` for the rest.
 
     Args:
         input: ``(..., *normalized_shape)``.
@@ -233,7 +233,7 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """RMS norm with a weight; :func:`apex.ops.row_norms.rms_norm` tells the rest.
+    """RMS norm with a weight; see :func:`apex.ops.row_norms.rms_norm` for the rest.
 
     Args:
         input: ``(..., *normalized_shape)``.

@@ -2,7 +2,7 @@
 
 A batch norm in training mode is :func:`moments` of each process, :func:`merge` of all of them and
 :func:`normalize`; its backward is :func:`gradient_sums`, added up over the processes, and
-:func:`input_gradient`. Who sends what to whom is no matter of this file: see
+:func:`input_gradient`. The communication is in
 :mod:`apex.parallel.sync_batchnorm`.
 
 Inputs are ``(N, C, *)`` in any memory format, and may be empty. Statistics and sums have one number

@@ -32,7 +32,7 @@ def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: Scala
     """Whether :func:`step_` takes them: on a CPU, unmetered, with numbers of the host."""
     if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu:
         return False
-    if options.meter is not None:  # these kernels do not tell what was lost
+    if options.meter is not None:  # these kernels do not count lost updates
         return False
     tensors = [x for x in (options.factor, options.noop, *numbers) if isinstance(x, torch.Tensor)]
     every = list(columns) if options.extra is None else [*columns, options.extra]

@@ -87,7 +87,7 @@ def _definition(
         return _like(F.silu(OP(x.to(to), weight, bias, groups, eps, False)), x)
     if weight is None and bias is not None:  # PyTorch has no gradient for a bias alone
         weight = torch.ones_like(bias, requires_grad=False)
-    # What F.group_norm calls, without its question about sizes, which jit.trace warns of.
+    # What F.group_norm calls, without its check of sizes, which jit.trace warns of.
     y = torch.group_norm(
         x.to(to).contiguous(), groups, to_dtype(weight, to), to_dtype(bias, to), eps
     )

@@ -292,7 +292,7 @@ def _fused(call: _Call) -> torch.Tensor | None:
         return torch.zeros(len(call.sums), layout.tensors, device=device) if call.sums else None
     (function,) = _jitted(call.update.kernel)
     decode, encode = _jitted(call.codec.kernel)
-    # Kernels write behind autograd's back; a tensor saved for backward must be seen to change.
+    # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
     written = [tensor for column, _ in call.stores for tensor in call.columns[column]]
     torch.autograd.graph.increment_version(written)
     return kernels.launch(

@@ -79,7 +79,7 @@ class NovoGrad:
         beta1: Decay of the moment.
         beta2: Decay of the norms.
         eps: Added to the corrected norm.
-        weight_decay: Its size.
+        weight_decay: Weight decay.
         reg_inside_moment: Whether the decay enters the moment, or is decoupled from it.
         grad_averaging: Whether a gradient enters the moment by ``1 - beta1`` or whole.
         norm_type: 2, or 0 for the largest magnitude.

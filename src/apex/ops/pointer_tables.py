@@ -68,7 +68,7 @@ class TableCache:
             found = by_stream.get(stream)
             if _runtime.capturing():
                 # `torch.cuda.graph` synchronizes first: what any stream has uploaded is there. What
-                # is uploaded now is there when the graph runs, and so serves nobody else.
+                # is uploaded now arrives only when the graph runs, so no other call may use it.
                 found = found or next(iter(by_stream.values()), None) or kind(numbers, device)
                 self._captured[id(found)] = found
                 return found
@@ -100,9 +100,9 @@ def release_captured() -> None:
     """Release the tables of addresses that captured CUDA graphs hold.
 
     A graph that was captured around optimizer steps, norms or functions of ``amp_C`` reads small
-    tables (16 bytes for each tensor of a list) at each replay. Nobody tells when it is deleted, so
-    they stay until this is called. Call it when every such graph is gone: one that is replayed
-    afterwards reads memory that may hold something else.
+    tables (16 bytes for each tensor of a list) at each replay. Nothing says when the graph is
+    deleted, so the tables stay until this is called. Call it when every such graph is gone: a graph
+    that is replayed afterwards reads memory that may hold something else.
 
     Example:
         >>> graph = None  # was a torch.cuda.CUDAGraph

@@ -7,11 +7,11 @@
 | ``"kahan"`` | bfloat16 | its rounding error, bfloat16 | 4 | what 16 significant bits round away |
 | ``"stochastic"`` | bfloat16 | | 2 | nothing on average |
 
-A float32 master beside a 16-bit model weight is plain storage with a copy: 6 bytes.
+A float32 master of a 16-bit model weight is plain storage with a copy: 6 bytes.
 
-The update itself never knows: a storage turns columns into float32 values before it and new values
-into columns after it, in plain PyTorch here and in the same kernel launch in
-:mod:`apex.kernels.storage`.
+The update does not depend on the storage. A storage turns columns into float32 values before the
+update, and new values into columns after it: in plain PyTorch here, and in the same kernel launch
+in :mod:`apex.kernels.storage`.
 
 Sources: the split is that of NVIDIA Apex's distributed Adam; Kahan, "Further remarks on reducing
 truncation errors", CACM 8(1), 1965, as used for weights by Zamirai et al., arXiv:2010.06192, who

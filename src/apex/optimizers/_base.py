@@ -1,14 +1,13 @@
 """What every fused optimizer shares: groups, gradients, the step and how it is skipped.
 
 An optimizer is a pure update (:mod:`apex.ops`) plus a class that says which numbers it has and
-hands over columns. ``step`` collects the parameters that have gradients, splits them into buckets
-of one device and one set of dtypes, and calls :meth:`FusedOptimizer._update` once for each: one
-kernel launch where Triton runs.
+passes columns (lists of tensors). ``step`` collects the parameters that have gradients. It splits
+them into buckets of one device and one set of dtypes, and calls :meth:`FusedOptimizer._update` once
+for each: one kernel launch where Triton runs.
 
-**Skipping without waiting.** A step can be told by a tensor (``found_inf``, set by torch's
-``GradScaler`` or by amp) that a gradient is not finite. On a CPU that flag is read, which costs
-nothing. On a device the kernels read it, and the step count becomes a tensor that advances only
-when the step did.
+**Skipping without waiting.** A tensor (``found_inf``, set by torch's ``GradScaler`` or by amp) says
+whether a gradient is not finite. On a CPU the step reads it, which costs nothing. On a device the
+kernels read it, and the step count is a tensor that is only incremented if the step was taken.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class FusedOptimizer(StatefulOptimizer):
         RuntimeError: A parameter is not a dense float16, bfloat16, float32 or float64 tensor.
     """
 
-    # Where True, torch's GradScaler leaves unscaling and the skip to the step. Programs see that:
+    # If True, torch's GradScaler leaves unscaling and the skip to the step. Programs react to it:
     # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
     _step_supports_amp_scaling = False
 
@@ -163,7 +162,7 @@ class FusedOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         given = vars(self).pop("_scaled_step", None)
-        if given is not None:  # from amp, which goes through step() for the sake of its wrappers
+        if given is not None:  # from amp, which calls step() so that wrappers of it run
             self.step_scaled(**given)
             return loss
         grad_scale = getattr(self, "grad_scale", None)

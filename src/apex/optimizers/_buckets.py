@@ -51,7 +51,7 @@ def split(
     Args:
         params: The parameters.
         columns: Gradients, weights and every slot.
-        extra: What stands beside each weight, see :class:`Bucket`; ``None`` for nothing at all.
+        extra: What is stored beside each weight, see :class:`Bucket`; ``None`` for nothing at all.
     """
     if extra is None and of_one_kind(columns):
         listed, gradients, updated, *kept = map(list, [params, *columns])
@@ -98,7 +98,7 @@ def check_places(
         optimizer: Name of the class, for messages.
         params: The parameters; local parts of distributed ones.
         columns: Gradients, weights and every slot.
-        extra: What stands beside each weight.
+        extra: What is stored beside each weight.
         slots: Names of the slots, and what tells the shape from the parameter; ``None`` where it is
             the parameter's.
 

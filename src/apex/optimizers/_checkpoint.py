@@ -152,7 +152,7 @@ def from_torch(
             if group.pop(key):
                 raise ValueError(
                     f"{optimizer}: the state was saved with {key}=True, which this optimizer does "
-                    "not do."
+                    "not support."
                 )
         for key in _FOREIGN & group.keys() - defaults.keys():
             group.pop(key)

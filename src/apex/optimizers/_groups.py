@@ -50,8 +50,8 @@ def check_keys(
         elif key in refused:
             if value:
                 raise ValueError(
-                    f"{optimizer}: a group has {key}={value!r}, which this optimizer does not do. "
-                    "Leave it out."
+                    f"{optimizer}: a group has {key}={value!r}, which this optimizer does not "
+                    "support. Leave it out."
                 )
         elif meant := _meant(key, {*numbers, *arguments}):
             raise ValueError(

@@ -20,7 +20,7 @@ from apex.optimizers import _checkpoint, _groups
 MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE = attrgetter("shape")
 _EXTRA = {"low_bits": "low_bits", "kahan": "error"}
-# Attributes that a copy does not get: what amp hangs on an optimizer, and versions of tensors that
+# Attributes that a copy does not get: what amp puts on an optimizer, and versions of tensors that
 # are others in the copy.
 _NOT_COPIED = {"_amp_stash", "_scaled_step", "_written"}
 
@@ -65,16 +65,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's copies hold groups and state alone: what a subclass was told would be lost. Hooks
+        # torch's copies hold only groups and state, and would lose a subclass's arguments. Hooks
         # and methods that amp or a scheduler has replaced stay with the original, as in torch.
         self._follow_written()
-        told = {
+        arguments = {
             key: value
             for key, value in vars(self).items()
             if not (key in _NOT_COPIED or key.startswith("_optimizer_") or callable(value))
         }
         state: dict[str, Any] = super().__getstate__()
-        return {**told, **state}
+        return {**arguments, **state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -119,8 +119,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 continue
             if _runtime.capturing():
                 raise RuntimeError(
-                    f"{type(self).__name__}: a weight was written since the last step, and a CUDA "
-                    f'graph would drop its "{name}" at each replay. Take a step before capturing.'
+                    f"{type(self).__name__}: a weight was written since the last step. A CUDA "
+                    f'graph captured now would reset its "{name}" at each replay. Take a step '
+                    "before capturing."
                 )
             if name != "master_param":
                 column.zero_()
@@ -163,7 +164,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         *,
         mastered: bool,
     ) -> Sequence[torch.Tensor | None] | None:
-        """What stands beside each weight; ``None`` if that is nothing for all of them."""
+        """What is stored beside each weight; ``None`` if nothing is, for all of them."""
         name = _EXTRA.get(self.storage)
         if name is not None:
             if any(name not in state for state in states):

@@ -22,7 +22,7 @@ class FusedAdagrad(FusedOptimizer):
         params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
         lr: Learning rate; a tensor is read on its device.
         eps: Added to the root of the sum.
-        weight_decay: Its size; a tensor is read on its device.
+        weight_decay: Weight decay; a tensor is read on its device.
         set_grad_none: Kept from the original; gradients are freed in any case.
         adagrad_w_mode: Decoupled weight decay instead of an L2 penalty.
         storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
@@ -75,13 +75,13 @@ class FusedAdagrad(FusedOptimizer):
             if group.pop("lr_decay", 0):
                 raise ValueError(
                     "FusedAdagrad: the state was saved with lr_decay, which this optimizer does "
-                    "not do. A torch.optim.lr_scheduler.LambdaLR lowers the learning rate as well."
+                    "not support. Lower the learning rate by torch.optim.lr_scheduler.LambdaLR."
                 )
             group.pop("initial_accumulator_value", None)  # it is in the sums
         return super()._from_torch({**state_dict, "param_groups": groups})
 
     def _torch_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        # torch's step matters with lr_decay only; here nobody counts.
+        # torch uses the step with lr_decay only; FusedAdagrad counts no steps.
         return {"step": torch.tensor(0.0), **state}
 
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class FusedAdam(FusedOptimizer):
         betas: Decays of the two moments.
         eps: Added to the root of the second moment.
         adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
-        weight_decay: Its size; a tensor is read on its device.
+        weight_decay: Weight decay; a tensor is read on its device.
         amsgrad: Not supported; here because callers pass ``False``.
         set_grad_none: Kept from the original; gradients are freed in any case.
         capturable: Keep ``lr`` and ``step`` on the device, so that a CUDA graph can replay a step.
@@ -91,8 +91,8 @@ class FusedAdam(FusedOptimizer):
             )
         if master_weights and storage != "plain":
             raise ValueError(
-                f'FusedAdam: master_weights=True needs storage="plain", not {storage!r}: either '
-                "keeps what 16 bits round away."
+                f'FusedAdam: master_weights=True needs storage="plain", not {storage!r}. Both '
+                "keep the precision that 16 bits lose, so use one of them."
             )
         self._check_numbers({"max_grad_norm": max_grad_norm})
         self.adam_w_mode = bool(adam_w_mode)
@@ -220,8 +220,8 @@ class FusedAdam(FusedOptimizer):
                 raise ValueError(
                     f"FusedAdam: the state was saved with decoupled_weight_decay={decoupled}, by "
                     f"torch.optim.{'AdamW' if decoupled else 'Adam'}, and this optimizer has "
-                    f"adam_w_mode={self.adam_w_mode}: the weight decay would be another. Make it "
-                    f"with adam_w_mode={bool(decoupled)}."
+                    f"adam_w_mode={self.adam_w_mode}, which applies the weight decay in another "
+                    f"way. Make it with adam_w_mode={bool(decoupled)}."
                 )
         return super()._from_torch(state_dict)
 

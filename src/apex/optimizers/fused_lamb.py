@@ -19,8 +19,8 @@ class FusedLAMB(FusedOptimizer):
     the norm ``max_grad_norm`` first. Norms stay where the tensors are: nothing waits for them.
 
     Kept from the original: after ``step()`` a parameter's ``grad`` holds what was multiplied by
-    the learning rate, so clear it; the norm that clips is the constructor's, a group's own is
-    ignored; moments of float16 parameters are float16. Those of bfloat16 parameters, which the
+    the learning rate, so clear it; ``max_grad_norm`` is the constructor's, that of a group
+    is ignored; moments of float16 parameters are float16. Those of bfloat16 parameters, which the
     original refused, are float32: eight bits cannot hold a sum that changes by a thousandth.
 
     Args:
@@ -29,7 +29,7 @@ class FusedLAMB(FusedOptimizer):
         bias_correction: Whether moments are corrected for their start at 0.
         betas: Decays of the two moments.
         eps: Added to the root of the second moment.
-        weight_decay: Its size; a tensor is read on its device. Where it is 0 steps are not scaled.
+        weight_decay: Weight decay; a tensor is read on its device. With 0 steps are not scaled.
         amsgrad: Not supported; here because callers pass ``False``.
         adam_w_mode: Decoupled weight decay instead of an L2 penalty.
         grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.

@@ -22,7 +22,7 @@ class FusedLion(FusedOptimizer):
         params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
         lr: Learning rate, 3 to 10 times smaller than AdamW's; a tensor is read on its device.
         betas: Decays of the average in the update's sign, and of the average that is kept.
-        weight_decay: Its size, 3 to 10 times AdamW's; a tensor is read on its device.
+        weight_decay: Weight decay, 3 to 10 times AdamW's; a tensor is read on its device.
         set_grad_none: Accepted as in the other optimizers; gradients are freed in any case.
         storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
             weights), ``"kahan"`` or ``"stochastic"``.

@@ -14,18 +14,18 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     Parameters of ``reduced_precision_dtype`` get float32 masters at the first step, so that a
     broadcast of the weights before it is honoured; they are part of the state. Moments are float32
-    where there is a master. A skipped step, told by ``GradScaler``, skips on the device. Clipping
-    looks at unscaled gradients of all groups, whatever their dtypes.
+    where there is a master. If ``GradScaler`` finds an overflow, the step is skipped on the device.
+    Clipping uses the unscaled gradients of all groups, whatever their dtypes.
 
     Args:
         params: Parameters, named parameters or groups. A group may have its own ``lr`` and
             ``step``.
         lr: Learning rate.
         step: Steps taken so far, for bias correction.
-        bias_correction: As for :class:`FusedLAMB`, and so are the others.
+        bias_correction: Whether moments are corrected for their start at 0.
         betas: Decays of the two moments.
         eps: Added to the root of the second moment.
-        weight_decay: Its size.
+        weight_decay: Weight decay.
         amsgrad: Not supported; here because callers pass ``False``.
         adam_w_mode: Decoupled weight decay instead of an L2 penalty.
         grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.

@@ -31,7 +31,7 @@ class FusedNovoGrad(FusedOptimizer):
         bias_correction: Whether moment and norm are corrected for their start.
         betas: Decays of moment and norm.
         eps: Added to the corrected norm.
-        weight_decay: Its size; a tensor is read on its device.
+        weight_decay: Weight decay; a tensor is read on its device.
         amsgrad: Not supported; here because callers pass ``False``.
         reg_inside_moment: Add weight decay to the gradient that enters the moment, instead of to
             the update.

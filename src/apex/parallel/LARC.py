@@ -89,7 +89,7 @@ class LARC(WrappedOptimizer):
                 loss = closure()
         self._check()
         materialise = getattr(getattr(self.optim, "_amp_stash", None), "materialise", None)
-        if materialise is not None:  # what amp has left to the step is to be seen here
+        if materialise is not None:  # amp may have left unscaling to the step: do it here
             materialise()
         with self._without_decay() as decays:
             self._scale_gradients(decays)

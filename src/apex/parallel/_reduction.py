@@ -1,22 +1,22 @@
 """The reduction of gradients over ranks, by hooks on parameters: the engine of the wrapper.
 
-Hooks on parameters tell when a gradient is complete; what is still missing when the backward pass
-ends is reduced then. So nothing depends on which forwards ran, and how many: several forwards or
-backwards for a step, unused, frozen, unfrozen and cast parameters are reduced like any other.
+Hooks on parameters are called when a gradient is complete. What is still missing when the backward
+pass ends is reduced then. So nothing depends on which forwards ran, and how many: several forwards
+or backwards for a step, unused, frozen, unfrozen and cast parameters are reduced like any other.
 Every byte is moved by a collective of ``torch.distributed``.
 
 * **Buckets.** Parameters are grouped in the order in which their gradients arrived in the first
   pass on rank 0, ``message_size`` elements or more of one dtype and device to a bucket. A complete
   bucket is reduced while the backward pass goes on, but never before those in front of it.
 * **Order of collectives.** Ranks that use other parameters start their buckets at other moments of
-  the pass. So gradients travel in a process group of their own, where no other collective is (of
-  SyncBatchNorm's backward, say), and of several wrappers in one backward pass only the first starts
+  the pass. So gradients have a process group of their own, without other collectives (such as those
+  of SyncBatchNorm's backward), and of several wrappers in one backward pass only the first starts
   buckets early. So do modules on one device only, because autograd has a thread for each.
 * **Unused parameters.** A bucket ends with one number for each parameter: whether a rank has its
   gradient. Ranks that have none contribute zeros, and get the mean. Where no rank has one,
   ``.grad`` stays ``None``.
 
-Why not the reducer of torch's DistributedDataParallel: each forward has to tell it that a backward
+Why not the reducer of torch's DistributedDataParallel: each forward has to announce that a backward
 will follow, so that second backwards stay unreduced; it fails on unused parameters, or walks the
 graph for them; and it does not survive a cast of its parameters.
 """
@@ -116,9 +116,9 @@ class Reduction:
             self._pass = None
         if self._has_failed:
             raise RuntimeError(
-                "DistributedDataParallel: a backward pass has failed on this rank, so that ranks "
-                "are out of step. Restart the job from its last checkpoint; or, if the pass has "
-                "failed on all ranks alike, wrap the module again."
+                "DistributedDataParallel: a backward pass has failed on this rank, so ranks no "
+                "longer make the same collective calls. Restart the job from its last checkpoint. "
+                "If the pass failed on all ranks alike, you may wrap the module again instead."
             )
 
     def _take(self, index: int, param: torch.nn.Parameter) -> None:

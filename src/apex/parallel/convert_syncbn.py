@@ -23,9 +23,9 @@ def convert_syncbn_model(
 ) -> torch.nn.Module:
     """Replace every batch norm of a model by :class:`SyncBatchNorm`, in place.
 
-    Of the layers remain the Parameters and buffers themselves, so that optimizers made before still
-    step them; training mode, ``requires_grad``, hooks and other attributes. A layer that is used at
-    two places stays one. Subclasses of torch's batch norms and ``torch.nn.SyncBatchNorm`` are
+    The new layers have the same Parameters and buffers, so optimizers made before still step them.
+    They keep training mode, ``requires_grad``, hooks and other attributes. A layer that is used at
+    two places stays one layer. Subclasses of torch's batch norms and ``torch.nn.SyncBatchNorm`` are
     replaced too; instance norms are not.
 
     Args:

@@ -102,9 +102,10 @@ class DistributedDataParallel(torch.nn.Module):
         broadcast_buffers: Keep buffers equal to rank 0's.
 
     Raises:
-        RuntimeError: No process group was made, or parameters or buffers are others than on rank 0.
+        RuntimeError: No process group was made, or parameters or buffers differ from rank 0's.
         ValueError: Arguments that exclude each other, or parameters that cannot be reduced.
-        TypeError: ``module`` or ``message_size`` is none; or an argument is not one of these.
+        TypeError: ``module`` is not a module, ``message_size`` is not a number, or an argument is
+            unknown.
 
     Example:
         >>> torch.distributed.init_process_group("nccl")  # doctest: +SKIP

@@ -255,7 +255,7 @@ def _start(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     options = ["--standalone", f"--nproc-per-node={processes}"]
-    # With its store shared nobody listens at the tcp:// address of a script of 2018.
+    # If its store is shared, no process listens at the tcp:// address of a script of 2018.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if log_dir and processes > 1:
         redirected = ",".join(f"{rank}:1" for rank in range(1, processes))

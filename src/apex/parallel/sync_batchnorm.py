@@ -42,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
     ``eval()`` never communicates.
 
     Parameters, buffers and state dict are those of ``torch.nn.BatchNorm2d``. As in torch, weights
-    and buffers have the input's dtype, or are float32 beside a 16-bit input; statistics are float32
+    and buffers have the input's dtype, or are float32 with a 16-bit input; statistics are float32
     for 16 bits; and each process has the weight gradients of its own elements, which
     DistributedDataParallel averages.
 

@@ -119,7 +119,7 @@ def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if state.current() is None:
-            if is_composite:  # its parts are still torch's to cast
+            if is_composite:  # torch still casts its parts
                 return op._op_dk(composite, *args, **kwargs)
             with below(keys):
                 return op(*args, **kwargs)
@@ -145,9 +145,9 @@ def _refusing_kernel(op: Any, key: Any) -> Callable[..., Any]:
             function = name.removesuffix("_")
             raise NotImplementedError(
                 f"amp: {name} on a {tensor.dtype} tensor, in place: {function} computes in float32 "
-                f"here, and its result does not fit. Write x = x.{function}(...), which gives "
-                f"float32; or call x.{name}(...) inside `with amp.disable_casts():` to compute in "
-                "16 bits."
+                f"here, and a {tensor.dtype} tensor cannot hold the result. Write "
+                f"x = x.{function}(...), which gives float32. Or call x.{name}(...) inside "
+                "`with amp.disable_casts():` to compute in 16 bits."
             )
         with below(keys):
             return op(tensor, *args, **kwargs)

@@ -47,7 +47,7 @@ class _Caster:
         if not isinstance(value, torch.Tensor):
             try:
                 return value.to(self.dtype)
-            except TypeError:  # its to() takes no dtype: a device, say
+            except TypeError:  # its to() takes no dtype, but a device for example
                 return value
         if value.is_floating_point() and value.dtype not in self.kept:
             return value.to(self.dtype)
@@ -81,6 +81,7 @@ class _Level:
         self.inputs = None if inputs is None else _Caster(inputs)
         self.outputs = None if outputs is None else _Caster(outputs, keep_double=True)
         self.forwards = ForwardRecord(inputs in HALF_TYPES)
+        self.has_16_bit_weights = False
 
 
 class _Enter:
@@ -101,6 +102,8 @@ class _Enter:
             kwargs = {name: applier(value, cast) for name, value in kwargs.items()}
         frame = None
         if not torch.compiler.is_compiling():
+            if level.has_16_bit_weights:
+                _check_still_16_bit(module)
             frame = sys._getframe(1)
             level.forwards.begin(module)
         elif torch.is_grad_enabled():
@@ -130,6 +133,19 @@ def _devices(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 skip_frames(_Enter.__call__, _Leave.__call__)
+
+
+def _check_still_16_bit(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():  # the first one, in most models
+        if parameter.dtype in HALF_TYPES:
+            return
+    raise RuntimeError(
+        f"forward of {type(model).__name__}: amp.initialize cast its weights to 16 bits, and none "
+        "of them is 16-bit any more. Something like model.float() converted them, while amp still "
+        "casts the inputs. Call amp.reset() in the place of model.float(): it gives every model "
+        "its float32 weights back and removes the casts. For another level call amp.initialize "
+        "again."
+    )
 
 
 _OUR_HOOKS = (_Enter, _Leave, ShowFloat32, LoadFloat32)
@@ -168,6 +184,7 @@ def prepare(
     if dtype is not None:
         convert(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
     if dtype in HALF_TYPES:
+        level.has_16_bit_weights = any(p.dtype in HALF_TYPES for p in model.parameters())
         for module in model.modules():
             _show_float32(module)
     model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)

@@ -68,7 +68,7 @@ class Registration(NamedTuple):
         return hash((id(self.owner), self.name))  # a SimpleNamespace has no hash
 
 
-_USER_CAST_REGISTRY: set[Registration] = set()  # registrations that wait
+_USER_CAST_REGISTRY: set[Registration] = set()  # pending registrations
 _USER_PROMOTE_REGISTRY: set[Registration] = set()
 _patches: dict[str, _Patch] = {}
 _lock = threading.RLock()
@@ -121,6 +121,12 @@ def casts_for(
     for owner, name, kind in registered:
         rules[_patch(owner, name)] = Rule(kind)
     return Casts(dtype, rules)
+
+
+def has_rule(casts: Casts, owner: Any, name: str, kind: str) -> bool:
+    """Whether ``casts`` has this rule for ``owner.name`` already."""
+    key = _key(owner, name)
+    return any(casts.rules.get(k) == Rule(kind) for k in (key, f"{key}@{id(owner):x}"))
 
 
 def _edits(module: Any) -> Iterator[tuple[str, str]]:

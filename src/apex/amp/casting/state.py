@@ -12,7 +12,7 @@ changes that state in three ways:
   ``torch.autocast`` does.
 * :func:`off` switches casts off for a block.
 
-:func:`current` tells whether the casts in force are amp's, so that a program's own
+:func:`current` says whether the casts in force are amp's, so that a program's own
 ``torch.autocast`` keeps torch's meaning.
 """
 
@@ -140,7 +140,7 @@ def current() -> Casts | None:
     """The casts whose rules apply in this thread, or ``None`` when autocast is not amp's.
 
     In a trace and in a backward pass, autocast may be on because the state of a forward was
-    restored, which does not tell whose it was. What ``torch.utils.checkpoint`` recomputes runs
+    restored, which does not say whose it was. What ``torch.utils.checkpoint`` recomputes runs
     under :func:`recompute`; for the rest the newest casts to the restored type are taken.
     """
     if torch.compiler.is_compiling():
@@ -216,7 +216,7 @@ def refuse_users_block(call: str, *, switches_on: bool) -> None:
     if thread.before is not None or (switches_on and enabled):
         raise RuntimeError(
             f"{call} was called inside a torch.autocast block. It changes this thread's autocast "
-            f"state, which the end of the block would put back. Call {call} before the block."
+            f"state, and the end of the block would undo that. Call {call} before the block."
         )
 
 

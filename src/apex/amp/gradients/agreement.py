@@ -90,7 +90,7 @@ def may_forget(ledger: Any, *, had_grads: bool) -> bool:
     if had_grads:
         raise RuntimeError(
             "amp: gradients were cleared without a step, and not by optimizer.zero_grad(). With "
-            "amp.initialize(process_group=...) all ranks have to know it, so that their loss "
-            "scales stay equal. Call optimizer.zero_grad() on every rank to drop a batch."
+            "amp.initialize(process_group=...) all ranks must clear them alike, so that their "
+            "loss scales stay equal. Call optimizer.zero_grad() on every rank to drop a batch."
         )
     return False

@@ -1,4 +1,4 @@
-"""What a model's forward pre-hook tells about gradients: each model has a record of its own.
+"""What amp notes at each forward of a model, for its gradients: one record for each model.
 
 As a training forward begins, the scaled gradients that passes have left on 16-bit weights are
 cleared, masters are made equal on all ranks, and it is noted whether a

@@ -3,14 +3,14 @@
 The contract: with ``initialize(fused_step=True)``, or ``FusedSGD(materialize_master_grads=False)``,
 ``p.grad`` is scaled between the block and the step. Clip with ``amp.clip_grad_norm_``.
 ``amp.master_params``, step pre-hooks and closures see unscaled, clipped gradients. Collectives
-after the block and writes through ``.data`` are not allowed; they leave no trace. Changes that
-leave a trace are refused; setting ``.grad`` to ``None`` is not. The step frees the gradients. It is
-the same on every device.
+after the block and writes through ``.data`` are not allowed: amp cannot notice them. Other changes
+are refused, except setting ``.grad`` to ``None``. The step frees the gradients. All this is the
+same on every device.
 
 Gradients are read once for finiteness and norm, and once by the update, which multiplies them by
 ``clip / scale`` in registers and writes the 16-bit weights too. Bytes for each parameter in a step
 of Adam, clipped or not: 32 with float32 gradients, 30 with 16-bit ones and float32 masters. The
-default, as torch's own scaler, moves 36, and 48 with clipping.
+default moves 36, and 48 with clipping; so does torch's own scaler.
 
 It holds for one optimizer of :mod:`apex.optimizers` in a block, with dense gradients and none from
 before. Else, and when a second pass would have to add up in 16 bits what masters add up in float32,
@@ -83,10 +83,11 @@ class FusedGradients:
         )
         if not same:
             raise RuntimeError(
-                "amp: gradients were changed while they were scaled: with fused_step=True they are "
-                "until the step. Call every backward in scale_loss, clip with amp.clip_grad_norm_, "
-                "and call list(amp.master_params(optimizer)), which unscales them, before changing "
-                "them in another way. These gradients are lost: call optimizer.zero_grad()."
+                "amp: gradients were changed while they were scaled. With fused_step=True they "
+                "stay scaled until the step. Call every backward in scale_loss. Clip with "
+                "amp.clip_grad_norm_. To change them in another way, call "
+                "list(amp.master_params(optimizer)) before, which unscales them. These gradients "
+                "are lost: call optimizer.zero_grad()."
             )
 
     def _grads(self) -> dict[torch.Tensor, torch.Tensor]:

@@ -95,7 +95,9 @@ class Pass:
                 ledger.unscale_delayed()
             for ledger in self.ledgers:
                 ledger.forget_cleared_passes()
-            self.scale = self.scaler.scale_on(self.loss.device)  # it may have backed off just now
+            self.scale = self.scaler.scale_on(
+                self.loss.device
+            )  # the scale may just have been lowered
         try:
             for ledger in self.ledgers:
                 ledger.open(stash=not in_place)
@@ -176,7 +178,9 @@ class Pass:
         self.found_inf, self.counted = found_inf, self.scaler.steps
         for ledger in self.ledgers:
             ledger.passes.append(self)
-        for ledger in self.ledgers[0].training.sharers(self.ledgers):  # one may not step for long
+        for ledger in self.ledgers[0].training.sharers(
+            self.ledgers
+        ):  # one of them may not step for a long time
             ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
         if self.is_final or not check:
             self.scaler.finish_pass(agreement.agree_(found_inf, self.ledgers), check=check)
@@ -241,7 +245,7 @@ class Ledger:
         )
         if cleared and agreement.may_forget(self, had_grads=self._had_grads):
             for one in self.passes:
-                if not one.is_final and one.found_inf is not None:  # no step will let it back off
+                if not one.is_final and one.found_inf is not None:  # no step will lower the scale
                     one.scaler.finish_pass(agreement.agree_(one.found_inf, [self]))
             self.passes.clear()
 

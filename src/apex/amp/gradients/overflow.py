@@ -1,9 +1,9 @@
 """Overflow: who decides that a step is skipped, and how the host learns of it.
 
-On a CPU the host reads the flags of the passes before the step. A step on a device that the host
-runs ahead of need not wait, if the optimizer's kernels can skip by themselves: they read the flag,
-and :class:`AsyncCopy` brings it to the host meanwhile, for the message and for the error after too
-many skipped steps.
+On a CPU the host reads the flags of the passes before the step. On a GPU the host need not wait if
+the optimizer's kernels can skip by themselves: the kernels read the flag. Meanwhile
+:class:`AsyncCopy` copies it to the host, for the message and for the error after too many skipped
+steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AsyncCopy:
     def __init__(self, values: torch.Tensor) -> None:
         self._host: torch.Tensor | None = None
         if values.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return  # nothing will ever arrive: the replay of a graph has no host code
+            return  # no copy will arrive: the replay of a graph runs no host code
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -185,7 +185,7 @@ class Overflow:
 
 
 def _count(passes: Sequence[Pass], taken: torch.Tensor | None) -> None:
-    """Count a step on the scalers of its passes; ``taken`` tells where only the device knows."""
+    """Count a step on the scalers of its passes, by the flag ``taken`` if the host cannot know."""
     for one in passes:
         one.scaler.count_step(taken, since=one.counted)
 

@@ -2,7 +2,7 @@
 
 An entry shows the float32 master where a weight has one, and loading takes float32 values unrounded
 into the masters. So the ordinary state dicts lose nothing. Reading changes nothing: a weight that
-somebody has written shows what was written, and its master learns of it at the next step.
+the program has written shows what was written, and its master gets that at the next step.
 """
 
 from __future__ import annotations

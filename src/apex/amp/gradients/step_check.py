@@ -1,10 +1,11 @@
 """Whether an optimizer steps the masters that amp put into its groups.
 
-Some step another list: one of their own, or that of an optimizer inside (ZeroRedundancyOptimizer).
-Then the masters stay as they are and nothing trains. This is asked from the first step that is not
-skipped on, until one has changed a master. Versions do not tell alone: many published optimizers
-write through ``.data``. A few wait some steps before they change anything. On a GPU
-the watched steps wait for the device and cannot be captured in a CUDA graph: warm up first.
+Some optimizers step another list of parameters: one that they keep, or that of an optimizer inside
+(ZeroRedundancyOptimizer). Then the masters stay as they are and nothing trains. This is checked
+from the first step that is not skipped, until a step has changed a master. Versions are not enough
+for that, because many published optimizers write through ``.data``. A few optimizers wait some
+steps before they change anything. On a GPU the checked steps wait for the device and cannot be
+captured in a CUDA graph: warm up first.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class StepCheck:
         name = type(self._optimizer()).__name__
         raise RuntimeError(
             f"amp: {name}.step() did not change the float32 masters that amp put into its "
-            f"param_groups at {level}, so the model would not train. It steps a list of its own, "
-            "or an optimizer inside. Pass amp.initialize an optimizer that steps its "
-            "param_groups, or use O1 or O4, which have no masters."
+            f"param_groups at {level}, so the model would not train. It seems to step another list "
+            "of parameters, or another optimizer that it contains. Pass amp.initialize an "
+            "optimizer that steps its param_groups, or use O1 or O4, which have no masters."
         )
 
 

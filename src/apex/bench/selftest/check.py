@@ -1,8 +1,8 @@
 """What a check is: a name that users recognise, and a function that measures.
 
 A check is run once for each *path* by which the library computes. Its function gets a `Setting` and
-yields `Measured`: a number and the largest one allowed. It never judges, and never catches: a
-number above what is allowed, a nan and an error are all a failed check.
+yields `Measured`: a number and the largest one allowed. It does not compare the two and catches no
+error: a number above what is allowed, a nan and an error are all a failed check.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One step of each optimizer as a formula in float64, for one tensor.
 
-Beside the library's own definitions, and on purpose not made from them. `Step` holds what a formula
-may use; it returns the new weight and the new state by the names of `optimizer.state`. Tests
+These are separate from the library's definitions on purpose. `Step` holds what a formula may use;
+the formula returns the new weight and the new state by the names of `optimizer.state`. Tests
 compare Adam, SGD and Adagrad with `torch.optim` in float64, bit for bit but for a few roundings.
 """
 

@@ -1,7 +1,7 @@
-"""Every optimizer, step by step, beside its formula in float64.
+"""Every optimizer, step by step, compared with its formula in float64.
 
-Gradients are scaled by 1024 and the step is told so, as by `torch.amp.GradScaler`; there are two
-groups with their own learning rate and weight decay. Each step is compared with the formula of
+Gradients are scaled by 1024 and the step gets the scale, as from `torch.amp.GradScaler`. There are
+two groups with their own learning rate and weight decay. Each step is compared with the formula of
 what was stored before it, so that errors do not add up. Then a step with ``found_inf`` has to leave
 every bit as it is, and a second run has to end with the same bits.
 """
@@ -301,8 +301,8 @@ def _lost_updates(setting: Setting) -> Iterator[Measured]:
     moved = sum(differing(old, param.detach()) for old, param in pairs)
     total = sum(param.numel() for param in params)
     off = abs(round(meter.share * total) - (total - moved))
-    yield Measured("lost updates counted beside those seen", off, 0, "off")
-    yield Measured("share of lost updates", meter.share, None, "")
+    yield Measured("lost updates counted and expected", off, 0, "off")
+    yield Measured("fraction of updates lost", meter.share, None, "")
 
 
 def _normed(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator[Measured]:

@@ -2,7 +2,7 @@
 
 One rounding is allowed, or a few eps where sums of terms of both signs decide. In float32 twice
 the error of torch's own float32 function is allowed too: sums over thousands of rows round at
-every addition, whoever adds. (4 x 320 x 64 x 64, gradient of a group norm's weight: torch's is 10
+every addition. (4 x 320 x 64 x 64, gradient of a group norm's weight: torch's is 10
 eps off.)
 """
 

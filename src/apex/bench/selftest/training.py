@@ -133,7 +133,7 @@ def _numbers(trainer: Trainer, level: Level) -> Iterator[Measured]:
         wrong = sum(dtype != expected for dtype in found)
         yield Measured(f"{what} not {str(expected)[6:]}", wrong, 0, "tensors")
     scale = float(amp.state_dict()["loss_scaler0"]["loss_scale"])
-    yield Measured(f"loss scale beside {level.scale:g}", abs(scale - level.scale), 0, "off")
+    yield Measured(f"loss scale, {level.scale:g} expected", abs(scale - level.scale), 0, "off")
 
 
 def _fused(level: str) -> Callable[[Setting], Iterator[Measured]]:

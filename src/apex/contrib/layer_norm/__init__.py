@@ -1,4 +1,4 @@
-"""Layer norm over the last dimension; its wide rows are what NVIDIA wrote it for."""
+"""Layer norm over the last dimension; NVIDIA's version is for wide rows."""
 
 from apex.contrib.layer_norm.layer_norm import FastLayerNorm
 

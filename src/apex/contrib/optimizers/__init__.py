@@ -1,6 +1,6 @@
 """Optimizers with the signatures of 2019: gradients, outputs and scale as arguments of ``step``.
 
-New programs want :mod:`apex.optimizers`.
+In new programs use :mod:`apex.optimizers`.
 """
 
 from apex._missing import explain_attributes

@@ -20,7 +20,7 @@ class FusedLAMB(_FusedLAMB):
         bias_correction: Whether moments are corrected for their start at 0.
         betas: Decays of the two moments.
         eps: Added to the root of the second moment.
-        weight_decay: Its size.
+        weight_decay: Weight decay.
         amsgrad: Not supported; here because callers pass ``False``.
         adam_w_mode: Decoupled weight decay instead of an L2 penalty.
         grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.

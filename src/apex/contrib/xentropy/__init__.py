@@ -1,4 +1,4 @@
-"""Cross-entropy losses: of logits, and of what makes the logits."""
+"""Cross-entropy losses: of logits, and of a linear layer that computes the logits."""
 
 from apex.contrib.xentropy.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from apex.contrib.xentropy.softmax_xentropy import SoftmaxCrossEntropyLoss

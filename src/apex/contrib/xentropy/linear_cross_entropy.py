@@ -26,8 +26,8 @@ def linear_cross_entropy(
     """Compute ``F.cross_entropy(F.linear(input, weight, bias).float(), targets)`` in pieces.
 
     The logits are made for ``chunk_size`` rows at a time, so that at 32,768 classes a forward and
-    backward pass needs less than a quarter of the memory. How, and at which cost:
-    :mod:`apex.ops.linear_cross_entropy`. Gradients of gradients and float64 make all at once.
+    backward pass needs less than a quarter of the memory. :mod:`apex.ops.linear_cross_entropy` says
+    how. For gradients of gradients and for float64 all logits are made at once.
 
     Args:
         input: ``(..., features)``.
@@ -35,7 +35,7 @@ def linear_cross_entropy(
         targets: ``(...)``, class numbers of any integer dtype.
         bias: ``(classes,)`` or ``None``.
         ignore_index: Target of rows that do not count.
-        label_smoothing: Share of the target that is spread evenly over all classes.
+        label_smoothing: Fraction of the target that is spread evenly over all classes.
         reduction: ``"mean"`` over the rows that count (nan if none does), ``"sum"``, or ``"none"``.
         chunk_size: Rows at a time; by default an eighth of them, within limits.
 
@@ -68,8 +68,8 @@ def linear_cross_entropy(
 class LinearCrossEntropyLoss(torch.nn.Module):
     """A classifier's last layer together with its loss; see :func:`linear_cross_entropy`.
 
-    Weights are those of ``linear``, an ordinary ``torch.nn.Linear``, which makes logits where they
-    are wanted after all. Names and order of arguments are those of ``torch.nn``'s class of this
+    The weights are those of ``linear``, an ordinary ``torch.nn.Linear``. Call it where you need the
+    logits. Names and order of arguments are those of ``torch.nn``'s class of this
     name.
 
     Args:

@@ -31,12 +31,14 @@ class SoftmaxCrossEntropyLoss(Chosen):
     any integer dtype; losses ``(rows,)`` in float32 (float64 for float64). Formula, errors and what
     runs where: :mod:`apex.ops.cross_entropy`.
 
-    **Rows with label 0 are left out unless another** ``padding_idx`` **is given**, -1 for instance:
-    the default is the original's. ``half_to_float`` is taken and changes nothing: losses are always
-    float32, and gradients have the logits' dtype.
+    **Class 0 is ignored by default**, as in NVIDIA's Apex: rows with the label ``padding_idx``, 0,
+    have loss 0 and gradient 0. If 0 is one of your classes, pass a ``padding_idx`` that is no
+    label, such as -100. ``half_to_float`` has no effect: losses are always float32, and gradients
+    have the logits' dtype.
 
-    Keywords work too. By torch's rules for autograd functions ``torch.compile`` wants all options
-    before them, and ``torch.jit.script`` takes none.
+    Options may be passed by keyword. Two of torch's rules for autograd functions limit that: under
+    ``torch.compile`` all options before a keyword must be given, and ``torch.jit.script`` takes no
+    keywords.
 
     Example:
         >>> logits = torch.tensor([[0.0, 0.0], [3.0, 3.0]])
