@@ -5,6 +5,8 @@ release that has it. "2.13" means: 2.13 has it and 2.9 does not. Releases betwee
 of 2.9, which works in both.
 """
 
+from typing import Any
+
 import torch
 
 IS_2_13 = torch.__version__ >= (2, 13)
@@ -19,3 +21,9 @@ def is_compiling() -> bool:
     if torch.compiler.is_compiling():
         return True
     return not IS_2_13 and torch._guards.TracingContext.try_get() is not None
+
+
+def cpu_capabilities() -> dict[str, Any] | None:
+    """``torch.cpu.get_capabilities()`` of 2.13; ``None`` in 2.9, which lacks it."""
+    query = getattr(torch.cpu, "get_capabilities", None)
+    return None if query is None else dict(query())
