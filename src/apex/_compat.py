@@ -8,8 +8,9 @@ of 2.9, which works in both.
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
-IS_2_13 = torch.__version__ >= (2, 13)
+IS_2_13 = TorchVersion(torch.__version__) >= "2.13"
 
 # 2.13: Dynamo traces torch.set_autocast_enabled and torch.set_autocast_dtype. torch.autocast it
 # traces in 2.9 too.

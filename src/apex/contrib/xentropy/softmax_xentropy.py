@@ -38,7 +38,7 @@ class SoftmaxCrossEntropyLoss(_Chosen):
     float32, and gradients have the logits' dtype.
 
     Keywords work too. By torch's rules for autograd functions ``torch.compile`` wants all options
-    before them, and ``torch.jit.script`` takes none.
+    before them (and takes none before torch 2.13), and ``torch.jit.script`` takes none.
 
     Example:
         >>> logits = torch.tensor([[0.0, 0.0], [3.0, 3.0]])
