@@ -154,7 +154,10 @@ def test_what_cannot_be_launched_is_a_problem_on_every_target_and_slow_on_older_
     found = program(str(PLANTED), ",".join(SHARED), *names)
     for target, shared in SHARED.items():
         said = found[target]
-        assert f"and a program has at most {shared} there" in said["256 KiB"][0]
+        if target == "gfx942" and triton.__version__.startswith("3.5."):
+            assert said["256 KiB"] == []  # it turns a tile without shared memory
+        else:
+            assert f"and a program has at most {shared} there" in said["256 KiB"][0]
         wide = "cannot run: 32 warps are 2048 threads, and a program has at most 1024 there"
         assert said["32 warps"] == ([wide] if target == "gfx942" else [])
         assert said["16 warps on AMD"] == said["sound row"] == []
