@@ -15,6 +15,7 @@ import torch
 import apex
 import apex.contrib.optimizers
 from apex import _missing
+from apex._compat import IS_2_13
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -189,6 +190,8 @@ TORCH_NAMES = sorted({name for use in TABLE.values() for name in re.findall(r"to
 
 @pytest.mark.parametrize("name", TORCH_NAMES)
 def test_what_to_use_is_in_torch(name):
+    if name.startswith("torch.nn.attention.varlen") and not IS_2_13:
+        pytest.skip("torch 2.13 has this name, 2.9 has not")
     found, done = torch, "torch"
     for part in name.split(".")[1:]:
         done = f"{done}.{part}"

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex import amp
+from apex import _compat, amp
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -47,6 +47,14 @@ def start(level, model, **options):
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
+def _untraced(function):
+    def call(*args):
+        assert not torch.compiler.is_dynamo_compiling()
+        return function(*args)
+
+    return call
+
+
 def assert_same(left, right):
     for one, other in zip(left, right, strict=True):
         assert one.dtype == other.dtype
@@ -83,6 +91,13 @@ def test_own_thread(level, inside):
 )
 def test_thread_of_another_level(level, ambient, inside):
     check(level, ambient, inside, fullgraph=True)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_dynamo_that_does_not_trace_set_autocast_enabled(level, monkeypatch):
+    monkeypatch.setattr(_compat, "TRACES_SET_AUTOCAST", False)
+    monkeypatch.setattr(torch, "set_autocast_enabled", _untraced(torch.set_autocast_enabled))
+    check(level, "O4", inside=True, fullgraph=True)
 
 
 @pytest.mark.exhaustive

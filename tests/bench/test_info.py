@@ -78,7 +78,7 @@ def test_a_machine_where_everything_is_missing(tools, monkeypatch):
     monkeypatch.setattr(machine.Path, "read_text", nothing)
     monkeypatch.setattr(machine.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError()))
     monkeypatch.setattr(machine.os, "cpu_count", lambda: None)
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr(machine, "_distribution_version", lambda name: None)
     report = info.collect()
     assert report.versions.triton is None
@@ -155,7 +155,8 @@ def test_half_types_of_a_gpu(capability, float16, bfloat16):
     ],
 )
 def test_half_types_of_a_cpu(monkeypatch, flags, float16, bfloat16):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(flags, True))
+    found = dict.fromkeys(flags, True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
     half = {half.dtype: half.native for half in machine.devices()[0].half_types}
     assert half == {"float16": float16, "bfloat16": bfloat16}
 

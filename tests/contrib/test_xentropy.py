@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from apex._compat import IS_2_13
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.ops import _runtime
 from apex.ops import cross_entropy as ops
@@ -288,6 +289,19 @@ def test_bad_input(arguments, error, said):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
 def test_compiled_as_one_graph():
     """The operation is one node, backward too; a user's call has no graph break."""
+    logits, labels, grad = _data((6, 50), torch.float32)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x):
+        return SoftmaxCrossEntropyLoss.apply(x, labels, 0.1, PADDING)
+
+    _agrees(compiled(logits), logits, labels, grad, 0.1)
+
+
+@pytest.mark.skipif(not IS_2_13, reason="torch.compile takes no keywords of apply in torch 2.9")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
+def test_compiled_with_a_keyword():
     logits, labels, grad = _data((6, 50), torch.float32)
     torch._dynamo.reset()
 

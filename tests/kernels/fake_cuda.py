@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -195,12 +196,14 @@ def _no_guard():
     torch does so itself where it was built with CUDA and finds no GPU. A build for the CPU has no
     guard for CUDA at all; that of ``meta`` does nothing.
     """
-    torch._C._ensureCUDADeviceGuardSet()
+    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)  # torch 2.9 has none
+    if ensure is not None:
+        ensure()
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
     guards = (ctypes.c_void_p * DEVICE_TYPES).in_dll(
         library, "_ZN3c104impl26device_guard_impl_registryE"
     )
-    if not guards[CUDA]:
+    if ensure is None or not guards[CUDA]:
         guards[CUDA] = guards[META]
 
 
@@ -225,6 +228,7 @@ def fake_cuda():
         FakeTensorMode(),  # before CUDA seems to be available: it would want to use it
         mock.patch.multiple(torch.cuda, **stand_ins),
         mock.patch.object(torch.accelerator, "is_available", return_value=True),
+        mock.patch.object(fake_tensor, "init_gpu_context"),  # torch 2.9 asks for a device there
         mock.patch.object(torch.Tensor, "data_ptr", _address),
         Pinning(devices),
         Watch(devices, log),

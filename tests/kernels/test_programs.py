@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+if not hasattr(InterpretedFunction, "run"):
+    pytest.skip("the interpreter of Triton 3.5 cannot be watched", allow_module_level=True)
+
 from apex.kernels import _inspect
 from apex.ops import _runtime
 from tests.kernels import programs

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex._compat import IS_2_13
 from apex.ops import __path__ as PATH
 from apex.ops import (
     _runtime,
@@ -427,6 +428,8 @@ def test_opcheck(case, path):
 
 @every_path
 def test_compiles_to_one_operator(case, path):
+    if case.op is group_norm.OP and path != "triton" and not IS_2_13:
+        pytest.skip("torch 2.9 fails on its own group_norm's gradient with symbolic channels")
     graphs = []
 
     def backend(graph, inputs):

@@ -50,7 +50,7 @@ IF_DENSE = op(
     lambda x: x + 1,
     grads=("x",),
     contiguous=False,
-    takes=torch.Tensor.is_contiguous,
+    takes=lambda x: x.is_contiguous(),
 )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import apex
+from apex import _compat
 
 __all__ = ["Cuda", "Device", "HalfType", "Versions", "cuda", "devices", "versions"]
 
@@ -257,9 +258,9 @@ def _distribution_version(name: str) -> str | None:
 
 def _cpu_flags() -> frozenset[str]:
     """Collect the names of what the CPU can do; empty where nobody says."""
-    query = getattr(torch.cpu, "get_capabilities", None)  # an older torch lacks it
-    if query is not None:
-        return frozenset(name for name, present in query().items() if present is True)
+    capabilities = _compat.cpu_capabilities()
+    if capabilities is not None:
+        return frozenset(name for name, present in capabilities.items() if present is True)
     return frozenset(word for line in _cpuinfo("flags", "Features") for word in line.split())
 
 

@@ -78,11 +78,16 @@ def gpu(target: str) -> Any:
         if target not in AMD:
             raise UnavailableError(f"{target}: unknown target; of AMD there are {', '.join(AMD)}")
         return GPUTarget("hip", target, 64)
-    assembler = "ptxas-blackwell" if int(cuda[1]) >= BLACKWELL else "ptxas"
-    if f"'{target}'" not in run(assembler, "--help"):
+    if f"'{target}'" not in run(assembler(int(cuda[1])), "--help"):
         raise UnavailableError(f"{target}: this triton ({triton.__version__}) does not know it")
     tool("cuobjdump")
     return GPUTarget("cuda", int(cuda[1]), 32)
+
+
+def assembler(architecture: int) -> str:
+    """Name of the program that assembles for ``sm_<architecture>``; Triton 3.5 has one for all."""
+    two = hasattr(triton.knobs.nvidia, "ptxas_blackwell")
+    return "ptxas-blackwell" if two and architecture >= BLACKWELL else "ptxas"
 
 
 def tool(name: str) -> str:

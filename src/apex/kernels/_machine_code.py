@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from apex.kernels._cases import Case
-from apex.kernels._compile import BLACKWELL, gpu, run
+from apex.kernels._compile import assembler, gpu, run
 from apex.kernels._compile import compiled as _compiled
 
 
@@ -104,7 +104,7 @@ def _spilled(case: Case, ptx: str, folder: str) -> int:
     with open(source, "w", encoding="utf-8") as file:
         file.write(ptx)
     arch = re.findall(r"\.target (\w+)", ptx)[0]
-    tool = "ptxas-blackwell" if int(re.findall(r"\d+", arch)[0]) >= BLACKWELL else "ptxas"
+    tool = assembler(int(re.findall(r"\d+", arch)[0]))
     fused = [] if case.options.get("enable_fp_fusion", True) else ["--fmad=false"]
     said = run(tool, "-v", *fused, f"--gpu-name={arch}", source, "-o", output)
     spilled = [int(number) for number in re.findall(r"(\d+) bytes spill", said)]

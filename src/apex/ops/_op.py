@@ -242,7 +242,9 @@ class op:  # lower case, like torch.autocast: used as a function
         if dy is None:  # only another result was used
             return (None,) * len(self.names)
         needed = dict.fromkeys(self.names, False)
-        needed |= zip(self.tensors, needs or ctx.needs_input_grad, strict=False)
+        given = (needs or ctx.needs_input_grad)[: len(self.tensors)]
+        # Two slices: in Dynamo of torch 2.9 zip(strict=False) is strict.
+        needed |= zip(self.tensors[: len(given)], given, strict=True)
         saved = dict(zip(self.saves, ctx.saved_tensors, strict=True)) | ctx.constants
         wanted = [name for name in self.tensors if needed[name]]
         with _runtime.without_autocast(dy.device.type):

@@ -34,7 +34,12 @@ def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch
     wanted = sum(tensor.numel() for tensor in tensors)
     if flat.numel() < wanted:
         raise RuntimeError(f"unflatten needs {wanted} elements; flat has {flat.numel()}.")
-    return list(_unflatten_dense_tensors(flat, tensors))  # type: ignore[no-untyped-call]
+    views = _unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
+    # torch 2.9 gives views without elements the shape (0,).
+    return [
+        view if view.numel() else view.view(tensor.shape)
+        for view, tensor in zip(views, tensors, strict=True)
+    ]
 
 
 def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -116,6 +116,7 @@ class FusedSGD(FusedOptimizer):
     def _is_fresh(self, param: torch.Tensor) -> bool:
         return "momentum_buffer" not in self.state.get(param, {})
 
+    @_runtime.not_compiled
     @torch.no_grad()
     def step_scaled(
         self,

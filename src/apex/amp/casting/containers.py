@@ -29,17 +29,17 @@ def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
     return _walk(value, fn, ())
 
 
-def _walk(value: Any, fn: _Function, path: tuple[int, ...]) -> Any:
-    """Apply ``fn`` below ``value``; ``path`` holds the ids of the containers around it."""
+def _walk(value: Any, fn: _Function, path: tuple[Any, ...]) -> Any:
+    """Apply ``fn`` below ``value``; ``path`` holds the containers around it."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, (str, bytes, torch.nn.Module, type)) or value is None:
         return value
     if callable(getattr(value, "to", None)) and not _is_array(value):
         return fn(value)
-    if id(value) in path:  # a container that holds itself
+    if any(value is outer for outer in path):  # a container that holds itself
         return value
-    path = (*path, id(value))
+    path = (*path, value)
     if isinstance(value, Mapping):
         return _mapping(value, fn, path)
     if dataclasses.is_dataclass(value):
@@ -53,7 +53,7 @@ def _is_array(value: Any) -> bool:
     return type(value).__module__.split(".")[0] == "numpy"
 
 
-def _mapping(value: Any, fn: _Function, path: tuple[int, ...]) -> Any:
+def _mapping(value: Any, fn: _Function, path: tuple[Any, ...]) -> Any:
     changed = {}
     for key, old in value.items():
         new = _walk(old, fn, path)
@@ -69,7 +69,7 @@ def _mapping(value: Any, fn: _Function, path: tuple[int, ...]) -> Any:
     return result
 
 
-def _fields(value: Any, fn: _Function, path: tuple[int, ...]) -> Any:
+def _fields(value: Any, fn: _Function, path: tuple[Any, ...]) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         old = getattr(value, field.name, None)
@@ -84,7 +84,7 @@ def _fields(value: Any, fn: _Function, path: tuple[int, ...]) -> Any:
     return result
 
 
-def _items(value: Any, fn: _Function, path: tuple[int, ...]) -> Any:
+def _items(value: Any, fn: _Function, path: tuple[Any, ...]) -> Any:
     if isinstance(value, (range, torch.Size, memoryview, bytearray)):
         return value
     old = list(value)

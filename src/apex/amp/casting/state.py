@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from apex import _compat
+
 
 class Rule(NamedTuple):
     """What happens to one function: ``kind`` is half, float, promote, native or banned.
@@ -69,6 +71,10 @@ _alive: weakref.WeakValueDictionary[int, Casts] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
+# Of some device types: whether autocast is on, and its dtype.
+_States = tuple[tuple[str, bool, torch.dtype], ...]
+
+
 class _Saved(NamedTuple):
     """A thread's state before a change.
 
@@ -85,7 +91,7 @@ class _Saved(NamedTuple):
     casts: Casts | None
     backward: int
     nesting: int
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: _States
     cache: bool
     nested: bool
     frame: FrameType | None = None
@@ -101,6 +107,8 @@ class _Thread(threading.local):
         before: The state before :func:`enable_for_thread`.
         forwards: The states before the forwards under way.
         blocks: What the blocks of :func:`off` under way will put back, by device type.
+        traced: Changes of autocast's state under way in Dynamo's trace, where it cannot trace
+            ``torch.set_autocast_enabled``.
     """
 
     def __init__(self) -> None:
@@ -110,6 +118,7 @@ class _Thread(threading.local):
         self.before: _Saved | None = None
         self.forwards: list[_Saved] = []
         self.blocks: list[dict[str, bool]] = []
+        self.traced: list[Iterator[None]] = []
 
 
 thread = _Thread()
@@ -143,7 +152,7 @@ def current() -> Casts | None:
     restored, which does not say whose it was. What ``torch.utils.checkpoint`` recomputes runs
     under :func:`recompute`; for the rest the newest casts to the restored type are taken.
     """
-    if torch.compiler.is_compiling():
+    if _compat.is_compiling():
         return thread.casts or (_newest_restored() if _alive else None)
     backward = torch._C._current_graph_task_id()
     if backward != thread.backward:
@@ -224,13 +233,9 @@ def refuse_users_block(call: str, *, switches_on: bool) -> None:
 
 
 def _save(key: object, nested: bool, frame: FrameType | None = None) -> _Saved:
-    autocast = tuple(
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in device_types()
-    )
     cache = torch.is_autocast_cache_enabled()
     own = thread.casts, thread.backward, thread.nesting
-    return _Saved(key, *own, autocast, cache, nested, frame)
+    return _Saved(key, *own, _states(_enabled()), cache, nested, frame)
 
 
 def _switch(casts: Casts | None, devices: tuple[str, ...]) -> None:
@@ -238,18 +243,61 @@ def _switch(casts: Casts | None, devices: tuple[str, ...]) -> None:
     if not torch.compiler.is_compiling():
         thread.backward = torch._C._current_graph_task_id()
     if casts is None:
-        _set_enabled(dict.fromkeys(device_types(), False))
-        return
-    for device in devices:
-        torch.set_autocast_enabled(device, True)
-        torch.set_autocast_dtype(device, casts.dtype)
+        _change(_all_off())
+    else:
+        _change(tuple([(device, True, casts.dtype) for device in devices]))
 
 
 def _put_back(saved: _Saved) -> None:
     thread.casts, thread.backward, thread.nesting = saved.casts, saved.backward, saved.nesting
-    for device, enabled, dtype in saved.autocast:
+    _undo_change(saved.autocast)
+
+
+def _change(states: _States) -> None:
+    """Set autocast's state; each call has its :func:`_undo_change`, in reversed order."""
+    if torch.compiler.is_dynamo_compiling() and not _compat.TRACES_SET_AUTOCAST:
+        change = _traced_change(states)
+        next(change)
+        thread.traced.append(change)
+    else:
+        _set(states)
+
+
+def _undo_change(before: _States) -> None:
+    """Put back the state that was in force before a :func:`_change`."""
+    if torch.compiler.is_dynamo_compiling() and not _compat.TRACES_SET_AUTOCAST:
+        next(thread.traced.pop(), None)
+    else:
+        _set(before)
+
+
+def _traced_change(states: _States) -> Iterator[None]:
+    """Have ``states`` in force until the second ``next``."""
+    if not states:
+        yield
+        return
+    device, enabled, dtype = states[0]
+    with torch.autocast(device, dtype, enabled):
+        yield from _traced_change(states[1:])
+
+
+def _set(states: _States) -> None:
+    for device, enabled, dtype in states:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
+
+
+def _enabled() -> dict[str, bool]:
+    return {device: torch.is_autocast_enabled(device) for device in device_types()}
+
+
+def _states(enabled: dict[str, bool]) -> _States:
+    """States with the dtypes that are in force."""
+    return tuple([(device, on, torch.get_autocast_dtype(device)) for device, on in enabled.items()])
+
+
+def _all_off() -> _States:
+    return _states(dict.fromkeys(device_types(), False))
 
 
 def enable_for_thread(casts: Casts, devices: tuple[str, ...]) -> None:
@@ -369,29 +417,24 @@ class _CastsOff:
 
     def __enter__(self) -> None:
         end_interrupted_forwards()
-        saved = {device: torch.is_autocast_enabled(device) for device in device_types()}
+        saved = _enabled()
         self.saved.append(saved)
         thread.blocks.append(saved)
-        _set_enabled(dict.fromkeys(saved, False))
+        _change(_all_off())
 
     def __exit__(self, *error: object) -> None:
         saved = self.saved.pop()
         thread.blocks[:] = [other for other in thread.blocks if other is not saved]
-        _set_enabled(saved)
+        _undo_change(_states(saved))
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
         """Inside this context, casts as they were outside of the block."""
-        _set_enabled(self.saved[-1])
+        _change(_states(self.saved[-1]))
         try:
             yield
         finally:
-            _set_enabled(dict.fromkeys(device_types(), False))
-
-
-def _set_enabled(by_device: dict[str, bool]) -> None:
-    for device, enabled in by_device.items():
-        torch.set_autocast_enabled(device, enabled)
+            _undo_change(_all_off())
 
 
 def off() -> _CastsOff:

@@ -37,8 +37,8 @@ class SoftmaxCrossEntropyLoss(Chosen):
     have the logits' dtype.
 
     Options may be passed by keyword. Two of torch's rules for autograd functions limit that: under
-    ``torch.compile`` all options before a keyword must be given, and ``torch.jit.script`` takes no
-    keywords.
+    ``torch.compile`` all options before a keyword must be given, and before torch 2.13 it takes no
+    keywords; ``torch.jit.script`` takes none at all.
 
     Example:
         >>> logits = torch.tensor([[0.0, 0.0], [3.0, 3.0]])

@@ -1,0 +1,30 @@
+"""What differs between releases of torch, from 2.9 on.
+
+Written for the oldest supported release; what a newer one has is asked for here alone, with the
+release that has it. "2.13" means: 2.13 has it and 2.9 does not. Releases between them take the way
+of 2.9, which works in both.
+"""
+
+from typing import Any
+
+import torch
+from torch.torch_version import TorchVersion
+
+IS_2_13 = TorchVersion(torch.__version__) >= "2.13"
+
+# 2.13: Dynamo traces torch.set_autocast_enabled and torch.set_autocast_dtype. torch.autocast it
+# traces in 2.9 too.
+TRACES_SET_AUTOCAST = IS_2_13
+
+
+def is_compiling() -> bool:
+    """``torch.compiler.is_compiling()`` of 2.13: in 2.9 it is False while AOTAutograd traces."""
+    if torch.compiler.is_compiling():
+        return True
+    return not IS_2_13 and torch._guards.TracingContext.try_get() is not None
+
+
+def cpu_capabilities() -> dict[str, Any] | None:
+    """``torch.cpu.get_capabilities()`` of 2.13; ``None`` in 2.9, which lacks it."""
+    query = getattr(torch.cpu, "get_capabilities", None)
+    return None if query is None else dict(query())
