@@ -47,9 +47,8 @@ class MlpFunction(torch.autograd.Function):
                 outputs = ops.outputs_of(x, weights, biases, ctx.activation)
             need_x, *need = ctx.needs_input_grad[2:]
             needs = (need_x, need[:n], need[n:] or [False] * n)
-            dx, d_weights, d_biases = ops.backward(
-                dense.rows(grad_o), x, weights, outputs, ctx.activation, needs
-            )
+            dy = grad_o.reshape(outputs[-1].shape)
+            dx, d_weights, d_biases = ops.backward(dy, x, weights, outputs, ctx.activation, needs)
         shaped = None if dx is None else dx.reshape(ctx.saved_tensors[0].shape)
         return (None, None, shaped, *d_weights, *(d_biases if ctx.bias else ()))
 
@@ -146,9 +145,9 @@ class MLP(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
         for weight in self.weights:
-            torch.nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
+            torch.nn.init.normal_(weight, 0.0, math.sqrt(2.0 / max(1, sum(weight.shape))))
         for bias in self.biases:
-            torch.nn.init.normal_(bias, 0.0, math.sqrt(1.0 / len(bias)))
+            torch.nn.init.normal_(bias, 0.0, math.sqrt(1.0 / max(1, len(bias))))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ``(..., mlp_sizes[0])`` to ``(..., mlp_sizes[-1])``."""
