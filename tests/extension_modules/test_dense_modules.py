@@ -143,7 +143,7 @@ def test_bad_input():
         mlp_cuda.backward(0, 1, x, outputs, [x, weight])
     with pytest.raises(ValueError, match=r"reserved has shape \[1\] and input has \[4, 3\]. Pass"):
         mlp_cuda.backward(0, 1, dy, [outputs[0], torch.ones(1)], [x, weight])
-    with pytest.raises(ValueError, match="there are 1 outputs; pass the two that mlp_cuda.forward"):
+    with pytest.raises(ValueError, match="there are 1 outputs; pass the two of mlp_cuda.forward"):
         mlp_cuda.backward(0, 1, dy, outputs[:1], [x, weight])
     with pytest.raises(ValueError, match="there are 0 tensors. Pass an input and weights"):
         mlp_cuda.forward(0, 1, [])
