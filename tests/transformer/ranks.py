@@ -72,7 +72,7 @@ def _plain(scaler, rank):
 
 
 def parts(rank):
-    """This rank's part of 12 numbers, and all of them again; in a group of one rank as well; errors."""
+    """This rank's part of 12 numbers, and all again; in a group of one rank as well; errors."""
     whole = torch.arange(12.0).view(3, 4).t()
     part = split_tensor_into_1d_equal_chunks(whole)
     with warnings.catch_warnings():

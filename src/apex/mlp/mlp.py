@@ -38,8 +38,9 @@ class MlpFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_o: torch.Tensor) -> Any:
         """Compute the gradients of the tensors in ``args``."""
         with _runtime.without_autocast(grad_o.device.type):
-            args = dense.cast(ctx.dtype, *ctx.saved_tensors[: ctx.count])
-            outputs = [dense.rows(y) for y in ctx.saved_tensors[ctx.count :]]
+            saved = ctx.saved_tensors  # once: torch.utils.checkpoint has them no second time
+            args = dense.cast(ctx.dtype, *saved[: ctx.count])
+            outputs = [dense.rows(y) for y in saved[ctx.count :]]
             n = len(outputs)
             x, weights = dense.rows(args[0]), args[1 : n + 1]
             if dense.again():
@@ -49,7 +50,7 @@ class MlpFunction(torch.autograd.Function):
             needs = (need_x, need[:n], need[n:] or [False] * n)
             dy = grad_o.reshape(outputs[-1].shape)
             dx, d_weights, d_biases = ops.backward(dy, x, weights, outputs, ctx.activation, needs)
-        shaped = None if dx is None else dx.reshape(ctx.saved_tensors[0].shape)
+        shaped = None if dx is None else dx.reshape(saved[0].shape)
         return (None, None, shaped, *d_weights, *(d_biases if ctx.bias else ()))
 
 
