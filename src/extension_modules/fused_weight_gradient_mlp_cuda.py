@@ -27,7 +27,7 @@ def wgrad_gemm_accum_fp32(
 
     Args:
         input: ``(..., in)``; leading dimensions count as rows.
-        d_output: ``(..., out)``, in the input's dtype.
+        d_output: ``(..., out)`` of as many rows, in the input's dtype.
         d_weight: ``(out, in)``, contiguous; float64 where the input is.
     """
     to = wide(input) if isinstance(input, torch.Tensor) else torch.float32
@@ -59,9 +59,11 @@ def _add(
         check_tensors(name, tensors, floating=tensors, required=tensors)
         dense.check_one_dtype(name, {"input": input, "d_output": d_output})
         x, dy = dense.rows(input), dense.rows(d_output)
-        said = f"input has {list(input.shape)}"
-        check_shape(name, "d_output", d_output, (*input.shape[:-1], dy.shape[1]), said)
-        said += f" and d_output {list(d_output.shape)}"
+        said = f"input has {list(input.shape)} and d_output {list(d_output.shape)}"
+        if x.dim() < 2 or dy.dim() < 2 or x.shape[0] != dy.shape[0]:
+            raise ArgumentError(
+                f"{name}: {said}. Pass (..., in_features) and (..., out_features) of as many rows."
+            )
         check_shape(name, "d_weight", d_weight, (dy.shape[1], x.shape[1]), said)
         if d_weight.dtype != to or not d_weight.is_contiguous():
             layout = "" if d_weight.is_contiguous() else " and not contiguous"

@@ -15,7 +15,7 @@ import torch
 import apex
 from apex.ops import dense
 from apex.ops import mlp as ops
-from apex.ops._check import check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors
 
 __all__ = ["backward", "forward"]
 
@@ -45,6 +45,10 @@ def backward(
     name = "mlp_cuda.backward"
     with dense.alone(inputs[0] if inputs else None):
         x, weights, biases = ops.parts(name, bool(use_bias), activation, inputs)
+        if len(fprop_outputs) != 2:
+            raise ArgumentError(
+                f"{name}: there are {len(fprop_outputs)} outputs; pass the two of mlp_cuda.forward."
+            )
         y, reserved = fprop_outputs
         tensors = {"input": x, "grad_o": grad_o, "output": y, "reserved": reserved}
         check_tensors(name, tensors, floating=tensors, required=tensors)
@@ -55,7 +59,10 @@ def backward(
         for key in ("grad_o", "output"):
             check_shape(name, key, tensors[key], (*x.shape[:-1], len(weights[-1])), said)
         check_shape(name, "reserved", reserved, (sum(sizes),), said)
-        hidden = [each.view(len(rows), -1) for each in torch.split(reserved, sizes)]
+        hidden = [
+            each.view(len(rows), len(weight))
+            for each, weight in zip(torch.split(reserved, sizes), weights[:-1], strict=True)
+        ]
         needs = (True, [True] * len(weights), [bool(use_bias)] * len(weights))
         outputs = [*hidden, dense.rows(y)]
         dx, d_weights, d_biases = ops.backward(

@@ -364,6 +364,16 @@ def test_under_autocast():
         assert found <= PRODUCTS[torch.bfloat16]
 
 
+def test_autocast_casts_no_float64():
+    layer = EncdecMultiheadAttn(8, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        for query, key in ((X.double(), X), (X, X.double())):
+            with pytest.raises(ArgumentError, match="float64.* Pass one floating dtype for all.$"):
+                layer(query, key, key)
+        x = X.double()
+        assert layer.double()(x, x, x)[0].dtype == torch.float64
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_under_amp(level):
     layer, query, key, masks = _case("self, norm", torch.float32)
@@ -417,7 +427,7 @@ X = torch.zeros(5, 3, 8)
     [
         ({"query": X[0]}, r"query has shape \[3, 8\]; pass \(time, batch, embed_dim\)"),
         ({"query": X[..., :4]}, "with embed_dim 8"),
-        ({"query": X.double()}, "query is torch.float64 and the weights are torch.float32"),
+        ({"query": X.double()}, "query torch.float64, key torch.float32, out_proj_weight torch.f"),
         ({"query": X.long()}, "query is torch.int64; allowed are"),
         ({"query": X.to("meta")}, "key is on cpu and query on meta"),
         ({"key": None}, "key is a NoneType; pass a tensor"),

@@ -38,6 +38,16 @@ def test_mlp(bias, activation, layers, dtype, autocast):
     assert len(found) == len(expected)
 
 
+@pytest.mark.parametrize("sizes", [(0, 4), (6, 0)], ids=str)
+def test_mlp_of_nothing(sizes):
+    """No rows; a hidden layer without features."""
+    rows, features = sizes
+    args = [torch.randn(rows, 3), torch.randn(features, 3), torch.randn(2, features)]
+    outputs = mlp_cuda.forward(0, 1, args)
+    found = mlp_cuda.backward(0, 1, torch.ones(rows, 2), outputs, args)
+    assert [grad.tolist() for grad in found] == [torch.zeros_like(a).tolist() for a in args]
+
+
 @pytest.mark.parametrize("dtype", PRODUCTS, ids=str)
 def test_fused_dense(dtype):
     shapes = [(2, 6, 5), (7, 5), (7,), (3, 7), (3,)]
@@ -72,10 +82,13 @@ def test_weight_gradient_in_float32(dtype, leading):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x, dy = (torch.randn(*leading, size).to(dtype) for size in (30, 20))
     total = torch.randn(20, 30, dtype=wide)
+    before = total.clone()
     exact = total.double() + dy.double().reshape(-1, 20).T @ x.double().reshape(-1, 30)
     with torch.autocast("cpu", torch.bfloat16):
         assert wgrad.wgrad_gemm_accum_fp32(x, dy, total) is None
     assert_close_in_rms(total, exact, PRODUCTS[wide])
+    wgrad.wgrad_gemm_accum_fp32(x, dy.reshape(-1, 20), before)  # leading dimensions may differ
+    assert torch.equal(before, total)
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -92,8 +105,13 @@ def test_weight_gradients_that_are_refused_change_nothing():
     x, dy = torch.ones(4, 3), torch.ones(4, 2)
     total = torch.ones(2, 3)
     bad = [
-        (x, torch.ones(5, 2), total, r"d_output has shape \[5, 2\] and input has \[4, 3\]. Pass"),
-        (x.view(2, 2, 3), dy, total, r"d_output has shape \[4, 2\] and input has \[2, 2, 3\]"),
+        (
+            x,
+            torch.ones(5, 2),
+            total,
+            r"input has \[4, 3\] and d_output \[5, 2\]. Pass .* as many ro",
+        ),
+        (x[0, 0], dy[0, 0], total, r"input has \[\] and d_output \[\]. Pass \(..., in_features\)"),
         (x, dy, torch.ones(3, 2), r"d_weight has shape \[3, 2\] and .*\[4, 2\]. Pass \[2, 3\]"),
         (x, dy.half(), total, "input torch.float32, d_output torch.float16. Pass one floating"),
         (x.half(), dy.half(), total.double(), "d_weight is torch.float64. Pass a contiguous tens"),
@@ -125,6 +143,8 @@ def test_bad_input():
         mlp_cuda.backward(0, 1, x, outputs, [x, weight])
     with pytest.raises(ValueError, match=r"reserved has shape \[1\] and input has \[4, 3\]. Pass"):
         mlp_cuda.backward(0, 1, dy, [outputs[0], torch.ones(1)], [x, weight])
+    with pytest.raises(ValueError, match="there are 1 outputs; pass the two of mlp_cuda.forward"):
+        mlp_cuda.backward(0, 1, dy, outputs[:1], [x, weight])
     with pytest.raises(ValueError, match="there are 0 tensors. Pass an input and weights"):
         mlp_cuda.forward(0, 1, [])
     with pytest.raises(ValueError, match=r"d_output has shape \[4, 3\] and .* Pass \[4, 2\]"):

@@ -66,6 +66,11 @@ def test_initialisation():
     assert not torch.equal(model.weight_0, before)
 
 
+def test_layers_without_features():
+    assert MLP([3, 0, 2])(torch.ones(4, 3)).shape == (4, 2)
+    assert MLP([0, 0])(torch.ones(4, 0)).shape == (4, 0)
+
+
 def test_dtype_and_device():
     model = MLP([4, 2], dtype=torch.bfloat16, device="cpu")
     assert model(torch.ones(3, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16

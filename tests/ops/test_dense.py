@@ -4,11 +4,13 @@ import functools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from apex.fused_dense import DenseNoBiasFunc, FusedDenseFunc, FusedDenseGeluDenseFunc
 from apex.fused_dense.fused_dense import _dense_no_bias, _fused_dense, _fused_dense_gelu_dense
 from apex.mlp import MlpFunction, mlp_function
 from tests.tolerance import PRODUCTS, TWO_LAYERS, assert_close_in_rms
+from tests.vmapped import assert_backward_under_vmap
 
 ACTIVATIONS = [lambda z: z, lambda z: z.clamp(min=0), lambda z: 1 / (1 + torch.exp(-z))]
 
@@ -102,6 +104,28 @@ def test_derivatives(form):
     tensors = [tensor.requires_grad_() for tensor in tensors]
     assert torch.autograd.gradcheck(function, tensors)
     assert torch.autograd.gradgradcheck(function, tensors)
+
+
+@pytest.mark.parametrize("rows", [(2, 2), (2, 0)], ids=str)
+@each_form
+def test_backward_under_vmap(form, rows):
+    function, _, _ = FORMS[form]
+    tensors = _tensors(form, rows)
+    assert_backward_under_vmap(function(*tensors), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_function
+def test_checkpointed(form, dtype):
+    """Activations computed again in the backward, also under autocast."""
+    function, _, _ = FORMS[form]
+    tensors = _tensors(form, (3, 4), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        expected = function(*tensors)
+        y = checkpoint(function, *tensors, use_reentrant=False)
+    dy = torch.randn_like(y)
+    wanted = torch.autograd.grad(expected, tensors, dy)
+    assert all(map(torch.equal, torch.autograd.grad(y, tensors, dy), wanted))
 
 
 @each_function

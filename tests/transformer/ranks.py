@@ -1,8 +1,11 @@
 """What two ranks do with ``GradScaler`` and with tensors in parts; jobs for ``tests.ranks``."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 
+from apex.ops._check import ArgumentError
 from apex.optimizers import FusedAdam
 from apex.transformer.amp import GradScaler
 from apex.transformer.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
@@ -69,16 +72,25 @@ def _plain(scaler, rank):
 
 
 def parts(rank):
-    """This rank's part of 12 numbers, and all of them again; in a group of one rank as well."""
+    """This rank's part of 12 numbers, and all again; in a group of one rank as well; errors."""
     whole = torch.arange(12.0).view(3, 4).t()
     part = split_tensor_into_1d_equal_chunks(whole)
-    both = gather_split_1d_tensor(part)
-    mine = [dist.new_group([member]) for member in range(2)][rank]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both = gather_split_1d_tensor(part)
+    groups = [dist.new_group([member]) for member in range(2)]
+    mine, other = groups[rank], groups[1 - rank]
     alone = gather_split_1d_tensor(part, group=mine)
     undivided = split_tensor_into_1d_equal_chunks(whole, group=mine)
-    text = ""
-    try:
-        split_tensor_into_1d_equal_chunks(torch.ones(3))
-    except AssertionError as error:
-        text = str(error)
-    return part.tolist(), both.tolist(), torch.equal(alone, part), len(undivided), text
+    said = []
+    for wrong in (
+        lambda: split_tensor_into_1d_equal_chunks(torch.ones(3)),
+        lambda: split_tensor_into_1d_equal_chunks(whole, group=other),
+        lambda: gather_split_1d_tensor(part, group=other),
+        lambda: GradScaler(process_group=other),
+    ):
+        try:
+            wrong()
+        except (AssertionError, ArgumentError) as error:
+            said.append(str(error))
+    return part.tolist(), both.tolist(), torch.equal(alone, part), len(undivided), said

@@ -43,12 +43,15 @@ def test_only_ranks_of_the_group_skip(pair):
 @pytest.mark.dist
 def test_tensors_in_parts(pair):
     flat = torch.arange(12.0).view(3, 4).t().flatten().tolist()
-    for rank, (part, both, alone, undivided, text) in enumerate(pair.run(programs.parts)):
+    for rank, (part, both, alone, undivided, said) in enumerate(pair.run(programs.parts)):
         assert part == flat[6 * rank : 6 * rank + 6]
         assert both == flat
         assert alone
         assert undivided == 12
-        assert text == "3 is not divisible by 2"
+        outside = f"rank {rank} is not in the group. Pass one that it is in"
+        assert said[0] == "3 is not divisible by 2"
+        assert [text.startswith(f"group: {outside}") for text in said[1:3]] == [True, True]
+        assert said[3].startswith(f"GradScaler: {outside}")
 
 
 def test_one_process_is_torchs():

@@ -137,8 +137,7 @@ def _fused_dense_gelu_dense(
 ) -> torch.Tensor:
     """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``."""
     _check_two("FusedDenseGeluDense", input, weight1, bias1, weight2, bias2)
-    activated = F.gelu(F.linear(input, weight1, bias1), approximate="tanh")
-    return F.linear(activated, weight2, bias2)
+    return dense.gelu_dense(input, weight1, bias1, weight2, bias2)[0]
 
 
 class FusedDense(torch.nn.Linear):
@@ -155,17 +154,6 @@ class FusedDense(torch.nn.Linear):
         >>> FusedDense(4, 2)(torch.randn(3, 5, 4)).shape
         torch.Size([3, 5, 2])
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``.

@@ -38,8 +38,9 @@ class MlpFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_o: torch.Tensor) -> Any:
         """Compute the gradients of the tensors in ``args``."""
         with _runtime.without_autocast(grad_o.device.type):
-            args = dense.cast(ctx.dtype, *ctx.saved_tensors[: ctx.count])
-            outputs = [dense.rows(y) for y in ctx.saved_tensors[ctx.count :]]
+            saved = ctx.saved_tensors  # once: torch.utils.checkpoint has them no second time
+            args = dense.cast(ctx.dtype, *saved[: ctx.count])
+            outputs = [dense.rows(y) for y in saved[ctx.count :]]
             n = len(outputs)
             x, weights = dense.rows(args[0]), args[1 : n + 1]
             if dense.again():
@@ -47,10 +48,9 @@ class MlpFunction(torch.autograd.Function):
                 outputs = ops.outputs_of(x, weights, biases, ctx.activation)
             need_x, *need = ctx.needs_input_grad[2:]
             needs = (need_x, need[:n], need[n:] or [False] * n)
-            dx, d_weights, d_biases = ops.backward(
-                dense.rows(grad_o), x, weights, outputs, ctx.activation, needs
-            )
-        shaped = None if dx is None else dx.reshape(ctx.saved_tensors[0].shape)
+            dy = grad_o.reshape(outputs[-1].shape)
+            dx, d_weights, d_biases = ops.backward(dy, x, weights, outputs, ctx.activation, needs)
+        shaped = None if dx is None else dx.reshape(saved[0].shape)
         return (None, None, shaped, *d_weights, *(d_biases if ctx.bias else ()))
 
 
@@ -146,9 +146,9 @@ class MLP(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
         for weight in self.weights:
-            torch.nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
+            torch.nn.init.normal_(weight, 0.0, math.sqrt(2.0 / max(1, sum(weight.shape))))
         for bias in self.biases:
-            torch.nn.init.normal_(bias, 0.0, math.sqrt(1.0 / len(bias)))
+            torch.nn.init.normal_(bias, 0.0, math.sqrt(1.0 / max(1, len(bias))))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ``(..., mlp_sizes[0])`` to ``(..., mlp_sizes[-1])``."""

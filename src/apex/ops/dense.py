@@ -66,10 +66,11 @@ def linear_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: Needs = (True,) * 3
 ) -> tuple[Optional, Optional, Optional]:
     """Gradients of ``x``, the weight and the bias; ``None`` where one is not needed."""
-    flat = rows(dy)
+    x = rows(x)
+    flat = dy.reshape(x.shape[0], weight.shape[0])  # not by rows(): vmap over a backward has none
     return (
         dy @ weight if needs[0] else None,
-        flat.t() @ rows(x) if needs[1] else None,
+        flat.t() @ x if needs[1] else None,
         flat.sum(0) if needs[2] else None,
     )
 

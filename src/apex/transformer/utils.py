@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from apex.ops._check import ArgumentError
+
 __all__ = [
     "divide",
     "ensure_divisibility",
@@ -49,6 +51,7 @@ def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, *, group: Any = None
 
     Raises:
         AssertionError: The elements are not divisible by the ranks.
+        ArgumentError: This process is not in the group.
     """
     size, rank = _size_and_rank(group)
     part = divide(tensor.numel(), size)
@@ -72,13 +75,27 @@ def gather_split_1d_tensor(tensor: torch.Tensor, *, group: Any = None) -> torch.
     flat = tensor.detach().reshape(-1)
     if size == 1:
         return flat.clone()
-    whole = flat.new_empty(size * flat.numel())
-    torch.distributed.all_gather_into_tensor(whole, flat, group=group)
-    return whole
+    whole = flat.new_empty(size, flat.numel())
+    torch.distributed.all_gather(list(whole.unbind()), flat, group=group)
+    return whole.view(-1)
 
 
 def _size_and_rank(group: Any) -> tuple[int, int]:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return 1, 0
+    check_member("group", group)
     return distributed.get_world_size(group), distributed.get_rank(group)
+
+
+def check_member(name: str, group: Any) -> None:
+    """Check that this process is in a group; a collective of others only warns, or returns garbage.
+
+    Raises:
+        ArgumentError: It is not.
+    """
+    if torch.distributed.get_rank(group) < 0:
+        raise ArgumentError(
+            f"{name}: rank {torch.distributed.get_rank()} is not in the group. Pass one that "
+            "it is in, as torch.distributed.new_group returns it to its members."
+        )

@@ -23,7 +23,7 @@ from torch.nn import Parameter, init
 
 from apex.contrib.multihead_attn._masks import check_mask, join_masks
 from apex.normalization import FusedLayerNorm
-from apex.ops import _runtime, row_norms
+from apex.ops import dense, row_norms
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 
 EPS = 1e-5  # of the layer norm
@@ -185,11 +185,7 @@ def _check(
                 f"{name}: {word} has shape {list(x.shape)}; pass (time, batch, embed_dim) "
                 f"with embed_dim {layer.embed_dim}."
             )
-        if x.dtype != weight.dtype and not _runtime.autocasts(x.device.type):
-            raise ArgumentError(
-                f"{name}: {word} is {x.dtype} and the weights are {weight.dtype}. Pass one "
-                "dtype for all, or call the layer under torch.autocast."
-            )
+    dense.check_one_dtype(name, tensors)
     (target, batch, _), source = query.shape, key.shape[0]
     sizes = f"query has {target} steps of {batch} sequences and key {source} steps"
     check_shape(name, "key", key, (source, batch, layer.embed_dim), sizes)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
+from apex.transformer.utils import check_member
 
 __all__ = ["GradScaler"]
 
@@ -37,6 +38,9 @@ class GradScaler(torch.amp.GradScaler):
         process_group: The ranks that skip together; by default all. In Megatron's programs it is
             the model-parallel group.
 
+    Raises:
+        ArgumentError: This process is not in ``process_group``.
+
     Example:
         >>> scaler = GradScaler(init_scale=8.0)
         >>> scaler.scale(torch.tensor(2.0))
@@ -60,6 +64,8 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
+        if process_group is not None:
+            check_member("GradScaler", process_group)
         self.process_group = process_group
 
     def _unscale_grads_(
