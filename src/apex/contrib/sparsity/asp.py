@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,16 +148,18 @@ class _State:
     def before_step(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Mask gradients, also those that a closure computes."""
         self.mask_grads()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args has the optimizer
-        if closure is None:
-            return None
+        closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0]: the optimizer
 
         def masked() -> Any:
             loss = closure()
             self.mask_grads()
             return loss
 
-        return args[:1], {**kwargs, "closure": masked}
+        if not callable(closure):
+            return None
+        if len(args) > 1:
+            return (args[0], masked, *args[2:]), kwargs
+        return args, {**kwargs, "closure": masked}
 
     @torch.no_grad()
     def after_step(self, *_: Any) -> None:
@@ -215,6 +218,8 @@ def eligible_modules(
     disallowed_layer_names: Sequence[str],
 ) -> list[tuple[str, nn.Module]]:
     """Return the layers of these classes, named as allowed (None: all) and not as disallowed."""
+    if isinstance(allowed_layer_names, str) or isinstance(disallowed_layer_names, str):
+        raise TypeError("ASP: names of layers were one string; pass a list of names.")
     kinds: Any = whitelist_layer_types
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     if allowed_layer_names is not None:
@@ -273,7 +278,7 @@ class ASP:
 
         Raises:
             ASPError: There is a model already; :meth:`reset` forgets it.
-            TypeError: ``model`` is not a module.
+            TypeError: ``model`` is not a module, the calculator no function, or names a string.
             ValueError: An unknown pattern, a class whose parameters are not known, or a parameter
                 of ``custom_layer_dict`` that its layer does not have.
         """
@@ -281,10 +286,7 @@ class ASP:
             raise ASPError("ASP has a model already, one in a process. Call ASP.reset() first.")
         if not isinstance(model, nn.Module):
             raise TypeError(f"ASP: model was a {type(model).__name__}; it must be a nn.Module.")
-        calculate: Any = mask_calculator
-        if isinstance(mask_calculator, str):
-            create_mask(torch.zeros(4), mask_calculator)  # raises if there is none of this name
-            calculate = functools.partial(create_mask, pattern=mask_calculator)
+        calculate = _calculator(mask_calculator)
         parameters = {**_PARAMETERS, **custom_layer_dict}
         kinds = (*whitelist, *custom_layer_dict)
         for kind in kinds:
@@ -303,9 +305,10 @@ class ASP:
             found = [_Pruned(layer, module, name) for name in parameters[kind]]
             state.pruned += [one for one in found if _is_prunable(one, state)]
         for one in state.pruned:
-            weight = one.weight.detach()
-            one.module.register_buffer(one.buffer("mask"), torch.ones_like(weight).bool())
-            if allow_recompute_mask:
+            weight, buffers = one.weight.detach(), one.module._buffers
+            if one.buffer("mask") not in buffers:  # a copy of a pruned model has it
+                one.module.register_buffer(one.buffer("mask"), torch.ones_like(weight).bool())
+            if allow_recompute_mask and one.buffer("pruned_p") not in buffers:
                 one.module.register_buffer(one.buffer("pruned_p"), torch.zeros_like(weight))
             state.say(f"will prune {one}", 3)
         cls._state = state
@@ -402,6 +405,8 @@ class ASP:
                 each set of channels, and their order or why there is none.
             permutation_output_dir: The folder for it.
         """
+        if save_permutation_graph:
+            pathlib.Path(permutation_output_dir).mkdir(parents=True, exist_ok=True)
         folder = permutation_output_dir if save_permutation_graph else None
         cls._permutation = allow_permutation, folder
 
@@ -424,6 +429,15 @@ class ASP:
         if cls._state is None:
             raise ASPError(f"ASP.{method} was called before ASP.init_model_for_pruning.")
         return cls._state
+
+
+def _calculator(given: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    if isinstance(given, str):
+        create_mask(torch.zeros(4), given)  # raises if there is none of this name
+        return functools.partial(create_mask, pattern=given)
+    if not callable(given):
+        raise TypeError(f"ASP: mask_calculator was {given!r}; pass a pattern or a function.")
+    return given  # type: ignore[no-any-return]
 
 
 def _is_prunable(one: _Pruned, state: _State) -> bool:
