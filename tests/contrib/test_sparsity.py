@@ -572,6 +572,10 @@ def test_order_of_calls():
         ASP.init_model_for_pruning(model)
     with pytest.raises(ASPError, match="has an optimizer already"):
         ASP.init_optimizer_for_pruning(optimizer)
+    ASP.reset()
+    ASP.init_model_for_pruning(model, verbosity=0)
+    ASP.compute_sparse_masks()
+    ASP.init_optimizer_for_pruning(optimizer)  # has no state that would not fit
     with pytest.raises(ASPError, match=r"To restore pruned weights, .* allow_recompute_mask=True"):
         ASP.restore_pruned_weights()
     model[0].get_buffer(MASK).fill_(True)
@@ -582,6 +586,21 @@ def test_order_of_calls():
     optimizer.step()
     assert (model[0].weight != 0).all()
     ASP.prune_trained_model(model, optimizer)
+
+
+def test_permuted_weights_do_not_meet_a_state_that_was_not():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    ASP.init_model_for_pruning(model, verbosity=0)
+    ASP.compute_sparse_masks()
+    with pytest.raises(ASPError, match="Call init_optimizer_for_pruning before compute_sparse_m"):
+        ASP.init_optimizer_for_pruning(optimizer)
+    ASP.reset()
+    ASP.init_model_for_pruning(model, verbosity=0, allow_permutation=False)
+    ASP.compute_sparse_masks()
+    ASP.init_optimizer_for_pruning(optimizer)
 
 
 def test_bad_arguments_change_nothing(tmp_path):

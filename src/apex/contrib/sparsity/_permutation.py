@@ -304,15 +304,11 @@ def permute(
     followers: Callable[[torch.Tensor], list[torch.Tensor] | None],
     say: Callable[[str, int], None],
     folder: str | None,
-) -> None:
-    """Permute what can be, so that the ``weight`` of each layer of ``pruned`` keeps more.
+) -> int:
+    """Permute what can be, so that ``pruned`` layers keep more; return how many of them.
 
-    Args:
-        model: The network.
-        pruned: The layers.
-        followers: What is permuted with a parameter; None where that cannot be.
-        say: Takes a line and from which verbosity on it is shown.
-        folder: Where to save what was done; None to save nothing.
+    ``followers`` returns what is permuted with a parameter, or None where that cannot be; ``say``
+    takes a line and from which verbosity on it is shown; what was done is saved in ``folder``.
     """
     try:
         analysis = _Analysis(model)
@@ -320,7 +316,7 @@ def permute(
     except Exception as error:  # noqa: BLE001  the model's code, which runs with fx's proxies
         cause = str(error).partition("\n")[0]
         say(f"channels are not permuted, for torch.fx cannot trace the model: {cause}", 1)
-        return
+        return 0
     report: list[dict[str, Any]] = []
     count = 0
     for channels in analysis.sets():
@@ -355,6 +351,7 @@ def permute(
     if folder is not None:
         path = pathlib.Path(folder, "model_offline_permutation_graph.json")
         path.write_text(json.dumps(report, indent=1))
+    return count
 
 
 def _matrix(layer: nn.Module) -> torch.Tensor:

@@ -86,6 +86,7 @@ class _State:
     calculate: Callable[[torch.Tensor], torch.Tensor]
     verbosity: int
     permute: bool
+    was_permuted: bool = False
     pruned: list[_Pruned] = field(default_factory=list)
     optimizer: Any = None
     hooks: list[Any] = field(default_factory=list)
@@ -318,7 +319,8 @@ class ASP:
         """Have each step of ``optimizer`` mask gradients before and weights after it.
 
         Before or after ``amp.initialize``. Raises ``TypeError`` if it takes no step hooks, and
-        ``ASPError`` if this was called already, or before :meth:`init_model_for_pruning`.
+        ``ASPError`` if this was called already, or before :meth:`init_model_for_pruning`, or if
+        channels were permuted and the optimizer has a state, which was not.
         """
         state = cls._needed("init_optimizer_for_pruning")
         if state.optimizer is not None:
@@ -326,6 +328,11 @@ class ASP:
                 "ASP has an optimizer already, one in a process. Call ASP.reset() first."
             )
         _check_optimizer(optimizer)
+        if state.was_permuted and optimizer.state:
+            raise ASPError(
+                "ASP: channels were permuted without the optimizer's state. Call "
+                "init_optimizer_for_pruning before compute_sparse_masks."
+            )
         state.optimizer = optimizer
         state.hooks = [
             optimizer.register_step_pre_hook(state.before_step),
@@ -347,7 +354,8 @@ class ASP:
         allowed, folder = cls._permutation
         if state.permute and allowed:
             layers = [one.module for one in state.pruned]
-            permute(state.model, layers, state.followers, state.say, folder)
+            count = permute(state.model, layers, state.followers, state.say, folder)
+            state.was_permuted = count > 0
         state.permute = False
         state.compute()
 
