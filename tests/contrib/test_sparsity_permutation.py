@@ -167,6 +167,13 @@ def same_buffer():
     return model
 
 
+def weight_beside():
+    layers = {name: nn.Linear(16, 16) for name in ("one", "head", "other")}
+    model = Parts(lambda m, x: m.head(m.one(x)) + m.other(m.one(x)), **layers)
+    nn.utils.spectral_norm(model.other)
+    return model
+
+
 def used_inside():
     layers = {"layer": nn.TransformerEncoderLayer(16, 2, 16), "head": nn.Linear(16, 16)}
     return Parts(lambda m, x: m.layer(m.head(m.layer.linear1(x))), **layers)
@@ -264,6 +271,7 @@ NOT_FREE = {
     "a norm of the input too": (norm_of_two, "norm is used where channels are not known"),
     "weights in the same memory": (same_memory, "one has tied weights"),
     "one buffer of two norms": (same_buffer, "norm has tied weights"),
+    "a weight that is no parameter": (weight_beside, "other has hooks"),
     "used inside another": (used_inside, "layer.linear1 is used where channels are not known"),
     "a sum of more dimensions": (more_dimensions, "come from norm"),
     "untraceable": (lambda: Called(lambda x, _: x if x.sum() > 0 else -x), "cannot trace"),

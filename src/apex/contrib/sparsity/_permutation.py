@@ -324,7 +324,8 @@ def permute(
         matrices = [_matrix(layer) for layer in layers if any(layer is one for one in pruned)]
         if not matrices:
             continue
-        tensors = [(one, dim, followers(one)) for one, dim in _tensors(model, channels)]
+        free = () if channels.fixed else _tensors(model, channels)
+        tensors = [(one, dim, followers(one)) for one, dim in free]
         if any(others is None for _, _, others in tensors):
             channels.fix("the optimizer's state has another shape than a weight")
         entry: dict[str, Any] = {"outputs_of": channels.outputs, "inputs_of": channels.inputs}
