@@ -95,7 +95,7 @@ def index_mul_2d(
         in1, in2 = in1.to(dtype), in2.to(dtype)
     try:
         return OP(in2, in1, index)
-    except IndexError:  # PyTorch's says neither which row nor what is allowed
+    except (IndexError, RuntimeError):  # PyTorch's says neither which row nor what is allowed
         check_index(name, in1, index)
         raise
 

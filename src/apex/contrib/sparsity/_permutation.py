@@ -215,9 +215,8 @@ class _Analysis:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether its call is more than its class's ``forward``."""
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        return True
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(vars(module).get(name) for name in ("forward", *hooks))
 
 
 def _is_norm(module: nn.Module | None, x: _Value) -> bool:
