@@ -249,6 +249,8 @@ def test_scripted_callers_call_back():
         ({"num_positive_sum": torch.ones(2)}, r"has shape \[2\] and has to be one number"),
         ({"num_real_classes": 8}, r"num_real_classes is 8 and cls_output has shape \[5, 7\]. Pass"),
         ({"num_real_classes": 0}, "num_real_classes is 0"),
+        ({"num_real_classes": 5.5}, "num_real_classes is 5.5"),
+        ({"num_positive_sum": torch.tensor([1j])}, "num_positives_sum is torch.complex64; pass a"),
         ({"alpha": -1.0}, "alpha is -1.0; allowed is 0 to 1"),
         ({"gamma": -0.5}, "gamma is -0.5; allowed are numbers from 0 on"),
         ({"label_smoothing": 1.5}, "label_smoothing is 1.5; allowed is 0 to 1"),

@@ -92,6 +92,10 @@ def test_an_index_out_of_range(index):
         index_mul_2d(in1, in2, bad)
     with pytest.raises(IndexError, match=rf"idx1\[7\] is {index}; allowed are 0 to 4"):
         index_mul_2d(in1.bfloat16(), in2.bfloat16(), bad)
+    with pytest.raises(IndexError, match=rf"idx1\[7\] is {index}; allowed are 0 to 4"):
+        index_mul_2d(in1[:, :0], in2[:, :0], bad)
+    with pytest.raises(IndexError, match="out of range"):
+        torch.vmap(index_mul_2d, (None, None, 0))(in1, in2, torch.stack([good, bad]))
     others = torch.arange(30) != 7
     with _runtime.use("triton"):
         y, wanted = OP(in2, in1, bad), OP(in2[others], in1, good[others])

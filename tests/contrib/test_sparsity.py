@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+import pickle
 
 import pytest
 import torch
@@ -226,6 +227,46 @@ def test_gradients_of_a_closure_are_masked():
         assert losses > 0
     mask = model[0].get_buffer(MASK)
     assert (optimizer.state[model[0].weight]["momentum_buffer"][~mask] == 0).all()
+    assert_sparse(model)
+
+
+def test_closures_of_any_name_and_other_arguments_of_a_step():
+    class Scaled(torch.optim.SGD):
+        def step(self, function=None, scale=1.0):
+            self.scale = scale
+            return super().step(function)
+
+    model = network()
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    prune(model, optimizer)
+
+    def closure():
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure, 2.0) > 0
+    assert optimizer.scale == 2.0
+    assert_sparse(model)
+
+
+@pytest.mark.parametrize("keep", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_of_a_pruned_model_stays_sparse(keep):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, 9).backward()
+    optimizer.step()
+    prune(model, optimizer, allow_recompute_mask=True)
+    expected = copy.deepcopy(model.state_dict())
+    model, optimizer = keep((model, optimizer))
+    ASP.reset()
+    ASP.init_model_for_pruning(model, verbosity=0, allow_recompute_mask=True)
+    ASP.init_optimizer_for_pruning(optimizer)
+    assert ASP.is_sparsity_enabled()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+    loss_of(model, 0).backward()
+    optimizer.step()
     assert_sparse(model)
 
 
@@ -531,6 +572,10 @@ def test_order_of_calls():
         ASP.init_model_for_pruning(model)
     with pytest.raises(ASPError, match="has an optimizer already"):
         ASP.init_optimizer_for_pruning(optimizer)
+    ASP.reset()
+    ASP.init_model_for_pruning(model, verbosity=0)
+    ASP.compute_sparse_masks()
+    ASP.init_optimizer_for_pruning(optimizer)  # has no state that would not fit
     with pytest.raises(ASPError, match=r"To restore pruned weights, .* allow_recompute_mask=True"):
         ASP.restore_pruned_weights()
     model[0].get_buffer(MASK).fill_(True)
@@ -543,13 +588,30 @@ def test_order_of_calls():
     ASP.prune_trained_model(model, optimizer)
 
 
-def test_bad_arguments_change_nothing():
+def test_permuted_weights_do_not_meet_a_state_that_was_not():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    ASP.init_model_for_pruning(model, verbosity=0)
+    ASP.compute_sparse_masks()
+    with pytest.raises(ASPError, match="Call init_optimizer_for_pruning before compute_sparse_m"):
+        ASP.init_optimizer_for_pruning(optimizer)
+    ASP.reset()
+    ASP.init_model_for_pruning(model, verbosity=0, allow_permutation=False)
+    ASP.compute_sparse_masks()
+    ASP.init_optimizer_for_pruning(optimizer)
+
+
+def test_bad_arguments_change_nothing(tmp_path):
     model = network()
     for error, text, options in (
         (TypeError, "model was a str", {"model": "network"}),
         (ValueError, "pattern was 'm2n1'", {"mask_calculator": "m2n1"}),
         (ValueError, "has ReLU, whose parameters", {"whitelist": [nn.Linear, nn.ReLU]}),
         (ValueError, "no parameter 'scale'", {"custom_layer_dict": {nn.Linear: ["scale"]}}),
+        (TypeError, "mask_calculator was None", {"mask_calculator": None}),
+        (TypeError, "names of layers were one string", {"allowed_layer_names": "10"}),
     ):
         with pytest.raises(error, match=text):
             ASP.init_model_for_pruning(**{"model": model, "verbosity": 0, **options})
@@ -558,6 +620,9 @@ def test_bad_arguments_change_nothing():
         ASP.prune_trained_model(model, "SGD")
     assert not ASP.already_init_asp_model()
     assert masks_of(model) == {}
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        ASP.set_permutation_saving_params(True, True, str(tmp_path / "file"))
 
 
 def test_a_trained_network_keeps_more_by_magnitude_than_by_chance():

@@ -105,10 +105,84 @@ class Flat(nn.Module):
         return self.two(self.function(F.relu(self.one(x))))
 
 
+class Parts(nn.Module):
+    """Layers, and a function of them and the input."""
+
+    def __init__(self, function, **layers):
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer.double())
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
 def hooked():
     model = mlp()
     model[0].register_forward_hook(lambda *_: None)
     return model
+
+
+def hooked_outside():
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 16), nn.ReLU()), nn.Linear(16, 8))
+    model[0].register_forward_hook(lambda *_: pytest.fail("was called with fx's proxies"))
+    return model
+
+
+def own_forward():
+    model = mlp()
+    model[0].forward = lambda x: nn.Linear.forward(model[0], x).flip(-1)
+    return model
+
+
+def norm_and_sum():
+    layers = {name: nn.Conv1d(3, 16, 1) for name in ("one", "other")}
+    layers |= {"norm": SyncBatchNorm(16), "head": nn.Conv1d(16, 8, 1)}
+    return Parts(lambda m, x: m.head(m.norm(m.one(x), m.other(x))), **layers)
+
+
+def read_buffer():
+    layers = {"one": nn.Conv1d(3, 16, 1), "norm": nn.BatchNorm1d(16), "head": nn.Conv1d(16, 8, 1)}
+    return Parts(lambda m, x: m.head(m.norm(m.one(x))) * m.norm.running_var[0], **layers)
+
+
+def norm_of_two():
+    layers = {"one": nn.Linear(16, 16), "norm": nn.LayerNorm(16), "head": nn.Linear(16, 8)}
+    return Parts(lambda m, x: (m.head(m.norm(m.one(x))), m.norm(x)), **layers)
+
+
+def same_memory():
+    layers = {"one": nn.Linear(16, 16), "two": nn.Linear(16, 16)}
+    model = Parts(lambda m, x: m.two(m.one(x)), **layers)
+    model.two.weight = nn.Parameter(model.one.weight.detach().t())
+    return model
+
+
+def same_buffer():
+    layers = {"one": nn.Conv1d(3, 16, 1), "norm": nn.BatchNorm1d(16), "head": nn.Conv1d(16, 16, 1)}
+    layers |= {"other": nn.BatchNorm1d(16)}
+    model = Parts(lambda m, x: m.other(m.head(m.norm(m.one(x)))), **layers)
+    model.other.running_mean = model.norm.running_mean
+    return model
+
+
+def weight_beside():
+    layers = {name: nn.Linear(16, 16) for name in ("one", "head", "other")}
+    model = Parts(lambda m, x: m.head(m.one(x)) + m.other(m.one(x)), **layers)
+    nn.utils.spectral_norm(model.other)
+    return model
+
+
+def used_inside():
+    layers = {"layer": nn.TransformerEncoderLayer(16, 2, 16), "head": nn.Linear(16, 16)}
+    return Parts(lambda m, x: m.layer(m.head(m.layer.linear1(x))), **layers)
+
+
+def more_dimensions():
+    layers = {"one": nn.Conv1d(3, 16, 1), "two": nn.Linear(3, 16), "norm": nn.BatchNorm1d(16)}
+    layers |= {"head": nn.Linear(16, 8)}
+    return Parts(lambda m, x: m.head(m.norm(m.one(x).flatten(1) + m.two(x))), **layers)
 
 
 def fill(model):
@@ -190,6 +264,16 @@ NOT_FREE = {
     "scaled": (lambda: Called(lambda x, _: x * torch.arange(16)), "come from mul"),
     "norm of 2-D or 3-D": (lambda: mlp(nn.BatchNorm1d(16)), "come from _1"),
     "hooks": (hooked, "0 has hooks"),
+    "hooks of what is around": (hooked_outside, "come from _0"),
+    "a forward of its own": (own_forward, "0 has hooks"),
+    "a norm that adds": (norm_and_sum, "come from norm"),
+    "a buffer that is read": (read_buffer, "norm has tensors that are read elsewhere"),
+    "a norm of the input too": (norm_of_two, "norm is used where channels are not known"),
+    "weights in the same memory": (same_memory, "one has tied weights"),
+    "one buffer of two norms": (same_buffer, "norm has tied weights"),
+    "a weight that is no parameter": (weight_beside, "other has hooks"),
+    "used inside another": (used_inside, "layer.linear1 is used where channels are not known"),
+    "a sum of more dimensions": (more_dimensions, "come from norm"),
     "untraceable": (lambda: Called(lambda x, _: x if x.sum() > 0 else -x), "cannot trace"),
     "a net in training alone": (
         lambda: Called(lambda x, model: x.flip(1) if model.training else x),
@@ -209,6 +293,26 @@ def test_what_is_not_free_stays_and_is_named(make, text, caplog):
     for name, value in before.items():
         assert torch.equal(value, model.state_dict()[name]), name
     assert model.training
+
+
+def test_tracing_leaves_nothing_in_the_model():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.count, self.last = mlp(), 0, None
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            self.calls.add_(1)
+            self.last = self.layers(x) * torch.ones(8)
+            return self.last
+
+    model = Counts()
+    before = set(vars(model))
+    permuted(model)
+    assert (model.count, model.last, model.calls.item()) == (0, None, 0.0)
+    assert set(vars(model)) == before
 
 
 def test_search_finds_the_best_order_of_a_small_matrix():

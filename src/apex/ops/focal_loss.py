@@ -79,17 +79,20 @@ def checked(
     """
     tensors = {"cls_output": logits, "targets": targets, "num_positives_sum": num_positives}
     check_tensors(name, tensors, floating=["cls_output"], integers=["targets"], required=tensors)
-    classes, alpha, gamma, smoothing = int(classes), float(alpha), float(gamma), float(smoothing)
+    given, classes = classes, int(classes)
+    alpha, gamma, smoothing = float(alpha), float(gamma), float(smoothing)
     for key, share in {"alpha": alpha, "label_smoothing": smoothing}.items():
         if not 0.0 <= share <= 1.0:
             raise ArgumentError(f"{name}: {key} is {share}; allowed is 0 to 1.")
+    if num_positives.is_complex():
+        raise ArgumentError(f"{name}: num_positives_sum is {num_positives.dtype}; pass a real one.")
     if not 0.0 <= gamma < float("inf"):
         raise ArgumentError(f"{name}: gamma is {gamma}; allowed are numbers from 0 on.")
     if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         shape = list(logits.shape)
-        if not shape or not 1 <= classes <= shape[-1]:
+        if not shape or not 1 <= classes == given <= shape[-1]:
             raise ArgumentError(
-                f"{name}: num_real_classes is {classes} and cls_output has shape {shape}. Pass "
+                f"{name}: num_real_classes is {given} and cls_output has shape {shape}. Pass "
                 "(..., columns) and 1 to columns."
             )
         check_shape(name, "targets", targets, logits.shape[:-1], f"cls_output {shape}")

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
+from apex.ops import _runtime
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._dtypes import NARROW, wide
 from apex.ops._op import op
@@ -94,7 +95,7 @@ def index_mul_2d(
         in1, in2 = in1.to(dtype), in2.to(dtype)
     try:
         return OP(in2, in1, index)
-    except IndexError:  # PyTorch's says neither which row nor what is allowed
+    except (IndexError, RuntimeError):  # PyTorch's says neither which row nor what is allowed
         check_index(name, in1, index)
         raise
 
@@ -118,7 +119,7 @@ def check(name: str, in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor) 
 
 def check_index(name: str, in1: torch.Tensor, index: torch.Tensor) -> None:
     """Raise ``IndexError`` if an index on a CPU is no row of ``in1``; no other is looked at."""
-    if not index.is_cpu:
+    if not index.is_cpu or _runtime.transformed():  # vmap: another for each, which no `if` takes
         return
     index, rows = index.long(), in1.shape[0]
     bad = (index < 0) | (index >= rows)

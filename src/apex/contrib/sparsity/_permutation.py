@@ -95,8 +95,11 @@ class _Value(NamedTuple):
 
 
 class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # else what forward does to a buffer would be done
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m.__module__.startswith("apex.") or super().is_leaf_module(m, module_qualified_name)
+        is_apex = m.__module__.startswith("apex.")
+        return is_apex or _has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
 
 
 class _Analysis:
@@ -106,25 +109,27 @@ class _Analysis:
         self.model = model
         self.sides: dict[tuple[str, str], _Channels] = {}
         self.fixed: dict[str, str] = {}  # why, by layer
-        owners: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+        owners: dict[int, list[str]] = {}  # by address: two parameters may share their memory
+        tensors = [*model.named_parameters(remove_duplicate=False)]
+        for name, tensor in (*tensors, *model.named_buffers(remove_duplicate=False)):
+            owners.setdefault(tensor.data_ptr(), []).append(name.rpartition(".")[0])
         for names in owners.values():
             if len(names) > 1:
                 self.fixed.update(dict.fromkeys(names, "has tied weights"))
         for name, module in model.named_modules():
             others = {*module._parameters, *module._buffers} - _TENSORS
-            if module._forward_hooks or module._forward_pre_hooks:
+            if _has_hooks(module):
                 self.fixed[name] = "has hooks"
-            elif not all("_mma_" in tensor for tensor in others):
+            elif not all("_mma_" in other for other in others):
                 self.fixed[name] = "has other tensors than torch's"
 
     def trace(self) -> None:
         """Follow the channels through the model in both modes; raises what its code raises."""
-        modes = {module: module.training for module in self.model.modules()}
+        # Tracing leaves constants in the model, and forward may store fx's proxies in it.
+        before = {module: dict(vars(module)) for module in self.model.modules()}
         try:
             for training in (True, False):
-                for module in modes:
+                for module in before:
                     module.training = training
                 values: dict[fx.Node, _Value | None] = {}
                 for node in _Tracer().trace(self.model).nodes:
@@ -134,8 +139,9 @@ class _Analysis:
                     given = [values[one] for one in node.all_input_nodes]
                     values[node] = self.visit(node, given)
         finally:
-            for module, mode in modes.items():
-                module.training = mode
+            for module, attributes in before.items():
+                vars(module).clear()
+                vars(module).update(attributes)
 
     def sets(self) -> list[_Channels]:
         """All sets of channels, in the order of the graph."""
@@ -160,22 +166,29 @@ class _Analysis:
         x = known[0] if known else None
         if len(given) == 1 and (kind is nn.Linear or kind in _CONVOLUTIONS):
             return self.layer(name, module, x, str(node.all_input_nodes[0]))
-        if x is None or kind in ("size", "dim") or node.args[1:] in (("shape",), ("ndim",)):
+        if kind in ("size", "dim") or node.args[1:] in (("shape",), ("ndim",)):
             return None
-        if kind in _ELEMENTWISE and {value and value.dim for value in given} == {x.dim}:
+        if kind in _ELEMENTWISE and x is not None and {one and one.dim for one in given} == {x.dim}:
             for value in known[1:]:
                 x.channels.join(value.channels)
-            return x
-        if kind in _POOLS and _POOLS[kind] < -x.dim:
-            return x
-        if x.is_second and _flattens(node, module):
-            return _Value(x.channels, -1, 2)
-        if _is_norm(module, x):
+            return x if len({value.rank for value in known}) == 1 else x._replace(rank=None)
+        if x is not None and len(given) == 1 and _is_norm(module, x):
             x.channels.join(self.side(name, "outputs", x.channels.root().size))
             return x
+        if x is not None and kind in _POOLS and _POOLS[kind] < -x.dim:
+            return x
+        if x is not None and x.is_second and _flattens(node, module):
+            return _Value(x.channels, -1, 2)
+        self.give_up(node, module, known)
+        return None
+
+    def give_up(self, node: fx.Node, module: nn.Module | None, known: list[_Value]) -> None:
+        """Fix the inputs of what is not known here, and the layers that are in it."""
         for value in known:
             value.channels.fix(f"used by {node}")
-        return None
+        if module is not None:
+            inside = [name for name, _ in module.named_modules(prefix=str(node.target))]
+            self.fixed.update(dict.fromkeys(inside, "is used where channels are not known"))
 
     def layer(self, name: str, module: Any, x: _Value | None, source: str) -> _Value:
         """The output of a linear layer or a convolution on the node ``source``."""
@@ -198,6 +211,12 @@ class _Analysis:
         elif x is None or x.dim != dim:
             inputs.fix(f"they come from {source}")
         return result
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether its call is more than its class's ``forward``."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(vars(module).get(name) for name in ("forward", *hooks))
 
 
 def _is_norm(module: nn.Module | None, x: _Value) -> bool:
@@ -284,23 +303,19 @@ def permute(
     followers: Callable[[torch.Tensor], list[torch.Tensor] | None],
     say: Callable[[str, int], None],
     folder: str | None,
-) -> None:
-    """Permute what can be, so that the ``weight`` of each layer of ``pruned`` keeps more.
+) -> int:
+    """Permute what can be, so that ``pruned`` layers keep more; return how many of them.
 
-    Args:
-        model: The network.
-        pruned: The layers.
-        followers: What is permuted with a parameter; None where that cannot be.
-        say: Takes a line and from which verbosity on it is shown.
-        folder: Where to save what was done; None to save nothing.
+    ``followers`` returns what is permuted with a parameter, or None where that cannot be; ``say``
+    takes a line and from which verbosity on it is shown; what was done is saved in ``folder``.
     """
-    analysis = _Analysis(model)
     try:
+        analysis = _Analysis(model)
         analysis.trace()
     except Exception as error:  # noqa: BLE001  the model's code, which runs with fx's proxies
         cause = str(error).partition("\n")[0]
         say(f"channels are not permuted, for torch.fx cannot trace the model: {cause}", 1)
-        return
+        return 0
     report: list[dict[str, Any]] = []
     count = 0
     for channels in analysis.sets():
@@ -308,7 +323,8 @@ def permute(
         matrices = [_matrix(layer) for layer in layers if any(layer is one for one in pruned)]
         if not matrices:
             continue
-        tensors = [(one, dim, followers(one)) for one, dim in _tensors(model, channels)]
+        free = () if channels.fixed else _tensors(model, channels)
+        tensors = [(one, dim, followers(one)) for one, dim in free]
         if any(others is None for _, _, others in tensors):
             channels.fix("the optimizer's state has another shape than a weight")
         entry: dict[str, Any] = {"outputs_of": channels.outputs, "inputs_of": channels.inputs}
@@ -334,8 +350,8 @@ def permute(
     say(f"permuted the input channels of {count} of {len(pruned)} pruned weights", 1)
     if folder is not None:
         path = pathlib.Path(folder, "model_offline_permutation_graph.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1))
+    return count
 
 
 def _matrix(layer: nn.Module) -> torch.Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,6 +86,7 @@ class _State:
     calculate: Callable[[torch.Tensor], torch.Tensor]
     verbosity: int
     permute: bool
+    was_permuted: bool = False
     pruned: list[_Pruned] = field(default_factory=list)
     optimizer: Any = None
     hooks: list[Any] = field(default_factory=list)
@@ -147,16 +149,18 @@ class _State:
     def before_step(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Mask gradients, also those that a closure computes."""
         self.mask_grads()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args has the optimizer
-        if closure is None:
-            return None
+        closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0]: the optimizer
 
         def masked() -> Any:
             loss = closure()
             self.mask_grads()
             return loss
 
-        return args[:1], {**kwargs, "closure": masked}
+        if not callable(closure):
+            return None
+        if len(args) > 1:
+            return (args[0], masked, *args[2:]), kwargs
+        return args, {**kwargs, "closure": masked}
 
     @torch.no_grad()
     def after_step(self, *_: Any) -> None:
@@ -215,6 +219,8 @@ def eligible_modules(
     disallowed_layer_names: Sequence[str],
 ) -> list[tuple[str, nn.Module]]:
     """Return the layers of these classes, named as allowed (None: all) and not as disallowed."""
+    if isinstance(allowed_layer_names, str) or isinstance(disallowed_layer_names, str):
+        raise TypeError("ASP: names of layers were one string; pass a list of names.")
     kinds: Any = whitelist_layer_types
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     if allowed_layer_names is not None:
@@ -273,7 +279,7 @@ class ASP:
 
         Raises:
             ASPError: There is a model already; :meth:`reset` forgets it.
-            TypeError: ``model`` is not a module.
+            TypeError: ``model`` is not a module, the calculator no function, or names a string.
             ValueError: An unknown pattern, a class whose parameters are not known, or a parameter
                 of ``custom_layer_dict`` that its layer does not have.
         """
@@ -281,10 +287,7 @@ class ASP:
             raise ASPError("ASP has a model already, one in a process. Call ASP.reset() first.")
         if not isinstance(model, nn.Module):
             raise TypeError(f"ASP: model was a {type(model).__name__}; it must be a nn.Module.")
-        calculate: Any = mask_calculator
-        if isinstance(mask_calculator, str):
-            create_mask(torch.zeros(4), mask_calculator)  # raises if there is none of this name
-            calculate = functools.partial(create_mask, pattern=mask_calculator)
+        calculate = _calculator(mask_calculator)
         parameters = {**_PARAMETERS, **custom_layer_dict}
         kinds = (*whitelist, *custom_layer_dict)
         for kind in kinds:
@@ -303,9 +306,10 @@ class ASP:
             found = [_Pruned(layer, module, name) for name in parameters[kind]]
             state.pruned += [one for one in found if _is_prunable(one, state)]
         for one in state.pruned:
-            weight = one.weight.detach()
-            one.module.register_buffer(one.buffer("mask"), torch.ones_like(weight).bool())
-            if allow_recompute_mask:
+            weight, buffers = one.weight.detach(), one.module._buffers
+            if one.buffer("mask") not in buffers:  # a copy of a pruned model has it
+                one.module.register_buffer(one.buffer("mask"), torch.ones_like(weight).bool())
+            if allow_recompute_mask and one.buffer("pruned_p") not in buffers:
                 one.module.register_buffer(one.buffer("pruned_p"), torch.zeros_like(weight))
             state.say(f"will prune {one}", 3)
         cls._state = state
@@ -315,7 +319,8 @@ class ASP:
         """Have each step of ``optimizer`` mask gradients before and weights after it.
 
         Before or after ``amp.initialize``. Raises ``TypeError`` if it takes no step hooks, and
-        ``ASPError`` if this was called already, or before :meth:`init_model_for_pruning`.
+        ``ASPError`` if this was called already, or before :meth:`init_model_for_pruning`, or if
+        channels were permuted and the optimizer has a state, which was not.
         """
         state = cls._needed("init_optimizer_for_pruning")
         if state.optimizer is not None:
@@ -323,6 +328,11 @@ class ASP:
                 "ASP has an optimizer already, one in a process. Call ASP.reset() first."
             )
         _check_optimizer(optimizer)
+        if state.was_permuted and optimizer.state:
+            raise ASPError(
+                "ASP: channels were permuted without the optimizer's state. Call "
+                "init_optimizer_for_pruning before compute_sparse_masks."
+            )
         state.optimizer = optimizer
         state.hooks = [
             optimizer.register_step_pre_hook(state.before_step),
@@ -344,7 +354,8 @@ class ASP:
         allowed, folder = cls._permutation
         if state.permute and allowed:
             layers = [one.module for one in state.pruned]
-            permute(state.model, layers, state.followers, state.say, folder)
+            count = permute(state.model, layers, state.followers, state.say, folder)
+            state.was_permuted = count > 0
         state.permute = False
         state.compute()
 
@@ -402,6 +413,8 @@ class ASP:
                 each set of channels, and their order or why there is none.
             permutation_output_dir: The folder for it.
         """
+        if save_permutation_graph:
+            pathlib.Path(permutation_output_dir).mkdir(parents=True, exist_ok=True)
         folder = permutation_output_dir if save_permutation_graph else None
         cls._permutation = allow_permutation, folder
 
@@ -424,6 +437,15 @@ class ASP:
         if cls._state is None:
             raise ASPError(f"ASP.{method} was called before ASP.init_model_for_pruning.")
         return cls._state
+
+
+def _calculator(given: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    if isinstance(given, str):
+        create_mask(torch.zeros(4), given)  # raises if there is none of this name
+        return functools.partial(create_mask, pattern=given)
+    if not callable(given):
+        raise TypeError(f"ASP: mask_calculator was {given!r}; pass a pattern or a function.")
+    return given  # type: ignore[no-any-return]
 
 
 def _is_prunable(one: _Pruned, state: _State) -> bool:
