@@ -30,19 +30,27 @@ MASKED = -10000.0
 
 
 def softmax(
-    z: torch.Tensor,
-    outside: Optional,
-    zeros: bool,
-    fill: Callable[..., Any] = torch.Tensor.masked_fill,
+    z: torch.Tensor, outside: Optional, zeros: bool, out: Optional = None
 ) -> torch.Tensor:
-    """Softmax of the logits that are not ``outside``; ``zeros``: whether a mask was given."""
+    """Softmax of the logits that are not ``outside``; ``zeros``: whether a mask was given.
+
+    With ``out``, where to write the result, ``z`` is overwritten.
+    """
+    fill = _fill(out)
     if outside is not None:
         z = fill(z, outside, -torch.inf)
-    y = torch.softmax(z, -1)
+    y = torch.softmax(z, -1, out=out)
     # No columns have no largest; a size is a tensor while torch.jit.trace records.
     if zeros and (torch._C._get_tracing_state() is not None or z.shape[-1]):
-        y = fill(y, z.amax(-1, keepdim=True) <= MASKED, 0.0)
+        empty = z.amax(-1, keepdim=True) <= MASKED
+        # In pieces on a CPU a fill takes as long as the softmax, also where nothing is filled.
+        if out is None or not z.is_cpu or empty.any():
+            y = fill(y, empty, 0.0)
     return y if outside is None else fill(y, outside, 0.0)  # in a row of nan, too
+
+
+def _fill(out: Optional) -> Callable[..., torch.Tensor]:
+    return torch.Tensor.masked_fill if out is None else torch.Tensor.masked_fill_
 
 
 def above_diagonal(x: torch.Tensor, causal: bool = True) -> Optional:
@@ -56,12 +64,12 @@ def _masked(mask: Optional) -> Optional:
 
 
 def _rows(
-    scale: float, fill: Callable[..., Any], x: torch.Tensor, masked: Optional, outside: Optional
+    scale: float, x: torch.Tensor, masked: Optional, outside: Optional, out: Optional = None
 ) -> torch.Tensor:
     z = x.to(wide(x)) * scale
     if masked is not None:
-        z = fill(z, masked, MASKED)
-    return softmax(z, outside, masked is not None, fill).to(x.dtype)
+        z = _fill(out)(z, masked, MASKED)
+    return softmax(z, outside, masked is not None, out).to(x.dtype)
 
 
 def _rows_gradient(
@@ -76,7 +84,7 @@ def _rows_gradient(
 
 def reference(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> torch.Tensor:
     """Compute the definition; rounds once."""
-    return _rows(scale, torch.Tensor.masked_fill, x, _masked(mask), above_diagonal(x, causal))
+    return _rows(scale, x, _masked(mask), above_diagonal(x, causal))
 
 
 def gradient(dy: torch.Tensor, y: torch.Tensor, scale: float, causal: bool) -> list[torch.Tensor]:
@@ -113,8 +121,9 @@ def _allocate(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 def _forward(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> torch.Tensor:
     y = _allocate(x)
-    for out, *rows in _pieces(y, x, _masked(mask), above_diagonal(x, causal)):
-        out.copy_(_rows(scale, torch.Tensor.masked_fill_, *rows))
+    for part, *rows in _pieces(y, x, _masked(mask), above_diagonal(x, causal)):
+        out = part if y.dtype == wide(y) else torch.empty_like(part, dtype=wide(y))
+        part.copy_(_rows(scale, *rows, out))
     return y
 
 
@@ -154,9 +163,11 @@ def scaled_softmax(
     return OP(x, mask, float(scale), causal)
 
 
-def check(name: str, x: torch.Tensor, mask: Optional, causal: bool) -> None:
+def check(
+    name: str, x: torch.Tensor, mask: Optional = None, causal: bool = False, key: str = "input"
+) -> None:
     """Refuse what cannot be computed, without looking at any number on a device."""
-    check_tensors(name, {"input": x, "mask": mask}, floating=["input"])
+    check_tensors(name, {key: x, "mask": mask}, floating=[key])
     if mask is not None and mask.dtype not in (torch.bool, torch.uint8):
         raise ArgumentError(
             f"{name}: mask is {mask.dtype}; pass torch.bool, or torch.uint8 in which 1 is masked."
@@ -165,10 +176,10 @@ def check(name: str, x: torch.Tensor, mask: Optional, causal: bool) -> None:
         return  # sizes are tensors then; torch's functions, which are traced, check
     shape = list(x.shape)
     if len(shape) < 2:
-        raise ArgumentError(f"{name}: input has shape {shape}; pass (..., queries, keys).")
+        raise ArgumentError(f"{name}: {key} has shape {shape}; pass (..., queries, keys).")
     if causal and shape[-2] != shape[-1]:
         raise ArgumentError(
-            f"{name}: input has shape {shape}; a causal softmax takes as many queries as keys. For "
+            f"{name}: {key} has shape {shape}; a causal softmax takes as many queries as keys. For "
             "others pass a mask to scaled_masked_softmax."
         )
     if mask is not None and not _broadcasts(mask, x):
@@ -205,10 +216,16 @@ def forward(
 
 @torch.no_grad()
 def backward(
-    name: str, dy: torch.Tensor, y: torch.Tensor, scale: float, causal: bool = False
+    name: str,
+    dy: torch.Tensor,
+    y: torch.Tensor,
+    scale: float,
+    causal: bool = False,
+    in_place: bool = True,
 ) -> torch.Tensor:
-    """Check the arguments of ``name.backward`` and compute the gradient of the input."""
+    """Check the arguments of ``name.backward``; compute the gradient of the input, over ``dy``."""
     name, tensors = f"{name}.backward", {"softmax_results": y, "output_grads": dy}
+    check(name, y, None, causal, "softmax_results")
     check_tensors(name, tensors, floating=tensors, required=tensors)
     check_shape(name, "output_grads", dy, y.shape, f"softmax_results {list(y.shape)}")
     if dy.dtype != y.dtype:
@@ -216,4 +233,4 @@ def backward(
             f"{name}: output_grads are {dy.dtype} and softmax_results {y.dtype}; pass one dtype."
         )
     dx: torch.Tensor = OP.backward_operator(dy, [True], y, float(scale), causal)
-    return dx
+    return dy.copy_(dx) if in_place else dx
