@@ -4,9 +4,10 @@
     y_j  = exp(z_j - max(z)) / sum_k exp(z_k - max(z)); 0 if a mask is given and max(z) <= -10000
     dx_j = scale * y_j * (dy_j - sum_k dy_k * y_k)
 
--10000 and the rows of zeros are those of NVIDIA's Megatron-LM and Apex. Saved is ``y`` alone, in 16
-bits if the input is: gradients are those of the rounded result. As in Apex, ``dx`` asks for no
-mask: a masked column has a gradient where it has a weight, if max(z) is below about -9,900.
+-10000 and the rows of zeros are those of NVIDIA's Megatron-LM and Apex. Kernels and pieces save
+``y`` alone, in 16 bits if the input is: gradients are those of the rounded result. As in Apex,
+``dx`` asks for no mask: a masked column has a gradient where it has a weight, if max(z) is below
+about -9,900. Of few elements torch computes the gradients, before ``y`` is rounded.
 
 Bytes an element that the kernels move, in 16 bits: 4 forward, a read and a write, and 6 backward;
 3 and 4 if causal; a mask of all heads adds its byte over their number. Torch's ``softmax((x *
@@ -29,9 +30,7 @@ from apex.ops._op import op
 MASKED = -10000.0
 
 
-def softmax(
-    z: torch.Tensor, outside: Optional, zeros: bool, out: Optional = None
-) -> torch.Tensor:
+def softmax(z: torch.Tensor, outside: Optional, zeros: bool, out: Optional = None) -> torch.Tensor:
     """Softmax of the logits that are not ``outside``; ``zeros``: whether a mask was given.
 
     With ``out``, where to write the result, ``z`` is overwritten.
@@ -79,7 +78,7 @@ def _rows_gradient(
     dy, y = dy.to(to), y.to(to)
     if outside is not None:
         dy = dy.masked_fill(outside, 0.0)
-    return ((dy - (dy * y).sum(-1, keepdim=True)) * y * scale).to(dtype)
+    return torch._softmax_backward_data(dy, y, -1, to).mul(scale).to(dtype)
 
 
 def reference(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> torch.Tensor:
@@ -121,9 +120,9 @@ def _allocate(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 def _forward(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> torch.Tensor:
     y = _allocate(x)
-    for part, *rows in _pieces(y, x, _masked(mask), above_diagonal(x, causal)):
+    for part, rows, masked, outside in _pieces(y, x, _masked(mask), above_diagonal(x, causal)):
         out = part if y.dtype == wide(y) else torch.empty_like(part, dtype=wide(y))
-        part.copy_(_rows(scale, *rows, out))
+        part.copy_(_rows(scale, rows, masked, outside, out))
     return y
 
 
