@@ -29,6 +29,8 @@ __all__ = [
     "scaled_upper_triang_masked_softmax",
 ]
 
+MaskFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class ScaledMaskedSoftmax(torch.autograd.Function):
     """:func:`scaled_masked_softmax` by ``apply(inputs, mask, scale)``, whatever autocast says."""
@@ -149,15 +151,10 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     __jit_ignored_attributes__ = ("attn_mask_type", "mask_func")  # TorchScript leaves us to Python
 
     def __init__(
-        self,
-        input_in_fp16: bool,
-        input_in_bf16: bool,
-        attn_mask_type: AttnMaskType,
-        scaled_masked_softmax_fusion: bool,
-        mask_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
-        softmax_in_fp32: bool,
-        scale: float | None,
-    ) -> None:
+        self, input_in_fp16: bool, input_in_bf16: bool, attn_mask_type: AttnMaskType,
+        scaled_masked_softmax_fusion: bool, mask_func: MaskFunction | None,
+        softmax_in_fp32: bool, scale: float | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if input_in_fp16 and input_in_bf16:
             raise RuntimeError(
@@ -250,14 +247,9 @@ class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
     """The layer above for padding masks, without the rule about shapes."""
 
     def __init__(
-        self,
-        input_in_fp16: bool,
-        input_in_bf16: bool,
-        scaled_masked_softmax_fusion: bool,
-        mask_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
-        softmax_in_fp32: bool,
-        scale: float | None,
-    ) -> None:
+        self, input_in_fp16: bool, input_in_bf16: bool, scaled_masked_softmax_fusion: bool,
+        mask_func: MaskFunction | None, softmax_in_fp32: bool, scale: float | None,
+    ) -> None:  # fmt: skip
         super().__init__(
             input_in_fp16, input_in_bf16, AttnMaskType.padding, scaled_masked_softmax_fusion,
             mask_func, softmax_in_fp32, scale,
