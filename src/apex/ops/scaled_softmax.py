@@ -65,7 +65,8 @@ def _masked(mask: Optional) -> Optional:
 def _rows(
     scale: float, x: torch.Tensor, masked: Optional, outside: Optional, out: Optional = None
 ) -> torch.Tensor:
-    z = x.to(wide(x)) * scale
+    z = x.to(wide(x))
+    z = z * scale if z is x else z.mul_(scale)
     if masked is not None:
         z = _fill(out)(z, masked, MASKED)
     return softmax(z, outside, masked is not None, out).to(x.dtype)
