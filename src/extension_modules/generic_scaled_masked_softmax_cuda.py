@@ -35,4 +35,4 @@ def backward(
     output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float, /
 ) -> torch.Tensor:
     """Gradient of the input."""
-    return ops.backward(__name__, output_grads, softmax_results, scale_factor)
+    return ops.backward(__name__, output_grads, softmax_results, scale_factor, in_place=False)

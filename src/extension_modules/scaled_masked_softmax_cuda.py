@@ -31,12 +31,11 @@ def forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float, /) -> 
     return ops.forward(__name__, input, mask, scale_factor)
 
 
-@torch.no_grad()
 def backward(
     output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float, /
 ) -> torch.Tensor:
     """Gradient of the input, written over ``output_grads`` and returned."""
-    return output_grads.copy_(ops.backward(__name__, output_grads, softmax_results, scale_factor))
+    return ops.backward(__name__, output_grads, softmax_results, scale_factor)
 
 
 def get_batch_per_block(

@@ -59,12 +59,28 @@ def test_bad_input(module):
         module.backward(torch.ones(2), x, 1.0)
     with pytest.raises(ValueError, match=f"{name}.backward: output_grads are torch.float16 and"):
         module.backward(x.half(), x, 1.0)
+    for dy, found in ((None, "NoneType"), ([1.0], "list")):
+        with pytest.raises(TypeError, match=f"{name}.backward: output_grads is a {found}; pass a"):
+            module.backward(dy, x, 1.0)
+    for one in (torch.ones(()), torch.ones(5)):
+        with pytest.raises(
+            ValueError, match=r"backward: softmax_results has shape .*; pass \(\.\.\."
+        ):
+            module.backward(one, one, 1.0)
     if mask:
         with pytest.raises(TypeError, match=f"{name}.forward: mask is a NoneType; pass a tensor"):
             module.forward(x, None, 1.0)
         with pytest.raises(ValueError, match=rf"{name}.forward: mask has shape \[3, 1, 4, 4\]"):
             module.forward(x, mask[0][:1].expand(3, 1, 4, 4), 1.0)
     assert module.__version__ == apex.__version__
+
+
+def test_a_causal_backward_takes_as_many_queries_as_keys():
+    y = torch.ones(2, 3, 4)
+    with pytest.raises(
+        ValueError, match=r"softmax_results has shape \[2, 3, 4\]; a causal softmax"
+    ):
+        scaled_upper_triang_masked_softmax_cuda.backward(y, y, 1.0)
 
 
 def test_rows_of_a_block():

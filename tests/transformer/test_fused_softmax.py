@@ -131,6 +131,31 @@ def test_what_a_layer_refuses():
         FusedScaleMaskSoftmax(True, False, None, True, masked, True, 2.0)
     with pytest.raises(ValueError, match=r"FusedScaleMaskSoftmax: input has shape \[2, 2\]; pass"):
         layer()(torch.ones(2, 2), None)
+    for function in (masked, None):
+        module = layer(fusion=False, mask_func=function)
+        for call in (module, module.forward_torch_softmax):
+            with pytest.raises(TypeError, match=r"input is torch.int64; allowed are float16"):
+                call(torch.ones(SHAPE, dtype=torch.int64), MASK)
+            with pytest.raises(TypeError, match="FusedScaleMaskSoftmax: input is a list; pass a t"):
+                call([1.0], MASK)
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [(lambda x, mask: None, "NoneType"), (lambda x, mask: x[..., :2], r"\[2, 4, 24, 2\]")],
+)
+def test_a_mask_function_that_returns_something_else(function, found):
+    with pytest.raises(ValueError, match=rf"mask_func returned {found} for scores \[2, 4, 24, 24"):
+        layer(fusion=False, mask_func=function)(X, MASK)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")
+def test_a_scale_that_is_a_parameter_gets_no_gradient():
+    x, scale = X.clone().requires_grad_(), torch.nn.Parameter(torch.tensor(0.3))
+    for cls in (ScaledSoftmax, ScaledUpperTriangMaskedSoftmax):
+        y = cls.apply(x, scale)
+        (dx,) = torch.autograd.grad(y[..., 0].sum(), x)
+        torch.testing.assert_close(dx, torch.autograd.grad(cls.apply(x, 0.3)[..., 0].sum(), x)[0])
 
 
 X, MASK = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)), some_mask()

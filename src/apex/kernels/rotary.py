@@ -53,7 +53,7 @@ def rotary_kernel(
             sin_1, sin_2 = -sin_2, -sin_1
         for start in range(0, heads, HEADS):
             head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-            t_head = t_ptr + head * (head_stride * ALIGNED) + group * CHANNELS
+            t_head = t_ptr + head * head_stride * ALIGNED + group * CHANNELS
             y_head = y_ptr + head * (GROUPS * CHANNELS) + group * CHANNELS
             mask = (head < heads) & (lanes < HALF)[None, :]
             first = tl.load(t_head + lanes[None, :], mask).to(tl.float32)
@@ -102,11 +102,13 @@ def backward(dy: torch.Tensor, needs: list[bool], *, dim: int, **tables: Any) ->
 def _tiles(channels: int, half: int, heads: int) -> dict[str, Any]:
     """How a program is cut, by the channels of a group and half of those that are rotated."""
     lanes, rest = triton.next_power_of_2(half), channels - 2 * half
-    height = min(triton.next_power_of_2(heads), max(1, TILE // lanes))
+    rest = triton.next_power_of_2(rest) if rest else 0
+    width = max(lanes, rest // 2)
+    height = min(triton.next_power_of_2(heads), max(1, TILE // width))
     return {
         "CHANNELS": channels, "HALF": half, "HEADS": height, "LANES": lanes,
-        "REST": triton.next_power_of_2(rest) if rest else 0,
-        "num_warps": min(16, max(1, height * lanes // WARP)), "enable_fp_fusion": False,
+        "REST": rest, "num_warps": min(16, max(1, height * width // WARP)),
+        "enable_fp_fusion": False,
     }  # fmt: skip
 
 

@@ -59,6 +59,7 @@ class op:  # lower case, like torch.autocast: used as a function
         gradient: ``gradient(dy, **saved) -> [...]`` in PyTorch functions, in the order of
             ``grads``: the definition of the backward, for operations that save less than their
             arguments. Gradients of gradients are those of it; without it such operations have none.
+            No argument outside of ``grads`` may require a gradient then.
         pieces: Forward and backward where no kernel runs, for calls of which ``pieces.pays(*args)``
             says that they are faster on a CPU; for all calls if there is no ``pays``, or if they
             need them (see ``saves``).

@@ -4,9 +4,10 @@
     y_j  = exp(z_j - max(z)) / sum_k exp(z_k - max(z)); 0 if a mask is given and max(z) <= -10000
     dx_j = scale * y_j * (dy_j - sum_k dy_k * y_k)
 
--10000 and the rows of zeros are those of NVIDIA's Megatron-LM and Apex. Saved is ``y`` alone, in 16
-bits if the input is: gradients are those of the rounded result. As in Apex, ``dx`` asks for no
-mask: a masked column has a gradient where it has a weight, if max(z) is below about -9,900.
+-10000 and the rows of zeros are those of NVIDIA's Megatron-LM and Apex. Kernels and pieces save
+``y`` alone, in 16 bits if the input is: gradients are those of the rounded result. As in Apex,
+``dx`` asks for no mask: a masked column has a gradient where it has a weight, if max(z) is below
+about -9,900. Of few elements torch computes the gradients, before ``y`` is rounded.
 
 Bytes an element that the kernels move, in 16 bits: 4 forward, a read and a write, and 6 backward;
 3 and 4 if causal; a mask of all heads adds its byte over their number. Torch's ``softmax((x *
@@ -29,20 +30,26 @@ from apex.ops._op import op
 MASKED = -10000.0
 
 
-def softmax(
-    z: torch.Tensor,
-    outside: Optional,
-    zeros: bool,
-    fill: Callable[..., Any] = torch.Tensor.masked_fill,
-) -> torch.Tensor:
-    """Softmax of the logits that are not ``outside``; ``zeros``: whether a mask was given."""
+def softmax(z: torch.Tensor, outside: Optional, zeros: bool, out: Optional = None) -> torch.Tensor:
+    """Softmax of the logits that are not ``outside``; ``zeros``: whether a mask was given.
+
+    With ``out``, where to write the result, ``z`` is overwritten.
+    """
+    fill = _fill(out)
     if outside is not None:
         z = fill(z, outside, -torch.inf)
-    y = torch.softmax(z, -1)
+    y = torch.softmax(z, -1, out=out)
     # No columns have no largest; a size is a tensor while torch.jit.trace records.
     if zeros and (torch._C._get_tracing_state() is not None or z.shape[-1]):
-        y = fill(y, z.amax(-1, keepdim=True) <= MASKED, 0.0)
+        empty = z.amax(-1, keepdim=True) <= MASKED
+        # In pieces on a CPU a fill takes as long as the softmax, also where nothing is filled.
+        if out is None or not z.is_cpu or empty.any():
+            y = fill(y, empty, 0.0)
     return y if outside is None else fill(y, outside, 0.0)  # in a row of nan, too
+
+
+def _fill(out: Optional) -> Callable[..., torch.Tensor]:
+    return torch.Tensor.masked_fill if out is None else torch.Tensor.masked_fill_
 
 
 def above_diagonal(x: torch.Tensor, causal: bool = True) -> Optional:
@@ -56,27 +63,27 @@ def _masked(mask: Optional) -> Optional:
 
 
 def _rows(
-    scale: float, fill: Callable[..., Any], x: torch.Tensor, masked: Optional, outside: Optional
+    scale: float, x: torch.Tensor, masked: Optional, outside: Optional, out: Optional = None
 ) -> torch.Tensor:
-    z = x.to(wide(x)) * scale
+    z = x.to(wide(x))
+    z = z * scale if z is x else z.mul_(scale)
     if masked is not None:
-        z = fill(z, masked, MASKED)
-    return softmax(z, outside, masked is not None, fill).to(x.dtype)
+        z = _fill(out)(z, masked, MASKED)
+    return softmax(z, outside, masked is not None, out).to(x.dtype)
 
 
 def _rows_gradient(
     scale: float, dy: torch.Tensor, y: torch.Tensor, outside: Optional
 ) -> torch.Tensor:
-    to, dtype = wide(y), y.dtype
-    dy, y = dy.to(to), y.to(to)
+    dy, to = dy.to(wide(y)), wide(y)
     if outside is not None:
         dy = dy.masked_fill(outside, 0.0)
-    return ((dy - (dy * y).sum(-1, keepdim=True)) * y * scale).to(dtype)
+    return torch._softmax_backward_data(dy, y.to(to), -1, to).mul(scale).to(y.dtype)
 
 
 def reference(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> torch.Tensor:
     """Compute the definition; rounds once."""
-    return _rows(scale, torch.Tensor.masked_fill, x, _masked(mask), above_diagonal(x, causal))
+    return _rows(scale, x, _masked(mask), above_diagonal(x, causal))
 
 
 def gradient(dy: torch.Tensor, y: torch.Tensor, scale: float, causal: bool) -> list[torch.Tensor]:
@@ -87,9 +94,9 @@ def gradient(dy: torch.Tensor, y: torch.Tensor, scale: float, causal: bool) -> l
 # -- in pieces, on a CPU -------------------------------------------------------------------------
 
 # What is between stays in the cache, and only the result is kept for the backward. 4096 x 4096, one
-# thread of a busy machine, forward and backward: 128 ms where torch's functions take 252 in
-# float32, 114 for 206 in bfloat16. Up to SMALL elements the calls cost more than they save.
-PIECE, SMALL = 2**18, 2**14  # elements
+# thread of a busy EPYC, masked, forward and backward: 85 ms where torch's functions take 149 in
+# float32, 74 for 111 in bfloat16. Up to SMALL elements the calls cost more than they save.
+PIECE, SMALL = 2**18, 50_000  # elements
 
 
 def _pieces(*tensors: Any) -> Iterator[Sequence[Any]]:
@@ -113,8 +120,9 @@ def _allocate(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 def _forward(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> torch.Tensor:
     y = _allocate(x)
-    for out, *rows in _pieces(y, x, _masked(mask), above_diagonal(x, causal)):
-        out.copy_(_rows(scale, torch.Tensor.masked_fill_, *rows))
+    for part, rows, masked, outside in _pieces(y, x, _masked(mask), above_diagonal(x, causal)):
+        out = part if y.dtype == wide(y) else torch.empty_like(part, dtype=wide(y))
+        part.copy_(_rows(scale, rows, masked, outside, out))
     return y
 
 
@@ -154,9 +162,11 @@ def scaled_softmax(
     return OP(x, mask, float(scale), causal)
 
 
-def check(name: str, x: torch.Tensor, mask: Optional, causal: bool) -> None:
+def check(
+    name: str, x: torch.Tensor, mask: Optional = None, causal: bool = False, key: str = "input"
+) -> None:
     """Refuse what cannot be computed, without looking at any number on a device."""
-    check_tensors(name, {"input": x, "mask": mask}, floating=["input"])
+    check_tensors(name, {key: x, "mask": mask}, floating=[key])
     if mask is not None and mask.dtype not in (torch.bool, torch.uint8):
         raise ArgumentError(
             f"{name}: mask is {mask.dtype}; pass torch.bool, or torch.uint8 in which 1 is masked."
@@ -165,10 +175,10 @@ def check(name: str, x: torch.Tensor, mask: Optional, causal: bool) -> None:
         return  # sizes are tensors then; torch's functions, which are traced, check
     shape = list(x.shape)
     if len(shape) < 2:
-        raise ArgumentError(f"{name}: input has shape {shape}; pass (..., queries, keys).")
+        raise ArgumentError(f"{name}: {key} has shape {shape}; pass (..., queries, keys).")
     if causal and shape[-2] != shape[-1]:
         raise ArgumentError(
-            f"{name}: input has shape {shape}; a causal softmax takes as many queries as keys. For "
+            f"{name}: {key} has shape {shape}; a causal softmax takes as many queries as keys. For "
             "others pass a mask to scaled_masked_softmax."
         )
     if mask is not None and not _broadcasts(mask, x):
@@ -205,10 +215,12 @@ def forward(
 
 @torch.no_grad()
 def backward(
-    name: str, dy: torch.Tensor, y: torch.Tensor, scale: float, causal: bool = False
-) -> torch.Tensor:
-    """Check the arguments of ``name.backward`` and compute the gradient of the input."""
+    name: str, dy: torch.Tensor, y: torch.Tensor, scale: float, causal: bool = False,
+    in_place: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Check the arguments of ``name.backward``; compute the gradient of the input, over ``dy``."""
     name, tensors = f"{name}.backward", {"softmax_results": y, "output_grads": dy}
+    check(name, y, None, causal, "softmax_results")
     check_tensors(name, tensors, floating=tensors, required=tensors)
     check_shape(name, "output_grads", dy, y.shape, f"softmax_results {list(y.shape)}")
     if dy.dtype != y.dtype:
@@ -216,4 +228,4 @@ def backward(
             f"{name}: output_grads are {dy.dtype} and softmax_results {y.dtype}; pass one dtype."
         )
     dx: torch.Tensor = OP.backward_operator(dy, [True], y, float(scale), causal)
-    return dx
+    return dy.copy_(dx) if in_place else dx

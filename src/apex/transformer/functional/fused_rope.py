@@ -65,13 +65,7 @@ def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor)
 
 @left_to_python
 def fused_apply_rotary_pos_emb_2d(
-    t: Tensor,
-    img_h: int,
-    img_w: int,
-    cos_h: Tensor,
-    sin_h: Tensor,
-    cos_w: Tensor,
-    sin_w: Tensor,
+    t: Tensor, img_h: int, img_w: int, cos_h: Tensor, sin_h: Tensor, cos_w: Tensor, sin_w: Tensor
 ) -> Tensor:
     """Rotate images ``t`` ``(b, img_h * img_w, h, d)``.
 
@@ -133,14 +127,8 @@ class FusedRoPE2DFunc(_Rotated):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        t: Tensor,
-        img_h: int,
-        img_w: int,
-        cos_h: Tensor,
-        sin_h: Tensor,
-        cos_w: Tensor,
-        sin_w: Tensor,
-    ) -> Tensor:
+        ctx: Any, t: Tensor, img_h: int, img_w: int,
+        cos_h: Tensor, sin_h: Tensor, cos_w: Tensor, sin_w: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Rotate."""
         return _kept(ctx, t, ops.by_places(t, img_h, img_w, cos_h, sin_h, cos_w, sin_w))

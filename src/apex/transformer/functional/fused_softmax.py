@@ -29,6 +29,8 @@ __all__ = [
     "scaled_upper_triang_masked_softmax",
 ]
 
+MaskFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class ScaledMaskedSoftmax(torch.autograd.Function):
     """:func:`scaled_masked_softmax` by ``apply(inputs, mask, scale)``, whatever autocast says."""
@@ -41,7 +43,9 @@ class ScaledMaskedSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, output_grads: torch.Tensor) -> Any:
         """Compute the gradient of the inputs."""
-        return ops.OP.gradients(ctx, output_grads)[: len(ctx.needs_input_grad)]
+        # In the subclasses the second argument is the scale: a parameter gets no gradient.
+        needs = ctx.needs_input_grad
+        return ops.OP.gradients(ctx, output_grads, needs=needs[:1])[: len(needs)]
 
 
 class GenericScaledMaskedSoftmax(ScaledMaskedSoftmax):
@@ -147,15 +151,10 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     __jit_ignored_attributes__ = ("attn_mask_type", "mask_func")  # TorchScript leaves us to Python
 
     def __init__(
-        self,
-        input_in_fp16: bool,
-        input_in_bf16: bool,
-        attn_mask_type: AttnMaskType,
-        scaled_masked_softmax_fusion: bool,
-        mask_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
-        softmax_in_fp32: bool,
-        scale: float | None,
-    ) -> None:
+        self, input_in_fp16: bool, input_in_bf16: bool, attn_mask_type: AttnMaskType,
+        scaled_masked_softmax_fusion: bool, mask_func: MaskFunction | None,
+        softmax_in_fp32: bool, scale: float | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if input_in_fp16 and input_in_bf16:
             raise RuntimeError(
@@ -189,6 +188,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         Returns:
             Of the shape and dtype of the scores; in autocast's dtype under ``torch.autocast``.
         """
+        ops.check(type(self).__name__, input)
         if input.dim() != 4:
             raise ArgumentError(
                 f"{type(self).__name__}: input has shape {list(input.shape)}; pass (batch, heads, "
@@ -219,14 +219,22 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     @left_to_python
     def forward_torch_softmax(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
         """Compute with ``mask_func``, which a program may have written itself."""
+        name = type(self).__name__
+        ops.check(name, input)
         queries, keys = input.shape[-2:]
         # A single query sees all keys; of several, fewer than keys, a mask has to say what they do.
         hides = self._causal and queries > 1 and (mask is None or queries == keys)
         scale = 1.0 if self.scale is None else self.scale
         if mask is None or self.mask_func is None:
-            return ops.scaled_softmax(input, mask, scale, hides, name=type(self).__name__)
+            return ops.scaled_softmax(input, mask, scale, hides, name=name)
         (x,) = ops.OP.cast(input)
         z = self.mask_func(x.to(wide(x)) * scale, mask)
+        if getattr(z, "shape", None) != x.shape:
+            found = list(z.shape) if isinstance(z, torch.Tensor) else type(z).__name__
+            raise ArgumentError(
+                f"{name}: mask_func returned {found} for scores {list(x.shape)}; return masked "
+                "scores of the same shape."
+            )
         return ops.softmax(z, ops.above_diagonal(z, hides), True).to(x.dtype)
 
     @staticmethod
@@ -239,14 +247,9 @@ class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
     """The layer above for padding masks, without the rule about shapes."""
 
     def __init__(
-        self,
-        input_in_fp16: bool,
-        input_in_bf16: bool,
-        scaled_masked_softmax_fusion: bool,
-        mask_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
-        softmax_in_fp32: bool,
-        scale: float | None,
-    ) -> None:
+        self, input_in_fp16: bool, input_in_bf16: bool, scaled_masked_softmax_fusion: bool,
+        mask_func: MaskFunction | None, softmax_in_fp32: bool, scale: float | None,
+    ) -> None:  # fmt: skip
         super().__init__(
             input_in_fp16, input_in_bf16, AttnMaskType.padding, scaled_masked_softmax_fusion,
             mask_func, softmax_in_fp32, scale,
