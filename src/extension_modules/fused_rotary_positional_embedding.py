@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 @torch.no_grad()
 def forward(input: Tensor, freqs: Tensor, transpose_output: bool, /) -> Tensor:
     """Rotate ``(s, b, h, d)``; with ``transpose_output`` it lies in memory as ``(b, s, h, d)``."""
-    return ops.by_angles(input, freqs, transpose_output)(input)
+    return ops.by_angles(input, freqs, transpose_output).rotate(input)
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def backward(output_grads: Tensor, freqs: Tensor, transpose_output: bool, /) -> 
 @torch.no_grad()
 def forward_cached(input: Tensor, cos: Tensor, sin: Tensor, transpose_output: bool, /) -> Tensor:
     """Rotate by ``cos`` and ``sin``."""
-    return ops.by_tables(input, cos, sin, transpose_output)(input)
+    return ops.by_tables(input, cos, sin, transpose_output).rotate(input)
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def backward_cached(
 @torch.no_grad()
 def forward_thd(input: Tensor, cu_seqlens: Tensor, freqs: Tensor, /) -> Tensor:
     """Rotate packed sequences ``(tokens, h, d)``."""
-    return ops.by_sequences(input, cu_seqlens, freqs)(input)
+    return ops.by_sequences(input, cu_seqlens, freqs).rotate(input)
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def forward_2d(
 ) -> Tensor:
     """Rotate images ``(b, ih, iw, h, d)``; the result is ``(b, ih * iw, h, d)``."""
     images, rows, columns = _flat(input)
-    return ops.by_places(images, rows, columns, cos_h, sin_h, cos_w, sin_w)(images)
+    return ops.by_places(images, rows, columns, cos_h, sin_h, cos_w, sin_w).rotate(images)
 
 
 @torch.no_grad()

@@ -134,8 +134,8 @@ class Rotation(NamedTuple):
     positions: Optional
     dim: int
 
-    def __call__(self, t: Tensor) -> Tensor:
-        """Rotate ``t``."""
+    def rotate(self, t: Tensor) -> Tensor:
+        """Rotate ``t``; a method by name, because Dynamo of torch 2.9 calls no named tuple."""
         if t.dim() == 3:  # packed sequences
             return OP(t[:, None], *self)[:, 0]
         if self.dim and self.positions is None:  # positions first, and second in memory
@@ -144,7 +144,7 @@ class Rotation(NamedTuple):
 
     def back(self, dy: Tensor) -> Tensor:
         """The gradient of ``t`` from that of the result."""
-        return self._replace(sin=transposed(self.sin))(dy)
+        return self._replace(sin=transposed(self.sin)).rotate(dy)
 
 
 # -- what to rotate by, with checks; all raise ArgumentError --------------------------------------

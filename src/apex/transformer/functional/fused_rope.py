@@ -38,7 +38,7 @@ def fused_apply_rotary_pos_emb(
         >>> fused_apply_rotary_pos_emb(t[None, None, None], freqs[None, None, None]).round()
         tensor([[[[-0., 1., 5.]]]])
     """
-    return ops.by_angles(t, freqs, transpose_output_memory)(t)
+    return ops.by_angles(t, freqs, transpose_output_memory).rotate(t)
 
 
 @left_to_python
@@ -46,7 +46,7 @@ def fused_apply_rotary_pos_emb_cached(
     t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False
 ) -> Tensor:
     """Do the same by cos and sin, both of the shape of ``freqs``; their halves may differ."""
-    return ops.by_tables(t, cos_, sin_, transpose_output_memory)(t)
+    return ops.by_tables(t, cos_, sin_, transpose_output_memory).rotate(t)
 
 
 @left_to_python
@@ -60,7 +60,7 @@ def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor)
         freqs: ``(longest, 1, 1, rotated)``. Tokens of later positions become nan: lengths are on
             the device, and to check them the host would have to wait.
     """
-    return ops.by_sequences(t, cu_seqlens, freqs)(t)
+    return ops.by_sequences(t, cu_seqlens, freqs).rotate(t)
 
 
 @left_to_python
@@ -72,7 +72,7 @@ def fused_apply_rotary_pos_emb_2d(
     The first half of the channels by the row: ``cos_h`` and ``sin_h`` ``(1, img_h or more, 1,
     d / 2)``. The second half by the column: ``cos_w`` and ``sin_w``, likewise.
     """
-    return ops.by_places(t, img_h, img_w, cos_h, sin_h, cos_w, sin_w)(t)
+    return ops.by_places(t, img_h, img_w, cos_h, sin_h, cos_w, sin_w).rotate(t)
 
 
 class _Rotated(torch.autograd.Function):
@@ -88,7 +88,7 @@ class _Rotated(torch.autograd.Function):
 def _kept(ctx: Any, t: Tensor, rotation: ops.Rotation) -> Tensor:
     *tables, ctx.dim = rotation
     ctx.save_for_backward(*tables)
-    return rotation(t)
+    return rotation.rotate(t)
 
 
 class FusedRoPEFunc(_Rotated):
