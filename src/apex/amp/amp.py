@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -126,13 +125,6 @@ def _register(module: Any, name: str, kind: str) -> None:
             registry.discard(entry)
     registry = _USER_PROMOTE_REGISTRY if kind == "promote" else _USER_CAST_REGISTRY
     registry.add(rules.Registration(module, name, kind))
-    casts = state.current()
-    if casts is not None and not rules.has_rule(casts, module, name, kind):
-        warnings.warn(
-            f"amp.register_{kind}_function: casts are on already, so {label}.{name} is cast only "
-            "from the next amp.initialize or amp.init on. Register functions before these calls.",
-            stacklevel=3,
-        )
 
 
 def register_half_function(module: Any, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from apex.amp._amp_state import _amp_state
+from apex.amp.casting import rules
 from apex.amp.casting import state as casting
 from apex.amp.gradients.ledger import Pass, State
 from apex.amp.gradients.unscaling import refuse_graph
@@ -79,6 +80,7 @@ def scale_loss(
     if not states:
         yield loss
         return
+    _warn_of_late_registrations(states)
     this = _pass_of(loss, states, loss_id)
     is_one = not isinstance(this.scale, torch.Tensor) and this.scale == 1.0
     if is_one and not any(state.use_masters for state in states):  # a plain backward
@@ -103,6 +105,12 @@ def scale_loss(
     except BaseException:  # such as out of memory
         this.abandon(drop=True)
         raise
+
+
+def _warn_of_late_registrations(states: Sequence[OptimizerState]) -> None:
+    casts = casting.current()
+    if casts is not None and states[0].training.properties.casts_functions:
+        rules.warn_of_late_registrations(casts)
 
 
 def _pass_of(loss: Any, states: Sequence[OptimizerState], loss_id: int) -> Pass:

@@ -18,6 +18,7 @@ import functools
 import inspect
 import pkgutil
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import Any, NamedTuple
@@ -127,6 +128,19 @@ def has_rule(casts: Casts, owner: Any, name: str, kind: str) -> bool:
     """Whether ``casts`` has this rule for ``owner.name`` already."""
     key = _key(owner, name)
     return any(casts.rules.get(k) == Rule(kind) for k in (key, f"{key}@{id(owner):x}"))
+
+
+def warn_of_late_registrations(casts: Casts) -> None:
+    """Say which registrations came after ``initialize`` and wait for the next one."""
+    for module, name, kind in (*_USER_CAST_REGISTRY, *_USER_PROMOTE_REGISTRY):
+        if not has_rule(casts, module, name, kind):
+            label = getattr(module, "__name__", repr(module))
+            warnings.warn(
+                f"amp.register_{kind}_function: {label}.{name} was registered after "
+                "amp.initialize, so it is not cast in this training. Register functions before "
+                "initialize, or call initialize again.",
+                stacklevel=5,  # the `with` statement of scale_loss
+            )
 
 
 def _edits(module: Any) -> Iterator[tuple[str, str]]:
