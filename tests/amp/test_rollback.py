@@ -65,7 +65,7 @@ def in_the_optimizers_record(model, optimizer):
 
 
 # The registration came too late for the training that goes on, which scale_loss says.
-pytestmark = pytest.mark.filterwarnings("ignore:amp.register_half_function. Owner.function")
+pytestmark = pytest.mark.filterwarnings("ignore:amp.register_half_function")
 
 
 def in_a_registration(model, optimizer):
