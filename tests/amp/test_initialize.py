@@ -75,6 +75,7 @@ def test_properties_are_checked():
         ("O1", {"max_skipped_steps": 0}, ValueError, "max_skipped_steps was 0"),
         ("O2", {"cast_model_outputs": "half"}, TypeError, "cast_model_outputs was 'half'"),
         ("O1", {"verbosity": "loud"}, TypeError, "verbosity was 'loud'; it must be 0, 1 or 2"),
+        ("O1", {"enabled": "O2"}, TypeError, "enabled, the third argument, was 'O2'"),
     ],
 )
 def test_bad_options_are_refused_and_change_nothing(level, kwargs, error, match):

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import stat
 import sys
 import types
@@ -12,6 +13,8 @@ import torch
 import apex
 from apex.bench import cli, families, info, installs, machine
 
+PYPROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+COMMAND = re.search('^apex = "(.+)"$', PYPROJECT.read_text(), re.MULTILINE).group(1)
 MISSING = machine.Cuda(False, None, None, None, None, None, None, None, "a CPU build")
 
 
@@ -241,7 +244,7 @@ def _metadata(folder, version, *fields, entry=None):
 
 
 def test_alone_and_well_installed(tmp_path):
-    site = _metadata(tmp_path, apex.__version__, entry="apex.bench.cli:main")
+    site = _metadata(tmp_path, apex.__version__, entry=COMMAND)
     found = installs.look([OURS, site])
     assert not found.shadowed
     assert [item.project for item in found.distributions] == [installs.OURS]
@@ -299,7 +302,7 @@ def test_foreign_metadata_is_named_with_the_remedy(tmp_path, fields, project):
 
 def test_two_projects_installed_into_one_folder(tmp_path):
     _metadata(tmp_path, "0.1", "Summary: PyTorch Extensions written by NVIDIA")
-    _metadata(tmp_path, apex.__version__, entry="apex.bench.cli:main")
+    _metadata(tmp_path, apex.__version__, entry=COMMAND)
     found = installs.look([OURS, str(tmp_path), str(tmp_path)])
     assert {item.project for item in found.distributions} == {installs.NVIDIA, installs.OURS}
     assert len(found.advice) == 1
@@ -307,7 +310,7 @@ def test_two_projects_installed_into_one_folder(tmp_path):
 
 def test_no_metadata_and_stale_metadata(tmp_path):
     assert "do not find it" in installs.look([OURS]).advice[0]
-    site = _metadata(tmp_path, "0.0.1", entry="apex.bench.cli:main")
+    site = _metadata(tmp_path, "0.0.1", entry=COMMAND)
     assert "the metadata says 0.0.1" in installs.look([OURS, site]).advice[0]
 
 

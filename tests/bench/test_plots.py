@@ -10,6 +10,7 @@ from matplotlib.image import imread
 
 from apex.bench import curves, looks, panels, plots
 from apex.bench.precision import LEVELS
+from apex.bench.remarks import marks
 from tests.bench import made
 
 ALL = {"overview", "speed", "time", "memory", "accuracy", "loss", "loss-difference", "scale"}
@@ -144,6 +145,23 @@ def test_incomplete_and_quick_reports_are_marked(tmp_path):
     for svg in plots.draw(of, [], tmp_path).values():
         assert "INCOMPLETE: 1 of 2 runs" in svg
         assert "QUICK" in svg
+
+
+@pytest.mark.parametrize("legend", [True, False])
+def test_the_marks_fit_above_a_narrow_plot(legend):
+    of = Figure(figsize=plots.PANEL, layout="constrained")
+    axes = of.add_subplot()
+    axes.plot([1, 2], label="O0" if legend else "")
+    cells = [made.cell("O0", quick=True)]
+    said = " · ".join([*marks(made.report(cells, [])), "BUSY MACHINE: times vary a lot"])
+    plots._finish(of, said, "here")
+    of.draw_without_rendering()
+    text = of.legends[0].get_title() if legend else of._suptitle
+    assert text.get_text().replace("\n", " ") == said
+    box = text.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= of.bbox.x1
+    assert box.y1 <= of.bbox.y1
 
 
 def test_names_of_tasks_cannot_break_a_plot(tmp_path):

@@ -17,6 +17,15 @@ from apex.amp.gradients import distributed
 from apex.amp.policy import HALF_TYPES, Properties, opt_levels
 
 
+def refuse_level_as(enabled: Any) -> None:
+    """Refuse ``initialize(model, optimizer, "O2")``: it would train at the default level."""
+    if isinstance(enabled, str):
+        raise TypeError(
+            f"amp.initialize: enabled, the third argument, was {enabled!r}; it must be True or "
+            "False. Pass the level by its name: opt_level=..."
+        )
+
+
 def options(opt_level: str, overrides: dict[str, Any], verbose: bool) -> Properties:
     """The level's options with the overrides that are not ``None``, each checked."""
     level = opt_levels.get(opt_level) if isinstance(opt_level, str) else None

@@ -162,11 +162,12 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             not, a model is wrapped in torch's ``DistributedDataParallel`` or sharded by FSDP2 at
             a level that casts it, or this is called inside a ``torch.autocast`` block whose end
             would undo it. Nothing was changed.
-        TypeError: ``models``, ``optimizers`` or ``process_group`` is of another type.
+        TypeError: ``models``, ``optimizers``, ``enabled`` or ``process_group`` is of another type.
         ValueError: A number is out of range.
     """
     if not hasattr(verbosity, "__int__"):
         raise TypeError(f"amp.initialize: verbosity was {verbosity!r}; it must be 0, 1 or 2.")
+    checks.refuse_level_as(enabled)
     if not enabled:
         return _disable(models, optimizers, verbosity)
     properties = checks.options(

@@ -23,6 +23,8 @@ NVIDIA = "NVIDIA's Apex"
 PYRAMID = "the unrelated Pyramid package of the public index"
 UNKNOWN = "an unknown package"
 
+COMMANDS = ("_apex_command:main", "apex.bench.cli:main")  # in pyproject.toml; before it moved
+
 INSTALL = "install this project (`pip install .` in its folder, or its wheel)"
 
 
@@ -97,7 +99,7 @@ def _described(item: importlib.metadata.Distribution) -> Distribution:
 
 def _project_of(item: importlib.metadata.Distribution) -> str:
     """Tell the three projects apart by what only one of them declares."""
-    if any(entry.value == "apex.bench.cli:main" for entry in item.entry_points):
+    if any(entry.value in COMMANDS for entry in item.entry_points):
         return OURS
     words = " ".join([_field(item, "Summary"), _field(item, "Author"), *(item.requires or ())])
     if "pyramid" in words.lower():

@@ -7,6 +7,7 @@ global state to leave behind. Matplotlib comes with the ``bench`` extra and is i
 
 import io
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,6 +135,7 @@ def _style(salt: str) -> Iterator[None]:
 
 def _finish(figure: "Figure", said: str, below: str) -> None:
     """Add what holds for the whole figure: legend, source, what is not complete."""
+    said = textwrap.fill(said, int(11 * figure.get_figwidth()))  # so many characters to an inch
     by_name: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -235,8 +235,9 @@ def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -
         "The loss itself was finite: gradients overflow even at this scale, or backward "
         "produces nan."
         if bool(torch.isfinite(loss).all())
-        else "The loss itself was not finite, so scaling is not the cause: look at the data, "
-        "the learning rate and the forward."
+        else "The loss itself was not finite, so scaling is not the cause. Train at O0: if the "
+        "loss is not finite there either, look at the data and the learning rate; else a function "
+        "of the forward leaves the range of 16 bits (docs/nan.md finds it)."
     )
     return (
         f"amp: {report.skipped} steps in a row were skipped because of non-finite gradients; "
