@@ -176,3 +176,19 @@ X = torch.ones(2, 3, 4, 5)
 def test_errors(x, mask, causal, match):
     with pytest.raises((TypeError, ValueError), match=match):
         scaled_softmax.scaled_softmax(x, mask, 1.0, causal, name="name")
+
+
+@NUMPY
+def test_what_lies_above_the_diagonal_does_not_count(path):
+    """Whatever it is, in the input and in the gradient of the result."""
+    x = torch.randn(1, 1, 7, 7, generator=torch.Generator().manual_seed(0))
+    dy = torch.randn(1, 1, 7, 7, generator=torch.Generator().manual_seed(1))
+    wanted = run(x, causal=True, dy=dy)
+    for value in (NAN, INF, -INF):
+        above = torch.full((7, 7), value).triu(1).nan_to_num(value, value, value)
+        above = torch.where(torch.ones(7, 7).triu(1).bool(), above, 0.0)
+        found = run(x + above, causal=True, dy=dy + above)
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
+    y = run(torch.where(torch.eye(7).bool(), NAN, x), causal=True)[0]
+    assert y.isnan().sum() == 7 * 8 // 2  # and zeros above

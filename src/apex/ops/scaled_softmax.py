@@ -36,16 +36,19 @@ def softmax(z: torch.Tensor, outside: Optional, zeros: bool, out: Optional = Non
     With ``out``, where to write the result, ``z`` is overwritten.
     """
     fill = _fill(out)
+    # In pieces on a CPU a fill takes as long as the softmax, also where nothing is filled.
+    looks = out is not None and z.is_cpu
     if outside is not None:
         z = fill(z, outside, -torch.inf)
     y = torch.softmax(z, -1, out=out)
     # No columns have no largest; a size is a tensor while torch.jit.trace records.
     if zeros and (torch._C._get_tracing_state() is not None or z.shape[-1]):
         empty = z.amax(-1, keepdim=True) <= MASKED
-        # In pieces on a CPU a fill takes as long as the softmax, also where nothing is filled.
-        if out is None or not z.is_cpu or empty.any():
+        if not looks or empty.any():
             y = fill(y, empty, 0.0)
-    return y if outside is None else fill(y, outside, 0.0)  # in a row of nan, too
+    if outside is not None and not (looks and not y[..., 0].isnan().any()):
+        y = fill(y, outside, 0.0)  # else they are 0 already: a row of nan is nan as a whole
+    return y
 
 
 def _fill(out: Optional) -> Callable[..., torch.Tensor]:
@@ -130,8 +133,11 @@ def _backward(
     dy: torch.Tensor, needs: Sequence[bool], *, y: torch.Tensor, scale: float, causal: bool
 ) -> list[torch.Tensor]:
     dx = _allocate(y)
-    for out, *rows in _pieces(dx, dy, y, above_diagonal(y, causal)):
-        out.copy_(_rows_gradient(scale, *rows))
+    for out, dy_rows, y_rows in _pieces(dx, dy, y):
+        out.copy_(_rows_gradient(scale, dy_rows, y_rows, None))
+    # The result is 0 above the diagonal; only inf or nan times 0 makes a row, as a whole, nan.
+    if causal and not (y.is_cpu and not dx[..., 0].isnan().any()):
+        return gradient(dy, y, scale, causal)
     return [dx]
 
 
