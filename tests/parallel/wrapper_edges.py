@@ -181,7 +181,9 @@ def optimizers_of_one_weight(rank, dead):
     layer = nn.Linear(2, 1, bias=False)
     if dead:
         gc.disable()
-        amp.initialize(layer, torch.optim.SGD(layer.parameters(), lr=0.1), "O1", verbosity=0)
+        amp.initialize(
+            layer, torch.optim.SGD(layer.parameters(), lr=0.1), opt_level="O1", verbosity=0
+        )
         if rank == 0:
             gc.collect()
     pair = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for _ in range(2)]
