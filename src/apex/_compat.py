@@ -28,3 +28,10 @@ def cpu_capabilities() -> dict[str, Any] | None:
     """``torch.cpu.get_capabilities()`` of 2.13; ``None`` in 2.9, which lacks it."""
     query = getattr(torch.cpu, "get_capabilities", None)
     return None if query is None else dict(query())
+
+
+# How many owners a storage has, by its address; ``None`` where torch does not count, or has not the
+# same for tensors. Private names.
+storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+if not hasattr(torch.Tensor, "_use_count"):
+    storage_use_count = None

@@ -133,7 +133,7 @@ class Sequence:
             block, _, _, delay, this = self.blocks.pop()
             block.__exit__(None, None, None)
             ledger = self.optimizers[this.who[0]]._amp_stash.ledger
-            waits = delay or (ledger.state is State.SCALED and not self.hand.masters)
+            waits = delay or (ledger.state is State.FOR_STEP and not self.hand.masters)
             self.hand.end(this, "delay" if waits else "close")
 
     def fail(self):
@@ -182,8 +182,7 @@ class Sequence:
         if self.is_open([number]):
             return
         optimizer = self.optimizers[number]
-        fused = optimizer._amp_stash.ledger.fused
-        frees = fused is not None and fused.active
+        frees = optimizer._amp_stash.ledger.state is State.FOR_STEP
         optimizer.step()
         assert not frees or all(p.grad is None for p in optimizer.param_groups[0]["params"])
         skipped = self.hand.step(number)

@@ -11,6 +11,7 @@ from torch import nn
 
 from apex import amp
 from apex.amp.gradients import overflow
+from apex.amp.gradients.ledger import State
 from apex.ops import _runtime
 from apex.ops.unscale import takes
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
@@ -52,8 +53,7 @@ def start(level, make=FusedAdam, **options):
 
 
 def stays_scaled(optimizer):
-    fused = optimizer._amp_stash.ledger.fused
-    return fused is not None and fused.active
+    return optimizer._amp_stash.ledger.state is State.FOR_STEP
 
 
 def clip(optimizer, how):

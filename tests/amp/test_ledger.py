@@ -326,7 +326,7 @@ def test_nothing_waits(case, kind, fused):
 
 # -- the table of transitions in the docstring of apex.amp.gradients.ledger --------------------
 
-OPEN, SCALED, UNSCALED = State.OPEN, State.SCALED, State.UNSCALED
+OPEN, DELAYED, UNSCALED = State.OPEN, State.DELAYED, State.UNSCALED
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -341,19 +341,19 @@ OPEN, SCALED, UNSCALED = State.OPEN, State.SCALED, State.UNSCALED
         (OPEN, "open another", "in an open scale_loss block already", 256),
         (OPEN, "fail", UNSCALED, 1),
         (OPEN, "close", UNSCALED, 2),
-        (OPEN, "delay", SCALED, 256),
+        (OPEN, "delay", DELAYED, 256),
         (OPEN, "step", r"step\(\) was called inside the scale_loss block", 256),
         (OPEN, "clip", "still scaled inside the scale_loss block", 256),
         (OPEN, "zero_grad", OPEN, None),
         (OPEN, "zero_grad, close", UNSCALED, None),
-        (SCALED, "open", OPEN, 256),
-        (SCALED, "open, fail", SCALED, 256),
-        (SCALED, "open, close", UNSCALED, 2),
-        (SCALED, "open another", OPEN, None),
-        (SCALED, "open another, fail", UNSCALED, 2),
-        (SCALED, "step", UNSCALED, 2),
-        (SCALED, "clip", UNSCALED, 2),
-        (SCALED, "zero_grad", UNSCALED, None),
+        (DELAYED, "open", OPEN, 256),
+        (DELAYED, "open, fail", DELAYED, 256),
+        (DELAYED, "open, close", UNSCALED, 2),
+        (DELAYED, "open another", OPEN, None),
+        (DELAYED, "open another, fail", UNSCALED, 2),
+        (DELAYED, "step", UNSCALED, 2),
+        (DELAYED, "clip", UNSCALED, 2),
+        (DELAYED, "zero_grad", UNSCALED, None),
     ],
 )
 def test_the_table_of_transitions(level, before, event, after, grad):
@@ -381,8 +381,8 @@ def test_the_table_of_transitions(level, before, event, after, grad):
     open_block().backward()
     close()
     if before is not UNSCALED:
-        open_block(delay=before is SCALED or event == "delay").backward()
-    if before is SCALED:
+        open_block(delay=before is DELAYED or event == "delay").backward()
+    if before is DELAYED:
         close()
     ledger = optimizer._amp_stash.ledger
     assert ledger.state is before

@@ -90,8 +90,8 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Args:
         optimizer: Anything with ``param_groups``.
     """
-    materialise = getattr(getattr(optimizer, "_amp_stash", None), "materialise", None)
-    if materialise is not None:
-        materialise()
+    hand_out = getattr(getattr(optimizer, "_amp_stash", None), "hand_out", None)
+    if hand_out is not None:
+        hand_out()
     for group in optimizer.param_groups:
         yield from group["params"]

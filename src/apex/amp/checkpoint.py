@@ -22,9 +22,8 @@ from typing import Any
 
 from apex.amp._amp_state import _amp_state
 from apex.amp.optimizer import state_of, states
-from apex.amp.registry import is_disabled
-from apex.amp.scaler import LossScaler
-from apex.amp.training import Training
+from apex.amp.scaler import HITS, LossScaler
+from apex.amp.training import Training, is_disabled
 
 _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 
@@ -113,7 +112,7 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
             "unskipped": scaler._unskipped,
         }
         if scaler._hysteresis > 1:
-            entry["overflows"] = int(scaler._read()[2])
+            entry["overflows"] = int(scaler._read()[HITS])
         destination[f"loss_scaler{index}"] = entry
     return destination
 
@@ -170,7 +169,7 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
         if scaler.dynamic:
             scaler._loss_scale = scaler._bounded(scale)
             scaler._unskipped = unskipped
-            scaler._write(2, overflows)
+            scaler._write(HITS, overflows)
 
 
 def _checked(key: str, entry: Any) -> tuple[float, int, int]:

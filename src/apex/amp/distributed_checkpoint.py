@@ -68,7 +68,7 @@ def _with_model_parameters(function: Any, position: int) -> Any:
                 state = state_of(optimizer)
                 if state is not None and state.use_masters:
                     _make_state(state, optimizer)
-                    stack.enter_context(state.ledger.params.swapped())
+                    stack.enter_context(state.params.swapped())
             return function(*args, **kwargs)
 
     return wrapper
@@ -80,7 +80,7 @@ def _make_state(record: OptimizerState, optimizer: Any) -> None:
     Nothing is done while there are gradients, as in torch itself; and amp forgets that step.
     """
     ledger, make = record.ledger, _originals.get("_init_optim_state")
-    has_grads = any(target.grad is not None for target in ledger.params.targets)
+    has_grads = any(target.grad is not None for target in record.params.targets)
     if make is None or optimizer.state or has_grads:
         return
     before = [(part, dict(vars(part))) for part in (record, ledger, record.overflow)]
@@ -93,7 +93,7 @@ def _unless_swapped(initialise: Any) -> Any:
     @functools.wraps(initialise)
     def wrapper(optimizer: Any) -> Any:
         state = state_of(optimizer)
-        if state is not None and state.ledger.params.is_swapped:
+        if state is not None and state.params.is_swapped:
             return None
         return initialise(optimizer)
 

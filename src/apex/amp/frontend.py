@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import torch
 
-from apex.amp import checks, distributed_checkpoint, handle, registry
+from apex.amp import checks, distributed_checkpoint, handle
 from apex.amp import optimizer as managing
 from apex.amp._amp_state import _amp_state
 from apex.amp.casting import dispatcher, rules, state
@@ -22,7 +22,7 @@ from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.policy import O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.rollback import lock, rollback
 from apex.amp.scaler import LossScaler
-from apex.amp.training import Training
+from apex.amp.training import Training, forget_disabled, managed, note_disabled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -277,17 +277,17 @@ def _supersede(
 ) -> None:
     """Mark optimizers that are not passed again with their models, where masters are involved."""
     ids = {id(parameter) for model in models for parameter in model.parameters()}
-    for optimizer in registry.managed():
+    for optimizer in managed():
         record = managing.state_of(optimizer)
         if record is None or any(optimizer is other for other in optimizers):
             continue
         if record.use_masters or properties.master_weights:
-            record.superseded |= any(id(t) in ids for t in record.ledger.params.targets)
+            record.superseded |= any(id(t) in ids for t in record.params.targets)
 
 
 def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
     """Make plain torch again of what amp has changed; leave anything else alone."""
-    stepped = [(o, managing.halves_of(o)) for o in (*optimizers, *registry.managed())]
+    stepped = [(o, managing.halves_of(o)) for o in (*optimizers, *managed())]
     for optimizer in optimizers:
         record = managing.state_of(optimizer)
         if record is not None:
@@ -335,7 +335,7 @@ def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
     with lock:
         _release(map(checks.inner, listed[0]), listed[1])
         for optimizer in listed[1]:
-            registry.note_disabled(optimizer)
+            note_disabled(optimizer)
         newest = getattr(_amp_state, "training", None)
         if newest is not None and managing.is_over(newest):
             _amp_state.forget_scalers()
@@ -351,11 +351,11 @@ def reset() -> None:
     """
     state.disable_for_thread()
     with lock:
-        _release(list(modules.prepared()), registry.managed())
+        _release(list(modules.prepared()), managed())
         rules.restore()
         dispatcher.uninstall()
         distributed_checkpoint.uninstall()
-    registry.forget_disabled()
+    forget_disabled()
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
     _amp_state.forget()

@@ -2,34 +2,35 @@
 
 ``OptimizerState`` is the optimizer's attribute ``_amp_stash``. All that amp knows of an optimizer
 is there, so two trainings share nothing. Three methods are replaced on the instance: ``step``
-(skips after an overflow, keeps masters and model equal), ``zero_grad`` (clears the 16-bit weights
-too), ``add_param_group`` (gives new 16-bit weights masters). Two names that old programs call look
-at the groups again. Where there are masters, ``_step_supports_amp_scaling`` makes torch's
-GradScaler set its scale on the optimizer, so that the step can refuse it. A wrapper's inner
-optimizer gets a step pre-hook.
+(skips after an overflow, writes masters to the model), ``zero_grad`` (clears the 16-bit weights
+too), ``add_param_group`` (gives new 16-bit weights masters). Two names that old programs call
+compare the groups again. Where there are masters, ``_step_supports_amp_scaling`` makes torch's
+GradScaler set its scale on the optimizer, so that the step can refuse it. An optimizer inside of a
+wrapper gets step hooks, which do for its own ``step()`` what the wrapper's does: optimizers such as
+SAM call it.
 """
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from apex.amp import registry
 from apex.amp.casting import state as casts
 from apex.amp.gradients import overflow as overflows
+from apex.amp.gradients.accumulation import stored_values
 from apex.amp.gradients.fused import FusedGradients
-from apex.amp.gradients.ledger import Ledger, State
+from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.gradients.overflow import Overflow
 from apex.amp.gradients.parameters import Parameters
-from apex.amp.gradients.step_check import StepCheck
 from apex.amp.policy import HALF_TYPES
-from apex.amp.replaced import Replaced
-from apex.amp.training import Training
+from apex.amp.training import Training, managed, register, unregister
+from apex.ops.storage import ScaledStep
 
 _PATCHED = ("step", "zero_grad", "add_param_group")
 _OLD_HOOKS = ("_lazy_init_maybe_master_weights", "_amp_lazy_init")  # called by old programs
@@ -46,6 +47,7 @@ class OptimizerState:
         full: float32 values of the weights before they were rounded, by weight.
 
     Attributes:
+        params: What it steps.
         ledger: Its gradients.
         overflow: Its skipped steps.
         superseded: Whether its model went through another ``initialize`` without it.
@@ -64,17 +66,18 @@ class OptimizerState:
         self.superseded = False
         self.lazy_init_called = True
         self._optimizer = weakref.ref(optimizer)
-        params = Parameters(optimizer, use_masters, self._find_models_and_sharers)
+        changed = weakref.WeakMethod(self._find_models_and_sharers)
+        self.params = params = Parameters(optimizer, use_masters, lambda: changed()())  # type: ignore[misc]
         asked = training.fused_step or not getattr(optimizer, "materialize_master_grads", True)
-        fused = FusedGradients(params) if asked and hasattr(optimizer, "step_scaled") else None
+        self._is_fused = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
+        fused = FusedGradients(params) if asked and self._is_fused else None
         self.ledger = Ledger(params, training, fused)
         self.overflow = Overflow(training.verbosity, training.max_skipped_steps)
-        self._takes_options = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
-        self._takes_flag = self._takes_options or bool(getattr(optimizer, _MARK, False))
+        self._takes_flag = self._is_fused or bool(getattr(optimizer, _MARK, False))
         # Until an optimizer was seen to step the masters it was given; those of apex.optimizers do.
-        needs_check = use_masters and not self._takes_options
+        needs_check = use_masters and not self._is_fused
         self._step_check = StepCheck(optimizer, params) if needs_check else None
-        self._is_stepping = False
+        self._is_stepping = self._inner_is_skipped = False
         params.sync(full)
         training.add_ledger(self.ledger)
         attributes: dict[str, Any] = {"_amp_stash": self}
@@ -83,57 +86,25 @@ class OptimizerState:
             attributes[_MARK] = True
         methods = {name: getattr(self, name) for name in _PATCHED}
         self._replaced = Replaced(optimizer, methods, attributes)
-        record = weakref.ref(self)
-        self._replaced.watch_inner_steps(
-            optimizer,
-            lambda *of: None if (state := record()) is None else state._before_inner_step(*of),
-        )
-        registry.add(optimizer)
+        self._inner_step = self._replaced.inner["step"]
+        self._replaced.watch_inner_steps(optimizer, weakref.ref(self))
+        register(optimizer)
 
     def _find_models_and_sharers(self) -> None:
         self.training.find_shared()
-        records, is_all = self.training.records_of(self.ledger.params.targets)
+        records, is_all = self.training.records_of(self.params.targets)
         self.ledger.records, self.ledger.belongs_to_models = records, is_all
-
-    def _before_inner_step(self, inner: Any, has_closure: bool) -> None:
-        """Have a step of the optimizer inside of a wrapper skipped or refused, as the wrapper's."""
-        if self._is_stepping:
-            return
-        self._refuse_step(has_closure=has_closure)
-        if self.use_masters:
-            raise RuntimeError(
-                f"amp: step() of the {type(inner).__name__} inside of a "
-                f"{type(self._optimizer()).__name__} was called. It steps the float32 masters "
-                "and does not copy them into the model. Call step() of the object that was passed "
-                "to amp.initialize, or pass the inner optimizer to amp.initialize."
-            )
-        self.ledger.collect()
-        overflows.check_again(self.ledger)
-        passes, self.ledger.passes = self.ledger.passes, []
-        report = self.overflow.read(passes)
-        if report is None:
-            self.overflow.note_taken()
-            self.ledger.after_step()
-            return
-        self._skip(report, passes, is_fused=False)
-        for param in self.ledger.params.stepped:
-            param.grad = None  # so that the step changes nothing
-
-    def parts(self) -> list[Any]:
-        """The objects that make up this record."""
-        parts = [self, self.training, self.ledger, self.ledger.params, self.ledger.fused]
-        return [part for part in (*parts, self.overflow, self._replaced) if part is not None]
 
     def detach(self) -> None:
         """Give the optimizer its own methods back, and the model's weights in its groups."""
         optimizer = self._optimizer()
-        registry.discard(optimizer)
+        unregister(optimizer)
         if optimizer is None or not self._replaced.is_on:
             return
         self.ledger.unscale_delayed(check=False)
-        self.ledger.params.sync()
+        self.params.sync()
         self._replaced.take_off(optimizer)
-        self.ledger.params.restore()
+        self.params.restore()
 
     # -- what scale_loss, clipping and readers need --------------------------------------------
 
@@ -148,7 +119,9 @@ class OptimizerState:
 
     def _is_open(self) -> bool:
         """Whether a block is open, of this optimizer or of one that shares a parameter."""
-        return any(ledger.state is State.OPEN for ledger in self.ledger.with_sharers())
+        if not self.training.sharing:
+            return self.ledger.state is State.OPEN
+        return any([ledger.state is State.OPEN for ledger in self.ledger.with_sharers()])
 
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
@@ -161,114 +134,121 @@ class OptimizerState:
     def clip_fused(self, max_norm: float, *, error_if_nonfinite: bool) -> torch.Tensor | None:
         """Leave clipping to a fused step; ``None`` where gradients are not kept scaled for one."""
         fused = self.ledger.fused
-        if fused is None or not fused.active or self.ledger.state is not State.SCALED:
+        if fused is None or self.ledger.state is not State.FOR_STEP:
             return None
         return fused.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
 
-    def materialise(self) -> None:
+    def unscale(self) -> None:
         """Let a reader find gradients as they will be stepped; inside a block they are scaled."""
-        self.ledger.params.pairs.match_requires_grad()
-        if self.ledger.fused is not None and self.ledger.fused.active:
+        if self.ledger.state is State.FOR_STEP:
             self.ledger.unscale_delayed()
+
+    def hand_out(self) -> None:
+        """Let the program have the masters, which count as written until the next forward."""
+        params, ledger = self.params, self.ledger
+        self.unscale()
+        if params.weights:
+            params.match_requires_grad()
+            if not ledger.has_stepped:
+                params.reconcile(compare=True)
+            params.hand_out()
+            for record in ledger.records:
+                record.handed_out[id(self)] = params
 
     # -- the step ------------------------------------------------------------------------------
 
     def can_skip(self) -> bool:
         """Whether any step of this optimizer could be skipped."""
-        return any(scaler.dynamic for scaler in self.training.loss_scalers)
+        return any([scaler.dynamic for scaler in self.training.loss_scalers])
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, unless a pass since the last one was not finite."""
         closure = args[0] if args else kwargs.get("closure")
         self._refuse_step(has_closure=closure is not None)
-        self._refuse_scaler()
-        self.overflow.log_reports()
+        if self.overflow.sent:
+            self.overflow.log_reports()
         if closure is not None:
             return self._step_with(closure, args, kwargs)
         ledger = self.ledger
-        if self._has_pre_hooks():  # they see gradients unscaled
+        if ledger.state is State.FOR_STEP and self._has_pre_hooks():  # they see them unscaled
             ledger.unscale_delayed()
-        options = ledger.step_options()
-        is_fused = bool(options)
-        if not is_fused:
-            ledger.collect()
-            overflows.check_again(ledger)
-            if self._takes_options and ledger.params.pairs:
-                options["copies"] = ledger.params.pairs.for_kernel()
-        passes, ledger.passes = ledger.passes, []
-        if self._can_defer(passes):
-            options["noop"] = self.overflow.defer(passes)
-        else:
-            report = self.overflow.read(passes)
-            if report is not None:
+        options = ledger.take_for_step()
+        is_fused = options is not None
+        passes = ledger.passes if is_fused else self._collect()
+        noop = None
+        if passes:
+            ledger.passes = []
+            if self._can_defer(passes):
+                noop = self.overflow.defer(passes)
+            elif (report := self.overflow.read(passes)) is not None:
                 self._skip(report, passes, is_fused=is_fused)
                 return None
+        if noop is None:
             self.overflow.note_taken()
+        if self._is_fused:
+            use_kernel = options is None and self.params.weights
+            copies = self.params.for_kernel() if use_kernel else options and options.copies
+            factor, grads = (1.0, None) if options is None else (options.factor, options.grads)
+            if is_fused or copies or noop is not None:
+                options = ScaledStep(factor, noop, copies, grads)
         copied = False
         try:
             with casts.off():
-                result = self._inner_step(options, args, kwargs)
-            copied = bool(options.get("copies"))
+                result = self._step(options, noop, args, kwargs)
+            copied = options is not None and bool(options.copies)
         finally:  # an error in the step or in a hook ends it too
             if is_fused and ledger.fused is not None:
                 ledger.fused.free()
             self._after_step(copied=copied)
         return result
 
+    def _collect(self) -> list[Pass]:
+        """Bring gradients to where the step looks for them; the passes that they are of."""
+        ledger = self.ledger
+        ledger.collect()
+        if ledger.passes:
+            overflows.check_again(ledger)
+        elif not self.use_masters:  # of O3, whose weights may have entries of a state_dict
+            for record in ledger.records:
+                record.reconcile()
+        return ledger.passes
+
     def _has_pre_hooks(self) -> bool:
         hooks = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
         return bool(hooks or torch_optimizer._global_optimizer_pre_hooks)
 
-    def _can_defer(self, passes: list[Any]) -> bool:
+    def _can_defer(self, passes: list[Pass]) -> bool:
         """Whether the kernels of the step can skip by themselves."""
-        if not passes or not self._takes_flag:
+        if not self._takes_flag:
             return False
-        return all(overflows.runs_behind(one.found_inf.device) for one in passes)
+        flags = [one.found_inf for one in passes]
+        return all([flag is not None and overflows.runs_behind(flag.device) for flag in flags])
 
-    @contextmanager
-    def _stepping(self, *, deferred: bool) -> Iterator[None]:
+    def _step(
+        self, options: ScaledStep | None, noop: torch.Tensor | None, args: Any, kwargs: Any
+    ) -> Any:
         """The optimizer's own step, watched until one that the host decided changed a master."""
-        check = self._step_check if not deferred else None
+        check = self._step_check if noop is None else None
         if check is not None:
             check.begin()
+        optimizer: Any = self._optimizer()
+        given: dict[str, Any] = {}
+        if options is not None:
+            given["_scaled_step"] = options
+        elif noop is not None:
+            given = {"grad_scale": None, "found_inf": noop}
         self._is_stepping = True
         try:
-            yield
+            if optimizer is not None:
+                vars(optimizer).update(given)
+            result = self._inner_step(*args, **kwargs)
         finally:
             self._is_stepping = False
+            for name in given if optimizer is not None else ():
+                vars(optimizer).pop(name, None)
         if check is not None and check.end(self.training.properties.opt_level):
             self._step_check = None
-
-    def _inner_step(self, options: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """The optimizer's own step, given what gradients are multiplied by, or a flag to skip."""
-        optimizer = self._optimizer()
-        step = self._replaced.inner["step"]
-        with self._stepping(deferred="noop" in options):
-            if not options or optimizer is None:
-                return step(*args, **kwargs)
-            if self._takes_options:
-                optimizer._scaled_step = options
-                try:
-                    return step(*args, **kwargs)
-                finally:
-                    vars(optimizer).pop("_scaled_step", None)
-            optimizer.grad_scale, optimizer.found_inf = None, options["noop"]
-            try:
-                return step(*args, **kwargs)
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf
-
-    def _refuse_scaler(self) -> None:
-        """Raise if torch's GradScaler drives a step that goes through masters."""
-        optimizer = self._optimizer()
-        if not self.use_masters or getattr(optimizer, "found_inf", None) is None:
-            return
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
-        raise RuntimeError(
-            "amp: torch's GradScaler cannot drive this optimizer at "
-            f"{self.training.properties.opt_level}: it steps float32 masters, and the gradients "
-            "are on the 16-bit model. Use amp.scale_loss(loss, optimizer), or O1 or O4."
-        )
+        return result
 
     def _refuse_step(self, *, has_closure: bool) -> None:
         if self._is_open():
@@ -276,20 +256,28 @@ class OptimizerState:
                 "amp: step() was called inside the scale_loss block, where gradients are still "
                 "scaled. Call it after the block."
             )
-        self.refuse_superseded()
+        if self.superseded:
+            self.refuse_superseded()
         if has_closure and self.can_skip():
             raise RuntimeError(
                 "amp: step() was given a closure, but with dynamic loss scaling a step can be "
                 "skipped after the closure ran. Use a static loss_scale (or O4, O5), or call "
                 "backward before step()."
             )
+        optimizer = self._optimizer()
+        if self.use_masters and getattr(optimizer, "found_inf", None) is not None:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
+            raise RuntimeError(
+                "amp: torch's GradScaler cannot drive this optimizer at "
+                f"{self.training.properties.opt_level}: it steps float32 masters, and the gradients "
+                "are on the 16-bit model. Use amp.scale_loss(loss, optimizer), or O1 or O4."
+            )
 
     def _step_with(self, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         off = casts.off()
 
         def evaluate() -> Any:
-            if self.ledger.params.pairs:  # the optimizer may have moved the masters since
-                self.ledger.params.pairs.write()
+            self.params.write()  # the optimizer may have moved the masters since
             with off.lifted():
                 loss = closure()
             self.ledger.collect()
@@ -298,16 +286,48 @@ class OptimizerState:
         self.ledger.collect()
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         try:
-            with off, self._stepping(deferred=False):
-                result = self._replaced.inner["step"](evaluate, *args[1:], **rest)
+            with off:
+                result = self._step(None, None, (evaluate, *args[1:]), rest)
             self.overflow.note_taken()
         finally:
             self._after_step(copied=False)
         return result
 
-    def _skip(self, report: overflows.Report, passes: list[Any], *, is_fused: bool) -> None:
+    def before_inner_step(self, inner: Any, *, has_closure: bool) -> None:
+        """Have a step of the optimizer inside of a wrapper skipped or refused, as the wrapper's."""
+        if self._is_stepping:
+            return
+        self._refuse_step(has_closure=has_closure)
+        if has_closure and self.use_masters:
+            raise RuntimeError(
+                f"amp: step(closure) of the {type(inner).__name__} inside of a "
+                f"{type(self._optimizer()).__name__} was called. Its closure would run before the "
+                "masters are written to the model. Call step(closure) of the object that was "
+                "passed to amp.initialize, or pass the inner optimizer to amp.initialize."
+            )
+        passes = self._collect()
+        self.ledger.passes = []
+        report = self.overflow.read(passes) if passes else None
+        self._inner_is_skipped = report is not None
+        if report is None:
+            self.overflow.note_taken()
+            return
+        self._skip(report, passes, is_fused=False)
+        for param in self.params.stepped:
+            param.grad = None  # so that the step changes nothing
+
+    def after_inner_step(self) -> None:
+        """Write the masters to the model after a step of the optimizer inside of a wrapper."""
+        if not self._is_stepping and not self._inner_is_skipped:
+            self._after_step(copied=False)
+
+    def _skip(self, report: overflows.Report, passes: list[Pass], *, is_fused: bool) -> None:
         self.overflow.log(report)
-        self._count_as_called()
+        # Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too.
+        optimizer: Any = self._optimizer()
+        for one in () if optimizer is None else (optimizer, *vars(optimizer).values()):
+            if one is optimizer or isinstance(one, torch.optim.Optimizer):
+                setattr(one, "_opt_called", True)  # noqa: B010  # torch's types have no such name
         message = None
         if report.skipped >= self.overflow.limit:
             loss = next(one.loss for one in passes if one.index == report.loss_id)
@@ -319,28 +339,21 @@ class OptimizerState:
         if message is not None:
             raise RuntimeError(message)
 
-    def _count_as_called(self) -> None:
-        """Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too."""
-        optimizer: Any = self._optimizer()
-        for one in () if optimizer is None else (optimizer, *vars(optimizer).values()):
-            if one is optimizer or isinstance(one, torch.optim.Optimizer):
-                setattr(one, "_opt_called", True)  # noqa: B010  # torch's types have no such name
-
     def _after_step(self, *, copied: bool) -> None:
-        pairs = self.ledger.params.pairs
         if copied:  # by the step itself
-            pairs.note_written()
-        elif pairs:
-            pairs.write()
+            self.params.note()
+        elif self.params.weights:
+            self.params.write()
         self.ledger.after_step()
         casts.forget_weights()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, and the same for the model weights behind masters."""
         # Unscale first: if a delayed pass overflowed, its other optimizers must skip too.
-        for ledger in self.ledger.with_sharers():
-            ledger.unscale_delayed(check=False)
-        if self.ledger.state is not State.OPEN:
+        for ledger in self.ledger.with_sharers() if self.training.sharing else (self.ledger,):
+            if ledger.scaled is not None:
+                ledger.unscale_delayed(check=False)
+        if self.ledger.passes and self.ledger.state is not State.OPEN:
             overflows.check_again(self.ledger)
         self._replaced.inner["zero_grad"](*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
@@ -349,30 +362,182 @@ class OptimizerState:
     def add_param_group(self, group: Any) -> None:
         """The optimizer's own; 16-bit weights in the new group get masters."""
         self._replaced.inner["add_param_group"](group)
-        self.ledger.params.sync()
+        self.params.sync()
 
     # -- what old programs look at -------------------------------------------------------------
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """The 16-bit model weights that have masters."""
-        self.ledger.params.sync()
-        return list(self.ledger.params.pairs.weights)
+        self.params.sync()
+        return list(self.params.weights)
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
         """The masters of :attr:`all_fp16_params`, in the same order."""
-        self.ledger.params.sync()
-        return list(self.ledger.params.pairs.tensors)
+        self.params.sync()
+        return list(self.params.tensors)
 
     @property
     def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
         """The tensors in the groups that are their own masters."""
-        self.ledger.params.sync()
-        return list(self.ledger.params.plain)
+        self.params.sync()
+        return list(self.params.plain)
 
 
-# -- optimizers and their states ---------------------------------------------------------------
+class Replaced:
+    """The methods and attributes that amp puts on one optimizer, and takes off again.
+
+    Args:
+        optimizer: The optimizer.
+        methods: What replaces its own methods of these names.
+        attributes: What is set beside them.
+    """
+
+    def __init__(
+        self, optimizer: Any, methods: Mapping[str, Any], attributes: Mapping[str, Any]
+    ) -> None:
+        self.inner = {name: getattr(optimizer, name) for name in methods}
+        self._before = {n: v for n, v in vars(optimizer).items() if n in {*methods, *attributes}}
+        self._attributes = list(attributes)
+        self._hooks: list[Any] = []
+        self.is_on = True
+        for name, method in methods.items():
+            setattr(optimizer, name, types.MethodType(self._replacement(name, method), optimizer))
+        for name, value in attributes.items():
+            setattr(optimizer, name, value)
+
+    def _replacement(self, name: str, method: Any) -> Any:
+        """A function instead of the optimizer's ``name``, marked like the original.
+
+        The marks are those by which torch's schedulers know a step that they have wrapped.
+        """
+        inner = self.inner[name]
+
+        @functools.wraps(getattr(inner, "__func__", inner))
+        def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
+            # a scheduler may still hold this after the optimizer was released
+            return (method if self.is_on else inner)(*args, **kwargs)
+
+        return replacement
+
+    def take_off(self, optimizer: Any) -> None:
+        """Give the optimizer its own methods and attributes back."""
+        self.is_on = False
+        for hook in self._hooks:
+            hook.remove()
+        wrapped = [
+            n for n in self.inner if not isinstance(vars(optimizer).get(n), types.MethodType)
+        ]
+        for name in (*self.inner, *self._attributes):
+            if name in wrapped:
+                continue  # wrapped by other code since: what that code holds calls through now
+            if name in self._before:
+                setattr(optimizer, name, self._before[name])
+            else:
+                vars(optimizer).pop(name, None)
+
+    def watch_inner_steps(self, optimizer: Any, record: weakref.ref[OptimizerState]) -> None:
+        """Put hooks on the step of each optimizer inside of ``optimizer``, if it is a wrapper."""
+
+        def before(inner: Any, args: Any, kwargs: Any) -> None:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args has the optimizer
+            if (state := record()) is not None:
+                state.before_inner_step(inner, has_closure=closure is not None)
+
+        def after(inner: Any, args: Any, kwargs: Any) -> None:
+            if (state := record()) is not None:
+                state.after_inner_step()
+
+        for inner in optimizers_inside(optimizer):
+            self._hooks.append(inner.register_step_pre_hook(before))
+            self._hooks.append(inner.register_step_post_hook(after))
+
+
+def optimizers_inside(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Torch's optimizers inside of a wrapper, or of a wrapper in it, with the same groups."""
+    found: list[torch.optim.Optimizer] = []
+    wrappers = [optimizer]
+    for wrapper in wrappers:
+        for inner in list(getattr(wrapper, "__dict__", {}).values()):
+            is_known = any(inner is other for other in wrappers)
+            if is_known or getattr(inner, "param_groups", None) is not optimizer.param_groups:
+                continue
+            wrappers.append(inner)
+            if isinstance(inner, torch.optim.Optimizer):
+                found.append(inner)
+    return found
+
+
+class StepCheck:
+    """The first steps of an optimizer, watched: does it step the masters in its groups?
+
+    Some optimizers step another list of parameters: one that they keep, or that of an optimizer
+    inside (ZeroRedundancyOptimizer). Then the masters stay as they are and nothing trains. This is
+    checked from the first step that is not skipped, until a step has changed a master. Versions are
+    not enough for that, because many published optimizers write through ``.data``. A few optimizers
+    wait some steps before they change anything. On a GPU the checked steps wait for the device and
+    cannot be captured in a CUDA graph: warm up first.
+
+    Args:
+        optimizer: The optimizer.
+        params: What it is to step.
+    """
+
+    most_steps = 10  # without a change, where nothing else was stepped instead
+
+    def __init__(self, optimizer: Any, params: Parameters) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._params = params
+        self._watched: list[tuple[torch.Tensor, int, tuple[int, float]]] = []
+        self._unchanged = 0  # steps
+
+    def begin(self) -> None:
+        """Remember the masters that the step should change."""
+        masters = set(map(id, self._params.tensors))
+        self._watched = [
+            (param, param._version, _fingerprint(param))
+            for group in getattr(self._optimizer(), "param_groups", ())
+            if group.get("lr") is None or float(group["lr"]) != 0.0  # else no change is expected
+            for param in group["params"]
+            if id(param) in masters and param.grad is not None and not param.is_meta
+        ]
+
+    def end(self, level: str) -> bool:
+        """Say whether a master has changed; raise if one should have and none has.
+
+        Raises:
+            RuntimeError: No version and no fingerprint has changed, although gradients were not
+                zero; and model weights were stepped instead, or it is so for many steps.
+        """
+        if any([param._version != version for param, version, _ in self._watched]):
+            return True
+        if any([_fingerprint(param) != before for param, _, before in self._watched]):
+            return True
+        grads = [param.grad for param, _, _ in self._watched]
+        if not any([grad is not None and bool(stored_values(grad).any()) for grad in grads]):
+            return False
+        self._unchanged += 1
+        if self._params.are_equal() and self._unchanged < self.most_steps:
+            return False
+        self._params.write()  # whatever was stepped instead
+        name = type(self._optimizer()).__name__
+        raise RuntimeError(
+            f"amp: {name}.step() did not change the float32 masters that amp put into its "
+            f"param_groups at {level}, so the model would not train. It seems to step another list "
+            "of parameters, or another optimizer that it contains. Pass amp.initialize an "
+            "optimizer that steps its param_groups, or use O1 or O4, which have no masters."
+        )
+
+
+def _fingerprint(param: torch.Tensor) -> tuple[int, float]:
+    """Numbers that change with the bits of a float32 tensor; no copy of it is made."""
+    value = param.detach()
+    norm = torch.linalg.vector_norm(value, dtype=torch.float64)
+    return int(value.view(torch.int32).sum(dtype=torch.int64)), float(norm)
+
+
+# -- optimizers and their records ------------------------------------------------------------------
 
 
 def state_of(optimizer: Any) -> OptimizerState | None:
@@ -383,7 +548,7 @@ def state_of(optimizer: Any) -> OptimizerState | None:
 
 def states() -> list[OptimizerState]:
     """The records of all optimizers that are managed."""
-    return [state for optimizer in registry.managed() if (state := state_of(optimizer)) is not None]
+    return [state for optimizer in managed() if (state := state_of(optimizer)) is not None]
 
 
 def halves_of(optimizer: Any) -> list[torch.Tensor]:
@@ -391,11 +556,11 @@ def halves_of(optimizer: Any) -> list[torch.Tensor]:
     state = state_of(optimizer)
     if state is None or state.training.properties.cast_model_type not in HALF_TYPES:
         return []
-    return [param for param in state.ledger.params.in_groups() if param.dtype in HALF_TYPES]
+    return [param for param in state.params.in_groups() if param.dtype in HALF_TYPES]
 
 
 def is_over(training: Training) -> bool:
     """Whether none of its optimizers, or of its models where it has none, is left to amp."""
-    if not training.ledgers():
+    if not training.has_optimizers:
         return not training.has_models()
-    return not any(state.training is training for state in states())
+    return not any([state.training is training for state in states()])

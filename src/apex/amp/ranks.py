@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from apex.amp import checkpoint, registry
+from apex.amp import checkpoint
+from apex.amp import training as registry
 from apex.amp.casting.containers import applier
 from apex.amp.optimizer import state_of
 
@@ -79,7 +80,7 @@ def _optimizers_of(weights: Sequence[torch.Tensor]) -> list[Any]:
         state = state_of(optimizer)
         if state is None or state.superseded:
             continue
-        mine = sorted(places[id(t)] for t in state.ledger.params.targets if id(t) in places)
+        mine = sorted(places[id(t)] for t in state.params.targets if id(t) in places)
         if mine:
             found.append((mine, state.training.ledgers().index(state.ledger), optimizer))
     return [optimizer for *_, optimizer in sorted(found, key=lambda item: item[:2])]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from apex.amp._amp_state import _amp_state, master_params, maybe_print
-from apex.amp.gradients.unscaling import unscale_
+from apex.ops.unscale import unscale_
 
 __all__ = [
     "LossScaler",
@@ -39,16 +39,18 @@ __all__ = [
 TINY = torch.finfo(torch.float32).tiny
 HUGE = 2.0**127  # largest power of two in float32
 
+SCALE, CLEAN, HITS, STEPS = range(4)  # indices into a scaler's numbers, see the top of this file
+
 
 def _apply_overflow(
     state: torch.Tensor, found: torch.Tensor, backoff: float, floor: float, hysteresis: int
 ) -> torch.Tensor:
     """The state after a pass."""
+    scale, clean, hits, steps = state.unbind()
     bad = found != 0
-    hits = torch.where(bad, state[2] + 1, 0.0)
-    scale = torch.where(hits >= hysteresis, (state[0] * backoff).clamp_min(floor), state[0])
-    clean = torch.where(bad, 0.0, state[1])
-    return torch.stack((torch.where(bad, scale, state[0]), clean, hits, state[3]))
+    hits = torch.where(bad, hits + 1, 0.0)
+    lower = torch.where(hits >= hysteresis, (scale * backoff).clamp_min(floor), scale)
+    return torch.stack((torch.where(bad, lower, scale), torch.where(bad, 0.0, clean), hits, steps))
 
 
 class LossScaler:
@@ -126,7 +128,7 @@ class LossScaler:
             return
         scale = self._loss_scale
         self._static = None if value else scale
-        self._write(0, scale)
+        self._write(SCALE, scale)
 
     def _bounded(self, scale: float) -> float:
         return max(min(scale, self._ceiling), self._floor)
@@ -142,21 +144,21 @@ class LossScaler:
     # Plain attributes in Apex: any number may be written and takes effect at once.
     @property
     def _loss_scale(self) -> float:
-        return self._static if self._static is not None else self._read()[0]
+        return self._static if self._static is not None else self._read()[SCALE]
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
         if self._static is not None:
             self._static = float(value)
-        self._write(0, value)
+        self._write(SCALE, value)
 
     @property
     def _unskipped(self) -> int:
-        return int(self._read()[1])
+        return int(self._read()[CLEAN])
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._write(1, value)
+        self._write(CLEAN, value)
 
     @property
     def _has_overflow(self) -> bool:
@@ -200,7 +202,7 @@ class LossScaler:
             return self._static
         if self._state.device != device:
             self._state = self._state.to(device, non_blocking=True)
-        return self._state[0]
+        return self._state[SCALE]
 
     def clear_overflow_state(self) -> None:
         """Forget the evidence of the last pass."""
@@ -229,12 +231,9 @@ class LossScaler:
             return
         if self._unchecked is not None:
             found, self._unchecked = torch.maximum(found, self._unchecked), None
-        if (
-            self._waits_for_nothing
-            and not found.item()
-            and (before is not None or not self._read()[2])
-        ):
-            return
+        if self._waits_for_nothing and not found.item():
+            if before is not None or not self._state[HITS].item():
+                return
         state = _apply_overflow(
             self._state, found, self._backoff_factor, self._floor, self._hysteresis
         )
@@ -243,7 +242,7 @@ class LossScaler:
     @property
     def steps(self) -> torch.Tensor:
         """How many steps were counted: 0-dim; later steps do not change the tensor."""
-        return self._state[3]
+        return self._state[STEPS]
 
     def count_step(
         self, taken: torch.Tensor | None = None, *, since: torch.Tensor | None = None
@@ -258,10 +257,12 @@ class LossScaler:
             return
         if self._waits_for_nothing and taken is None:
             values = self._read()
-            if since is not None and float(since) != values[3]:
+            if since is not None and float(since) != values[STEPS]:
                 return
-            if values[1] + 1 < self._scale_seq_len:
-                self._state = torch.tensor([values[0], values[1] + 1, values[2], values[3] + 1])
+            if values[CLEAN] + 1 < self._scale_seq_len:
+                values[CLEAN] += 1
+                values[STEPS] += 1
+                self._state = torch.tensor(values, dtype=torch.float32)
                 return
         scale, clean, hits, steps = self._state.unbind()
         counts = torch.ones_like(steps) if taken is None else taken.to(steps)
@@ -395,6 +396,7 @@ def axpby_check_overflow_python(
     return False
 
 
+@torch.no_grad()
 def scale_check_overflow(d_grads: torch.Tensor, scale: float) -> bool:
     """Multiply ``d_grads`` by ``scale`` in place; return whether an element is inf or nan."""
     return bool(unscale_([d_grads], torch.tensor(1.0 / scale)))

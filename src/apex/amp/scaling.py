@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,118 @@ from apex.amp._amp_state import _amp_state
 from apex.amp.casting import rules
 from apex.amp.casting import state as casting
 from apex.amp.gradients.ledger import Pass, State
-from apex.amp.gradients.unscaling import refuse_graph
 from apex.amp.optimizer import OptimizerState, state_of
-from apex.amp.registry import is_disabled
 from apex.amp.scaler import LossScaler
+from apex.amp.training import is_disabled
 
 __all__ = ["scale_loss"]
+
+
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> contextlib.AbstractContextManager[torch.Tensor]:
+    """Scale ``loss`` for the backward pass in the block, and unscale the gradients after it.
+
+    Args:
+        loss: Any shape; float32 or narrower is scaled in float32.
+        optimizers: The optimizers whose parameters the backward pass reaches: one, or a list or
+            tuple, as returned by ``initialize``.
+        loss_id: Which of ``num_losses`` scalers to use.
+        model: Ignored, as in the original.
+        delay_unscale: Leave the gradients scaled, to accumulate. The next pass with the same
+            optimizers and ``loss_id`` adds to them in place, at the same scale; a pass without
+            it, or the step, unscales them. A pass whose forward ran under ``no_sync()`` of
+            DistributedDataParallel is delayed in any case.
+        delay_overflow_check: Unscale, but leave the loss scale alone until the next check. The
+            step is skipped all the same if a gradient is not finite.
+
+    Returns:
+        A context manager that yields the loss times the loss scale; the very same object when amp
+        is disabled.
+
+    Raises:
+        RuntimeError: ``initialize`` was not called, or not with these optimizers; one of them
+            is in an open ``scale_loss`` block already; ``backward(create_graph=True)`` was called.
+        IndexError: ``loss_id`` is not below ``num_losses``.
+        TypeError: ``loss`` is not a floating tensor.
+    """
+    return _Block(loss, optimizers, loss_id, delay_unscale, delay_overflow_check)
+
+
+class _Block(contextlib.AbstractContextManager[torch.Tensor]):
+    """What :func:`scale_loss` returns; errors are raised where the block begins."""
+
+    def __init__(
+        self, loss: Any, optimizers: Any, loss_id: int, delayed: bool, unchecked: bool
+    ) -> None:
+        self._loss = loss
+        self._optimizers = optimizers
+        self._loss_id = loss_id
+        self._delayed = delayed
+        self._check = not unchecked
+        self._pass: Pass | None = None  # None: a plain backward
+        self._off: Any = None  # casts are off inside
+
+    def __enter__(self) -> torch.Tensor:
+        states = _states(self._optimizers)
+        loss: torch.Tensor = self._loss
+        if not states:
+            return loss
+        casts = casting.current()
+        if casts is not None and states[0].training.properties.casts_functions:
+            rules.warn_of_late_registrations(casts)
+        scaler = _scaler_of(states, loss, self._loss_id)
+        wide = loss if loss.dtype == torch.float64 else loss.float()
+        if scaler._static == 1.0 and not any([state.use_masters for state in states]):
+            for state in states:
+                if state.ledger.scaled is not None:
+                    state.ledger.unscale_delayed()
+            self._off = casting.off()
+            self._off.__enter__()
+            return wide
+        ledgers = [state.ledger for state in states]
+        index = self._loss_id % len(states[0].training.loss_scalers)
+        this = Pass(scaler, index, scaler.scale_on(loss.device), ledgers, wide.detach()).begin()
+        try:
+            self._off = casting.off()
+            self._off.__enter__()
+            scale = this.scale
+            if isinstance(scale, torch.Tensor) and scale.device != wide.device:
+                scale = scale.to(wide.device, non_blocking=True)
+            scaled = wide * scale
+        except BaseException:
+            this.abandon()
+            raise
+        self._pass = this
+        return scaled
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if self._off is None:
+            return
+        self._off.__exit__()
+        casting.forget_weights()  # a step makes cached casts stale
+        this = self._pass
+        if this is None:
+            return
+        if kind is not None:
+            this.abandon()
+            return
+        try:
+            for ledger in this.ledgers:
+                _refuse_graph(ledger.params.targets)
+        except BaseException:
+            this.abandon()
+            raise
+        try:
+            this.end(delayed=self._delayed, check=self._check)
+        except BaseException:  # such as out of memory
+            this.abandon(drop=True)
+            raise
 
 
 def _states(optimizers: Any) -> list[OptimizerState]:
@@ -43,135 +149,52 @@ def _states(optimizers: Any) -> list[OptimizerState]:
     )
 
 
-@contextlib.contextmanager
-def scale_loss(
-    loss: torch.Tensor,
-    optimizers: Any,
-    loss_id: int = 0,
-    model: Any = None,
-    delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
-) -> Iterator[torch.Tensor]:
-    """Scale ``loss`` for the backward pass in the block, and unscale the gradients after it.
-
-    Args:
-        loss: Any shape; float32 or narrower is scaled in float32.
-        optimizers: The optimizers whose parameters the backward pass reaches: one, or a list or
-            tuple, as returned by ``initialize``.
-        loss_id: Which of ``num_losses`` scalers to use.
-        model: Ignored, as in the original.
-        delay_unscale: Leave the gradients scaled, to accumulate. The next pass with the same
-            optimizers and ``loss_id`` adds to them in place, at the same scale; a pass without
-            it, or the step, unscales them. A pass whose forward ran under ``no_sync()`` of
-            DistributedDataParallel is delayed in any case.
-        delay_overflow_check: Unscale, but leave the loss scale alone until the next check. The
-            step is skipped all the same if a gradient is not finite.
-
-    Yields:
-        The loss times the loss scale; the very same object when amp is disabled.
-
-    Raises:
-        RuntimeError: ``initialize`` was not called, or not with these optimizers; one of them
-            is in an open ``scale_loss`` block already; ``backward(create_graph=True)`` was called.
-        IndexError: ``loss_id`` is not below ``num_losses``.
-        TypeError: ``loss`` is not a floating tensor.
-    """
-    states = _states(optimizers)
-    if not states:
-        yield loss
-        return
-    _warn_of_late_registrations(states)
-    this = _pass_of(loss, states, loss_id)
-    is_one = not isinstance(this.scale, torch.Tensor) and this.scale == 1.0
-    if is_one and not any(state.use_masters for state in states):  # a plain backward
-        for ledger in this.ledgers:
-            ledger.unscale_delayed()
-        with _body():
-            yield this.loss
-        return
-    wide = this.loss
-    this.loss = wide.detach()
-    this = this.begin()
-    try:
-        with _body():
-            yield wide * _on(this.scale, wide.device)
-        for ledger in this.ledgers:
-            refuse_graph(ledger.params.targets)
-    except BaseException:
-        this.abandon()
-        raise
-    try:
-        this.end(delayed=delay_unscale, check=not delay_overflow_check)
-    except BaseException:  # such as out of memory
-        this.abandon(drop=True)
-        raise
-
-
-def _warn_of_late_registrations(states: Sequence[OptimizerState]) -> None:
-    casts = casting.current()
-    if casts is not None and states[0].training.properties.casts_functions:
-        rules.warn_of_late_registrations(casts)
-
-
-def _pass_of(loss: Any, states: Sequence[OptimizerState], loss_id: int) -> Pass:
-    """The pass that begins, after all checks."""
+def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> LossScaler:
+    """The scaler of the pass that begins, after all checks."""
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        given = f"{loss!r} ({type(loss).__name__})"
+        given = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else given
         raise TypeError(
-            f"amp.scale_loss: loss was {_described(loss)}; it must be a floating tensor to "
-            "call backward() on."
+            f"amp.scale_loss: loss was {given}; it must be a floating tensor to call backward() on."
         )
-    scalers = states[0].training.loss_scalers
-    scaler = _scaler(scalers, loss_id)
-    for state in states[1:]:
-        other = _scaler(state.training.loss_scalers, loss_id)
-        if other is not scaler and (
-            scaler.dynamic or other.dynamic or scaler.loss_scale() != other.loss_scale()
-        ):
-            raise RuntimeError(
-                "amp.scale_loss: the optimizers went through several amp.initialize calls, whose "
-                "loss scales differ. Pass them to one call: amp.initialize(models, optimizers)."
-            )
-    ledgers = [state.ledger for state in states]
-    for state in states:
-        state.refuse_superseded()
-    for ledger in (*ledgers, *states[0].training.sharers(ledgers)):
-        if ledger.state is State.OPEN:
-            raise RuntimeError(
-                "amp.scale_loss: this optimizer, or one that shares a parameter with it, is in "
-                "an open scale_loss block already. Close that block first, or scale the sum of "
-                "the losses in one block."
-            )
-    wide = loss if loss.dtype == torch.float64 else loss.float()
-    return Pass(scaler, loss_id % len(scalers), scaler.scale_on(loss.device), ledgers, wide)
-
-
-def _on(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
-    if isinstance(scale, torch.Tensor) and scale.device != device:
-        return scale.to(device, non_blocking=True)
-    return scale
-
-
-@contextlib.contextmanager
-def _body() -> Iterator[None]:
-    """The body of a block: casts off, cached weight casts gone afterwards."""
+    training = states[0].training
     try:
-        with casting.off():
-            yield
-    finally:
-        casting.forget_weights()
-
-
-def _scaler(scalers: Sequence[LossScaler], loss_id: int) -> LossScaler:
-    try:
-        return scalers[loss_id]
+        scaler = training.loss_scalers[loss_id]
     except IndexError:
+        number = len(training.loss_scalers)
         raise IndexError(
             f"amp.scale_loss: loss_id was {loss_id}, but initialize was called with "
-            f"num_losses={len(scalers)}; allowed are 0 to {len(scalers) - 1}."
+            f"num_losses={number}; allowed are 0 to {number - 1}."
         ) from None
+    for state in states:
+        if state.superseded:
+            state.refuse_superseded()
+        if state.training is not training:
+            other = state.training.loss_scalers[loss_id % len(state.training.loss_scalers)]
+            if scaler.dynamic or other.dynamic or scaler.loss_scale() != other.loss_scale():
+                raise RuntimeError(
+                    "amp.scale_loss: the optimizers went through several amp.initialize calls, "
+                    "whose loss scales differ. Pass them to one call: "
+                    "amp.initialize(models, optimizers)."
+                )
+    ledgers = [state.ledger for state in states]
+    if training.sharing:
+        ledgers += training.sharers(ledgers)
+    if any([ledger.state is State.OPEN for ledger in ledgers]):
+        raise RuntimeError(
+            "amp.scale_loss: this optimizer, or one that shares a parameter with it, is in "
+            "an open scale_loss block already. Close that block first, or scale the sum of "
+            "the losses in one block."
+        )
+    return scaler
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {value.dtype}"
-    return f"{value!r} ({type(value).__name__})"
+def _refuse_graph(weights: Sequence[torch.Tensor]) -> None:
+    """Raise if backward has left a graph on the gradients of ``weights``."""
+    if any([(grad := weight.grad) is not None and grad.requires_grad for weight in weights]):
+        raise RuntimeError(
+            "amp.scale_loss: backward(create_graph=True) was called in the block. Unscaling "
+            "gradients does not unscale their graph, so a penalty on p.grad would be scaled. "
+            "Use torch.autograd.grad(loss, params, create_graph=True) outside of the block, on "
+            "the unscaled loss, and add the penalty to the loss that is scaled."
+        )

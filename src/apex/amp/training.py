@@ -1,11 +1,12 @@
-"""One training: what an ``initialize`` call made.
+"""One training: what an ``initialize`` call made; and which optimizers went through one.
 
-It holds scalers and settings, and weak references to models and optimizers: an optimizer keeps
-its training alive (through ``_amp_stash``), never the reverse.
+A training holds scalers and settings, and weak references to models and optimizers: an optimizer
+keeps its training alive (through ``_amp_stash``), never the reverse.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -47,17 +48,23 @@ class Training:
         self.process_group = process_group
         self.sharing: dict[int, set[int]] = {}
         self._sets: set[frozenset[int]] = set()  # of ledgers that share a tensor
-        self._models: list[tuple[weakref.ref[torch.nn.Module], Any]] = []
+        self._models: list[tuple[weakref.ref[torch.nn.Module], weakref.ref[Any]]] = []
         self._ledgers: list[weakref.ref[Any]] = []
 
     def add_models(self, models: Sequence[torch.nn.Module], records: Sequence[Any]) -> None:
         """Remember ``models``, and the records of their forwards."""
-        self._models = [(weakref.ref(m), r) for m, r in zip(models, records, strict=True)]
+        both = zip(models, records, strict=True)
+        self._models = [(weakref.ref(model), weakref.ref(record)) for model, record in both]
 
     def add_ledger(self, ledger: Any) -> None:
         """Remember the gradients of one optimizer."""
         self._ledgers.append(weakref.ref(ledger))
         self.find_shared()
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether it began with optimizers, be they alive or not."""
+        return bool(self._ledgers)
 
     def ledgers(self) -> list[Any]:
         """The ledgers of the optimizers that are alive."""
@@ -65,8 +72,6 @@ class Training:
 
     def sharers(self, listed: Sequence[Any]) -> list[Any]:
         """The ledgers not listed whose optimizers share a parameter with one that is."""
-        if not self.sharing:
-            return []
         sets = [ids for ids in self._sets if any(id(ledger) in ids for ledger in listed)]
         ids = set[int]().union(*sets)
         return [one for one in self.ledgers() if id(one) in ids and one not in listed]
@@ -87,7 +92,7 @@ class Training:
             model = reference()
             mine = ids & set(map(id, () if model is None else model.parameters()))
             if mine:
-                records.append(record)
+                records.append(record())
                 found |= mine
         return records, found == ids
 
@@ -105,3 +110,43 @@ class Training:
                     return f"'{prefix}{name}'"
         shape = None if weight is None else tuple(weight.shape)
         return f"of shape {shape} (in no model passed to initialize)"
+
+
+# -- optimizers of the process, weakly held --------------------------------------------------------
+
+_managed: weakref.WeakSet[Any] = weakref.WeakSet()  # that carry a record of amp
+_disabled: weakref.WeakSet[Any] = weakref.WeakSet()  # that a disabled initialize was given
+
+
+def register(optimizer: Any) -> None:
+    """Remember that ``optimizer`` carries a record of amp."""
+    _managed.add(optimizer)
+
+
+def unregister(optimizer: Any) -> None:
+    """Forget what :func:`register` remembers."""
+    _managed.discard(optimizer)
+
+
+def managed() -> list[Any]:
+    """Every optimizer that carries a record of amp."""
+    return list(_managed)
+
+
+def note_disabled(optimizer: Any) -> None:
+    """Remember that ``optimizer`` was passed to an ``initialize`` with ``enabled=False``."""
+    with contextlib.suppress(TypeError):  # anything may be passed to a disabled initialize
+        _disabled.add(optimizer)
+
+
+def is_disabled(optimizer: Any) -> bool:
+    """Whether ``optimizer`` was passed to an ``initialize`` with ``enabled=False``."""
+    try:
+        return optimizer in _disabled
+    except TypeError:
+        return False
+
+
+def forget_disabled() -> None:
+    """Forget what :func:`note_disabled` remembers."""
+    _disabled.clear()

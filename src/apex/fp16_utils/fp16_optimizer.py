@@ -310,7 +310,7 @@ class FP16_Optimizer(WrappedOptimizer):
                 self._skip()
                 return None
             self._params.refuse_missed()
-        self._params.pairs.refresh(compare=False)
+        self._params.pairs.reconcile()
         try:
             result = self.optim.step(*([] if closure is None else [self._evaluator(closure)]))
         finally:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients.masters import Master, Pairs, write_zeros
-from apex.amp.gradients.unscaling import multiply_, unscale_into
+from apex.amp.gradients.accumulation import write_zeros
+from apex.amp.gradients.masters import Master, Pairs
+from apex.amp.gradients.parameters import unscale_into
+from apex.ops.unscale import multiply_
 from apex.ops.placements import is_sharded
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -60,10 +62,10 @@ class MasterGroups:
         weakref.finalize(self, handle.remove).atexit = False
 
     def _pair(self) -> None:
-        self.pairs.refresh(compare=False)
+        self.pairs.reconcile()
         weights = self.all_halves
-        both = zip(weights, self.all_masters, strict=True)
-        self.pairs = Pairs(weights, [Master(master, weight._version) for weight, master in both])
+        self.pairs = Pairs(weights, [Master(master) for master in self.all_masters])
+        self.pairs.note()
 
     def add_new(self, optimizer: Any) -> None:
         """Take in parameters that ``optimizer`` has got, or that were unfrozen.

@@ -20,7 +20,7 @@ also give stochastic rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,6 +225,23 @@ class StepOptions:
 
 
 DEFAULT_OPTIONS = StepOptions()
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledStep:
+    """What amp hands to the next ``step()`` of a fused optimizer: the arguments of ``step_scaled``.
+
+    Attributes:
+        factor: What gradients are multiplied by.
+        noop: One-element tensor; the step is skipped if it is not 0.
+        copies: 16-bit weights that also get the new values, by parameter.
+        grads: Gradients instead of ``param.grad``, by parameter.
+    """
+
+    factor: Scalar = 1.0
+    noop: torch.Tensor | None = None
+    copies: Mapping[torch.Tensor, torch.Tensor] | None = None
+    grads: Mapping[torch.Tensor, torch.Tensor] | None = None
 
 
 def run_stored(

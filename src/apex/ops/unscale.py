@@ -4,16 +4,19 @@
 
 8 bytes per float32 gradient, 6 per 16-bit gradient that becomes float32: what unscaling alone
 costs. Source: the checks of loss scaling, Micikevicius et al., arXiv:1710.03740, section 3.2.
+:func:`unscale_` does the same in place by torch's own kernels, which are the CPU's way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import Column, Scalar, grouped, scalar_on, set_flag
+from apex.ops.columns import OWN_MEMORY, Column, Scalar, grouped, local, scalar_on, set_flag
 from apex.ops.multi_tensor import FUSABLE, Update, Values, run
 
 
@@ -29,6 +32,7 @@ def reference(values: Values, s: UnscaleScalars) -> Values:
     return grad, grad.square(), values[0]
 
 
+_KIND = attrgetter("device", "dtype", "layout")
 UNSCALE = Update(reference, "unscale:unscale", UnscaleScalars)
 
 
@@ -74,3 +78,74 @@ def unscale_into(grads: Column, outs: Column, factor: Scalar, flag: torch.Tensor
         if mine is not flag:
             set_flag(flag, mine)
     return sums
+
+
+def inverse(scale: Scalar) -> Scalar:
+    """``1 / scale``, a float32 tensor where the scale is one."""
+    return scale.reciprocal() if isinstance(scale, torch.Tensor) else 1.0 / scale
+
+
+def _groups(grads: Column) -> list[list[torch.Tensor]]:
+    """Real dense tensors that share memory with ``grads``, in lists of one device and dtype.
+
+    That is what the foreach kernels want. Sparse gradients must be coalesced, unless they are only
+    multiplied. Of a DTensor it is the part on this rank: torch's own kernel would reduce the flag
+    as the first DTensor of a list asks for, and refuse a list with other tensors.
+    """
+    if not OWN_MEMORY.issuperset(map(type, grads)):
+        grads = [*map(local, grads)]
+    kinds = list(map(_KIND, grads))
+    groups: dict[object, list[torch.Tensor]] = {kind: [] for kind in kinds}
+    if len(groups) == 1:
+        groups[kinds[0]] = list(grads)
+    else:
+        for kind, grad in zip(kinds, grads, strict=True):
+            groups[kind].append(grad)
+    found = []
+    for (_, dtype, layout), group in groups.items():
+        values = group if layout == torch.strided else [grad._values() for grad in group]
+        found.append([torch.view_as_real(v) for v in values] if dtype.is_complex else values)
+    return found
+
+
+def multiply_(grads: Column, factor: float) -> None:
+    """Multiply ``grads``, floating tensors on any devices and of any dtypes, in place.
+
+    The bits are those of ``mul_`` on dense tensors.
+    """
+    # torch 2.13 rounds a float to the tensors' 16 bits on the CPU: 2**20 would be inf in float16.
+    exact = torch.tensor(factor, dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        for group in _groups(grads):
+            torch._foreach_mul_(group, exact if group[0].device.type == "cpu" else factor)
+
+
+def unscale_(grads: Sequence[torch.Tensor], scale: Scalar) -> torch.Tensor | None:
+    """Divide ``grads`` by ``scale`` in place and say whether any element is not finite.
+
+    Args:
+        grads: Floating tensors without a graph on any devices, of any dtypes; sparse ones
+            coalesced.
+        scale: A 0-dim float32 tensor, or a float, for which nothing is checked.
+
+    Returns:
+        0-dim float32 tensor on ``scale``'s device, 1 if an element on this rank was inf or nan,
+        else 0; ``None`` when ``scale`` is a float.
+    """
+    if not isinstance(scale, torch.Tensor):
+        if scale != 1.0:
+            multiply_(grads, 1.0 / scale)
+        return None
+    factor = scale.reciprocal()
+    found: dict[torch.device, torch.Tensor] = {}
+    for group in _groups(grads):
+        device = group[0].device
+        if device not in found:
+            found[device] = torch.zeros((), dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            group, found[device], factor.to(device, non_blocking=True)
+        )
+    flags = [flag.to(scale.device, non_blocking=True) for flag in found.values()]
+    if len(flags) == 1:
+        return flags[0]
+    return torch.stack(flags).amax() if flags else torch.zeros_like(scale)

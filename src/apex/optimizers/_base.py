@@ -26,7 +26,7 @@ from apex.ops import _runtime
 from apex.ops.clip import clipped
 from apex.ops.columns import Scalar, local_parts
 from apex.ops.placements import placed
-from apex.ops.storage import LostUpdates, StepOptions
+from apex.ops.storage import LostUpdates, ScaledStep, StepOptions
 from apex.optimizers import _groups
 from apex.optimizers._buckets import Bucket, check_places, split
 from apex.optimizers._state import MASTERED, StatefulOptimizer
@@ -161,9 +161,9 @@ class FusedOptimizer(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given = vars(self).pop("_scaled_step", None)
-        if given is not None:  # from amp, which calls step() so that wrappers of it run
-            self.step_scaled(**given)
+        given: ScaledStep | None = vars(self).pop("_scaled_step", None)
+        if given is not None:  # from amp, which calls step() so that hooks, wrappers, subclasses run
+            self.step_scaled(given.factor, given.noop, copies=given.copies, grads=given.grads)
             return loss
         grad_scale = getattr(self, "grad_scale", None)
         noop = getattr(self, "found_inf", None)

@@ -88,9 +88,9 @@ class LARC(WrappedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check()
-        materialise = getattr(getattr(self.optim, "_amp_stash", None), "materialise", None)
-        if materialise is not None:  # amp may have left unscaling to the step: do it here
-            materialise()
+        unscale = getattr(getattr(self.optim, "_amp_stash", None), "unscale", None)
+        if unscale is not None:  # amp may have left unscaling to the step: do it here
+            unscale()
         with self._without_decay() as decays:
             self._scale_gradients(decays)
             result = self.optim.step()

@@ -126,9 +126,26 @@ class _Leave:
         return applier(output, self.level.outputs)
 
 
+def _first_parameter(
+    module: torch.nn.Module, dtypes: tuple[torch.dtype, ...] = ()
+) -> torch.nn.Parameter | None:
+    """The first parameter of ``module``, of one of ``dtypes`` if any are given.
+
+    In one frame: ``next(module.parameters())`` takes six, at each forward.
+    """
+    modules = [module]
+    while modules:
+        one = modules.pop()
+        for parameter in one._parameters.values():
+            if parameter is not None and (not dtypes or parameter.dtype in dtypes):
+                return parameter
+        modules.extend([child for child in one._modules.values() if child is not None][::-1])
+    return None
+
+
 def _devices(module: torch.nn.Module) -> tuple[str, ...]:
     known = casting.device_types()
-    first = next(module.parameters(), None)
+    first = _first_parameter(module)
     return (first.device.type,) if first is not None and first.device.type in known else known
 
 
@@ -136,9 +153,8 @@ skip_frames(_Enter.__call__, _Leave.__call__)
 
 
 def _check_still_16_bit(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():  # the first one, in most models
-        if parameter.dtype in HALF_TYPES:
-            return
+    if _first_parameter(model, HALF_TYPES) is not None:
+        return
     raise RuntimeError(
         f"forward of {type(model).__name__}: amp.initialize cast its weights to 16 bits, and none "
         "of them is 16-bit any more. Something like model.float() converted them, while amp still "

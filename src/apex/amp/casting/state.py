@@ -72,7 +72,7 @@ _numbers = itertools.count()
 
 
 # Of some device types: whether autocast is on, and its dtype.
-_States = tuple[tuple[str, bool, torch.dtype], ...]
+_States = list[tuple[str, bool, torch.dtype]]
 
 
 class _Saved(NamedTuple):
@@ -232,20 +232,14 @@ def refuse_users_block(call: str, *, switches_on: bool) -> None:
 # -- switching casts on and off --------------------------------------------------------------------
 
 
-def _save(key: object, nested: bool, frame: FrameType | None = None) -> _Saved:
-    cache = torch.is_autocast_cache_enabled()
-    own = thread.casts, thread.backward, thread.nesting
-    return _Saved(key, *own, _states(_enabled()), cache, nested, frame)
-
-
 def _switch(casts: Casts | None, devices: tuple[str, ...]) -> None:
     thread.casts = casts
     if not torch.compiler.is_compiling():
         thread.backward = torch._C._current_graph_task_id()
     if casts is None:
-        _change(_all_off())
+        _change(_states(dict.fromkeys(device_types(), False)))
     else:
-        _change(tuple([(device, True, casts.dtype) for device in devices]))
+        _change([(device, True, casts.dtype) for device in devices])
 
 
 def _put_back(saved: _Saved) -> None:
@@ -255,20 +249,24 @@ def _put_back(saved: _Saved) -> None:
 
 def _change(states: _States) -> None:
     """Set autocast's state; each call has its :func:`_undo_change`, in reversed order."""
-    if torch.compiler.is_dynamo_compiling() and not _compat.TRACES_SET_AUTOCAST:
+    if not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
         change = _traced_change(states)
         next(change)
         thread.traced.append(change)
-    else:
-        _set(states)
+        return
+    for device, enabled, dtype in states:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
 
 
 def _undo_change(before: _States) -> None:
     """Put back the state that was in force before a :func:`_change`."""
-    if torch.compiler.is_dynamo_compiling() and not _compat.TRACES_SET_AUTOCAST:
+    if not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
         next(thread.traced.pop(), None)
-    else:
-        _set(before)
+        return
+    for device, enabled, dtype in before:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
 
 
 def _traced_change(states: _States) -> Iterator[None]:
@@ -281,29 +279,20 @@ def _traced_change(states: _States) -> Iterator[None]:
         yield from _traced_change(states[1:])
 
 
-def _set(states: _States) -> None:
-    for device, enabled, dtype in states:
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-
-
 def _enabled() -> dict[str, bool]:
     return {device: torch.is_autocast_enabled(device) for device in device_types()}
 
 
 def _states(enabled: dict[str, bool]) -> _States:
     """States with the dtypes that are in force."""
-    return tuple([(device, on, torch.get_autocast_dtype(device)) for device, on in enabled.items()])
-
-
-def _all_off() -> _States:
-    return _states(dict.fromkeys(device_types(), False))
+    return [(device, on, torch.get_autocast_dtype(device)) for device, on in enabled.items()]
 
 
 def enable_for_thread(casts: Casts, devices: tuple[str, ...]) -> None:
     """Switch ``casts`` on for all that this thread runs, until :func:`disable_for_thread`."""
     disable_for_thread()
-    thread.before = _save(None, nested=False)
+    cache, own = torch.is_autocast_cache_enabled(), (thread.casts, thread.backward, thread.nesting)
+    thread.before = _Saved(None, *own, _states(_enabled()), cache, nested=False)
     _switch(casts, devices)
     thread.nesting = 0  # an enabled block around it was refused
     _defer_to_end_of_off()
@@ -352,13 +341,21 @@ def begin_forward(
         key: What :func:`end_forward` will be called with.
         casts: The level's casts.
         devices: Device types to cast on.
-        frame: The frame that runs the forward, for :func:`end_interrupted_forwards`.
+        frame: The frame that runs the forward, for :func:`end_interrupted_forwards`; ``None`` in a
+            trace.
     """
-    if frame is not None:
+    if frame is not None and thread.forwards:
         end_interrupted_forwards()
-    nested = casts is not None and not torch.compiler.is_compiling()
-    thread.forwards.append(_save(key, nested, frame))
-    _switch(casts, devices)
+    before = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in _device_types or device_types()
+    ]
+    nested = casts is not None and (frame is not None or not torch.compiler.is_compiling())
+    cache, own = torch.is_autocast_cache_enabled(), (thread.casts, thread.backward, thread.nesting)
+    thread.forwards.append(_Saved(key, *own, before, cache, nested, frame))
+    is_on = thread.casts is not None or any([enabled for _, enabled, _ in before])
+    if casts is not None or is_on or not _compat.TRACES_SET_AUTOCAST:  # else nothing changes
+        _switch(casts, devices)
     if nested:
         thread.nesting = torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(True)
@@ -416,16 +413,19 @@ class _CastsOff:
         self.saved: list[dict[str, bool]] = []
 
     def __enter__(self) -> None:
-        end_interrupted_forwards()
-        saved = _enabled()
+        if thread.forwards:
+            end_interrupted_forwards()
+        saved = {d: torch.is_autocast_enabled(d) for d in _device_types or device_types()}
         self.saved.append(saved)
         thread.blocks.append(saved)
-        _change(_all_off())
+        if True in saved.values() or not _compat.TRACES_SET_AUTOCAST:
+            _change(_states(dict.fromkeys(saved, False)))
 
     def __exit__(self, *error: object) -> None:
         saved = self.saved.pop()
         thread.blocks[:] = [other for other in thread.blocks if other is not saved]
-        _undo_change(_states(saved))
+        if True in saved.values() or not _compat.TRACES_SET_AUTOCAST:
+            _undo_change(_states(saved))
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -434,7 +434,7 @@ class _CastsOff:
         try:
             yield
         finally:
-            _undo_change(_all_off())
+            _undo_change(_states(dict.fromkeys(self.saved[-1], False)))
 
 
 def off() -> _CastsOff:

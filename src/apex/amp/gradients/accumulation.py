@@ -1,12 +1,17 @@
-"""Adding gradients up: stashing them before a backward pass, and adding them back after it."""
+"""Gradients as tensors: stashing, adding up, clearing."""
 
 from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
 
 import torch
 
 from apex.ops.columns import OWN_MEMORY
 
 Stash = dict[torch.Tensor, torch.Tensor]  # stashed gradients, by the tensor they belong to
+
+IS_SPARSE = operator.attrgetter("is_sparse")
 
 
 def stored_values(grad: torch.Tensor) -> torch.Tensor:
@@ -21,16 +26,19 @@ def unshared(grad: torch.Tensor) -> torch.Tensor:
     return grad.clone()
 
 
-def coalesced(weight: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of ``weight``, which becomes a coalesced one if it is sparse."""
-    grad = weight.grad
-    if grad is not None and grad.is_sparse:
-        weight.grad = grad = grad.coalesce()
-    return grad
+def grads_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of those ``weights`` that have one; sparse ones become coalesced."""
+    grads = [grad for weight in weights if (grad := weight.grad) is not None]
+    if not any(map(IS_SPARSE, grads)):
+        return grads
+    for weight in weights:
+        if weight.grad is not None and weight.grad.is_sparse:
+            weight.grad = weight.grad.coalesce()
+    return [grad for weight in weights if (grad := weight.grad) is not None]
 
 
 @torch.no_grad()
-def accumulate(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def accumulate(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give each tensor its new gradient, on top of what it has accumulated."""
     into: list[torch.Tensor] = []
     new: list[torch.Tensor] = []
@@ -47,3 +55,16 @@ def accumulate(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             new.append(grad)
     if new:
         torch._foreach_add_(into, new)
+
+
+def write_zeros(grad: torch.Tensor) -> None:
+    """Set a gradient to zeros, as ``Optimizer.zero_grad(set_to_none=False)`` does."""
+    if grad.grad_fn is not None:
+        grad.detach_()  # not always: gradient_as_bucket_view makes views, which refuse it
+    grad.requires_grad_(False).zero_()
+
+
+def any_nonzero(values: Sequence[torch.Tensor]) -> bool:
+    """Whether an element of ``values`` is not zero; waits for a device."""
+    flags = [value.any() for value in values]
+    return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())

@@ -56,6 +56,12 @@ def _groups(ledgers: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(groups))
 
 
+def are_reduced(records: list[ForwardRecord]) -> bool:
+    """Whether a DistributedDataParallel reduces the gradients of a pass, if there is one."""
+    used = [record for record in records if not record.is_used] or records
+    return not any([record.synchronises is False for record in used])
+
+
 def is_final(ledgers: Iterable[Any], records: Iterable[ForwardRecord]) -> bool:
     """Whether nothing can change the flag of a pass after its block.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients.masters import table
+from apex.amp.gradients.masters import Pairs, table
 from apex.ops import flat
 
 
@@ -122,11 +122,10 @@ def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
         group: A process group; ``None`` is the default one.
     """
     masters = [table.get(weight) for weight in weights]
-    for weight, master in zip(weights, masters, strict=True):
-        if master is not None:
-            master.refresh(weight)
-    rows = zip(weights, masters, strict=True)
-    flat.broadcast([w if master is None else master.tensor for w, master in rows], group)
-    for weight, master in zip(weights, masters, strict=True):
-        if master is not None:  # .data: a forward may have saved the weight for its backward
-            weight.data.copy_(master.tensor)
+    rows = [(w, m) for w, m in zip(weights, masters, strict=True) if m is not None]
+    for weight, master in rows:
+        master.refresh(weight)
+    flat.broadcast([w if (m := table.get(w)) is None else m.tensor for w in weights], group)
+    for weight, master in rows:  # .data: a forward may have saved the weight for its backward
+        weight.data.copy_(master.tensor)
+    Pairs([weight for weight, _ in rows], [master for _, master in rows]).note()

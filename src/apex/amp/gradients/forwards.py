@@ -14,7 +14,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from apex.amp.gradients import distributed
-from apex.amp.gradients.masters import Pairs
+from apex.amp.gradients.masters import Pairs, table
 
 
 class ForwardRecord:
@@ -29,7 +29,8 @@ class ForwardRecord:
             where no forward ran inside of a DistributedDataParallel.
         reduces_all: Whether it reduces the whole model, over all ranks, in the usual way.
         is_used: Whether a pass has ended since the last forward.
-        to_clear: Whose gradients on 16-bit weights are to be cleared before the next forward.
+        has_taken: By id, whose gradients on 16-bit weights are to be cleared before the next forward.
+        handed_out: By id, whose masters count as written until the next forward.
     """
 
     def __init__(self, is_cast: bool) -> None:
@@ -37,7 +38,11 @@ class ForwardRecord:
         self.synchronises: bool | None = None
         self.reduces_all = False
         self.is_used = True
-        self.to_clear: weakref.WeakSet[Pairs] = weakref.WeakSet()
+        self.has_taken: dict[int, Pairs] = {}
+        self.handed_out: dict[int, Pairs] = {}
+        self._pairs = Pairs([], [])  # of the model
+        self._model: weakref.ref[Any] | None = None
+        self._changes = table.changes
         self._had_grad = True  # whether the last noted forward was one with gradients
         self._traced: bool | None = None  # what a compiled forward has noted
         self._was_traced = False
@@ -55,13 +60,35 @@ class ForwardRecord:
         """Note that a forward of ``model`` begins."""
         if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes it
             return
+        if self._is_cast:
+            self._look(model)
         if torch.is_grad_enabled():
-            while self.to_clear:
-                self.to_clear.pop().clear_taken()
+            while self.has_taken:
+                self.has_taken.popitem()[1].clear_taken()
         elif not model.training:  # with gradients off it may be about to be recomputed
             return
         if distributed.is_initialized():
             self._look_at_wrappers(model)
+
+    def _look(self, model: torch.nn.Module) -> None:
+        """Bring what others have written to masters and weights of ``model`` to both of them."""
+        if self._model is None and not getattr(model, "_is_replica", False):
+            self._model = weakref.ref(model)
+            self._changes = -1
+        self.reconcile()
+        while self.handed_out:
+            self.handed_out.popitem()[1].handed_out = False
+
+    def reconcile(self) -> None:
+        """See :meth:`apex.amp.gradients.masters.Pairs.reconcile`, of all weights of the model."""
+        model = None if self._model is None else self._model()
+        if self._changes != table.changes and model is not None:
+            self._changes = table.changes
+            both = ((w, table.get(w)) for w in (*model.parameters(), *model.buffers()))
+            rows = [(weight, master) for weight, master in both if master is not None]
+            self._pairs = Pairs([weight for weight, _ in rows], [master for _, master in rows])
+        if self._pairs.weights:
+            self._pairs.reconcile()
 
     def _look_at_wrappers(self, model: torch.nn.Module) -> None:
         around = distributed.active_wrapper()

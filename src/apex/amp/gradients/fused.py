@@ -24,7 +24,10 @@ from typing import Any
 import torch
 
 from apex.amp.gradients.parameters import Parameters
-from apex.amp.gradients.unscaling import inverse
+from apex.ops.multi_tensor import FUSABLE
+from apex.ops.storage import ScaledStep
+from apex.ops.tensor_norms import square_sums
+from apex.ops.unscale import inverse
 
 Factor = torch.Tensor | float
 
@@ -36,13 +39,11 @@ class FusedGradients:
         params: What the optimizer steps.
 
     Attributes:
-        active: Whether gradients stay scaled for the step.
         found_inf: Whether one was not finite, once they were measured: float32, 0-dim.
     """
 
     def __init__(self, params: Parameters) -> None:
         self._params = params
-        self.active = False
         self._scale: Factor = 1.0
         self._seen: list[Any] = []
         self._clip: torch.Tensor | None = None
@@ -51,9 +52,7 @@ class FusedGradients:
 
     def takes(self) -> bool:
         """Whether the gradients in memory are such that a fused step can read them scaled."""
-        from apex.ops.multi_tensor import FUSABLE
-
-        if self._params.pairs.has_grads():
+        if self._params.has_grads():
             return False
         grads = self._grads().values()
         return bool(grads) and all(
@@ -69,7 +68,7 @@ class FusedGradients:
 
     def can_continue(self) -> bool:
         """Whether another pass may accumulate in the scaled gradients."""
-        if self._params.pairs or self._clip is not None:
+        if self._params.weights or self._clip is not None:
             return False
         self.check()
         return True
@@ -97,8 +96,6 @@ class FusedGradients:
 
     def _measure(self) -> None:
         """Measure the unscaled norm and look for inf and nan; nothing is written."""
-        from apex.ops.tensor_norms import square_sums
-
         grads = list(self._grads().values())
         first = grads[0] if grads else torch.as_tensor(self._scale)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=first.device)
@@ -138,26 +135,28 @@ class FusedGradients:
             if tensor.grad is not None and clip is not None:
                 tensor.grad.mul_(clip.to(tensor.grad.device, non_blocking=True))
 
-    def step_options(self, *, compare: bool) -> tuple[dict[str, Any], torch.Tensor | None]:
+    def options_of_step(self, *, compare: bool) -> tuple[ScaledStep, torch.Tensor | None]:
         """Hand the gradients to the step as they are.
 
         Args:
             compare: Whether to compare all weights with their masters.
 
         Returns:
-            Arguments for ``step_scaled``, and whether a gradient was not finite: 0-dim; ``None``
-            for a static scale.
+            What the step is given, and whether a gradient was not finite: 0-dim; ``None`` for a
+            static scale.
         """
-        self._params.sync()
+        params = self._params
+        params.sync()
         self.check()
-        self.active = False
         is_dynamic = isinstance(self._scale, torch.Tensor)
         if is_dynamic and self.found_inf is None:
             self._measure()
-        pairs = self._params.pairs
-        pairs.refresh(compare=compare)
+        params.reconcile(compare=compare)
+        params.mark_taken()
+        rows = zip(params.weights, params.tensors, strict=True)
+        copies = {tensor: weight for weight, tensor in rows if weight.grad is not None}
         factor = inverse(self._scale) if self._clip is None else self._clip * inverse(self._scale)
-        options = {"factor": factor, "grads": self._grads(), "copies": pairs.mark_taken()}
+        options = ScaledStep(factor, grads=self._grads(), copies=copies)
         return options, self.found_inf if is_dynamic else None
 
     def free(self) -> None:

@@ -4,25 +4,41 @@
   a ``scale_loss`` block sees it, except after a delayed pass.
 * ``OPEN``: inside a ``scale_loss`` block. Gradients from before are stashed, so that backward
   leaves only this pass's, scaled.
-* ``SCALED``: after a delayed pass. The gradients in memory are scaled by the pass's scale.
+* ``DELAYED``: the program left the gradients scaled by the pass's scale, for the next pass.
+* ``FOR_STEP``: amp left them scaled for a fused step (:mod:`apex.amp.gradients.fused`).
 
-| event | UNSCALED | OPEN | SCALED |
-|---|---|---|---|
-| ``scale_loss`` | stash, OPEN | refused | pass continues: OPEN; else unscale, stash, OPEN |
-| its body raises | | put the stash back; the state before | |
-| its end | | unscale, add the stash, UNSCALED | |
-| its end, delayed | | SCALED | |
-| step, clipping | | refused | unscale, add the stash, UNSCALED (a fused step: as it is) |
-| ``zero_grad`` | clear | clear the stash | clear, UNSCALED |
+| event | UNSCALED | OPEN | DELAYED | FOR_STEP |
+|---|---|---|---|---|
+| ``scale_loss`` | stash, OPEN | refused | continued: OPEN; else unscale, stash, OPEN | as DELAYED |
+| its body raises | | put the stash back; the state before | | |
+| its end | | unscale, add the stash, UNSCALED; or FOR_STEP | | |
+| its end, delayed | | DELAYED | | |
+| step | | refused | unscale, UNSCALED | as it is, UNSCALED |
+| clipping | | refused | unscale, UNSCALED | a factor for the step |
+| ``zero_grad`` | clear | clear the stash | clear, UNSCALED | clear, UNSCALED |
 
-A pass is delayed by ``delay_unscale=True``, by ``no_sync()`` of DistributedDataParallel,
-or by ``fused_step`` (:mod:`apex.amp.gradients.fused`). The next pass continues it if it has the
-same optimizers and the same scaler or static scale: it uses the scale of the first one and
-accumulates in ``.grad`` in place, so that a reducer, hooks and an ``all_reduce`` in the last block
-see the whole sum. An error in its body leaves what backward has added so far, as without amp.
+A pass is delayed by ``delay_unscale=True``, or by ``no_sync()`` of DistributedDataParallel. The
+next pass continues it if it has the same optimizers and the same scaler or static scale: it uses
+the scale of the first one and accumulates in ``.grad`` in place, so that a reducer, hooks and an
+``all_reduce`` in the last block see the whole sum. An error in its body leaves what backward has
+added so far, as without amp.
 
 A pass belongs to all optimizers of its block: an overflow in one skips the step of all. Where
 gradients are reduced by hand after the block, each optimizer goes by its own.
+
+What else is remembered, from when until when:
+
+| | set | cleared |
+|---|---|---|
+| ``Ledger.stash``: gradients from before the pass | pass begins | pass ends, ``zero_grad`` |
+| ``Ledger.passes``: for the step to look at | pass is unscaled | step, ``zero_grad`` |
+| ``Ledger.is_unreduced``: has passes of ``no_sync()`` | these are unscaled | step, ``zero_grad`` |
+| ``Ledger.had_grads``: the last pass left some | pass is unscaled | next pass |
+| ``Pass.is_final``: nobody reduces after the block | pass ends | |
+| ``Pass.outcome``: of ``check_again`` by another optimizer | its step | |
+| ``Master.taken``: this gradient is in the master's, too | unscaled | ``zero_grad``, next forward |
+| ``Master.waiting``: optimizers that have yet to step it | unscaled | each one's step |
+| ``Pairs.are_freed``: no master has a gradient | step | a gradient is widened |
 """
 
 from __future__ import annotations
@@ -34,14 +50,14 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients import agreement
-from apex.amp.gradients.accumulation import Stash, accumulate, coalesced, unshared
+from apex.amp.gradients import agreement as distributed
+from apex.amp.gradients.accumulation import Stash, accumulate, grads_of, unshared
 from apex.amp.gradients.forwards import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
-from apex.amp.gradients.parameters import Parameters
-from apex.amp.gradients.unscaling import unscale_into
+from apex.amp.gradients.parameters import Parameters, unscale_into
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
+from apex.ops.storage import ScaledStep
 
 _MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
 
@@ -51,7 +67,11 @@ class State(enum.Enum):
 
     UNSCALED = enum.auto()
     OPEN = enum.auto()
-    SCALED = enum.auto()
+    DELAYED = enum.auto()
+    FOR_STEP = enum.auto()
+
+
+_SCALED = (State.DELAYED, State.FOR_STEP)
 
 
 @dataclass(eq=False, slots=True)
@@ -82,32 +102,38 @@ class Pass:
     counted: torch.Tensor | None = None
     outcome: torch.Tensor | None = None
 
+    def _records(self) -> list[ForwardRecord]:
+        if len(self.ledgers) == 1:
+            return self.ledgers[0].records
+        return list(dict.fromkeys([r for ledger in self.ledgers for r in ledger.records]))
+
     def begin(self) -> Pass:
         """Open the ledgers; return this pass, or the delayed one that it continues."""
-        for record in dict.fromkeys(r for ledger in self.ledgers for r in ledger.records):
+        for record in self._records():
             record.begin_pass()
         before = self.ledgers[0].scaled
-        in_place = before is not None and all(
-            ledger.scaled is before and ledger.can_continue(self) for ledger in self.ledgers
-        )
-        if not in_place:
-            for ledger in (*self.ledgers, *self.ledgers[0].training.sharers(self.ledgers)):
+        if before is not None and all([ledger.can_continue(self) for ledger in self.ledgers]):
+            before.loss = self.loss
+            self._open(stash=False)
+            return before
+        training = self.ledgers[0].training
+        for ledger in (*self.ledgers, *(training.sharing and training.sharers(self.ledgers))):
+            if ledger.scaled is not None:
                 ledger.unscale_delayed()
-            for ledger in self.ledgers:
+        for ledger in self.ledgers:
+            if ledger.passes:
                 ledger.forget_cleared_passes()
-            self.scale = self.scaler.scale_on(
-                self.loss.device
-            )  # the scale may just have been lowered
+        self.scale = self.scaler.scale_on(self.loss.device)  # it may just have been lowered
+        self._open(stash=True)
+        return self
+
+    def _open(self, *, stash: bool) -> None:
         try:
             for ledger in self.ledgers:
-                ledger.open(stash=not in_place)
+                ledger.open(stash=stash)
         except BaseException:
             self.abandon()
             raise
-        if in_place and before is not None:
-            before.loss = self.loss
-            return before
-        return self
 
     def abandon(self, *, drop: bool = False) -> None:
         """Leave a block after an error; one in unscaling has to ``drop`` delayed passes too."""
@@ -124,26 +150,18 @@ class Pass:
             delayed: Whether the program asked to leave them scaled.
             check: ``False`` leaves the loss scale alone.
         """
-        self._look_at_forwards()
-        delayed = delayed or not self.synchronised
-        for_step = not delayed and check and self._try_to_keep_scaled()
-        for ledger in self.ledgers:
-            if ledger.fused is not None:
-                ledger.fused.active = for_step
-        if delayed or for_step:
-            for ledger in self.ledgers:
-                ledger.scaled, ledger.state = self, State.SCALED
-        else:
-            self.unscale(check=check)
-
-    def _look_at_forwards(self) -> None:
-        """Note whether DistributedDataParallel reduces the gradients of this pass."""
-        records = [record for ledger in self.ledgers for record in ledger.records]
-        used = [record for record in records if not record.is_used] or records
-        self.synchronised = not any(record.synchronises is False for record in used)
-        self.is_final = agreement.is_final(self.ledgers, records)
+        records = self._records()
+        self.synchronised = distributed.are_reduced(records)
+        self.is_final = distributed.is_final(self.ledgers, records)
         for record in records:
             record.end_pass()
+        delayed = delayed or not self.synchronised
+        if delayed or (check and self._try_to_keep_scaled()):
+            for ledger in self.ledgers:
+                ledger.scaled = self
+                ledger.state = State.DELAYED if delayed else State.FOR_STEP
+        else:
+            self.unscale(check=check)
 
     def _try_to_keep_scaled(self) -> bool:
         """Whether the gradients stay scaled until the step, see :mod:`~.fused`."""
@@ -151,8 +169,7 @@ class Pass:
         fused = ledger.fused
         if fused is None or len(self.ledgers) > 1 or ledger.training.sharing or ledger.stash:
             return False
-        by_program = ledger.scaled is not None and not fused.active  # delayed before
-        if by_program or not fused.takes():
+        if ledger.before is State.DELAYED or not fused.takes():
             return False
         fused.keep(self.scale)
         return True
@@ -176,14 +193,14 @@ class Pass:
         Where gradients can be reduced after the block, ``overflow.check_again`` does the latter.
         """
         self.found_inf, self.counted = found_inf, self.scaler.steps
+        training = self.ledgers[0].training
         for ledger in self.ledgers:
             ledger.passes.append(self)
-        for ledger in self.ledgers[0].training.sharers(
-            self.ledgers
-        ):  # one of them may not step for a long time
+        # One that shares a parameter may not step for a long time.
+        for ledger in training.sharing and training.sharers(self.ledgers):
             ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
         if self.is_final or not check:
-            self.scaler.finish_pass(agreement.agree_(found_inf, self.ledgers), check=check)
+            self.scaler.finish_pass(distributed.agree_(found_inf, self.ledgers), check=check)
 
 
 class Ledger:
@@ -196,12 +213,14 @@ class Ledger:
 
     Attributes:
         state: See the module's docstring.
-        scaled: The pass that the gradients are scaled by, in the state ``SCALED`` and in a block
-            that continues it.
+        before: The state before the block.
+        scaled: The pass that the gradients are scaled by, in the states ``DELAYED`` and
+            ``FOR_STEP`` and in a block that continues it.
         stash: Unscaled gradients from before this pass.
         passes: Unscaled passes since the last step, for the step to look at.
         records: Of the forwards of the models that the parameters belong to.
         belongs_to_models: Whether all parameters belong to these models.
+        has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
     """
 
     def __init__(
@@ -210,20 +229,20 @@ class Ledger:
         self.params = params
         self.training = training
         self.fused = fused
-        self.state = State.UNSCALED
+        self.state = self.before = State.UNSCALED
         self.scaled: Pass | None = None
         self.stash: Stash = {}
         self.passes: list[Pass] = []
         self.records: list[ForwardRecord] = []
         self.belongs_to_models = False
-        self._has_stepped = False
-        self._had_grads = False  # whether the last pass left any
-        self._unreduced = False  # whether passes under no_sync() were unscaled
+        self.has_stepped = False
+        self.had_grads = False
+        self.is_unreduced = False
         self._warned = False
 
     def with_sharers(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""
-        return [self, *self.training.sharers([self])]
+        return [self, *(self.training.sharing and self.training.sharers([self]))]
 
     # -- one pass ------------------------------------------------------------------------------
 
@@ -232,33 +251,30 @@ class Ledger:
         self.params.sync()
         if stash:
             self._stash_gradients()
-        self.state = State.OPEN
+        self.before, self.state = self.state, State.OPEN
 
     def forget_cleared_passes(self) -> None:
         """Forget an overflow whose gradients the program has cleared itself."""
-        if not self.passes:
-            return
-        pairs = self.params.pairs
-        pairs.drop_cleared()
-        cleared = not (pairs.has_grads() or pairs.has_new()) and all(
-            weight.grad is None for weight in self.params.plain
-        )
-        if cleared and agreement.may_forget(self, had_grads=self._had_grads):
+        params = self.params
+        params.drop_cleared()
+        is_cleared = not (params.has_grads() or params.has_new() or grads_of(params.plain))
+        if is_cleared and distributed.may_forget(self, had_grads=self.had_grads):
             for one in self.passes:
                 if not one.is_final and one.found_inf is not None:  # no step will lower the scale
-                    one.scaler.finish_pass(agreement.agree_(one.found_inf, [self]))
+                    one.scaler.finish_pass(distributed.agree_(one.found_inf, [self]))
             self.passes.clear()
 
     def _stash_gradients(self) -> None:
         stash: Stash = {}
-        for weight in self.params.plain:
-            if weight.grad is not None:
-                stash[weight] = unshared(weight.grad)
-                weight.grad = None
-        if self.params.pairs.stash(stash):
+        if any([weight.grad is not None for weight in self.params.plain]):
+            for weight in self.params.plain:
+                if weight.grad is not None:
+                    stash[weight] = unshared(weight.grad)
+                    weight.grad = None
+        if self.params.weights and self.params.stash(stash):
             self._warn_of_edits()
-        has_unreduced = self._unreduced and (stash or self.params.pairs.has_grads())
-        if has_unreduced and any(record.synchronises for record in self.records):
+        has_unreduced = self.is_unreduced and (stash or self.params.has_grads())
+        if has_unreduced and any([record.synchronises for record in self.records]):
             for target, grad in stash.items():
                 target.grad = grad
             raise RuntimeError(
@@ -271,8 +287,8 @@ class Ledger:
     def abandon(self) -> None:
         """Leave a block whose body has raised."""
         if self.scaled is not None:
-            self.state = State.SCALED
-            if self.fused is not None and self.fused.active:
+            self.state = self.before
+            if self.fused is not None and self.state is State.FOR_STEP:
                 self.fused.keep(self.scaled.scale)
             return
         stash, self.stash = self.stash, {}
@@ -280,7 +296,6 @@ class Ledger:
             target.grad = stash.get(target)
         self.state = State.UNSCALED
 
-    @torch.no_grad()
     def unscale(
         self, scale: torch.Tensor | float, done: set[int] | None = None
     ) -> torch.Tensor | None:
@@ -292,26 +307,27 @@ class Ledger:
                 ``None`` when there is no other.
 
         Returns:
-            The non-finite flag, see :func:`apex.amp.gradients.unscaling.unscale_`.
+            The non-finite flag, see :func:`apex.ops.unscale.unscale_`.
         """
-        plain, pairs, sharing = self.params.plain, self.params.pairs, self.training.sharing
-        if done is not None:
-            plain = [tensor for tensor in plain if id(tensor) not in done]
-            pairs = pairs.without(done)
-            done.update(map(id, self.params.targets))
-        grads = [grad for weight in plain if (grad := coalesced(weight)) is not None]
-        found_inf, widened = unscale_into(grads, pairs, sharing, scale)
-        accumulate(widened)
-        if pairs:
-            self.params.pairs.are_freed = False
+        params, sharing = self.params, self.training.sharing
+        if done is None:
+            found_inf, widened = unscale_into(grads_of(params.plain), params, sharing, scale)
+        else:
+            plain = [tensor for tensor in params.plain if id(tensor) not in done]
+            pairs = params.without(done)
+            done.update(map(id, params.targets))
+            found_inf, widened = unscale_into(grads_of(plain), pairs, sharing, scale)
+        if widened:
+            accumulate(widened)
+        if params.weights:
+            params.are_freed = False
             self.clear_before_next_forward()
         if self.stash:
-            self.params.pairs.are_freed = False
-            accumulate(self.params.for_stepped(self.stash))
+            accumulate(params.for_stepped(self.stash))
             if sharing:
-                self.params.pairs.wait(sharing, self.stash)
+                params.wait(sharing, self.stash)
             self.stash = {}
-        self._had_grads = any(tensor.grad is not None for tensor in self.params.stepped)
+        self.had_grads = any([tensor.grad is not None for tensor in params.stepped])
         self.scaled, self.state = None, State.UNSCALED
         return found_inf
 
@@ -321,30 +337,28 @@ class Ledger:
         They are there to be read. A backward outside of a block must not add to them.
         """
         for record in self.records:
-            record.to_clear.add(self.params.pairs)
+            record.has_taken[id(self)] = self.params
 
     def can_continue(self, new: Pass) -> bool:
         """Whether the pass may accumulate in place in what delayed passes have left."""
         old = self.scaled
-        if old is None or set(old.ledgers) != set(new.ledgers):
+        if old is None or old is not new.ledgers[0].scaled or set(old.ledgers) != set(new.ledgers):
             return False
         is_same = isinstance(new.scale, float) and new.scale == old.scale
         if old.scaler is not new.scaler and not is_same:
             return False
-        return self.fused is None or not self.fused.active or self.fused.can_continue()
+        return self.fused is None or self.state is State.DELAYED or self.fused.can_continue()
 
     def unscale_delayed(self, *, check: bool = True) -> None:
         """Unscale what delayed passes have left; ``check`` what a fused step was to read scaled."""
         scaled = self.scaled
         if scaled is None or self.state is State.OPEN:
             return
-        fused = self.fused if self.fused is not None and self.fused.active else None
-        if fused is not None:
-            if check:
-                fused.check()
-            fused.active = False
+        fused = self.fused if self.state is State.FOR_STEP else None
+        if fused is not None and check:
+            fused.check()
         for ledger in scaled.ledgers:
-            ledger._unreduced |= not scaled.synchronised
+            ledger.is_unreduced |= not scaled.synchronised
         scaled.unscale(also=None if fused is None else fused.found_inf)
         if fused is not None:
             fused.apply_clip()
@@ -354,15 +368,15 @@ class Ledger:
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
         for ledger in self.with_sharers():
-            ledger.unscale_delayed()
-        self.params.sync()
-        pairs = self.params.pairs
-        if not pairs:
-            return
-        pairs.refresh(compare=not self._has_stepped)
-        if pairs.take_new(self.training.sharing):
-            self._warn_of_edits()
-        self.clear_before_next_forward()
+            if ledger.scaled is not None:
+                ledger.unscale_delayed()
+        params = self.params
+        params.sync()
+        if params.weights:
+            params.reconcile(compare=not self.has_stepped)
+            if params.take_new(self.training.sharing):
+                self._warn_of_edits()
+            self.clear_before_next_forward()
 
     def _warn_of_edits(self) -> None:
         if not self._warned:
@@ -377,25 +391,27 @@ class Ledger:
 
     def after_step(self) -> None:
         """Free the masters' gradients: ``model.zero_grad()`` cannot reach them."""
-        self._unreduced = False
-        self._has_stepped = True
-        self.params.pairs.free_grads(self.training.sharing, id(self))
+        self.is_unreduced = False
+        self.has_stepped = True
+        if self.params.weights:
+            self.params.free_grads(self.training.sharing, id(self))
 
     def clear(self, *, set_to_none: bool) -> None:
         """Forget all gradients, of which the optimizer has cleared its own."""
         self.stash = {}
         self.passes.clear()
-        self._unreduced = False
-        self.params.pairs.zero_grad(set_to_none=set_to_none)
-        if self.state is State.SCALED:
+        self.is_unreduced = False
+        if self.params.weights:
+            self.params.zero_grad(set_to_none=set_to_none)
+        if self.state in _SCALED:
             self.scaled, self.state = None, State.UNSCALED
 
-    def step_options(self) -> dict[str, Any]:
-        """Arguments for ``step_scaled`` of a fused step; empty where gradients are unscaled."""
+    def take_for_step(self) -> ScaledStep | None:
+        """What a fused step reads, and ``UNSCALED`` from now on; ``None`` where it reads grads."""
         scaled, fused = self.scaled, self.fused
-        if scaled is None or fused is None or not fused.active:
-            return {}
-        options, found_inf = fused.step_options(compare=not self._has_stepped)
+        if scaled is None or fused is None or self.state is not State.FOR_STEP:
+            return None
+        options, found_inf = fused.options_of_step(compare=not self.has_stepped)
         self.scaled, self.state = None, State.UNSCALED
         self.clear_before_next_forward()
         if found_inf is not None:

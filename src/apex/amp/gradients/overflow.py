@@ -17,11 +17,12 @@ from typing import NamedTuple
 import torch
 
 from apex.amp import _speech
-from apex.amp.gradients.accumulation import coalesced, stored_values
+from apex.amp.gradients.accumulation import grads_of, stored_values
 from apex.amp.gradients.agreement import agree_
 from apex.amp.gradients.ledger import Ledger, Pass
-from apex.amp.gradients.unscaling import unscale_
+from apex.amp.scaler import SCALE
 from apex.ops.columns import local
+from apex.ops.unscale import unscale_
 
 
 def runs_behind(device: torch.device) -> bool:
@@ -80,6 +81,9 @@ class Overflow:
     Args:
         verbosity: Whether skipped steps are logged.
         limit: Skipped steps in a row after which a step raises.
+
+    Attributes:
+        sent: Copies of the flags of deferred steps that have not arrived.
     """
 
     def __init__(self, verbosity: int, limit: int) -> None:
@@ -88,7 +92,7 @@ class Overflow:
         self.skipped = 0  # steps in a row, as far as the host knows
         self._taken: bool | torch.Tensor = False  # whether the last step was
         self._skips: torch.Tensor | None = None  # steps in a row, counted on the device
-        self._sent: deque[tuple[list[int], AsyncCopy]] = deque()
+        self.sent: deque[tuple[list[int], AsyncCopy]] = deque()
 
     @property
     def taken(self) -> bool:
@@ -104,20 +108,22 @@ class Overflow:
     def read(self, passes: Sequence[Pass]) -> Report | None:
         """Let the host decide: one read of a device.
 
+        Args:
+            passes: Of the step, at least one.
+
         Returns:
             The skipped step, or ``None`` for a step to be taken, which is counted on the scalers.
         """
-        if not passes:
-            return None
         device = passes[0].scaler._state.device
-        values = [value for one in passes for value in (one.found_inf, one.scaler._state[0])]
+        values = [value for one in passes for value in (one.found_inf, one.scaler._state[SCALE])]
         flags = torch.stack([v.to(device, non_blocking=True) for v in values if v is not None])
         numbers = flags.tolist()
         for index, one in enumerate(passes):
             if numbers[2 * index]:
                 self._taken, self.skipped = False, self.skipped + 1
                 return Report(self.skipped, one.index, numbers[2 * index + 1])
-        _count(passes, None)
+        for one in passes:
+            one.scaler.count_step(since=one.counted)
         return None
 
     def defer(self, passes: Sequence[Pass]) -> torch.Tensor:
@@ -135,22 +141,23 @@ class Overflow:
         noop = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         skips = torch.zeros_like(noop) if self._skips is None else self._skips
         self._skips = torch.where(noop == 0, 0.0, skips.to(device) + 1)
-        scales = [one.scaler._state[0].to(device, non_blocking=True) for one in passes]
+        scales = [one.scaler._state[SCALE].to(device, non_blocking=True) for one in passes]
         copy = AsyncCopy(torch.stack([self._skips, *flags, *scales]))
         if not copy.never_arrives:
-            self._sent.append(([one.index for one in passes], copy))
+            self.sent.append(([one.index for one in passes], copy))
         self._taken = noop == 0
-        _count(passes, self._taken)
+        for one in passes:
+            one.scaler.count_step(self._taken, since=one.counted)
         return noop
 
     def reports(self) -> Iterator[Report]:
         """Reports of deferred steps that have arrived since the last call."""
-        while self._sent:
-            indices, copy = self._sent[0]
+        while self.sent:
+            indices, copy = self.sent[0]
             values = copy.read()
             if values is None:
                 return
-            self._sent.popleft()
+            self.sent.popleft()
             flags, scales = values[1 : 1 + len(indices)], values[1 + len(indices) :]
             rows = zip(indices, flags, scales, strict=True)
             bad = [(index, scale) for index, flag, scale in rows if flag]
@@ -184,13 +191,6 @@ class Overflow:
             )
 
 
-def _count(passes: Sequence[Pass], taken: torch.Tensor | None) -> None:
-    """Count a step on the scalers of its passes, by the flag ``taken`` if the host cannot know."""
-    for one in passes:
-        one.scaler.count_step(taken, since=one.counted)
-
-
-@torch.no_grad()
 def check_again(ledger: Ledger) -> None:
     """Look at gradients that may have been reduced after the block, and let scales back off.
 
@@ -205,7 +205,7 @@ def check_again(ledger: Ledger) -> None:
         return
     scale = late[0].scale
     assert isinstance(scale, torch.Tensor)
-    grads = [g for p in ledger.params.stepped if (g := coalesced(p)) is not None]
+    grads = grads_of(ledger.params.stepped)
     found_inf = unscale_(grads, torch.ones_like(scale))
     if not grads:  # cleared by the program
         found_inf = torch.stack([one.found_inf for one in late if one.found_inf is not None]).amax()

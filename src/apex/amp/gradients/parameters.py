@@ -1,26 +1,26 @@
-"""What an optimizer steps: the tensors in its groups, with masters in the place of 16-bit weights.
-
-The groups stay the user's own dicts and lists. amp looks at them again before each pass and each
-step, so that weights added by hand, by ``add_param_group`` or put back by a program get masters.
-"""
+"""What an optimizer steps: the tensors in its groups, with masters instead of 16-bit weights."""
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from apex.amp.gradients.accumulation import Stash
-from apex.amp.gradients.masters import Pairs, table
+from apex.amp.gradients.masters import Pairs, Sharers, table
 from apex.amp.policy import HALF_TYPES
+from apex.ops import _runtime, unscale
 
 
-class Parameters:
-    """The tensors in the groups of one optimizer.
+class Parameters(Pairs):
+    """The tensors in the groups of one optimizer, with masters instead of 16-bit weights.
+
+    The groups stay the user's own dicts and lists. amp compares them before each pass and each
+    step, so that weights added by hand, by ``add_param_group`` or put back by a program get masters.
 
     Args:
         optimizer: Anything with ``param_groups`` and ``state``.
@@ -31,7 +31,6 @@ class Parameters:
         stepped: What the optimizer steps, in the order of its groups: masters, or model weights.
         targets: What backward writes gradients to: always the model's weights, in that order.
         plain: Model weights that the optimizer steps themselves.
-        pairs: 16-bit weights and their masters.
         is_swapped: Whether groups and state hold model weights for now, see :meth:`swapped`.
     """
 
@@ -50,30 +49,28 @@ class Parameters:
         both = list(zip(stepped, targets, strict=True))
         self.plain = [tensor for tensor, target in both if tensor is target]
         weights = [target for tensor, target in both if tensor is not target]
-        self.pairs = Pairs(weights, [master for w in weights if (master := table.get(w))])
+        super().__init__(weights, [master for w in weights if (master := table.get(w))])
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups."""
         optimizer = self._optimizer()
         return [] if optimizer is None else optimizer.param_groups
 
-    def in_groups(self) -> Iterator[torch.Tensor]:
+    def in_groups(self) -> list[torch.Tensor]:
         """Every tensor in the optimizer's groups."""
-        for group in self._groups():
-            yield from group["params"]
+        return [param for group in self.groups() for param in group["params"]]
 
     def sync(self, full: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Look at the groups again, and put masters in the place of new 16-bit weights.
+        """Compare the groups with what they were, and replace new 16-bit weights by masters.
 
         Args:
             full: float32 values of weights before they were rounded, by weight.
         """
-        now: list[torch.Tensor] = []
-        for group in self._groups():
-            now += group["params"]
+        now = [param for group in self.groups() for param in group["params"]]
         if len(now) == len(self.stepped) and all(map(operator.is_, now, self.stepped)):
             return
         stepped, targets = [], []
-        for group in self._groups():
+        for group in self.groups():
             if not isinstance(group["params"], list):
                 group["params"] = list(group["params"])
             params = group["params"]
@@ -95,9 +92,11 @@ class Parameters:
             return weight
         optimizer = self._optimizer()
         value = full.get(weight)
-        master = table.get(weight) or table.add(
-            weight, weight.float() if value is None else value.clone()
-        )
+        master = table.get(weight)
+        if master is not None and not master.is_stepped:  # of a state_dict
+            Pairs([weight], [master]).reconcile()
+        if master is None or not master.is_stepped:
+            master = table.add(weight, weight.float() if value is None else value.clone())
         tensor = master.tensor
         if optimizer is not None and weight in optimizer.state:
             state = optimizer.state[tensor] = optimizer.state.pop(weight)
@@ -110,14 +109,12 @@ class Parameters:
 
     def for_stepped(self, stash: Stash) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Gradients by what is stepped, given by what backward writes to."""
-        if not stash:
-            return []
         stepped = dict(zip(map(id, self.targets), self.stepped, strict=True))
         pairs = [(stepped[id(target)], grad) for target, grad in stash.items()]
         return [(tensor, grad.to(tensor.dtype)) for tensor, grad in pairs]
 
     def restore(self) -> None:
-        """Put the model's weights back into groups and state, in the place of masters."""
+        """Put the model's weights back into groups and state, for masters."""
         self._swap(dict(zip(map(id, self.stepped), self.targets, strict=True)))
         self._remember([], [])
 
@@ -136,11 +133,50 @@ class Parameters:
 
     def _swap(self, others: Mapping[int, torch.Tensor]) -> None:
         """Replace tensors in groups and state, given by id."""
-        for group in self._groups():
-            group["params"][:] = [others.get(id(param), param) for param in group["params"]]
+        for group in self.groups():
+            kind = type(group["params"])
+            params = [others.get(id(param), param) for param in group["params"]]
+            if kind is list:
+                group["params"][:] = params
+            else:
+                group["params"] = kind(params)
         optimizer = self._optimizer()
         state = {} if optimizer is None else optimizer.state
         for param in list(state):
             other = others.get(id(param), param)
             if other is not param:
                 state[other] = state.pop(param)
+
+
+def unscale_into(
+    grads: Sequence[torch.Tensor], pairs: Pairs, sharers: Sharers, scale: torch.Tensor | float
+) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Unscale ``grads`` in place, and the gradients of 16-bit weights into float32 copies.
+
+    Where a kernel can run it writes the copies in the same pass over memory: 6 bytes for each
+    16-bit gradient instead of 14.
+
+    Args:
+        grads: Gradients of weights that the optimizer steps themselves; sparse ones coalesced.
+        pairs: Weights with masters.
+        sharers: See :class:`apex.amp.training.Training`.
+        scale: What the loss was multiplied by.
+
+    Returns:
+        The flag that :func:`apex.ops.unscale.unscale_` returns, and the copies that are still to be
+        added to a master's gradient, with its tensor.
+    """
+    if not pairs.weights:
+        return unscale.unscale_(grads, scale), []
+    by_kernel = _runtime.can_fuse(pairs.weights[0].device)
+    if by_kernel:
+        by_kernel = unscale.takes([*grads, *[w.grad for w in pairs.weights if w.grad is not None]])
+    halves, wide, more = pairs.widen(sharers, fill=not by_kernel)
+    if not by_kernel:
+        return unscale.unscale_([*grads, *wide], scale), more
+    is_dynamic = isinstance(scale, torch.Tensor)
+    device = scale.device if isinstance(scale, torch.Tensor) else (*grads, *halves)[0].device
+    found_inf = torch.zeros((), dtype=torch.float32, device=device)
+    outs = [*grads, *wide]
+    unscale.unscale_into([*grads, *halves], outs, unscale.inverse(scale), found_inf)
+    return (found_inf if is_dynamic else None), more

@@ -1,8 +1,13 @@
 """State-dict hooks of a model cast to 16 bits: its ``state_dict`` is in float32.
 
-An entry shows the float32 master where a weight has one, and loading takes float32 values unrounded
-into the masters. So the ordinary state dicts lose nothing. Reading changes nothing: a weight that
-the program has written shows what was written, and its master gets that at the next step.
+An entry of a 16-bit weight is its float32 value, detached, which amp keeps: the master where an
+optimizer steps one, else one that is made here and kept until the weight is written otherwise. So
+programs that write into entries, such as loaders of parts of a checkpoint and moving averages of a
+copied model, work as with a float32 model: what is written reaches the weight at the next forward,
+step or ``state_dict``. Loading takes float32 values unrounded into the masters.
+
+Where a weight is not its rounded master, since a write was not seen, the entry is a copy of the
+weight, and reading changes nothing. Memory: 4 bytes for each element of a weight without a master.
 """
 
 from __future__ import annotations
@@ -11,12 +16,12 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients.masters import table
+from apex.amp.gradients.masters import Master, Pairs, table
 from apex.amp.policy import HALF_TYPES
 
 
 class ShowFloat32:
-    """State-dict hook: 16-bit entries of the module itself become float32 copies."""
+    """State-dict hook: 16-bit entries of the module itself become their float32 values."""
 
     def __call__(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
@@ -27,16 +32,36 @@ class ShowFloat32:
             value = state.get(prefix + name)
             if not isinstance(value, torch.Tensor) or value.dtype not in HALF_TYPES:
                 continue
-            if isinstance(value, torch.nn.Parameter):  # keep_vars=True asked for the weight
-                continue
-            master = table.get(weight)
-            if weight is not None and master is not None:
-                value = master.value_for(weight)
-            state[prefix + name] = value.float().detach()
+            if weight is not None and not isinstance(value, torch.nn.Parameter):  # keep_vars=True
+                state[prefix + name] = _entry(weight)
+
+
+def _entry(weight: torch.Tensor) -> torch.Tensor:
+    """The float32 value of ``weight`` that amp keeps; a copy where it is not known."""
+    master = table.get(weight)
+    if master is not None:
+        Pairs([weight], [master]).reconcile()
+        master = table.get(weight)  # one that no optimizer steps was dropped if the weight changed
+    if master is not None and not _is_rounded(master, weight):
+        if master.is_stepped:
+            return master.value_for(weight)
+        table.pop(weight)
+        master = None
+    if master is None:
+        master = table.add(weight, weight.detach().float(), is_stepped=False)
+    return master.tensor.detach()
+
+
+def _is_rounded(master: Master, weight: torch.Tensor) -> bool:
+    """Whether ``weight`` is its rounded master; waits for a device."""
+    tensor = master.tensor.detach()
+    if tensor.device != weight.device or weight.is_meta:
+        return tensor.device == weight.device
+    return bool(((tensor.to(weight.dtype) == weight) | (weight != weight)).all())
 
 
 class LoadFloat32:
-    """Before loading, keep the float32 values at hand; after it, give them to the masters."""
+    """Before loading, note the float32 values; after it, give them to the masters."""
 
     def __init__(self) -> None:
         self.pending: dict[str, torch.Tensor] = {}
