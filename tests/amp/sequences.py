@@ -166,6 +166,8 @@ class Sequence:
                 list(amp.master_params(optimizer))
             elif what == "optimizer":
                 optimizer.state_dict()
+        if what in ("master_params", "model"):
+            self.hand.take_over(self.hand.masters)
         if what == "model":
             self.model.state_dict()
         elif what == "amp" and self.device == "cpu":  # it waits

@@ -146,7 +146,7 @@ def step_of(path):
 
 MOMENTS = {  # what happens, and the step of the checkpoint that must be there then
     "before the first step": (["scaling.scale_loss", 1], 0),
-    "as a block ends": (["scaling.scale_loss", 14], 4),
+    "as a block ends": (["scaling.__exit__", 7], 4),
     "in backward": (["_tensor.backward", 10], 8),
     "in a step": (["optimizer._after_step", 3], 0),
     "in the scheduler": (["lr_scheduler.get_lr", 10], 8),

@@ -78,8 +78,15 @@ class Reference:
         return this
 
     def forward(self):
+        self.take_over(self.masters)
         self.drop(self.weights)
         self.shown.clear()
+
+    def take_over(self, names):
+        """Masters take what was written into their weights."""
+        for name in {*self.masters} & {*names}:
+            old, weight = self.masters[name], self.weights[name]
+            self.masters[name] = torch.where(old.to(weight.dtype) == weight, old, weight.float())
 
     def drop(self, names):
         for name in {*names} & self.cleared:
@@ -127,9 +134,8 @@ class Reference:
     def collect(self, number):
         self.settle([number])
         self.drop(self.owned[number])
+        self.take_over(self.owned[number])
         for name in {*self.masters} & {*self.owned[number]}:
-            old, weight = self.masters[name], self.weights[name]
-            self.masters[name] = torch.where(old.to(weight.dtype) == weight, old, weight.float())
             if name in self.new:
                 self.keep(name, self.new.pop(name), [name])
 

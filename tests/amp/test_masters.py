@@ -167,15 +167,16 @@ class SteppingWrapper(Wrapper):
 
 
 @pytest.mark.parametrize("level", MASTERED)
-def test_stepping_the_optimizer_inside_of_a_wrapper_is_refused(level):
+def test_a_step_of_the_optimizer_inside_of_a_wrapper_reaches_the_model(level):
     model, outer = start(level, Wrapper)
     block(model, outer)
-    before = [p.detach().clone() for p in amp.master_params(outer)]
-    with pytest.raises(RuntimeError, match="inside of a Wrapper was called"):
-        outer.inner.step()
-    assert all(map(torch.equal, before, amp.master_params(outer)))
-    outer.step()
+    outer.inner.step()
     assert value(model) == [-1.0, -1.0]
+    block(model, outer)
+    with pytest.raises(RuntimeError, match=r"step\(closure\) of the SGD inside of a Wrapper"):
+        outer.inner.step(lambda: None)
+    outer.step()
+    assert value(model) == [-2.0, -2.0]
     amp.reset()
     outer.inner.step()
 

@@ -149,8 +149,7 @@ class OptimizerState:
         self.unscale()
         if params.weights:
             params.match_requires_grad()
-            if not ledger.has_stepped:
-                params.reconcile(compare=True)
+            params.reconcile(compare=not ledger.has_stepped)
             params.hand_out()
             for record in ledger.records:
                 record.handed_out[id(self)] = params

@@ -1,6 +1,10 @@
 """Interim."""
+
 import contextlib, threading
+
 lock = threading.RLock()
+
+
 @contextlib.contextmanager
 def rollback(models, optimizers):
     with lock:

@@ -162,7 +162,9 @@ class FusedOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         given: ScaledStep | None = vars(self).pop("_scaled_step", None)
-        if given is not None:  # from amp, which calls step() so that hooks, wrappers, subclasses run
+        if (
+            given is not None
+        ):  # from amp, which calls step() so that hooks, wrappers, subclasses run
             self.step_scaled(given.factor, given.noop, copies=given.copies, grads=given.grads)
             return loss
         grad_scale = getattr(self, "grad_scale", None)

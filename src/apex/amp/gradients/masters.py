@@ -135,9 +135,7 @@ class MasterTable:
             found: Master | None = self._masters.get(weight)
         return found
 
-    def add(
-        self, weight: torch.Tensor, value: torch.Tensor, *, is_stepped: bool = True
-    ) -> Master:
+    def add(self, weight: torch.Tensor, value: torch.Tensor, *, is_stepped: bool = True) -> Master:
         """Make a master of ``value`` for ``weight``, unless it has one."""
         with self._lock:
             master: Master | None = self._masters.get(weight)
@@ -472,9 +470,7 @@ def _take_over(weight: torch.Tensor, master: Master, *, both: bool) -> None:
     weight.copy_(master.tensor)
 
 
-def _float32_like(
-    grads: Sequence[torch.Tensor], masters: Sequence[Master]
-) -> list[torch.Tensor]:
+def _float32_like(grads: Sequence[torch.Tensor], masters: Sequence[Master]) -> list[torch.Tensor]:
     """Uninitialised float32 tensors like ``grads``; small ones are those of the last pass.
 
     A kept one is used again when nothing else holds it or its memory. Its owners are then: of the
