@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import threading
 import time
 from datetime import timedelta
@@ -175,47 +174,65 @@ def functional_calls(rank):
     return _grads(model)
 
 
-def optimizers_of_one_weight(rank, dead):
-    """Rank 0 alone has loaded state for two optimizers, or rank 1 has a dead one left over."""
+def other_loss_scales(rank, kind, level):
+    """Rank 0 alone has loaded its loss scale: all ranks have it from the first forward on."""
     amp.reset()
+    torch.manual_seed(0)
     layer = nn.Linear(2, 1, bias=False)
-    if dead:
-        gc.disable()
-        amp.initialize(
-            layer, torch.optim.SGD(layer.parameters(), lr=0.1), opt_level="O1", verbosity=0
-        )
-        if rank == 0:
-            gc.collect()
-    pair = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for _ in range(2)]
-    amp.initialize(layer, pair, opt_level="O1", verbosity=0)
-    wrapper = DistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    amp.initialize(layer, optimizer, opt_level=level, verbosity=0, num_losses=2)
     if rank == 0:
-        for number, optimizer in enumerate(pair):
-            state = {"momentum_buffer": torch.full((1, 2), number + 1.0)}
-            groups = [{**optimizer.state_dict()["param_groups"][0], "lr": number + 1.0}]
-            optimizer.load_state_dict({"state": {0: state}, "param_groups": groups})
-    wrapper(torch.ones(1, 2))
-    gc.enable()
-    assert [optimizer.param_groups[0]["lr"] for optimizer in pair] == [1.0, 2.0]
-    return [optimizer.state[layer.weight]["momentum_buffer"] for optimizer in pair]
-
-
-def state_that_both_have(rank):
-    """Rank 0 alone loads in mid-training, and wraps again: its momentum arrives."""
-    amp.reset()
-    layer = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    amp.initialize(layer, optimizer, opt_level="O1", verbosity=0, loss_scale=1.0)
-    wrapper = DistributedDataParallel(layer)
+        entries = [{"loss_scale": 2.0**number, "unskipped": number} for number in (3, 5)]
+        amp.load_state_dict({f"loss_scaler{n}": entry for n, entry in enumerate(entries)})
+    wrapper = kind(layer)
     for step in range(2):
-        with amp.scale_loss(wrapper(_numbers(rank, step, 4, 2)).sum(), optimizer) as loss:
-            loss.backward()
+        loss = wrapper(_numbers(rank, step, 4, 2)).float().sum()
+        with amp.scale_loss(loss, optimizer, loss_id=1) as scaled_loss:
+            scaled_loss.backward()
         optimizer.step()
-    if rank == 0:
-        optimizer.state[layer.weight]["momentum_buffer"].fill_(7.0)
-    DistributedDataParallel(layer)(torch.ones(1, 2))
-    assert optimizer.state[layer.weight]["momentum_buffer"].eq(7.0).all()
-    return [layer.weight.detach(), optimizer.state[layer.weight]["momentum_buffer"]]
+    scales = amp.state_dict()
+    assert scales["loss_scaler0"] == {"loss_scale": 8.0, "unskipped": 3}
+    assert scales["loss_scaler1"] == {"loss_scale": 32.0, "unskipped": 7}
+    return [layer.weight.detach()]
+
+
+def grown(rank, level):
+    """A layer is added after the first step; ranks have seeded it differently."""
+    amp.reset()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    wrapper = DistributedDataParallel(model)
+    for step in range(3):
+        if step == 1:
+            layer = nn.Linear(4, 4).to(model[0].weight.dtype)
+            model.append(layer)
+            optimizer.add_param_group({"params": list(layer.parameters())})
+        optimizer.zero_grad()
+        loss = wrapper(_numbers(rank, step, 4, 4)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    return [p.detach() for p in (*amp.master_params(optimizer), *model.parameters())]
+
+
+def reduced_by_hand(rank, level):
+    """``Reducer`` after the block averages the gradients that the optimizer steps."""
+    amp.reset()
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    amp.initialize(layer, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
+    reducer, before = Reducer(layer), layer.state_dict()["weight"].clone()
+    for _ in range(2):  # the second pass accumulates
+        with amp.scale_loss(layer(torch.full((1, 4), rank + 1.0)).sum(), optimizer) as loss:
+            loss.backward()
+    reducer.reduce()
+    optimizer.step()
+    moved = before - layer.state_dict()["weight"]
+    assert torch.allclose(moved, torch.full_like(moved, 0.5 * 2 * 1.5)), moved
+    return [moved]
 
 
 def reducer_with_masters(rank):
@@ -360,9 +377,13 @@ PROGRAMS = [
     unfrozen_past_the_wrapper,
     moved_to_another_wrapper,
     functional_calls,
-    functools.partial(optimizers_of_one_weight, dead=False),
-    functools.partial(optimizers_of_one_weight, dead=True),
-    state_that_both_have,
+    *[
+        functools.partial(other_loss_scales, kind=kind, level=level)
+        for kind in (DistributedDataParallel, nn.parallel.DistributedDataParallel)
+        for level in ("O1", "O2")
+    ],
+    *[functools.partial(grown, level=level) for level in ("O0", "O2")],
+    *[functools.partial(reduced_by_hand, level=level) for level in ("O1", "O2")],
     reducer_with_masters,
     buffers_of_their_own,
     a_class_that_forwards_attributes,

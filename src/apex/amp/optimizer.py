@@ -16,6 +16,7 @@ import functools
 import types
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -174,22 +175,18 @@ class OptimizerState:
         options = ledger.take_for_step()
         is_fused = options is not None
         passes = ledger.passes if is_fused else self._collect()
+        ledger.passes = []
         noop = None
-        if passes:
-            ledger.passes = []
-            if self._can_defer(passes):
-                noop = self.overflow.defer(passes)
-            elif (report := self.overflow.read(passes)) is not None:
+        if passes and self._can_defer(passes):
+            noop = self.overflow.defer(passes)
+        else:
+            report = self.overflow.read(passes) if passes else None
+            if report is not None:
                 self._skip(report, passes, is_fused=is_fused)
                 return None
-        if noop is None:
             self.overflow.note_taken()
         if self._is_fused:
-            use_kernel = options is None and self.params.weights
-            copies = self.params.for_kernel() if use_kernel else options and options.copies
-            factor, grads = (1.0, None) if options is None else (options.factor, options.grads)
-            if is_fused or copies or noop is not None:
-                options = ScaledStep(factor, noop, copies, grads)
+            options = self._options(options, noop)
         copied = False
         try:
             with casts.off():
@@ -200,6 +197,13 @@ class OptimizerState:
                 ledger.fused.free()
             self._after_step(copied=copied)
         return result
+
+    def _options(self, options: ScaledStep | None, noop: torch.Tensor | None) -> ScaledStep | None:
+        """What an optimizer of :mod:`apex.optimizers` is handed for its step."""
+        if options is not None:
+            return replace(options, noop=noop)
+        copies = self.params.for_kernel() if self.params.weights else None
+        return ScaledStep(1.0, noop, copies) if copies or noop is not None else None
 
     def _collect(self) -> list[Pass]:
         """Bring gradients to where the step looks for them; the passes that they are of."""
@@ -268,8 +272,9 @@ class OptimizerState:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
             raise RuntimeError(
                 "amp: torch's GradScaler cannot drive this optimizer at "
-                f"{self.training.properties.opt_level}: it steps float32 masters, and the gradients "
-                "are on the 16-bit model. Use amp.scale_loss(loss, optimizer), or O1 or O4."
+                f"{self.training.properties.opt_level}: it steps float32 masters, and the "
+                "gradients are on the 16-bit model. Use amp.scale_loss(loss, optimizer), or O1 or "
+                "O4."
             )
 
     def _step_with(self, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Interim."""
 
-import contextlib, threading
+import contextlib
+import threading
 
 lock = threading.RLock()
 

@@ -204,6 +204,16 @@ class LossScaler:
             self._state = self._state.to(device, non_blocking=True)
         return self._state[SCALE]
 
+    def numbers(self) -> torch.Tensor:
+        """The numbers that change, for other ranks: float32, 4 elements."""
+        return self._state.clone()
+
+    def take(self, numbers: torch.Tensor) -> None:
+        """Take the numbers of another rank, see :meth:`numbers`."""
+        self._state = numbers.to(self._state.device)
+        if self._static is not None:
+            self._static = float(numbers[SCALE])
+
     def clear_overflow_state(self) -> None:
         """Forget the evidence of the last pass."""
         self._found = None
@@ -231,7 +241,7 @@ class LossScaler:
             return
         if self._unchecked is not None:
             found, self._unchecked = torch.maximum(found, self._unchecked), None
-        if self._waits_for_nothing and not found.item():
+        if self._waits_for_nothing and not found.item():  # the usual case: nothing changes
             if before is not None or not self._state[HITS].item():
                 return
         state = _apply_overflow(

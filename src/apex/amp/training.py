@@ -53,6 +53,8 @@ class Training:
 
     def add_models(self, models: Sequence[torch.nn.Module], records: Sequence[Any]) -> None:
         """Remember ``models``, and the records of their forwards."""
+        for record in records:
+            record.training = weakref.ref(self)
         both = zip(models, records, strict=True)
         self._models = [(weakref.ref(model), weakref.ref(record)) for model, record in both]
 

@@ -11,8 +11,8 @@ import torch
 from apex.amp.gradients.accumulation import write_zeros
 from apex.amp.gradients.masters import Master, Pairs
 from apex.amp.gradients.parameters import unscale_into
-from apex.ops.unscale import multiply_
 from apex.ops.placements import is_sharded
+from apex.ops.unscale import multiply_
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 

@@ -9,9 +9,9 @@ costs. Source: the checks of loss scaling, Micikevicius et al., arXiv:1710.03740
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ def reference(values: Values, s: UnscaleScalars) -> Values:
     return grad, grad.square(), values[0]
 
 
-_KIND = attrgetter("device", "dtype", "layout")
+_KIND: Callable[[torch.Tensor], Any] = attrgetter("device", "dtype", "layout")
 UNSCALE = Update(reference, "unscale:unscale", UnscaleScalars)
 
 
@@ -95,7 +95,7 @@ def _groups(grads: Column) -> list[list[torch.Tensor]]:
     if not OWN_MEMORY.issuperset(map(type, grads)):
         grads = [*map(local, grads)]
     kinds = list(map(_KIND, grads))
-    groups: dict[object, list[torch.Tensor]] = {kind: [] for kind in kinds}
+    groups: dict[Any, list[torch.Tensor]] = {kind: [] for kind in kinds}
     if len(groups) == 1:
         groups[kinds[0]] = list(grads)
     else:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from apex.amp.gradients.distributed import broadcast_parameters
+from apex.amp.gradients.masters import grads_to_step
 from apex.ops import flat
 
 _SPLIT_ORDER = (torch.float16, torch.float32, torch.float64)
@@ -126,10 +127,14 @@ class Reducer:
             )
 
     def reduce(self) -> None:
-        """Overwrite the gradients by their mean over all ranks; ranks need the same gradients."""
+        """Overwrite the gradients by their mean over all ranks; ranks need the same gradients.
+
+        Those are reduced that an optimizer will step: after a block of ``amp.scale_loss`` at O2 or
+        O5 the float32 ones of the masters.
+        """
         grads = self.grads
         if self.module is not None:
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            grads = grads_to_step(self.module.parameters())
         flat_dist_call(grads, torch.distributed.all_reduce)
 
 

@@ -5,7 +5,8 @@ equal:
 
 * Rank 0's parameters and buffers are sent to all ranks at construction, and again before the first
   training forward, so that what rank 0 alone has loaded in between arrives. Where
-  ``amp.initialize`` has made float32 masters, these are sent, and weights follow them.
+  ``amp.initialize`` has made float32 masters, these are sent, and weights follow them. The same
+  happens before the next training forward when parameters were added or replaced.
 * Rank 0's buffers are sent at the end of each pass that reduces. After the first training forward
   no forward communicates, and one without gradients never does: an evaluation on one rank cannot
   hang.
@@ -28,7 +29,6 @@ from torch._compile import _disable_dynamo
 
 from apex.amp.casting.containers import applier
 from apex.amp.gradients import distributed as amp
-from apex.amp.ranks import share_state
 from apex.ops import flat
 from apex.parallel._arguments import (
     EXCLUDE,
@@ -199,10 +199,12 @@ class DistributedDataParallel(torch.nn.Module):
     @_disable_dynamo  # torch.compiler.disable would import Dynamo now
     def _before_forward(self) -> None:
         self._reduction.refresh()
-        if self.training and not self._reduction.starts_equal:
+        reduction = self._reduction
+        if self.training and not reduction.starts_equal:
+            if reduction.has_changed:
+                self._ranks_agree()
             self._broadcast()
-            share_state(list(self.module.parameters()), self.process_group)
-            self._reduction.starts_equal = True
+            reduction.starts_equal, reduction.has_changed = True, False
 
     @_disable_dynamo
     def _watch(self, output: Any) -> None:

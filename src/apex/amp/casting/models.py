@@ -24,7 +24,7 @@ from apex.amp.casting import state as casting
 from apex.amp.casting.containers import applier
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.casting.state import Casts
-from apex.amp.gradients.forwards import ForwardRecord
+from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.state_dicts import LoadFloat32, ShowFloat32
 from apex.amp.policy import HALF_TYPES, Properties

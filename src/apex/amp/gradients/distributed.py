@@ -1,22 +1,40 @@
-"""What amp knows of other ranks: wrappers that reduce gradients, and whether there are any ranks.
+"""What amp knows of forwards and of other ranks: who reduces gradients, and who decides together.
 
-A wrapper is torch's DistributedDataParallel or :class:`apex.parallel.DistributedDataParallel`.
-Torch's copies the 16-bit weights of rank 0 to all ranks when it is made. Ranks whose masters were
-different (other seeds, a checkpoint on rank 0 alone) would keep other low bits. So the masters of
-rank 0 are broadcast too, at the first training forward inside the wrapper, and with them the
-float32 weights, so that all of a checkpoint that rank 0 alone has loaded arrives.
+**One record for each model** (:class:`ForwardRecord`). As a training forward begins, masters and
+weights are reconciled (:mod:`~apex.amp.gradients.masters`), the scaled gradients that passes have
+left on 16-bit weights are cleared, and it is noted whether a wrapper will reduce the gradients:
+torch's DistributedDataParallel or :class:`apex.parallel.DistributedDataParallel`.
+
+**Ranks start equal.** Torch's wrapper copies the 16-bit weights of rank 0 to all ranks when it is
+made. Ranks whose masters were different (other seeds, a checkpoint on rank 0 alone) would keep
+other low bits. So the masters of rank 0 are broadcast at the first training forward inside a
+wrapper, with them the float32 weights, and the loss scales at every level.
+
+**One decision on an overflow** for all ranks that hold parts of one model. With tensor, pipeline or
+sharded parallelism a rank has gradients of its own, and an overflow may be in those of one rank
+alone. So the flag of a pass is reduced, MAX, before the scaler and the step read it: over the
+process group of ``amp.initialize(process_group=...)``, and over the mesh of every parameter that is
+a DTensor (``fully_shard``, ``parallelize_module``). The flag stays on its device, so on a GPU
+nothing waits. Ranks whose numbers of collectives differ wait for each other forever. Therefore,
+with a process group, no reduction depends on which gradients a rank has. They follow from the calls
+of the program alone: one in each ``step`` or ``zero_grad`` after a ``scale_loss`` block, one more
+at the end of a block with ``delay_overflow_check``. All ranks have to make these calls in the same
+order. Of DTensors the ranks of a mesh have gradients of the same parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from apex.amp.gradients.masters import Pairs, table
 from apex.ops import flat
+from apex.ops.columns import OWN_MEMORY
 
 
 class _Active:
@@ -25,52 +43,32 @@ class _Active:
     wrapper: Any = None
 
 
-def _distributed() -> Any:
-    """``torch.distributed`` where this torch has it and a process group was made."""
-    module = getattr(torch, "distributed", None)
-    if module is None or not module.is_available() or not module.is_initialized():
-        return None
-    return module
-
-
 def is_initialized() -> bool:
     """Whether a process group was made."""
-    return _distributed() is not None
+    module: Any = getattr(torch, "distributed", None)
+    return module is not None and module.is_available() and module.is_initialized()
 
 
 def several_ranks() -> bool:
     """Whether this process is one of several ranks."""
-    module = _distributed()
-    return module is not None and module.get_world_size() > 1
+    return is_initialized() and torch.distributed.get_world_size() > 1
 
 
-def reduces_all(wrapper: Any) -> bool:
+# -- wrappers --------------------------------------------------------------------------------------
+
+
+def _reduces_all(wrapper: Any) -> bool:
     """Whether a wrapper reduces everything, over all ranks, in the usual way."""
-    module = _distributed()
     if getattr(wrapper, "parameters_to_ignore", ()) or getattr(wrapper, "_comm_hooks", ()):
         return False
-    return bool(module.get_world_size(wrapper.process_group) == module.get_world_size())
+    size = torch.distributed.get_world_size
+    return size(wrapper.process_group) == size()
 
 
 def is_wrapper(module: Any) -> bool:
     """Whether ``module`` is a DistributedDataParallel, of torch or of apex."""
     torchs = getattr(torch.nn.parallel, "DistributedDataParallel", ())
     return isinstance(module, torchs) or hasattr(type(module), "require_backward_grad_sync")
-
-
-def wrappers_inside(model: torch.nn.Module) -> list[Any]:
-    """Every wrapper that is a part of ``model``."""
-    return [module for module in model.modules() if is_wrapper(module)]
-
-
-def refuse_join(wrapper: Any) -> None:
-    """Raise inside of ``wrapper.join()``, whose end writes the 16-bit weights of one rank."""
-    if getattr(getattr(wrapper, "_join_config", None), "enable", False):
-        raise RuntimeError(
-            "amp: join() of DistributedDataParallel was called with a model that is cast to 16 "
-            "bits. It ends with a broadcast of 16-bit weights, which the masters would not get. "
-            "Use O1 or O4, or give all ranks as many inputs."
-        )
 
 
 @contextlib.contextmanager
@@ -83,7 +81,7 @@ def inside(wrapper: Any) -> Iterator[None]:
         _Active.wrapper = before
 
 
-def active_wrapper() -> Any:
+def _active_wrapper() -> Any:
     """The wrapper whose forward runs now, if any."""
     if not is_initialized():
         return None
@@ -93,24 +91,17 @@ def active_wrapper() -> Any:
     return wrapper._get_active_ddp_module()  # type: ignore[no-untyped-call]
 
 
-def broadcast_masters(model: torch.nn.Module, wrapper: Any) -> None:
-    """Give all ranks the parameters of the first one: its masters, and weights that equal them.
+def _refuse_join(wrapper: Any) -> None:
+    """Raise inside of ``wrapper.join()``, whose end writes the 16-bit weights of one rank."""
+    if getattr(getattr(wrapper, "_join_config", None), "enable", False):
+        raise RuntimeError(
+            "amp: join() of DistributedDataParallel was called with a model that is cast to 16 "
+            "bits. It ends with a broadcast of 16-bit weights, which the masters would not get. "
+            "Use O1 or O4, or give all ranks as many inputs."
+        )
 
-    Does nothing for a model without masters: there the wrapper has copied all bits.
 
-    Args:
-        model: The model, or a part of it, that ``wrapper`` wraps.
-        wrapper: The wrapper.
-    """
-    if not any(map(table.get, model.parameters())):
-        return
-    ignored = {
-        id(parameter)
-        for name, parameter in wrapper.module.named_parameters()
-        if name in getattr(wrapper, "parameters_to_ignore", ())
-    }
-    weights = [weight for weight in model.parameters() if id(weight) not in ignored]
-    broadcast_parameters(weights, wrapper.process_group)
+# -- ranks start equal -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -125,7 +116,258 @@ def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
     rows = [(w, m) for w, m in zip(weights, masters, strict=True) if m is not None]
     for weight, master in rows:
         master.refresh(weight)
-    flat.broadcast([w if (m := table.get(w)) is None else m.tensor for w in weights], group)
+    both = zip(weights, masters, strict=True)
+    flat.broadcast([w if master is None else master.tensor for w, master in both], group)
     for weight, master in rows:  # .data: a forward may have saved the weight for its backward
         weight.data.copy_(master.tensor)
     Pairs([weight for weight, _ in rows], [master for _, master in rows]).note()
+
+
+def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) -> None:
+    """Give all ranks of ``group`` the first one's loss scales and their counts."""
+    number = torch.tensor([len(scalers), -len(scalers)], device=device)
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
+    most, least = number[0].item(), -number[1].item()
+    if most != least:
+        raise RuntimeError(
+            f"amp: ranks passed different num_losses to amp.initialize: {least} to {most}; here it "
+            f"was {len(scalers)}. Pass the same on every rank."
+        )
+    numbers = [scaler.numbers().to(device) for scaler in scalers]
+    flat.broadcast(numbers, group)
+    for scaler, received in zip(scalers, numbers, strict=True):
+        scaler.take(received)
+
+
+# -- forwards --------------------------------------------------------------------------------------
+
+
+class ForwardRecord:
+    """The forwards of one model. A copied or unpickled model has a record of its own.
+
+    Args:
+        is_cast: Whether the model is cast to 16 bits, so that it may have masters.
+
+    Attributes:
+        training: A weak reference to the training of the model, once there is one.
+        synchronises: Whether DistributedDataParallel reduces the next backward. It does if one
+            forward with gradients since the last reduction ran outside of ``no_sync()``. ``None``
+            where no forward ran inside of a DistributedDataParallel.
+        reduces_all: Whether it reduces the whole model, over all ranks, in the usual way.
+        is_used: Whether a pass has ended since the last forward.
+        has_taken: By id, whose gradients on 16-bit weights are to be cleared before the next
+            forward.
+        handed_out: By id, whose masters count as written until the next forward.
+    """
+
+    def __init__(self, is_cast: bool) -> None:
+        self._is_cast = is_cast
+        self.training: Any = None
+        self.synchronises: bool | None = None
+        self.reduces_all = False
+        self.is_used = True
+        self.has_taken: dict[int, Pairs] = {}
+        self.handed_out: dict[int, Pairs] = {}
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._pairs = Pairs([], [])  # of the model
+        self._changes = -1  # of the table, when they were looked up
+        self._had_grad = True  # whether the last noted forward was one with gradients
+        self._traced: bool | None = None  # what a compiled forward has noted
+        self._was_traced = False
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # every DistributedDataParallel
+        self._inside: weakref.WeakSet[Any] | None = None  # those that are parts of the model
+        self._pending: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []  # model and wrapper
+
+    def __deepcopy__(self, memo: Any) -> ForwardRecord:
+        return ForwardRecord(self._is_cast)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardRecord, (self._is_cast,)
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Note that a forward of ``model`` begins."""
+        if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes it
+            return
+        if self._is_cast:
+            if self._model is None and not getattr(model, "_is_replica", False):
+                self._model = weakref.ref(model)
+            self.reconcile()
+            while self.handed_out:
+                self.handed_out.popitem()[1].handed_out = False
+        if torch.is_grad_enabled():
+            while self.has_taken:
+                self.has_taken.popitem()[1].clear_taken()
+        elif not model.training:  # with gradients off it may be about to be recomputed
+            return
+        if is_initialized():
+            self._note_wrappers(model)
+
+    def reconcile(self) -> None:
+        """Call :meth:`~apex.amp.gradients.masters.Pairs.reconcile` for all weights of the model."""
+        model = None if self._model is None else self._model()
+        if self._changes != table.changes and model is not None:
+            self._changes = table.changes
+            both = [(w, table.get(w)) for w in (*model.parameters(), *model.buffers())]
+            rows = [(weight, master) for weight, master in both if master is not None]
+            self._pairs = Pairs([weight for weight, _ in rows], [master for _, master in rows])
+        if self._pairs.weights:
+            self._pairs.reconcile()
+
+    def _note_wrappers(self, model: torch.nn.Module) -> None:
+        around = _active_wrapper()
+        if self._inside is None:
+            self._inside = weakref.WeakSet([m for m in model.modules() if is_wrapper(m)])
+        for inside in self._inside:
+            self._see(inside.module, inside)
+        if around is not None:
+            self._see(model, around)
+            if self._is_cast:
+                _refuse_join(around)
+        wrappers = [*self._inside, *([] if around is None else [around])]
+        if not wrappers:
+            self.synchronises = None if self.is_used else self.synchronises
+            return
+        self._note(all([one.require_backward_grad_sync for one in wrappers]))
+        self.reduces_all = around is not None and _reduces_all(around)
+
+    def _see(self, model: torch.nn.Module, wrapper: Any) -> None:
+        """Have ranks made equal for a new wrapper: now, or when a pass begins.
+
+        A forward in evaluation may be one of this rank alone.
+        """
+        if wrapper not in self._seen:
+            self._seen.add(wrapper)
+            self._pending.append((weakref.ref(model), weakref.ref(wrapper)))
+        if self._pending and model.training and torch.is_grad_enabled():
+            self._make_equal()
+
+    def _make_equal(self) -> None:
+        """Make masters and loss scales equal on all ranks, where that has not been done."""
+        pending, self._pending = self._pending, []
+        training = None if self.training is None else self.training()
+        for model, wrapper in ((one(), other()) for one, other in pending):
+            if model is None or wrapper is None:
+                continue
+            ignored = getattr(wrapper, "parameters_to_ignore", ())
+            named = wrapper.module.named_parameters()
+            left_out = {id(parameter) for name, parameter in named if name in ignored}
+            weights = [weight for weight in model.parameters() if id(weight) not in left_out]
+            if any(map(table.get, weights)):  # else the wrapper has copied all bits
+                broadcast_parameters(weights, wrapper.process_group)
+            if training is not None and weights:
+                _broadcast_scales(training.loss_scalers, weights[0].device, wrapper.process_group)
+
+    def begin_compiled(self, model: torch.nn.Module) -> None:
+        """The same where Dynamo traces the forward; only what must run as Python breaks the graph.
+
+        Nothing is read here that passes change, so that no forward is compiled again for it.
+        Masters are not reconciled and scaled gradients not cleared: the next ``zero_grad``, block
+        or step does it.
+        """
+        wrapper = _active_wrapper()
+        if wrapper is not None:
+            if self._is_cast and not self._was_traced:
+                _begin(self, model)
+                self._was_traced = True
+            self._traced = bool(wrapper.require_backward_grad_sync)
+
+    def _note(self, synchronises: bool) -> None:
+        has_grad = torch.is_grad_enabled()
+        is_first = self.is_used or self.synchronises is None or (has_grad and not self._had_grad)
+        if not is_first and not has_grad:
+            return  # DistributedDataParallel does not count it
+        self.synchronises = synchronises or (not is_first and bool(self.synchronises))
+        self.is_used, self._had_grad = False, has_grad
+
+    def begin_pass(self) -> None:
+        """Note that a block begins, as it does on all ranks."""
+        if self._pending:
+            self._make_equal()
+        if self._traced is not None:
+            traced, self._traced = self._traced, None
+            self._note(traced)
+
+    def end_pass(self) -> None:
+        """Note that a pass has used what is noted."""
+        self.is_used = True
+
+
+@_disable_dynamo  # torch.compiler.disable would import Dynamo now
+def _begin(record: ForwardRecord, model: torch.nn.Module) -> None:
+    record.begin(model)
+
+
+# -- one decision ----------------------------------------------------------------------------------
+
+
+def agree_(found_inf: torch.Tensor, ledgers: Iterable[Any]) -> torch.Tensor:
+    """Set ``found_inf`` to 1, in place, if it is 1 on one of the ranks that share a model.
+
+    Args:
+        found_inf: Flag of this rank, float32, 0-dim.
+        ledgers: Those of the optimizers whose gradients it is about.
+
+    Returns:
+        ``found_inf``.
+    """
+    if not several_ranks():
+        return found_inf
+    groups: list[Any] = []  # of more than one rank, in the same order on every rank
+    for ledger in ledgers:
+        weights = ledger.params.targets
+        if not OWN_MEMORY.issuperset(map(type, weights)):
+            parallel: list[Any] = [weight for weight in weights if hasattr(weight, "device_mesh")]
+            for mesh in dict.fromkeys(weight.device_mesh for weight in parallel):
+                groups += [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        if ledger.training.process_group is not None:
+            groups.append(ledger.training.process_group)
+    for group in dict.fromkeys(groups):
+        torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=group)
+    return found_inf
+
+
+def are_reduced(records: Sequence[ForwardRecord]) -> bool:
+    """Whether DistributedDataParallel reduces the gradients of a pass now, where there is one."""
+    used = [record for record in records if not record.is_used] or records
+    return not any([record.synchronises is False for record in used])
+
+
+def is_final(ledgers: Sequence[Any], records: Sequence[ForwardRecord]) -> bool:
+    """Whether nothing can change the flag of a pass after its block.
+
+    That is so with one rank, and where a DistributedDataParallel over all ranks has reduced all
+    gradients. With a ``process_group`` it is never so, because it could be so on some of its ranks
+    only: they would reduce at the end of the block, and the others in the step.
+
+    Args:
+        ledgers: Those of the optimizers in the block.
+        records: Of the forwards of their models.
+    """
+    if any([ledger.training.process_group is not None for ledger in ledgers]):
+        return False
+    by_wrapper = all([ledger.belongs_to_models for ledger in ledgers]) and all(
+        [record.synchronises and record.reduces_all for record in records]
+    )
+    return by_wrapper or not several_ranks()
+
+
+def may_forget(ledger: Any, *, had_grads: bool) -> bool:
+    """Whether passes of a ledger without gradients may be forgotten: the program has cleared them.
+
+    Args:
+        ledger: Of one optimizer.
+        had_grads: Whether its passes have left gradients on this rank.
+
+    Raises:
+        RuntimeError: With a ``process_group``, if they have: ranks whose passes left none cannot
+            see that.
+    """
+    if ledger.training.process_group is None:
+        return True
+    if had_grads:
+        raise RuntimeError(
+            "amp: gradients were cleared without a step, and not by optimizer.zero_grad(). With "
+            "amp.initialize(process_group=...) all ranks must clear them alike, so that their "
+            "loss scales stay equal. Call optimizer.zero_grad() on every rank to drop a batch."
+        )
+    return False

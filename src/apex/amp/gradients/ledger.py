@@ -46,13 +46,12 @@ from __future__ import annotations
 import enum
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from apex.amp.gradients import agreement as distributed
+from apex.amp.gradients import distributed
 from apex.amp.gradients.accumulation import Stash, accumulate, grads_of, unshared
-from apex.amp.gradients.forwards import ForwardRecord
+from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.parameters import Parameters, unscale_into
 from apex.amp.scaler import LossScaler
@@ -117,7 +116,7 @@ class Pass:
             self._open(stash=False)
             return before
         training = self.ledgers[0].training
-        for ledger in (*self.ledgers, *(training.sharing and training.sharers(self.ledgers))):
+        for ledger in (*self.ledgers, *training.sharers(self.ledgers)):
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
         for ledger in self.ledgers:
@@ -197,7 +196,7 @@ class Pass:
         for ledger in self.ledgers:
             ledger.passes.append(self)
         # One that shares a parameter may not step for a long time.
-        for ledger in training.sharing and training.sharers(self.ledgers):
+        for ledger in training.sharers(self.ledgers) if training.sharing else ():
             ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
         if self.is_final or not check:
             self.scaler.finish_pass(distributed.agree_(found_inf, self.ledgers), check=check)
@@ -242,7 +241,7 @@ class Ledger:
 
     def with_sharers(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""
-        return [self, *(self.training.sharing and self.training.sharers([self]))]
+        return [self, *self.training.sharers([self])] if self.training.sharing else [self]
 
     # -- one pass ------------------------------------------------------------------------------
 

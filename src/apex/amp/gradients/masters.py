@@ -28,7 +28,7 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -441,6 +441,18 @@ class Pairs:
                 tensor.grad = None
 
 
+def grads_to_step(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that optimizers will step: a master's, and what it has not taken yet."""
+    found: list[torch.Tensor | None] = []
+    for weight in weights:
+        master = table.get(weight)
+        if master is not None:
+            found.append(master.tensor.grad)
+        if master is None or weight.grad is not master.taken:
+            found.append(weight.grad)
+    return [grad for grad in found if grad is not None]
+
+
 # -- tensors -----------------------------------------------------------------------------------
 
 
@@ -482,7 +494,7 @@ def _float32_like(grads: Sequence[torch.Tensor], masters: Sequence[Master]) -> l
     free = [
         spare is not None
         and sys.getrefcount(spare[0]) == 2
-        and spare[0]._use_count() == 1
+        and spare[0]._use_count() == 1  # type: ignore[attr-defined]
         and count(spare[2]) == 2
         for spare in spares
     ]

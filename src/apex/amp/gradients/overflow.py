@@ -18,7 +18,7 @@ import torch
 
 from apex.amp import _speech
 from apex.amp.gradients.accumulation import grads_of, stored_values
-from apex.amp.gradients.agreement import agree_
+from apex.amp.gradients.distributed import agree_
 from apex.amp.gradients.ledger import Ledger, Pass
 from apex.amp.scaler import SCALE
 from apex.ops.columns import local

@@ -19,8 +19,8 @@ from apex.ops import _runtime, unscale
 class Parameters(Pairs):
     """The tensors in the groups of one optimizer, with masters instead of 16-bit weights.
 
-    The groups stay the user's own dicts and lists. amp compares them before each pass and each
-    step, so that weights added by hand, by ``add_param_group`` or put back by a program get masters.
+    The groups stay the user's own dicts and lists. amp compares them before each pass and step, so
+    that weights added by hand, by ``add_param_group`` or put back by a program get masters.
 
     Args:
         optimizer: Anything with ``param_groups`` and ``state``.
