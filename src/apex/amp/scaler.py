@@ -241,9 +241,9 @@ class LossScaler:
             return
         if self._unchecked is not None:
             found, self._unchecked = torch.maximum(found, self._unchecked), None
-        if self._waits_for_nothing and not found.item():  # the usual case: nothing changes
-            if before is not None or not self._state[HITS].item():
-                return
+        is_clean = self._waits_for_nothing and not found.item()
+        if is_clean and (before is not None or not self._state[HITS].item()):
+            return  # the usual case: nothing changes
         state = _apply_overflow(
             self._state, found, self._backoff_factor, self._floor, self._hysteresis
         )
