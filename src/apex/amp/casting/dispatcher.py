@@ -9,7 +9,8 @@ In-place functions of Apex's float list cannot give float32: on 16-bit tensors t
 under O1's casts, as in Apex.
 
 A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
-not amp's (:func:`apex.amp.casting.state.current`). An operator that torch casts is left alone.
+not amp's (:func:`apex.amp.casting.state.current`), or are to bfloat16: Apex's lists were made for
+float16, and O4 computes what ``torch.autocast`` computes. An operator that torch casts is left alone.
 
 Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp.lists``.
 """
@@ -118,7 +119,8 @@ def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if state.current() is None:
+        casts = state.current()
+        if casts is None or casts.dtype == torch.bfloat16:
             if is_composite:  # torch still casts its parts
                 return op._op_dk(composite, *args, **kwargs)
             with below(keys):
