@@ -48,6 +48,15 @@ AVERAGED = 20 * 2.0**-24
 RESAMPLED = 1e-6
 
 
+def integers(*shape: int, limit: int = 4) -> torch.Tensor:
+    """Return random integers from ``-limit`` to ``limit``, in float32.
+
+    Sums of products of them are exact in every order, so two ways to compute them are compared bit
+    by bit on every processor: up to 16 products with a limit of 1,000, which bfloat16 rounds.
+    """
+    return torch.randint(-limit, limit + 1, shape).float()
+
+
 def assert_close_to_largest(actual: torch.Tensor, exact: torch.Tensor, relative: float) -> None:
     """Assert that no element is off by more than ``relative`` times the largest of ``exact``."""
     assert actual.shape == exact.shape
