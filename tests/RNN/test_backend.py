@@ -28,14 +28,22 @@ def sequence(seq=SEQ, batch=BATCH):
     return torch.randn(seq, batch, INPUT, dtype=torch.float64)
 
 
-def assert_equal(left, right):
-    """Equal tensors in equal tuples and lists."""
+def pairs(left, right):
+    """The tensors of equal tuples and lists, two by two."""
     assert type(left) is type(right)
     if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right)
-    else:
-        for one, other in zip(left, right, strict=True):
-            assert_equal(one, other)
+        return [(left, right)]
+    return [pair for two in zip(left, right, strict=True) for pair in pairs(*two)]
+
+
+def assert_equal(left, right):
+    assert all(torch.equal(*pair) for pair in pairs(left, right))
+
+
+def assert_close(left, right):
+    """What is computed from the same numbers in another way."""
+    for pair in pairs(left, right):
+        assert_close_to_largest(*pair, RECURRENT)
 
 
 def lstm(*sizes, output_size=None):
@@ -89,7 +97,7 @@ def test_reverse_reads_the_sequence_from_its_end(name):
     got, hidden = network(x, reverse=True)
     network.reset_hidden(BATCH)
     want, same = network(x.flip(0))
-    assert_equal((got, hidden), (want.flip(0), same))
+    assert_close((got, hidden), (want.flip(0), same))
 
 
 @pytest.mark.parametrize("collect", [False, True])
@@ -159,8 +167,8 @@ def test_states_of_all_layers(bidirectional):
     assert torch.equal(network(x)[0], first)
     before = [p.clone() for p in network.parameters()]
     network.reset_parameters()
-    pairs = zip(before, network.parameters(), strict=True)
-    assert not any(torch.equal(one, other) for one, other in pairs)
+    both = zip(before, network.parameters(), strict=True)
+    assert not any(torch.equal(one, other) for one, other in both)
 
 
 def test_a_list_of_cells():
@@ -324,8 +332,8 @@ def test_a_backward_pass_after_a_forward_in_eval(name, monkeypatch):
     other, x = copy.deepcopy(network).eval(), sequence()
     for module in (network, other):
         module(x)[0].sum().backward()
-    pairs = zip(network.parameters(), other.parameters(), strict=True)
-    assert all(torch.equal(one.grad, two.grad) for one, two in pairs)
+    both = zip(network.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(one.grad, two.grad) for one, two in both)
     with torch.no_grad():
         network(x)
     assert kept == ([] if name == "mLSTM" else [True] * 4 + [False] * 2)
@@ -368,35 +376,32 @@ COMPILED = [("mLSTM", {}, False), ("Tanh", {"output_size": 2}, False), ("LSTM", 
 def test_compiled_as_one_graph(name, options, collect):
     """Three forwards: without a state, with one, with one that has a history."""
     torch._dynamo.reset()
-    network = getattr(RNN, name)(INPUT, HIDDEN, 1, **options)
+    network = getattr(RNN, name)(INPUT, HIDDEN, 1, **options).double()
     other = copy.deepcopy(network)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
-    x = torch.randn(3, 3, BATCH, INPUT)
+    x = torch.randn(3, 3, BATCH, INPUT, dtype=torch.float64)
     got, want = ([module(part, collect) for part in x] for module in (compiled, other))
-    assert_equal(got, want)
+    assert_close(got, want)
     for results in (got, want):
         sum(output.sum() for output, _ in results).backward()
-    grads = ([p.grad for p in module.parameters()] for module in (network, other))
-    for one, two in zip(*grads, strict=True):
-        assert_close_to_largest(one, two, torch.finfo(torch.float32).eps)
+    assert_close(*([p.grad for p in module.parameters()] for module in (network, other)))
 
 
 @hidden_warning
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 def test_compiled_around_torchs_functions(name):
     torch._dynamo.reset()
-    network = getattr(RNN, name)(INPUT, HIDDEN, LAYERS, bidirectional=True)
+    network = build(name, bidirectional=True)
     other = copy.deepcopy(network)
     compiled = torch.compile(network, backend="aot_eager")
     for _ in range(2):
-        x = torch.randn(SEQ, BATCH, INPUT)
+        x = sequence()
         got, want = compiled(x), other(x)
-        assert_equal(got, want)
+        assert_close(got, want)
         for module, result in ((network, got), (other, want)):
             result[0].sum().backward()
             module.detach_hidden()
-    pairs = zip(network.parameters(), other.parameters(), strict=True)
-    assert all(torch.equal(one.grad, two.grad) for one, two in pairs)
+    assert_close(*([p.grad for p in module.parameters()] for module in (network, other)))
 
 
 def test_a_forward_set_on_a_cell():

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import apex.mlp
 from apex.mlp import MLP, MlpFunction, mlp_function
+from tests.tolerance import integers
 
 SIZES = [5, 7, 4, 3]
 
@@ -134,9 +135,16 @@ def test_copies_are_their_own():
     assert torch.equal(torch.load(file, weights_only=False)(x), model(x))
 
 
+def _of_integers():
+    model = MLP(SIZES)
+    for parameter in model.parameters():
+        parameter.data.copy_(integers(*parameter.shape))
+    return model
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_torchscript():
-    model, x = MLP(SIZES), torch.randn(2, 5)
+    model, x = _of_integers(), integers(2, 5)
     traced = torch.jit.trace(model, x)
     assert torch.equal(traced(torch.cat([x, x]))[:2], model(x))
     parent = nn.Sequential(model)
@@ -153,7 +161,7 @@ def test_torchscript():
 
 
 def test_compiled():
-    model, x = MLP(SIZES), torch.randn(2, 5, requires_grad=True)
+    model, x = _of_integers(), integers(2, 5).requires_grad_()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), model(x))
 

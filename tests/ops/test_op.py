@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from apex.ops import _op, _runtime
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._op import op
+from tests.tolerance import integers
 
 # Stands for a kernel file. It has a gradient for x alone.
 KERNELS = types.SimpleNamespace(
@@ -66,7 +67,7 @@ def path(request):
 
 
 def test_a_gradient_that_the_kernel_lacks(path):
-    x, factor = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    x, factor = integers(3, 4).requires_grad_(), integers(4, 5).requires_grad_()
     PRODUCT(x, factor).sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 5) @ factor.t())
     assert torch.equal(factor.grad, x.t() @ torch.ones(3, 5))
@@ -125,14 +126,14 @@ def test_autocast_rules(dtype):
 
 
 def test_autocast_does_not_change_what_is_computed(path):
-    x, factor = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    x, factor = integers(8, 8, limit=1000).requires_grad_(), integers(8, 8, limit=1000)
     with torch.autocast("cpu", torch.bfloat16):
         y = PRODUCT(x, factor)
     assert torch.equal(y, torch.mm(x, factor))
 
 
 def test_autocast_does_not_change_a_backward():
-    x, factor = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    x, factor = integers(8, 8, limit=1000).requires_grad_(), integers(8, 8, limit=1000)
     with _runtime.use("triton"), torch.autocast("cpu", torch.bfloat16):
         (grad,) = torch.autograd.grad(PRODUCT(x, factor).sum(), x)
     assert torch.equal(grad, torch.ones(8, 8) @ factor.t())
@@ -140,7 +141,7 @@ def test_autocast_does_not_change_a_backward():
 
 def test_an_operator_without_a_kernel_computes_the_definition():
     """A graph that was compiled for a GPU runs where no kernel does."""
-    x, factor = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5)
+    x, factor = integers(3, 4).requires_grad_(), integers(4, 5)
     with _runtime.use("reference"):
         y = torch.ops.apex.product(x, factor)
         y.sum().backward()
