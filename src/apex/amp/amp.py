@@ -21,12 +21,12 @@ from apex.amp.frontend import (
     Properties,
     initialize,
     load_state_dict,
+    lock,
     opt_levels,
     reset,
     state_dict,
 )
 from apex.amp.handle import AmpHandle, NoOpHandle, disable_casts, scale_loss
-from apex.amp.rollback import rollback
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -112,14 +112,7 @@ def _register(module: Any, name: str, kind: str) -> None:
             f"amp.register_{kind}_function: {label}.{name} is a class, not a function. Register "
             f"the method that computes: amp.register_{kind}_function({label}.{name}, 'forward')."
         )
-    try:
-        rules.check_replaceable(module, name)
-    except (AttributeError, TypeError) as error:
-        raise TypeError(
-            f"amp.register_{kind}_function: {label}.{name} cannot be replaced: {error}. Write a "
-            f"function that calls it, decorate that one with amp.{kind}_function, and call it "
-            "instead."
-        ) from None
+    rules.check_replaceable(module, name, kind)
     for registry in (_USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY):
         for entry in [e for e in registry if e[0] is module and e[1] == name]:
             registry.discard(entry)
@@ -253,7 +246,7 @@ def init(
         _DECORATOR_HANDLE = NoOpHandle()
         return _DECORATOR_HANDLE
     handle = AmpHandle(loss_scale, bool(enable_caching), bool(verbose))
-    with rollback((), ()):
+    with lock:
         handle.make_casts(torch.float16, allow_banned=bool(allow_banned))
     handle.activate(state.device_types()[-1:])
     cpu_float16.begin(torch.float16, state.device_types()[-1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from apex.amp import _speech
 from apex.amp._amp_state import _amp_state, warn_or_err
 from apex.amp.casting import models as modules
 from apex.amp.gradients import distributed
+from apex.amp.gradients.masters import table
 from apex.amp.policy import HALF_TYPES, Properties, opt_levels
 
 
@@ -75,9 +76,57 @@ def optimizer_list(optimizers: Any, call: str = "amp.initialize") -> list[Any]:
                 "a single optimizer or a list or tuple of optimizers."
             )
         _check_settable(optimizer, call)
+        check_groups(optimizer, call=call)
     if len({id(optimizer) for optimizer in listed}) != len(listed):
         raise ValueError(f"{call}: the same optimizer was passed twice in optimizers.")
     return listed
+
+
+def check_groups(
+    optimizer: Any, added: Sequence[dict[str, Any]] = (), call: str = "amp.initialize"
+) -> None:
+    """Refuse groups that amp cannot step, or that have a weight twice, as itself or its master.
+
+    Args:
+        optimizer: The optimizer.
+        added: Groups that it is about to get as well, as ``add_param_group`` takes them.
+        call: Who was given them.
+
+    Raises:
+        TypeError: A group is no dict with tensors as its ``params``.
+        ValueError: A weight is there twice. Within one group torch warns and steps it twice.
+        RuntimeError: A weight was made in ``torch.inference_mode``.
+    """
+    seen: set[int] = set()
+    name = type(optimizer).__name__
+    for group in (*optimizer.param_groups, *added):
+        params = group.get("params") if isinstance(group, dict) else None
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        elif isinstance(params, Iterable) and not isinstance(params, (list, tuple, set)):
+            params = group["params"] = list(params)  # a generator is read once
+        for item in params if isinstance(params, Iterable) else (None,):
+            param = item[-1] if isinstance(item, tuple) else item  # a name beside it
+            if not isinstance(param, torch.Tensor):
+                raise TypeError(
+                    f"{call}: 'params' in a group of the {name} was or held a "
+                    f"{type(item).__name__}; a group must be a dict whose 'params' are tensors."
+                )
+            if param.is_inference():
+                raise RuntimeError(
+                    f"{call}: a weight of shape {tuple(param.shape)} in the {name} was made in "
+                    "torch.inference_mode, where nothing trains. Make the model outside of it."
+                )
+            is_weight = isinstance(param, torch.nn.Parameter)  # a master is not
+            weight = param if is_weight else table.weight_of(param)
+            seen_as = id(param if weight is None else weight)
+            if seen_as in seen:
+                raise ValueError(
+                    f"{call}: some parameters appear in more than one parameter group, or twice in "
+                    f"one: a weight of shape {tuple(param.shape)} of the {name}, itself or its "
+                    "float32 master. Pass each weight once."
+                )
+            seen.add(seen_as)
 
 
 def _check_settable(optimizer: Any, call: str) -> None:
@@ -167,6 +216,10 @@ def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> N
     casts_model = properties.cast_model_type in HALF_TYPES
     for model in models:
         if modules.is_prepared(model):  # by an earlier initialize, which is undone first
+            continue
+        tensors = [*model.parameters(), *model.buffers()]
+        is_lazy = casts_model and any(map(torch.nn.parameter.is_lazy, tensors))
+        if not is_lazy and {t.dtype for t in tensors}.isdisjoint((*HALF_TYPES, torch.float64)):
             continue
         named: list[tuple[str, str, torch.Tensor]] = [
             ("parameter", *item) for item in model.named_parameters()

@@ -7,6 +7,7 @@ models belong to the thread, because a loss computed there is to be cast too.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
@@ -20,7 +21,6 @@ from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.policy import O0, O1, O2, O3, O4, O5, Properties, opt_levels
-from apex.amp.rollback import lock, rollback
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training, forget_disabled, managed, note_disabled
 
@@ -42,6 +42,7 @@ __all__ = [
     "state_dict",
 ]
 
+lock = threading.RLock()  # one initialize or reset at a time: they change tables of the process
 
 _Models = TypeVar("_Models")  # a module, or a list of them
 _Optimizers = TypeVar("_Optimizers")
@@ -222,16 +223,14 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         fused_step=fused_step,
         process_group=process_group,
     )
-    newest = _build(training, model_list, optimizer_list, cast_model_outputs)
+    params = [param for model in model_list for param in model.parameters()]
+    newest = _build(training, model_list, params, optimizer_list, cast_model_outputs)
     if properties.casts_anything:
-        used = {p.device.type for model in model_list for p in model.parameters()}
-        cpu_float16.begin(properties.half_dtype, used)
-    # From here on nothing can fail.
+        cpu_float16.begin(properties.half_dtype, {param.device.type for param in params})
     if newest is None:
         state.disable_for_thread()
     else:
-        devices = state.devices_of(p for model in model_list for p in model.parameters())
-        newest.activate(devices or state.device_types())
+        newest.activate(state.devices_of(params) or state.device_types())
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = properties  # type: ignore[attr-defined]
     _amp_state.min_loss_scale = min_loss_scale  # type: ignore[attr-defined]
@@ -244,27 +243,27 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
 def _build(
     training: Training,
     models: list[torch.nn.Module],
+    params: list[torch.nn.Parameter],
     optimizers: list[Any],
     cast_model_outputs: torch.dtype | None,
 ) -> handle.AmpHandle | None:
-    """Change models and optimizers, or nothing if an error is raised on the way.
+    """Change models and optimizers. All that can be refused has been, but for registrations.
 
     Returns:
         The handle of the level's function casts, to be switched on; ``None`` if it has none.
     """
     properties = training.properties
     newest = casts = None
-    with rollback(models, optimizers):
+    with lock:
         if properties.casts_functions:
             newest = handle.AmpHandle(properties.loss_scale, verbose=training.verbosity == 2)
-            casts = newest.make_casts(properties.half_dtype)
-        _supersede(models, optimizers, properties)
+            casts = newest.make_casts(properties.half_dtype)  # refuses registrations
+        _supersede(params, optimizers, properties)
         _release(models, optimizers)
         full: dict[torch.Tensor, torch.Tensor] = {}
         if properties.master_weights:
             distributed_checkpoint.install()
-            for model in models:
-                full.update(modules.full_precision(model))
+            full = {param: param.detach() for param in params if param.dtype == torch.float32}
         for model in models:
             modules.prepare(model, properties, casts, cast_model_outputs)
         training.add_models(models, [modules.forward_record(model) for model in models])
@@ -276,16 +275,15 @@ def _build(
 
 
 def _supersede(
-    models: Sequence[torch.nn.Module], optimizers: Sequence[Any], properties: Properties
+    params: Sequence[torch.Tensor], optimizers: Sequence[Any], properties: Properties
 ) -> None:
     """Mark optimizers that are not passed again with their models, where masters are involved."""
-    ids = {id(parameter) for model in models for parameter in model.parameters()}
-    for optimizer in managed():
-        record = managing.state_of(optimizer)
-        if record is None or any(optimizer is other for other in optimizers):
-            continue
-        if record.use_masters or properties.master_weights:
-            record.superseded |= any(id(t) in ids for t in record.params.targets)
+    given = set(map(id, optimizers))
+    records = [managing.state_of(other) for other in managed() if id(other) not in given]
+    ids = set(map(id, params)) if records else set[int]()
+    for record in records:
+        if record is not None and (record.use_masters or properties.master_weights):
+            record.superseded |= not ids.isdisjoint(map(id, record.params.targets))
 
 
 def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:

@@ -13,7 +13,6 @@ from apex.amp._amp_state import _amp_state, master_params, maybe_print
 from apex.amp.casting import dispatcher, rules
 from apex.amp.casting import state as casting
 from apex.amp.casting.log import CastLog
-from apex.amp.casting.rules import take
 from apex.amp.casting.state import Casts
 from apex.amp.opt import OptimWrapper
 from apex.amp.optimizer import OptimizerState, state_of
@@ -89,14 +88,14 @@ class AmpHandle:
         return AmpHandle, arguments, {"_is_active": self._is_active}
 
     def make_casts(self, dtype: torch.dtype, *, allow_banned: bool = False) -> Casts:
-        """Build function casts, with the registrations that wait; they are not switched on yet.
+        """Build function casts, with the registrations; they are not switched on yet.
 
         Args:
             dtype: The 16-bit type.
             allow_banned: Cast banned functions to float32 instead of refusing them.
         """
+        self._casts = rules.casts_for(dtype, rules.registered(), allow_banned=allow_banned)
         dispatcher.install()
-        self._casts = rules.casts_for(dtype, take(), allow_banned=allow_banned)
         if self._verbose:
             self._casts.log = CastLog()
         return self._casts

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from apex.amp import checks
 from apex.amp.casting import state as casts
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.accumulation import stored_values
@@ -365,6 +366,7 @@ class OptimizerState:
 
     def add_param_group(self, group: Any) -> None:
         """The optimizer's own; 16-bit weights in the new group get masters."""
+        checks.check_groups(self._optimizer(), [group], "add_param_group")
         self._replaced.inner["add_param_group"](group)
         self.params.sync()
 

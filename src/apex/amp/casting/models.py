@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -166,7 +166,7 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
 
 _OUR_HOOKS = (_Enter, _Leave, ShowFloat32, LoadFloat32)
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
-HOOK_TABLES = (  # of a module: what hooks are put into
+_HOOK_TABLES = (  # of a module: what hooks are put into
     "_forward_pre_hooks",
     "_forward_hooks",
     "_state_dict_hooks",
@@ -197,15 +197,15 @@ def prepare(
     if dtype == torch.float32 and any(p.dtype == torch.float64 for p in model.parameters()):
         dtype = outputs = None  # a float64 model at O0 stays what it is
     level = _Level(casts, dtype, outputs)
+    _models.add(model)
+    model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)
+    model.register_forward_hook(_Leave(level), always_call=True)
     if dtype is not None:
         convert(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
     if dtype in HALF_TYPES:
         level.has_16_bit_weights = any(p.dtype in HALF_TYPES for p in model.parameters())
         for module in model.modules():
             _show_float32(module)
-    model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)
-    model.register_forward_hook(_Leave(level), always_call=True)
-    _models.add(model)
 
 
 def _show_float32(module: torch.nn.Module) -> None:
@@ -256,15 +256,6 @@ def _retype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
         parameter.grad = grad.to(dtype)
 
 
-def full_precision(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """The float32 values of the model's floating parameters, before they are rounded."""
-    return {
-        parameter: parameter.detach()
-        for parameter in model.parameters()
-        if parameter.dtype == torch.float32
-    }
-
-
 def forward_record(model: torch.nn.Module) -> ForwardRecord:
     """The record of the forwards of a prepared model."""
     hooks = model._forward_pre_hooks.values()
@@ -305,7 +296,7 @@ def undo(model: torch.nn.Module) -> None:
 
 
 def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
-    for name in HOOK_TABLES:
+    for name in _HOOK_TABLES:
         hooks = getattr(module, name, {})
         for key, hook in list(hooks.items()):
             target = getattr(hook, "hook", hook)  # torch wraps load pre-hooks
@@ -321,9 +312,3 @@ def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
 def prepared() -> Iterator[torch.nn.Module]:
     """Every model with hooks of amp that still exists."""
     yield from list(_models)
-
-
-def set_prepared(models: Iterable[torch.nn.Module]) -> None:
-    """Have :func:`prepared` yield exactly ``models``."""
-    _models.clear()
-    _models.update(models)

@@ -20,7 +20,7 @@ import inspect
 import pkgutil
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class Registration(NamedTuple):
         return hash((id(self.owner), self.name))  # a SimpleNamespace has no hash
 
 
-_USER_CAST_REGISTRY: set[Registration] = set()  # pending registrations
+_USER_CAST_REGISTRY: set[Registration] = set()  # hold until reset
 _USER_PROMOTE_REGISTRY: set[Registration] = set()
 _patches: dict[str, _Patch] = {}
 _lock = threading.RLock()
@@ -86,17 +86,14 @@ _SHIPPED_BANS = {name for name, _ in functional_overrides.BANNED_FUNCS}
 _SHIPPED = {module.__name__: _listed(module) for module in _LISTS}
 
 
-def take() -> list[Registration]:
-    """Return the registrations that wait, and clear the registries."""
-    taken = [*_USER_CAST_REGISTRY, *_USER_PROMOTE_REGISTRY]
-    _USER_CAST_REGISTRY.clear()
-    _USER_PROMOTE_REGISTRY.clear()
-    return taken
+def registered() -> list[Registration]:
+    """The user's registrations; they hold until ``amp.reset()``."""
+    return [*_USER_CAST_REGISTRY, *_USER_PROMOTE_REGISTRY]
 
 
 def casts_for(
     dtype: torch.dtype,
-    registered: Iterable[Registration] = (),
+    registrations: Sequence[Registration] = (),
     *,
     allow_banned: bool = False,
 ) -> Casts:
@@ -104,9 +101,14 @@ def casts_for(
 
     Args:
         dtype: The 16-bit type.
-        registered: The user's.
+        registrations: The user's.
         allow_banned: Cast the banned functions' arguments to float32 instead of refusing them.
+
+    Raises:
+        TypeError: A registered function cannot be replaced; nothing was changed.
     """
+    for registration in registrations:
+        check_replaceable(*registration)
     rules: dict[str, Rule] = {}
     _patch_checkpoint()
     for module, name in _FLOAT_BY_WRAPPER:
@@ -116,12 +118,12 @@ def casts_for(
         for name, kind in _edits(module):
             rules[_patch(module.MODULE, name)] = Rule(kind)
         for name, message in getattr(module, "BANNED_FUNCS", ()):
-            rules[_patch(module.MODULE, name)] = (
-                Rule("float" if allow_banned else "banned", message, name in _SHIPPED_BANS)
+            rules[_patch(module.MODULE, name)] = Rule(
+                "float" if allow_banned else "banned", message, name in _SHIPPED_BANS
             )
     for name in (*torch_overrides.FP32_FUNCS, *tensor_overrides.FP32_FUNCS):
         rules[f"{name}_"] = Rule("in place")
-    for owner, name, kind in registered:
+    for owner, name, kind in registrations:
         rules[_patch(owner, name)] = Rule(kind)
     return Casts(dtype, rules)
 
@@ -133,8 +135,8 @@ def has_rule(casts: Casts, owner: Any, name: str, kind: str) -> bool:
 
 
 def warn_of_late_registrations(casts: Casts) -> None:
-    """Say which registrations came after ``initialize`` and wait for the next one."""
-    for module, name, kind in (*_USER_CAST_REGISTRY, *_USER_PROMOTE_REGISTRY):
+    """Say which registrations came after ``initialize``."""
+    for module, name, kind in registered():
         if not has_rule(casts, module, name, kind):
             label = getattr(module, "__name__", repr(module))
             warnings.warn(
@@ -172,31 +174,34 @@ def _pickle(casts: Casts) -> tuple[Any, ...]:
 copyreg.pickle(Casts, _pickle)
 
 
-def restore(keep: Iterable[str] = ()) -> None:
-    """Put every wrapped function back, except those of the keys in ``keep``."""
+def restore() -> None:
+    """Put every wrapped function back."""
     with _lock:
-        for key in [key for key in _patches if key not in keep]:
-            owner, name, original, own = _patches.pop(key)
+        while _patches:
+            owner, name, original, own = _patches.popitem()[1]
             if own:
                 setattr(owner, name, original)
             else:
                 delattr(owner, name)
 
 
-def patched() -> set[str]:
-    """The keys of the functions that are wrapped now."""
-    return set(_patches)
-
-
-def check_replaceable(owner: Any, name: str) -> None:
-    """Raise ``TypeError`` if ``owner.name`` is no function or cannot be replaced."""
-    with _lock:
-        raw, own = _attribute(owner, name), name in getattr(owner, "__dict__", ())
-        if inspect.isdatadescriptor(raw) or not callable(getattr(owner, name)):
-            raise TypeError(f"it is a {type(raw).__name__}, not a function")
-        setattr(owner, name, raw)
-        if not own:
-            delattr(owner, name)
+def check_replaceable(owner: Any, name: str, kind: str) -> None:
+    """Raise ``TypeError`` if ``owner.name``, registered as ``kind``, cannot be replaced."""
+    label = getattr(owner, "__name__", repr(owner))
+    try:
+        with _lock:
+            raw, own = _attribute(owner, name), name in getattr(owner, "__dict__", ())
+            if inspect.isdatadescriptor(raw) or not callable(getattr(owner, name)):
+                raise TypeError(f"it is a {type(raw).__name__}, not a function")
+            setattr(owner, name, raw)
+            if not own:
+                delattr(owner, name)
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"amp.register_{kind}_function: {label}.{name} cannot be replaced: {error}. Write a "
+            f"function that calls it, decorate that one with amp.{kind}_function, and call it "
+            "instead."
+        ) from None
 
 
 def _attribute(owner: Any, name: str) -> Any:
