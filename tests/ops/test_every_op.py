@@ -343,7 +343,7 @@ def test_only_gradients_that_are_needed(case, path):
         given = [tensor.detach() for tensor in tensors]
         given[number] = leaf
         case(*given).sum().backward()
-        assert torch.equal(leaf.grad, wanted[number])
+        torch.testing.assert_close(leaf.grad, wanted[number])  # torch may take another way to one
 
 
 @every_path
