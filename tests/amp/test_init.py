@@ -163,8 +163,8 @@ def test_a_second_init_replaces_the_casts_of_the_first(lines):
     assert lines == []  # the log of the second is over
     x = torch.ones(2)
     assert module.own(x, x.half()) == GETS["float"]
-    amp.init()  # does not apply the registration again
-    assert module.own(x, x.half()) == GETS[None]
+    amp.init()
+    assert module.own(x, x.half()) == GETS["float"]
     for handle in (third, first, second):
         handle._deactivate()
         assert product() == torch.float16  # not theirs any more
@@ -371,10 +371,10 @@ def test_a_registered_backend(kind, form, lines):
     name = "apply" if "Function" in form else "FRUBackend"
     arrow = "Float->Half" if kind == "half" else "Half->Float"
     assert lines == [f"{arrow} ({name})"]
-    assert not (amp.amp._USER_CAST_REGISTRY | amp.amp._USER_PROMOTE_REGISTRY)  # used
-    amp.init()
-    assert gradients(call) == GETS[None]
+    amp.init()  # the registration holds until reset
+    assert gradients(call) == GETS[kind]
     amp.reset()
+    assert not (amp.amp._USER_CAST_REGISTRY | amp.amp._USER_PROMOTE_REGISTRY)
     assert backend.FRUBackend is before
     assert gradients(call) == GETS[None]
 

@@ -302,20 +302,3 @@ def test_the_recipe_for_a_moving_average(level):
     for name in ("0.weight", "0.bias", "1.weight"):
         assert average[name].dtype == torch.float32
         assert_close_to_largest(average[name], by_hand[name], AVERAGED)
-
-
-@pytest.mark.parametrize("level", MASTERED)
-def test_a_second_initialize_that_fails_leaves_the_first_optimizer_usable(level, monkeypatch):
-    model, one = start(level)
-    two = torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def fail(*args):
-        raise RuntimeError("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("apex.amp.frontend._retype_state", fail)
-        with pytest.raises(RuntimeError, match="no"):
-            amp.initialize(model, two, opt_level=level, loss_scale=8.0, verbosity=0)
-    block(model, one)
-    one.step()
-    assert value(model) == [-1.0, -1.0]

@@ -203,9 +203,7 @@ def test_a_weight_is_added_once(level):
     new = nn.Parameter(torch.zeros(2))
     before = objects(model, optimizer)
     for params in (model.weight, [new, new], (p for p in (new, model.bias))):
-        with pytest.raises(
-            ValueError, match="more than one parameter group.*Pass each weight once"
-        ):
+        with pytest.raises(ValueError, match="more than one parameter group.*weight once"):
             optimizer.add_param_group({"params": params})
         assert objects(model, optimizer) == before
     optimizer.add_param_group({"params": (p for p in (new,))})

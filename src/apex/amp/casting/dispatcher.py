@@ -10,7 +10,8 @@ under O1's casts, as in Apex.
 
 A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
 not amp's (:func:`apex.amp.casting.state.current`), or are to bfloat16: Apex's lists were made for
-float16, and O4 computes what ``torch.autocast`` computes. An operator that torch casts is left alone.
+float16, and O4 computes what ``torch.autocast`` computes. An operator that torch casts is left
+alone.
 
 Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp.lists``.
 """
