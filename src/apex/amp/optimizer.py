@@ -89,7 +89,7 @@ class OptimizerState:
         methods = {name: getattr(self, name) for name in _PATCHED}
         self._replaced = Replaced(optimizer, methods, attributes)
         self._inner_step = self._replaced.inner["step"]
-        self._replaced.watch_inner_steps(optimizer, weakref.ref(self))
+        self._replaced.watch(optimizer, weakref.ref(self))
         register(optimizer)
 
     def _find_models_and_sharers(self) -> None:
@@ -360,6 +360,8 @@ class OptimizerState:
                 ledger.unscale_delayed(check=False)
         if self.ledger.passes and self.ledger.state is not State.OPEN:
             overflows.check_again(self.ledger)
+        if self.params.weights and any([record.is_compiled for record in self.ledger.records]):
+            self.params.reconcile()  # the forward will not do it
         self._replaced.inner["zero_grad"](*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         self.ledger.clear(set_to_none=bool(set_to_none))
@@ -443,8 +445,8 @@ class Replaced:
             else:
                 vars(optimizer).pop(name, None)
 
-    def watch_inner_steps(self, optimizer: Any, record: weakref.ref[OptimizerState]) -> None:
-        """Put hooks on the step of each optimizer inside of ``optimizer``, if it is a wrapper."""
+    def watch(self, optimizer: Any, record: weakref.ref[OptimizerState]) -> None:
+        """Put hooks on state dicts, and on steps of the optimizers inside of a wrapper."""
 
         def before(inner: Any, args: Any, kwargs: Any) -> None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args has the optimizer
@@ -455,9 +457,17 @@ class Replaced:
             if (state := record()) is not None:
                 state.after_inner_step()
 
-        for inner in optimizers_inside(optimizer):
-            self._hooks.append(inner.register_step_pre_hook(before))
-            self._hooks.append(inner.register_step_post_hook(after))
+        def forget_lookups(_: Any) -> None:
+            if (state := record()) is not None:
+                state.params.forget_lookups()
+
+        inside = optimizers_inside(optimizer)
+        for one in inside:
+            self._hooks.append(one.register_step_pre_hook(before))
+            self._hooks.append(one.register_step_post_hook(after))
+        for one in (optimizer, *inside):
+            if hasattr(one, "register_state_dict_pre_hook"):
+                self._hooks.append(one.register_state_dict_pre_hook(forget_lookups))
 
 
 def optimizers_inside(optimizer: Any) -> list[torch.optim.Optimizer]:

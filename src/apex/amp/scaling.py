@@ -195,6 +195,8 @@ def _refuse_graph(weights: Sequence[torch.Tensor]) -> None:
         raise RuntimeError(
             "amp.scale_loss: backward(create_graph=True) was called in the block. Unscaling "
             "gradients does not unscale their graph, so a penalty on p.grad would be scaled. "
-            "Use torch.autograd.grad(loss, params, create_graph=True) outside of the block, on "
-            "the unscaled loss, and add the penalty to the loss that is scaled."
+            "Take them outside of the block, of a scaled loss, so that none is too small for 16 "
+            "bits, and divide: scale = 2.0**16; grads = torch.autograd.grad(loss * scale, params, "
+            "create_graph=True); grads = [g.float() / scale for g in grads]. Add the penalty on "
+            "them to the loss that goes through amp.scale_loss."
         )

@@ -155,6 +155,7 @@ class ForwardRecord:
             where no forward ran inside of a DistributedDataParallel.
         reduces_all: Whether it reduces the whole model, over all ranks, in the usual way.
         is_used: Whether a pass has ended since the last forward.
+        is_compiled: Whether Dynamo has traced a forward: there masters are not reconciled.
         has_taken: By id, whose gradients on 16-bit weights are to be cleared before the next
             forward.
         handed_out: By id, whose masters count as written until the next forward.
@@ -166,6 +167,7 @@ class ForwardRecord:
         self.synchronises: bool | None = None
         self.reduces_all = False
         self.is_used = True
+        self.is_compiled = False
         self.has_taken: dict[int, Pairs] = {}
         self.handed_out: dict[int, Pairs] = {}
         self._model: weakref.ref[torch.nn.Module] | None = None
@@ -264,6 +266,7 @@ class ForwardRecord:
         Masters are not reconciled and scaled gradients not cleared: the next ``zero_grad``, block
         or step does it.
         """
+        self.is_compiled = True
         wrapper = _active_wrapper()
         if wrapper is not None:
             if self._is_cast and not self._was_traced:

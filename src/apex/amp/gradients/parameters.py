@@ -98,7 +98,7 @@ class Parameters(Pairs):
         if master is None or not master.is_stepped:
             master = table.add(weight, weight.float() if value is None else value.clone())
         tensor = master.tensor
-        if optimizer is not None and weight in optimizer.state:
+        if optimizer is not None and optimizer.state.get(weight):  # a lookup leaves {}
             state = optimizer.state[tensor] = optimizer.state.pop(weight)
             kept = state.pop("master_param", None) if isinstance(state, dict) else None
             if kept is not None:  # the optimizer kept masters itself: one is enough
@@ -106,6 +106,13 @@ class Parameters(Pairs):
         if weight.grad is not None and master.taken is None:  # unscaled, from before
             tensor.grad, weight.grad = weight.grad.float(), None
         return tensor
+
+    def forget_lookups(self) -> None:
+        """Drop what ``optimizer.state[weight]`` left for a weight whose state is its master's."""
+        optimizer = self._optimizer()
+        for weight in self.weights if optimizer is not None else ():
+            if weight in optimizer.state and not optimizer.state[weight]:
+                del optimizer.state[weight]
 
     def for_stepped(self, stash: Stash) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Gradients by what is stepped, given by what backward writes to."""

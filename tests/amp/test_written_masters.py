@@ -1,0 +1,329 @@
+"""Whoever writes to a master writes to its weight, and the other way round."""
+
+import contextlib
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from apex import amp
+
+MASTERED = ["O2", "O5"]
+CAST = ["O2", "O3", "O5"]
+HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+VALUE = 0.3  # of weights at first; 0.6 and 1.2 are exact doubles of it in every dtype
+
+
+def start(level, make=functools.partial(torch.optim.SGD, lr=0.0)):
+    amp.reset()
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.constant_(model.weight, VALUE)
+    optimizer = make(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+
+
+def output(model):
+    with torch.no_grad():
+        return model(torch.ones(1, 4)).item()
+
+
+def expected(level, value):
+    """The output with all weights at the float32 ``value``."""
+    return 4 * torch.tensor(value).to(HALF[level]).float().item()
+
+
+def in_place(master):
+    with torch.no_grad():
+        master.mul_(2.0)
+
+
+def other_memory(master):
+    master.data = 2.0 * master.data
+
+
+def unseen(master):
+    master.data.mul_(2.0)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("write", [in_place, other_memory])
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_written_master_reaches_the_next_forward(level, write, stepped):
+    model, optimizer = start(level)
+    if stepped:
+        step(model, optimizer)
+    (master,) = optimizer.param_groups[0]["params"]
+    write(master)
+    assert output(model) == expected(level, 2 * VALUE)
+    assert torch.equal(model.state_dict()["weight"], torch.full((1, 4), 2 * VALUE))
+
+
+@pytest.mark.parametrize("write", [in_place, other_memory, unseen])
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_master_that_was_handed_out_counts_as_written(level, write):
+    model, optimizer = start(level)
+    step(model, optimizer)
+    (master,) = amp.master_params(optimizer)
+    write(master)
+    assert output(model) == expected(level, 2 * VALUE)
+    unseen(master)  # it was handed out before the last forward
+    assert output(model) == expected(level, 2 * VALUE)
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_weights_that_were_given_other_memory_are_taken_over(level):
+    model, optimizer = start(level)
+    step(model, optimizer)
+    vector_to_parameters(
+        torch.full_like(parameters_to_vector(model.parameters()).detach(), 0.5), model.parameters()
+    )
+    step(model, optimizer)
+    assert output(model) == 2.0
+    assert torch.equal(model.state_dict()["weight"], torch.full((1, 4), 0.5))
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_both_written_alike_keep_the_master(level):
+    model, optimizer = start(level)
+    (master,) = optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        master.mul_(1 / 3)
+        model.weight.mul_(1 / 3)  # rounds twice: within one rounding of the master
+    wanted = master.clone()
+    output(model)
+    assert torch.equal(master, wanted)
+    assert torch.equal(model.weight, wanted.to(HALF[level]))
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_both_written_differently_take_the_weight_and_warn(level):
+    model, optimizer = start(level)
+    (master,) = optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        master.copy_(torch.tensor([[0.1, 0.1, 0.5, 0.5]]))
+        model.weight.copy_(torch.tensor([[0.1, 0.25, 0.5, 1.0]]))
+    with pytest.warns(UserWarning, match=r"shape \[1, 4\].*were both written"):
+        output(model)
+    assert torch.equal(master, torch.tensor([[0.1, 0.25, 0.5, 1.0]]))
+    assert torch.equal(model.weight, master.to(HALF[level]))
+
+
+class Perturbing(torch.optim.Optimizer):
+    """Sharpness-aware minimization as published: a step of the base after a second gradient."""
+
+    def __init__(self, params, base):
+        self.base = base(params)
+        super().__init__(self.base.param_groups, {})
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["before"] = p.data.clone()
+                p.add_(p.grad, alpha=0.5)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["before"]
+        self.base.step()
+
+    def step(self, closure=None):
+        raise AssertionError("first_step and second_step are called")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
+def test_sharpness_aware_minimization(level, whole):
+    amp.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    outer = Perturbing(model.parameters(), functools.partial(torch.optim.SGD, lr=0.25))
+    given = outer if whole else outer.base
+    amp.initialize(model, given, opt_level=level, loss_scale=8.0, verbosity=0)
+
+    def backward():
+        loss = model(torch.ones(1, 2)).float().square().sum()  # (a + b) ** 2: gradients 2 (a + b)
+        with amp.scale_loss(loss, given) as scaled_loss:
+            scaled_loss.backward()
+        return loss.item()
+
+    outer.zero_grad()
+    assert backward() == 4.0
+    outer.first_step()  # weights 1 + 0.5 * 4
+    assert backward() == 36.0
+    outer.second_step()  # 1 - 0.25 * 12
+    assert model.state_dict()["weight"].tolist() == [[-2.0, -2.0]]
+    assert output_of(model) == -4.0
+
+
+def output_of(model):
+    with torch.no_grad():
+        return model(torch.ones(1, 2)).item()
+
+
+class Lookahead:
+    """Every second step copies an average into the optimizer's weights."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.number = optimizer, 0
+        self.param_groups = optimizer.param_groups
+        self.slow = None
+
+    def step(self):
+        params = [p for group in self.param_groups for p in group["params"]]
+        if self.slow is None:
+            self.slow = [p.detach().clone() for p in params]
+        self.optimizer.step()
+        self.number += 1
+        with torch.no_grad():
+            for p, slow in zip(params, self.slow, strict=True) if self.number % 2 == 0 else ():
+                p.copy_(slow.lerp_(p, 0.5))
+
+    def __getattr__(self, name):
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("level", ["O0", *MASTERED])
+def test_lookahead(level, whole):
+    amp.reset()
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    ahead = Lookahead(torch.optim.SGD(model.parameters(), lr=0.25))
+    given = ahead if whole else ahead.optimizer
+    amp.initialize(model, given, opt_level=level, loss_scale=8.0, verbosity=0)
+    for wanted in (0.75, 0.75, 0.5, 0.5):
+        given.zero_grad()
+        with amp.scale_loss(model(torch.ones(1, 4)).sum(), given) as loss:
+            loss.backward()
+        ahead.step()
+        assert output(model) == 4 * wanted
+
+
+# -- entries of model.state_dict() ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_what_is_written_into_an_entry_is_loaded(level):
+    model, optimizer = start(level)
+    with torch.no_grad():
+        model.state_dict()["weight"].fill_(2 * VALUE)
+    assert output(model) == expected(level, 2 * VALUE)
+    assert torch.equal(model.state_dict()["weight"], torch.full((1, 4), 2 * VALUE))
+    step(model, optimizer)  # with a rate of 0
+    assert output(model) == expected(level, 2 * VALUE)
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_an_average_over_entries_of_a_copy_is_that_of_float32(level):
+    model, optimizer = start(level)
+    average = copy.deepcopy(model)
+    wanted = torch.full((1, 4), VALUE).to(HALF[level]).float()  # a copy begins with the weights
+    for number in range(200):
+        with torch.no_grad():
+            model.state_dict()["weight"].add_(0.01 * (number % 7))
+        both = zip(average.state_dict().values(), model.state_dict().values(), strict=True)
+        for mine, theirs in both:
+            mine.copy_(0.999 * mine + 0.001 * theirs)
+        wanted = 0.999 * wanted + 0.001 * model.state_dict()["weight"]
+    assert torch.equal(average.state_dict()["weight"], wanted)
+    output(average)
+    assert torch.equal(average.weight, wanted.to(HALF[level]))
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_an_entry_is_dropped_when_the_weight_is_written(level):
+    model, _ = start(level)
+    entry = model.state_dict()["weight"]
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    assert torch.equal(model.state_dict()["weight"], torch.ones(1, 4))
+    assert torch.equal(entry, torch.ones(1, 4)) == (level != "O3")  # there it is nobody's now
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_an_entry_is_a_copy_where_a_write_was_not_seen(level):
+    model, optimizer = start(level)
+    step(model, optimizer)
+    model.weight.data.fill_(1.0)
+    entry = model.state_dict()["weight"]
+    assert torch.equal(entry, torch.ones(1, 4))
+    entry.zero_()
+    assert torch.equal(model.state_dict()["weight"], torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("level", ["O0", *MASTERED])
+def test_a_lookup_of_state_by_a_weight_breaks_no_checkpoint(level):
+    model, optimizer = start(level, functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5))
+    step(model, optimizer)
+    found = optimizer.state[model.weight]  # empty where the state is the master's
+    assert bool(found) == (level == "O0")
+    saved = optimizer.state_dict()
+    assert [sorted(state) for state in saved["state"].values()] == [["momentum_buffer"]]
+    optimizer.load_state_dict(saved)
+    amp.reset()
+    assert len(optimizer.state[model.weight]) == 1
+
+
+# -- around ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_compiled_model_sees_the_write_after_zero_grad(level):
+    model, optimizer = start(level)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1, 4)).item() == expected(level, VALUE)
+    in_place(optimizer.param_groups[0]["params"][0])
+    optimizer.zero_grad()
+    assert compiled(torch.ones(1, 4)).item() == expected(level, 2 * VALUE)
+
+
+@pytest.mark.parametrize("hold", ["grad", "detached", "another's", "numpy"])
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_gradient_that_the_program_keeps_is_not_overwritten(level, hold):
+    model, optimizer = start(level)
+    other = torch.nn.Parameter(torch.zeros(1, 4))
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as loss:
+        loss.backward()
+    (master,) = amp.master_params(optimizer)
+    other.grad = master.grad if hold == "another's" else None
+    kept = {"grad": lambda: master.grad, "numpy": lambda: master.grad.numpy()}
+    kept = kept.get(hold, lambda: master.grad.detach())() if hold != "another's" else None
+    optimizer.step()
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.full((1, 4), 3.0)).sum(), optimizer) as loss:
+        loss.backward()
+    kept = other.grad if kept is None else torch.as_tensor(kept)
+    assert torch.equal(kept, torch.ones(1, 4))
+    assert torch.equal(master.grad, torch.full((1, 4), 3.0))
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_nothing_is_said_in_a_usual_loop(level):
+    model, optimizer = start(level, functools.partial(torch.optim.SGD, lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(model, optimizer)
+            with contextlib.suppress(StopIteration):
+                next(amp.master_params(optimizer))
+            model.load_state_dict(model.state_dict())
