@@ -17,7 +17,10 @@ HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 VALUE = 0.3  # of weights at first; 0.6 and 1.2 are exact doubles of it in every dtype
 
 
-def start(level, make=functools.partial(torch.optim.SGD, lr=0.0)):
+still = functools.partial(torch.optim.SGD, lr=0.0)
+
+
+def start(level, make=still):
     amp.reset()
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.constant_(model.weight, VALUE)

@@ -110,9 +110,10 @@ class Parameters(Pairs):
     def forget_lookups(self) -> None:
         """Drop what ``optimizer.state[weight]`` left for a weight whose state is its master's."""
         optimizer = self._optimizer()
-        for weight in self.weights if optimizer is not None else ():
-            if weight in optimizer.state and not optimizer.state[weight]:
-                del optimizer.state[weight]
+        state = {} if optimizer is None else optimizer.state
+        for weight in self.weights:
+            if weight in state and not state[weight]:
+                del state[weight]
 
     def for_stepped(self, stash: Stash) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Gradients by what is stepped, given by what backward writes to."""
