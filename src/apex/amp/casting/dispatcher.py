@@ -60,7 +60,22 @@ _REFUSED_IN_PLACE = (
 )
 
 _library: torch.library.Library | None = None
+_of_torch: set[str] = set()  # functions that torch casts in at least one overload
 _lock = threading.Lock()
+
+
+# Functions that torch composes of those above.
+_COMPOSED_ON_CPU = (
+    "softmin normalize interpolate multilabel_soft_margin_loss cross __pow__ __rpow__"
+)
+
+
+def only_apexs(device: str) -> set[str]:
+    """Names of the functions that Apex's lists cast on ``device`` and ``torch.autocast`` does not."""
+    names = _FLOAT_EVERYWHERE + " cpu"
+    if device == "cpu":
+        names = f"{names} {_FLOAT_ON_CPU} {_PROMOTE_ON_CPU} {_COMPOSED_ON_CPU} addmv addr mv"
+    return {name.partition(".")[0] for name in names.split()} - _of_torch
 
 
 def install() -> None:
@@ -103,7 +118,10 @@ def _register(library: torch.library.Library, names: str, key: str, kernel: _Mak
         base, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, base, None)
         op = getattr(packet, overload or "default", None)
-        if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        if op is None:
+            continue
+        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+            _of_torch.add(base)
             continue
         library.impl(name, kernel(op, dispatch_key), key)  # type: ignore[no-untyped-call]
 
