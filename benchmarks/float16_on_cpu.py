@@ -82,7 +82,9 @@ def ratios(name: str) -> dict[str, float]:
         for level, step in steps.items():
             times[level].append(seconds(step))
     return {
-        level: statistics.median(a / b for a, b in zip(times[level][2:], times["O0"][2:]))
+        level: statistics.median(
+            a / b for a, b in zip(times[level][2:], times["O0"][2:], strict=True)
+        )
         for level in LEVELS
     }
 
@@ -96,7 +98,7 @@ def exact_share(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...])
     grad = torch.randn_like(result)
     ours = [result, *torch.autograd.grad(result, half, grad)]
     theirs = [definition, *torch.autograd.grad(definition, wide, grad.double())]
-    equal = [(a == b.half()).flatten() for a, b in zip(ours, theirs)]
+    equal = [(a == b.half()).flatten() for a, b in zip(ours, theirs, strict=True)]
     return torch.cat(equal).double().mean().item()
 
 

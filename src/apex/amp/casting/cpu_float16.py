@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from apex.amp.casting.dispatcher import skip_frames
+
 _Kernel = Callable[..., Any]
 
 _GRADIENT = "convolution_backward"
@@ -101,14 +103,15 @@ def _register(library: Any, name: str) -> None:
     if op is None:
         return
     call = torch.library.get_kernel(op, "CPU").call_boxed
-    if overload:
-        # Both keys: without autograd's, torch would think that CPU's kernel has no derivative.
-        library.impl(name, _recurrent_kernel(call), "CPU", with_keyset=True)
-        library.impl(name, _recurrent_kernel(call), "AutogradCPU", with_keyset=True)
-    elif name in (_ATTENTION, _ATTENTION_GRADIENT):
-        library.impl(name, _attention_kernel(call), "CPU", with_keyset=True)
-    else:
-        library.impl(name, _product_kernel(call), "CPU", with_keyset=True)
+    is_attention = name in (_ATTENTION, _ATTENTION_GRADIENT)
+    make = _recurrent_kernel if overload else _attention_kernel if is_attention else _product_kernel
+    kernel = make(call)
+    skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
+    library.impl(name, kernel, "CPU", with_keyset=True)
+    if (
+        overload
+    ):  # without a kernel of autograd's, torch would take CPU's for one without derivative
+        library.impl(name, kernel, "AutogradCPU", with_keyset=True)
 
 
 def _product_kernel(call: _Kernel) -> _Kernel:

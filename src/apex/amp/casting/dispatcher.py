@@ -10,8 +10,8 @@ under O1's casts, as in Apex.
 
 A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
 not amp's (:func:`apex.amp.casting.state.current`), or are to bfloat16: Apex's lists were made for
-float16, and O4 computes what ``torch.autocast`` computes. An operator that torch casts is left
-alone.
+float16, and O4 computes what ``torch.autocast`` computes. (Except for an LSTM on a CPU without
+bfloat16 instructions, where torch.autocast raises.) An operator that torch casts is left alone.
 
 Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp.lists``.
 """
@@ -71,7 +71,7 @@ _COMPOSED_ON_CPU = (
 
 
 def only_apexs(device: str) -> set[str]:
-    """Names of the functions that Apex's lists cast on ``device`` and ``torch.autocast`` does not."""
+    """Names of the functions that Apex's lists cast on ``device`` and torch's do not."""
     names = _FLOAT_EVERYWHERE + " cpu"
     if device == "cpu":
         names = f"{names} {_FLOAT_ON_CPU} {_PROMOTE_ON_CPU} {_COMPOSED_ON_CPU} addmv addr mv"
@@ -136,10 +136,13 @@ def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable
     below = torch._C._ExcludeDispatchKeyGuard
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
+    needed = (
+        op.overloadpacket.__name__ == "lstm" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         casts = state.current()
-        if casts is None or casts.dtype == torch.bfloat16:
+        if casts is None or (casts.dtype == torch.bfloat16 and not needed):
             if is_composite:  # torch still casts its parts
                 return op._op_dk(composite, *args, **kwargs)
             with below(keys):

@@ -82,9 +82,46 @@ class _Level:
         self.outputs = None if outputs is None else _Caster(outputs, keep_double=True)
         self.forwards = ForwardRecord(inputs in HALF_TYPES)
         self.has_16_bit_weights = False
+        self.is_guarded = False
 
 
-class _Enter:
+class _NotScriptable(AttributeError, RuntimeError):
+    """What ``torch.jit.script`` gets where it asks a hook for its name."""
+
+
+class _Hook:
+    @property
+    def __name__(self) -> str:
+        raise _NotScriptable(
+            "torch.jit.script cannot compile the hooks that amp.initialize puts on a model. Use "
+            "torch.jit.trace or torch.compile; or call amp.reset() first, which gives the model "
+            "its float32 weights back."
+        )
+
+
+class _Guard(_Hook):
+    """Forward pre-hook of torch's layers until their model is called: refuses ``model.forward(x)``.
+
+    The casts are hooks of the model, which such a call bypasses. The model's first forward takes
+    the guards off, so that they cost nothing later.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = type(model).__name__
+
+    def __call__(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in args):
+            raise RuntimeError(
+                f"amp: a {type(layer).__name__} with 16-bit weights got float32 inputs, because "
+                f"its {self.model} was not called through nn.Module: model.forward(x), or a "
+                "__call__ of its own, bypasses the hooks that cast. Call model(x), and leave "
+                "__call__ to nn.Module; or pass inputs of the weights' dtype."
+            )
+
+
+class _Enter(_Hook):
     """Forward pre-hook: cast the inputs, then switch the level's function casts on."""
 
     def __init__(self, level: _Level) -> None:
@@ -104,6 +141,10 @@ class _Enter:
         if not torch.compiler.is_compiling():
             if level.has_16_bit_weights:
                 _check_still_16_bit(module)
+            if level.is_guarded:
+                level.is_guarded = False
+                for layer in module.modules():
+                    _drop(layer._forward_pre_hooks, _Guard)
             frame = sys._getframe(1)
             level.forwards.begin(module)
         elif torch.is_grad_enabled():
@@ -113,7 +154,7 @@ class _Enter:
         return args, kwargs
 
 
-class _Leave:
+class _Leave(_Hook):
     """Forward hook, called in any case: switch function casts off, then cast the outputs."""
 
     def __init__(self, level: _Level) -> None:
@@ -164,7 +205,7 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
     )
 
 
-_OUR_HOOKS = (_Enter, _Leave, ShowFloat32, LoadFloat32)
+_OUR_HOOKS = (_Enter, _Leave, _Guard, ShowFloat32, LoadFloat32)
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 _HOOK_TABLES = (  # of a module: what hooks are put into
     "_forward_pre_hooks",
@@ -204,16 +245,19 @@ def prepare(
         convert(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
     if dtype in HALF_TYPES:
         level.has_16_bit_weights = any(p.dtype in HALF_TYPES for p in model.parameters())
+        level.is_guarded, guard = True, _Guard(model)
         for module in model.modules():
-            _show_float32(module)
+            _show_float32(module, guard)
 
 
-def _show_float32(module: torch.nn.Module) -> None:
+def _show_float32(module: torch.nn.Module, guard: _Guard) -> None:
     if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
         return
     tensors = [*module._parameters.values(), *module._buffers.values()]
     if not any(t is not None and t.dtype in HALF_TYPES for t in tensors):
         return
+    if type(module).__module__.startswith("torch.nn."):
+        module.register_forward_pre_hook(guard)
     if any(isinstance(hook, ShowFloat32) for hook in module._state_dict_hooks.values()):
         return
     module.register_state_dict_post_hook(ShowFloat32())  # type: ignore[no-untyped-call]
@@ -293,6 +337,11 @@ def undo(model: torch.nn.Module) -> None:
             if buffer is not None and buffer.dtype in HALF_TYPES:
                 buffer.data = buffer.data.float()
     _models.discard(model)
+
+
+def _drop(hooks: dict[int, Any], kind: type) -> None:
+    for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
+        del hooks[key]
 
 
 def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
