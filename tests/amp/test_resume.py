@@ -53,7 +53,8 @@ OPTIMIZERS = {
 CASES = [
     (level, name)
     for level, name in itertools.product(LEVELS, OPTIMIZERS)
-    if not (name == "lbfgs" and level in DYNAMIC)  # refused: a closure cannot be skipped
+    # A closure cannot be skipped: refused. At O3 its 1 / (y @ s) overflows float16.
+    if not (name == "lbfgs" and level in (*DYNAMIC, "O3"))
 ]
 ORDERS = [
     order

@@ -137,22 +137,16 @@ def test_only_the_gradients_that_are_wanted(reduction):
 
 
 def test_gradients_survive_a_large_loss_scale_in_float16():
-    """What a scale of 2**16 keeps from being 0 must not be rounded before it is multiplied."""
+    """What a scale of 2**14 keeps from being 0 must not be rounded before it is multiplied."""
     targets = torch.randint(2000, (64,))
-    weight = F.normalize(torch.randn(2000, 32)).half().requires_grad_()
-    x = (40 * weight.detach()[targets]).requires_grad_()  # sure of the target: small gradients
+    # Logits are multiples of 1.25: exact in float16, in whichever order their terms are added up.
+    weight = (2.0 * torch.randint(2, (2000, 32)) - 1).half().requires_grad_()
+    x = (0.625 * weight.detach()[targets]).requires_grad_()  # sure of the target: small gradients
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     exact = torch.autograd.grad(_plain(*wide, None, targets) * 2.0**14, wide)
     loss = linear_cross_entropy(x, weight, targets, chunk_size=10)
-    plain = _plain(x, weight, None, targets)
-    for one, other, torchs in zip(
-        torch.autograd.grad(loss * 2.0**14, (x, weight)),
-        exact,
-        torch.autograd.grad(plain * 2.0**14, (x, weight)),
-        strict=True,
-    ):
-        error = (torchs.double() - other).norm() / other.norm() / torch.finfo(torch.float16).eps
-        assert_close_in_rms(one, other, max(PRODUCTS[torch.float16], 1.5 * error.item()))
+    for one, other in zip(torch.autograd.grad(loss * 2.0**14, (x, weight)), exact, strict=True):
+        assert_close_in_rms(one, other, PRODUCTS[torch.float16])
 
 
 def _peak(call, *tensors):
