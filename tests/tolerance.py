@@ -48,6 +48,12 @@ AVERAGED = 20 * 2.0**-24
 RESAMPLED = 1e-6
 
 
+# A mean loss of 88 words from float32 scores, in pieces and whole: a loss is off by some four
+# roundings (2**-24), a mean of 88 that are added up one after the other by 88 at most, of its size.
+# States that are not kept from piece to piece change it by 3e-5.
+MEAN_LOSS = 92 * 2.0**-24
+
+
 def integers(*shape: int, limit: int = 4) -> torch.Tensor:
     """Return random integers from ``-limit`` to ``limit``, in float32.
 
@@ -181,7 +187,7 @@ ATTENTION_GRADIENTS = {**PRODUCTS, torch.float16: 3.0, torch.bfloat16: 3.0}
 TWO_LAYERS = 1.6
 
 # Products of float16 on a CPU, summed in float32 and rounded once: the share of elements that are
-# the float64 ones rounded once. The others lie within float32's error, of some 2**-22 of the sum, of
-# the middle between two float16 numbers: 0.1 % of them, seen with 70 to 1,000 summands; ten times
-# that is allowed. Summed in float16, fewer than 70 % are.
+# the float64 ones rounded once. The others lie within float32's error, of some 2**-22 of the sum,
+# of the middle between two float16 numbers: 0.1 % of them, seen with 70 to 1,000 summands; ten
+# times that is allowed. Summed in float16, fewer than 70 % are.
 ROUNDED_ONCE = 0.99

@@ -219,10 +219,10 @@ def compiled(rank):
     """Output, gradients and buffers of a compiled model, and of the same model as it is."""
     found = []
     for compiles in (True, False):
-        model = nn.Sequential(nn.ReLU(), SyncBatchNorm(3), nn.Tanh())
+        model = nn.Sequential(nn.ReLU(), SyncBatchNorm(3), nn.Tanh()).double()
         run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
         generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(4 + rank, 3, generator=generator).requires_grad_()
+        x = torch.randn(4 + rank, 3, generator=generator).double().requires_grad_()
         y = run(x)
         y.square().sum().backward()
         tensors = (y, x.grad, *(p.grad for p in model.parameters()), *model.buffers())
