@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex.fp16_utils import *  # noqa: F403  # as the ImageNet and word-language examples did
+from tests.tolerance import HALF_CONVOLUTIONS
 
 N, D_IN, D_OUT = 64, 128, 16
 
@@ -115,7 +116,7 @@ def test_t2_the_half_precision_way():
     optimizer = FP16_Optimizer(optimizer, static_loss_scale=128)  # noqa: F405
     baseline = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     images, labels = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
-    for _ in range(8):
+    for number in range(8):
         loss = F.cross_entropy(model(images).float(), labels)
         optimizer.zero_grad()
         optimizer.backward(loss)
@@ -124,11 +125,12 @@ def test_t2_the_half_precision_way():
         baseline.zero_grad()
         exact.backward()
         baseline.step()
+        if number < 2:  # later losses of 16 images depend on each rounding: up to 12 % apart
+            assert loss.item() == pytest.approx(exact.item(), rel=HALF_CONVOLUTIONS)
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     assert dtypes["1.features.0.weight"] == torch.float16
     assert dtypes["1.features.1.weight"] == torch.float32
-    assert loss < 2.0
-    assert loss.item() == pytest.approx(exact.item(), rel=0.05)
+    assert max(loss, exact) < 1.0
 
 
 def test_masters_by_hand_with_a_static_scale():
