@@ -1,4 +1,4 @@
-"""Calls and conversions that go past the hooks of an initialised model: right, or amp's own text."""
+"""Calls and conversions past the hooks of an initialised model: right, or amp's own text."""
 
 import copy
 import pickle

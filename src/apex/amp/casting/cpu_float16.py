@@ -108,9 +108,7 @@ def _register(library: Any, name: str) -> None:
     kernel = make(call)
     skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
     library.impl(name, kernel, "CPU", with_keyset=True)
-    if (
-        overload
-    ):  # without a kernel of autograd's, torch would take CPU's for one without derivative
+    if overload:  # else torch would take CPU's for one without derivative
         library.impl(name, kernel, "AutogradCPU", with_keyset=True)
 
 
