@@ -99,11 +99,11 @@ def test_registrations_wait_where_functions_are_not_cast(level):
     assert received(Own.static) == ["32 16", "16 16", "64 16"]
     start("O1")
     assert received(Own.static) == RECEIVED["float"]
-    start("O1")  # they belong to the training before
-    assert received(Own.static) == ["32 16", "16 16", "64 16"]
+    start("O1")  # they hold until reset
+    assert received(Own.static) == RECEIVED["float"]
 
 
-def test_a_registration_belongs_to_its_models_casts():
+def test_a_registration_holds_for_later_models():
     class Using(nn.Module):
         def __init__(self):
             super().__init__()
@@ -116,7 +116,8 @@ def test_a_registration_belongs_to_its_models_casts():
     one = amp.initialize(Using(), opt_level="O1", verbosity=0)
     two = amp.initialize(Using(), opt_level="O1", verbosity=0)
     x = torch.ones(1, 2)
-    assert (one(x), two(x)) == (torch.float32, torch.float16)
+    assert (one(x), two(x)) == (torch.float32, torch.float32)
+    amp.reset()
     assert torch.sigmoid(x.half()).dtype == torch.float16
 
 
