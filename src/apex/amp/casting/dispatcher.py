@@ -9,9 +9,7 @@ In-place functions of Apex's float list cannot give float32: on 16-bit tensors t
 under O1's casts, as in Apex.
 
 A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
-not amp's (:func:`apex.amp.casting.state.current`), or are to bfloat16: Apex's lists were made for
-float16, and O4 computes what ``torch.autocast`` computes. (Except for an LSTM on a CPU without
-bfloat16 instructions, where torch.autocast raises.) An operator that torch casts is left alone.
+not amp's (:func:`apex.amp.casting.state.current`). An operator that torch casts is left alone.
 
 Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp.lists``.
 """
@@ -60,22 +58,7 @@ _REFUSED_IN_PLACE = (
 )
 
 _library: torch.library.Library | None = None
-_of_torch: set[str] = set()  # functions that torch casts in at least one overload
 _lock = threading.Lock()
-
-
-# Functions that torch composes of those above.
-_COMPOSED_ON_CPU = (
-    "softmin normalize interpolate multilabel_soft_margin_loss cross __pow__ __rpow__"
-)
-
-
-def only_apexs(device: str) -> set[str]:
-    """Names of the functions that Apex's lists cast on ``device`` and torch's do not."""
-    names = _FLOAT_EVERYWHERE + " cpu"
-    if device == "cpu":
-        names = f"{names} {_FLOAT_ON_CPU} {_PROMOTE_ON_CPU} {_COMPOSED_ON_CPU} addmv addr mv"
-    return {name.partition(".")[0] for name in names.split()} - _of_torch
 
 
 def install() -> None:
@@ -118,10 +101,7 @@ def _register(library: torch.library.Library, names: str, key: str, kernel: _Mak
         base, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, base, None)
         op = getattr(packet, overload or "default", None)
-        if op is None:
-            continue
-        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
-            _of_torch.add(base)
+        if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
             continue
         library.impl(name, kernel(op, dispatch_key), key)  # type: ignore[no-untyped-call]
 
@@ -136,13 +116,9 @@ def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable
     below = torch._C._ExcludeDispatchKeyGuard
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
-    needed = (
-        op.overloadpacket.__name__ == "lstm" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        casts = state.current()
-        if casts is None or (casts.dtype == torch.bfloat16 and not needed):
+        if state.current() is None:
             if is_composite:  # torch still casts its parts
                 return op._op_dk(composite, *args, **kwargs)
             with below(keys):

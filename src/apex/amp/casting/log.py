@@ -17,7 +17,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from apex.amp import _speech
-from apex.amp.casting import dispatcher
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -98,12 +97,8 @@ class CastLog(TorchFunctionMode):
         ]
         if not tensors:
             return
-        device = tensors[0].device.type
-        half = torch.get_autocast_dtype(device)
-        if half == torch.bfloat16 and name in dispatcher.only_apexs(device):
-            return
         if kind == "half":
-            target = half
+            target = torch.get_autocast_dtype(tensors[0].device.type)
         elif kind == "float" or any(tensor.dtype == torch.float32 for tensor in tensors):
             target = torch.float32
         else:

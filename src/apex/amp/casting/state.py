@@ -35,13 +35,11 @@ from apex import _compat
 class Rule(NamedTuple):
     """What happens to one function: ``kind`` is half, float, promote, native or banned.
 
-    Or it is "in place", for a function that may not write into a 16-bit tensor. A rule of Apex's
-    own lists is ``shipped``: it holds for float16 only.
+    Or it is "in place", for a function that may not write into a 16-bit tensor.
     """
 
     kind: str
     message: str = ""
-    shipped: bool = False
 
 
 class Casts:

@@ -269,7 +269,7 @@ class ForwardRecord:
         self.is_compiled = True
         wrapper = _active_wrapper()
         if wrapper is not None:
-            if self._is_cast and not self._was_traced:
+            if not self._was_traced:  # ranks are made equal
                 _begin(self, model)
                 self._was_traced = True
             self._traced = bool(wrapper.require_backward_grad_sync)
