@@ -138,7 +138,7 @@ def test_evaluation_waits_for_nobody(pair):
     found, _ = pair.run(ranks.without_partner)
     assert len(found) == 3
     for y, exact, last in found:
-        assert torch.equal(y.mT if last else y, exact)
+        torch.testing.assert_close(y.mT if last else y, exact)  # in another layout
 
 
 @pytest.mark.dist
