@@ -53,3 +53,60 @@ def test_a_call_of_the_models_own(level):
 def test_scripting_is_refused(level):
     with pytest.raises(RuntimeError, match=r"Use torch\.jit\.trace or torch\.compile"):
         torch.jit.script(start(level))
+
+
+@pytest.fixture
+def _swaps():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("_swaps")
+@pytest.mark.parametrize("level", LEVELS)
+def test_conversions_that_swap_weights(level):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"opt_level": level, "verbosity": 0, "loss_scale": 8.0}
+    if level in ("O2", "O3", "O5"):
+        with pytest.raises(RuntimeError, match=r"swap_module_params_on_conversion\(False\)"):
+            amp.initialize(model, optimizer, **options)
+        return
+    amp.initialize(model, optimizer, **options)
+    for _ in range(2):
+        model.load_state_dict({"weight": torch.zeros(1, 2)})
+        model.double().float()
+        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.weight.tolist() == [[-0.5, -0.5]]
+
+
+class Exponential(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+
+    def forward(self, x):
+        return x @ torch.matrix_exp(self.weight)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_matrix_exp(level):
+    """torch's own is undefined in 16 bits. The exponential of a nilpotent matrix is exact."""
+    model, eye = amp.initialize(Exponential(), opt_level=level, verbosity=0), torch.eye(2)
+    for function in (
+        model,
+        lambda x: torch.linalg.matrix_exp(model(x)),
+        lambda x: model(x).matrix_exp(),
+    ):
+        before = amp.state_dict() and function
+        function(eye).float().sum().backward()
+    assert before is not None
+    assert model(eye).tolist() == [[1.0, 1.0], [0.0, 1.0]]
+    half = torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.bfloat16)
+    if level != "O0":
+        assert torch.linalg.matrix_exp(half).tolist() == half.matrix_exp().tolist()
+        assert half.matrix_exp().tolist() == [[1.0, 1.0], [0.0, 1.0]]
+    assert torch.isfinite(model.weight.grad).all()

@@ -16,6 +16,7 @@ HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 SPACES = (
     torch,
     torch.Tensor,
+    torch.linalg,
     F,
     torch.utils.checkpoint,
     torch.utils.checkpoint.CheckpointFunction,
@@ -54,12 +55,12 @@ def counted(model, optimizer, before):
     after = snapshot(model, optimizer)
     new = {name: after[name] - before[name] for name in after}
     forward = {hook for hook in new["hooks"] if "forward" in hook[1]}
-    own = {hook for hook in forward if hook[0] == id(model)}
+    guards = {hook for hook in forward if hook[0] != id(model)}
     methods = {name for name in new["attributes"] if hasattr(type(optimizer), name)}
     assert not new["modes"]
     return {
-        "model: forward hooks, on the model itself": len(own),
-        "model: guards on each layer, until the first forward": len(forward - own),
+        "model: forward hooks, on the model itself": len(forward - guards),
+        "model: guards on layers, until its first forward": len(guards),
         "model: state-dict and loading hooks, on each layer": len(new["hooks"] - forward),
         "model: weights cast to 16 bits": len(new["half"]),
         "optimizer: methods replaced on the instance": len(methods),

@@ -93,12 +93,14 @@ def test_a_registration_on_a_derived_class_leaves_the_base_alone():
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_registrations_wait_where_functions_are_not_cast(level):
+def test_registrations_do_nothing_where_functions_are_not_cast(level):
     amp.register_float_function(Own, "static")
     start(level)
     assert received(Own.static) == ["32 16", "16 16", "64 16"]
     start("O1")
     assert received(Own.static) == RECEIVED["float"]
+    start(level)
+    assert received(Own.static) == ["32 16", "16 16", "64 16"]
     start("O1")  # they hold until reset
     assert received(Own.static) == RECEIVED["float"]
 
@@ -112,13 +114,12 @@ def test_a_registration_holds_for_later_models():
         def forward(self, x):
             return torch.sigmoid(self.linear(x)).dtype
 
-    amp.register_float_function(torch, "sigmoid")
     one = amp.initialize(Using(), opt_level="O1", verbosity=0)
+    amp.register_float_function(torch, "sigmoid")
     two = amp.initialize(Using(), opt_level="O1", verbosity=0)
     x = torch.ones(1, 2)
-    assert (one(x), two(x)) == (torch.float32, torch.float32)
-    amp.reset()
-    assert torch.sigmoid(x.half()).dtype == torch.float16
+    assert (one(x), two(x)) == (torch.float16, torch.float32)
+    assert torch.sigmoid(x.half()).dtype == torch.float32
 
 
 def test_the_users_rule_wins_over_the_list():

@@ -18,29 +18,30 @@ What ``initialize`` puts where, counted for a model of ten linear layers with it
 says what else does: another ``initialize`` of the same objects (again), or of any objects in the
 same thread (next), also with ``enabled=False``.
 
-    ====================================================  ===  ===  ===  =====
-    what                                                   O0   O1   O2  ends
-    ====================================================  ===  ===  ===  =====
-    model: forward hooks, on the model itself               2    2    2  again
-    model: guards on each layer, until the first forward    0    0   10  again
-    model: state-dict and loading hooks, on each layer      0    0   30  again
-    model: weights cast to 16 bits                          0    0   20  again
-    optimizer: methods replaced on the instance             3    3    3  again
-    optimizer: attributes added                             3    3    4  again
-    optimizer: group entries replaced by masters            0    0   20  again
-    thread: device types with autocast switched on          0    1    0  next
-    process: kernels under torch's AutocastCPU key          0  107    0  reset
-    process: functions wrapped                              0    8    4  reset
-    process: attributes set on _amp_state                   5    6    5  reset
-    ====================================================  ===  ===  ===  =====
+    ==================================================  ===  ===  ===  =====
+    what                                                 O0   O1   O2  ends
+    ==================================================  ===  ===  ===  =====
+    model: forward hooks, on the model itself             2    2    2  again
+    model: guards on layers, until its first forward      0    0   10  again
+    model: state-dict and loading hooks, on each layer    0    0   30  again
+    model: weights cast to 16 bits                        0    0   20  again
+    optimizer: methods replaced on the instance           3    3    3  again
+    optimizer: attributes added                           3    3    4  again
+    optimizer: group entries replaced by masters          0    0   20  again
+    thread: device types with autocast switched on        0    1    0  next
+    process: kernels under torch's AutocastCPU key        0  107    0  reset
+    process: functions wrapped                            0   11    7  reset
+    process: attributes set on _amp_state                 5    6    5  reset
+    ==================================================  ===  ===  ===  =====
 
 The functions are six of torch's that autocast cannot cast and two of ``torch.utils.checkpoint``
-(O1), or four of ``torch.distributed.checkpoint`` (O2). An optimizer inside of a wrapper gets a step
-pre-hook where there are masters. An accelerator's autocast key gets kernels too. ``amp.init`` puts
-on thread and process what O1 does; its handle's ``_deactivate`` switches the thread's autocast off
-again. ``verbosity=2`` adds a ``TorchFunctionMode`` to the thread. A registration waits for the next
-O1, O4 or ``init``. A skipped step sets ``_opt_called`` on the optimizer, torch's own mark for its
-schedulers, which stays.
+(O1), or four of ``torch.distributed.checkpoint`` (O2), and torch's three ``matrix_exp``. An
+optimizer inside of a wrapper gets a step pre-hook where there are masters. An accelerator's
+autocast key gets kernels too. ``amp.init`` puts on thread and process what O1 does; its handle's
+``_deactivate`` switches the thread's autocast off again. ``verbosity=2`` adds a
+``TorchFunctionMode`` to the thread. A registration holds for each later O1, O4 or ``init``. A
+skipped step sets ``_opt_called`` on the optimizer, torch's own mark for its schedulers, which
+stays.
 """
 
 from torch.amp import GradScaler

@@ -117,16 +117,14 @@ def check_groups(
                     f"{call}: a weight of shape {tuple(param.shape)} in the {name} was made in "
                     "torch.inference_mode, where nothing trains. Make the model outside of it."
                 )
-            is_weight = isinstance(param, torch.nn.Parameter)  # a master is not
-            weight = param if is_weight else table.weight_of(param)
-            seen_as = id(param if weight is None else weight)
-            if seen_as in seen:
+            weight = _weight_of(param)
+            if id(weight) in seen:
                 raise ValueError(
                     f"{call}: some parameters appear in more than one parameter group, or twice in "
                     f"one: a weight of shape {tuple(param.shape)} of the {name}, itself or its "
                     "float32 master. Pass each weight once."
                 )
-            seen.add(seen_as)
+            seen.add(id(weight))
 
 
 def _check_settable(optimizer: Any, call: str) -> None:
@@ -207,6 +205,53 @@ def inner(model: Any) -> Any:
     """What a parallel wrapper holds; anything else itself."""
     parallel = isinstance(model, torch.nn.DataParallel) or distributed.is_wrapper(model)
     return model.module if parallel else model
+
+
+def refuse_copies(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> None:
+    """Refuse an optimizer of another copy of a model: the model would not train.
+
+    It has none of the models' weights, but tensors of the same shapes as the trainable weights of
+    one that no optimizer of the call has. Other tensors, such as a loss's, may well be alone.
+    """
+    stepped = [list(map(_weight_of, _in_groups(optimizer))) for optimizer in optimizers]
+    known = {id(param) for model in models for param in model.parameters()}
+    ids = {id(weight) for weights in stepped for weight in weights}
+    for optimizer, weights in zip(optimizers, stepped, strict=True):
+        if not weights or any(id(weight) in known for weight in weights):
+            continue
+        for model in models:
+            own = [p for p in model.parameters() if p.requires_grad]
+            if any(map(torch.nn.parameter.is_lazy, own)) or not ids.isdisjoint(map(id, own)):
+                continue
+            if [p.shape for p in own] == [weight.shape for weight in weights]:
+                raise ValueError(
+                    f"amp.initialize: the {type(optimizer).__name__} has none of the models' "
+                    f"weights, but as many of the same shapes as the {type(model).__name__}: those "
+                    "of another copy, or masters that were copied. Make an optimizer of this "
+                    "model's parameters(), and give it the old one's state by load_state_dict()."
+                )
+
+
+def _in_groups(optimizer: Any) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _weight_of(param: torch.Tensor) -> torch.Tensor:
+    """The weight whose master ``param`` is, or itself."""
+    weight = None if isinstance(param, torch.nn.Parameter) else table.weight_of(param)
+    return param if weight is None else weight
+
+
+def refuse_swapping(properties: Properties) -> None:
+    """Refuse torch's switch by which conversions swap weights, at levels that cast the model."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    if swaps and properties.cast_model_type in HALF_TYPES:
+        raise RuntimeError(
+            "amp.initialize: torch.__future__.set_swap_module_params_on_conversion is on, and at "
+            f"{properties.opt_level} amp has weak references to weights, which torch cannot swap. "
+            "Call torch.__future__.set_swap_module_params_on_conversion(False) first, or use O1 "
+            "or O4."
+        )
 
 
 def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> None:

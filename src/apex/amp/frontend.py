@@ -20,7 +20,7 @@ from apex.amp.casting import dispatcher, rules, state
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
-from apex.amp.policy import O0, O1, O2, O3, O4, O5, Properties, opt_levels
+from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training, forget_disabled, managed, note_disabled
 
@@ -162,9 +162,13 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         RuntimeError: The level is unknown, an option does not fit it, a parameter's dtype does
             not, a model is wrapped in torch's ``DistributedDataParallel`` or sharded by FSDP2 at
             a level that casts it, or this is called inside a ``torch.autocast`` block whose end
-            would undo it. Nothing was changed.
+            would undo it.
         TypeError: ``models``, ``optimizers``, ``enabled`` or ``process_group`` is of another type.
-        ValueError: A number is out of range.
+        ValueError: A number is out of range, a weight is twice in the groups of an optimizer, or
+            an optimizer has the weights of another copy of the model.
+
+    What is refused has changed nothing. Where memory runs out on the way, or a method of the
+    model's own raises, some things are changed and others not: begin again with a new model.
     """
     if not hasattr(verbosity, "__int__"):
         raise TypeError(f"amp.initialize: verbosity was {verbosity!r}; it must be 0, 1 or 2.")
@@ -198,6 +202,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     if fused_step:
         checks.refuse_unfused(optimizer_list)
     model_list = [checks.unwrapped(model, properties) for model in checks.model_list(models)]
+    checks.refuse_swapping(properties)
+    checks.refuse_copies(model_list, optimizer_list)
     checks.check_dtypes(model_list, properties)
     checks.refuse_sharded(model_list, properties, process_group)
     process_group = checks.group_of_several(process_group)
@@ -258,6 +264,8 @@ def _build(
             casts = newest.make_casts(properties.half_dtype)  # refuses registrations
         _supersede(params, optimizers, properties)
         _release(models, optimizers)
+        if properties.cast_model_type in HALF_TYPES:
+            rules.patch_matrix_exp()
         full: dict[torch.Tensor, torch.Tensor] = {}
         if properties.master_weights:
             distributed_checkpoint.install()

@@ -29,6 +29,7 @@ import torch.utils.checkpoint
 from apex.amp.casting import dispatcher, state
 from apex.amp.casting.state import Casts, Rule
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from apex.amp.policy import HALF_TYPES
 
 _LISTS = (functional_overrides, torch_overrides, tensor_overrides)
 _KINDS = {
@@ -109,6 +110,7 @@ def casts_for(
         check_replaceable(*registration)
     rules: dict[str, Rule] = {}
     _patch_checkpoint()
+    patch_matrix_exp()
     for module, name in _FLOAT_BY_WRAPPER:
         if _listed(module).get(name) == "float":
             rules[_patch(module.MODULE, name)] = Rule("float")
@@ -249,6 +251,26 @@ def _patch_checkpoint() -> None:
     ):
         if hasattr(owner, name):
             _patch(owner, name, functools.partial(_with_casts_of_forward, position))
+
+
+def patch_matrix_exp() -> None:
+    """Have ``matrix_exp`` of 16-bit tensors computed in float32.
+
+    torch 2.13 on a CPU returns memory that nothing has written, or fails. Orthogonal
+    parametrizations use it, and at O2, O3 and O5 their weights are in 16 bits.
+    """
+    for owner in (torch, torch.linalg, torch.Tensor):
+        _patch(owner, "matrix_exp", functools.partial(_widened, _key(owner, "matrix_exp")))
+
+
+def _widened(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(x, "dtype", None) not in HALF_TYPES:
+            return function(x, *args, **kwargs)
+        return function(x.float(), *args, **kwargs).to(x.dtype)
+
+    return _wrap(key, wrapper, native=True)  # a registration still applies
 
 
 def _with_casts_of_forward(position: int, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
