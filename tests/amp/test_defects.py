@@ -216,7 +216,7 @@ def test_a_custom_function_is_annotated_in_torchs_way_or_in_ours():
     assert amp.float_function(Strict.apply)(x, weight).dtype == torch.float32
 
 
-def test_o1_wraps_eight_functions_of_torch_and_leaves_the_rest_alone():
+def test_o1_wraps_ten_functions_of_torch_and_leaves_the_rest_alone():
     recompute = torch.utils.checkpoint
     spaces = (torch, F, torch.Tensor, torch.nn.modules.rnn._VF)
     spaces += (recompute, recompute.CheckpointFunction)
@@ -230,7 +230,9 @@ def test_o1_wraps_eight_functions_of_torch_and_leaves_the_rest_alone():
         (F, "interpolate"),
         (F, "local_response_norm"),
         (F, "multilabel_soft_margin_loss"),
+        (torch, "matrix_exp"),
         (torch.Tensor, "cpu"),
+        (torch.Tensor, "matrix_exp"),
         (recompute, "_checkpoint_without_reentrant_generator"),
         (recompute.CheckpointFunction, "forward"),
     }
