@@ -96,6 +96,8 @@ def _fused_cross_entropy(model, x, targets):
     return SoftmaxCrossEntropyLoss.apply(model(x), targets, 0.0, -1).mean()
 
 
+# torch's own layer, at O4 as under torch.autocast
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 @pytest.mark.parametrize("level", LEVELS)
 def test_layers(level, layer):
@@ -107,7 +109,7 @@ def test_layers(level, layer):
 
     model = _same(ours, theirs, level, _fused_cross_entropy, _cross_entropy)
     weights = torch.float32 if level in ("O1", "O4") else LEVELS[level]
-    assert model.dtypes == (LEVELS[level], weights)  # torch's own output is float32 at O1 and O4
+    assert model.dtypes == (LEVELS[level], weights)  # torch's own output is float32 at O1
 
 
 @pytest.mark.parametrize("level", LEVELS)

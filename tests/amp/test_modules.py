@@ -440,7 +440,8 @@ def test_a_batchnorm_inside_takes_half_and_gives_half():
 def test_a_model_without_parameters(level):
     model = start(level, nn.Softmax(-1))
     half = torch.ones(2, 3).half()
-    assert model(half).dtype == torch.float32
+    # O4 computes as torch.autocast does, which casts no softmax on a CPU.
+    assert model(half).dtype == (torch.float16 if level == "O4" else torch.float32)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -494,7 +495,8 @@ def test_a_copy_runs_its_own_weights_at_its_level(level, duplicate):
     with torch.no_grad():
         twin[0].weight.zero_()
         twin[0].bias.zero_()
-    third = torch.tensor(1 / 3).to(MODEL.get(level, torch.float32)).float()
+    inside = torch.bfloat16 if level == "O4" else MODEL.get(level, torch.float32)
+    third = torch.tensor(1 / 3).to(inside).to(want.dtype)
     assert torch.equal(twin(x), third.expand(4, 3))
     assert torch.equal(model(x), want)
     assert all(v.dtype == torch.float32 for v in twin.state_dict().values())

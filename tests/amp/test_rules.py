@@ -347,9 +347,44 @@ def test_banned():
 
 
 def test_banned_with_bfloat16():
+    p, target = torch.rand(4).bfloat16(), torch.rand(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        native = F.binary_cross_entropy(p, target)
     start("O4")
-    with pytest.raises(NotImplementedError, match="allow_banned"):
-        nn.BCELoss()(torch.rand(4).bfloat16(), torch.rand(4))
+    assert native.dtype == torch.float32
+    assert torch.equal(nn.BCELoss()(p, target), native)
+    with (
+        amp.autocast(dtype=torch.float16),
+        pytest.raises(NotImplementedError, match="allow_banned"),
+    ):
+        nn.BCELoss()(p.half(), target)
+
+
+def test_a_ban_of_the_users_holds_with_bfloat16(monkeypatch):
+    banned = [*functional_overrides.BANNED_FUNCS, ("huber_loss", "not with 16 bits")]
+    monkeypatch.setattr(functional_overrides, "BANNED_FUNCS", banned)
+    start("O4")
+    with pytest.raises(NotImplementedError, match="not with 16 bits"):
+        F.huber_loss(torch.rand(4).bfloat16(), torch.rand(4))
+
+
+@pytest.mark.parametrize("kind", ["float", "half"])
+def test_registrations_of_listed_functions_hold_with_bfloat16(kind):
+    REGISTER[kind](F, "interpolate")
+    start("O4")
+    image = torch.rand(1, 1, 2, 2)
+    wanted = {"float": torch.float32, "half": torch.bfloat16}[kind]
+    assert F.interpolate(image.bfloat16(), scale_factor=2).dtype == wanted
+    assert F.interpolate(image, scale_factor=2).dtype == wanted
+
+
+def test_edits_of_the_lists_hold_with_bfloat16(monkeypatch):
+    names = [*functional_overrides.FP32_FUNCS, "silu"]
+    monkeypatch.setattr(functional_overrides, "FP32_FUNCS", names)
+    start("O4")
+    x = torch.rand(4).bfloat16()
+    assert F.silu(x).dtype == torch.float32
+    assert F.softplus(x).dtype == torch.bfloat16  # on the list as shipped
 
 
 def test_banned_does_not_hold_where_casts_are_off():

@@ -173,7 +173,10 @@ main(amp.init(enable=False, verbose=True))
 def test_t3_the_cast_log_on_standard_output():
     """Bare lines, with no logging set up, again at every iteration."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SEEDED + T3_MNIST], capture_output=True, text=True, check=True
+        [sys.executable, "-W", "error", "-c", SEEDED + T3_MNIST],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stderr == ""
     before, *iterations = done.stdout.split("iteration\n")

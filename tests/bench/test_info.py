@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import apex
+from apex.amp.casting import cpu_float16
 from apex.bench import cli, families, info, installs, machine
 
 PYPROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
@@ -195,10 +196,19 @@ def test_a_gpu_that_fails_is_a_line_of_the_report(monkeypatch):
 
 def test_every_family_is_live_on_the_cpu():
     live = {line.family: line for line in families.live_paths(["cpu"])}
-    first = ["casting", "gradient unscaling", "optimizers", "lists of tensors"]
-    assert list(live) == [*first, "norms", "losses", "attention functions"]
+    first = ["casting", "float16 arithmetic", "gradient unscaling", "optimizers"]
+    assert list(live) == [*first, "lists of tensors", "norms", "losses", "attention functions"]
     assert {line.path for line in live.values()} == {"torch fused"}
     assert all(line.why for line in live.values())
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_float16_on_the_cpu(native, monkeypatch):
+    monkeypatch.setattr(cpu_float16, "has_float16_instructions", lambda: native)
+    line = families.live_paths(["cpu"])[1]
+    assert ("matrix products" in line.why) is not native
+    assert "attention" in line.why
+    assert "float32, rounded once" in line.why
 
 
 def test_a_family_that_is_not_here_is_not_promised():
@@ -215,7 +225,7 @@ def test_unscaling_says_why_it_cannot_run(monkeypatch):
         raise NotImplementedError("not built for this device\nlong list")
 
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", fail)
-    line = families.live_paths(["cpu"])[1]
+    line = families.live_paths(["cpu"])[2]
     assert line.path == "unavailable"
     assert line.why.endswith("does not run here: not built for this device")
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from apex.amp._amp_state import _amp_state
-from apex.amp.casting import dispatcher, rules, state
+from apex.amp.casting import cpu_float16, dispatcher, rules, state
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.casting.state import Casts, Rule
 from apex.amp.frontend import (
@@ -249,6 +249,7 @@ def init(
     with lock:
         handle.make_casts(torch.float16, allow_banned=bool(allow_banned))
     handle.activate(state.device_types()[-1:])
+    cpu_float16.begin(torch.float16, state.device_types()[-1:])
     _DECORATOR_HANDLE = handle
     return handle
 
@@ -300,6 +301,7 @@ def _wanted(dtype: torch.dtype | None) -> Casts | None:
             return None  # inside a model of another level; or at O0, or disabled
         dispatcher.install()
         casts = rules.casts_for(torch.float16 if options is None else options.half_dtype)
-    if dtype is None or dtype == casts.dtype:
-        return casts
-    return Casts(dtype, casts.rules, casts.log)
+    if dtype is not None and dtype != casts.dtype:
+        casts = Casts(dtype, casts.rules, casts.log)
+    cpu_float16.begin(casts.dtype, state.device_types()[-1:])
+    return casts

@@ -16,7 +16,7 @@ import torch
 from apex.amp import checks, distributed_checkpoint, handle
 from apex.amp import optimizer as managing
 from apex.amp._amp_state import _amp_state
-from apex.amp.casting import dispatcher, rules, state
+from apex.amp.casting import cpu_float16, dispatcher, rules, state
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
@@ -231,6 +231,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     )
     params = [param for model in model_list for param in model.parameters()]
     newest = _build(training, model_list, params, optimizer_list, cast_model_outputs)
+    if properties.casts_anything:
+        cpu_float16.begin(properties.half_dtype, {param.device.type for param in params})
     if newest is None:
         state.disable_for_thread()
     else:
@@ -361,6 +363,7 @@ def reset() -> None:
         _release(list(modules.prepared()), managed())
         rules.restore()
         dispatcher.uninstall()
+        cpu_float16.switch(on=False)
         distributed_checkpoint.uninstall()
     forget_disabled()
     _USER_CAST_REGISTRY.clear()

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from apex.amp.casting import cpu_float16
 from apex.ops import _runtime
 
 __all__ = ["FAMILIES", "Choice", "Family", "LivePath", "live_paths"]
@@ -69,6 +70,16 @@ def _casting(device: torch.device) -> Choice:
     return Choice("unavailable", f"torch.autocast does not know {device.type!r} devices")
 
 
+def _float16(device: torch.device) -> Choice:
+    if device.type != "cpu":
+        return Choice("torch fused", "the device's own arithmetic")
+    how = "float32, rounded once, at float16 levels of amp and under fp16_utils"
+    if cpu_float16.has_float16_instructions():
+        return Choice("torch fused", f"gradients of convolutions, and attention: {how}")
+    what = "matrix products, convolutions, attention and recurrent layers"
+    return Choice("torch fused", f"{what}: {how}")
+
+
 def _unscaling(device: torch.device) -> Choice:
     """Try torch's list kernel on one element: whether it is built for a device is not on record."""
     try:
@@ -117,6 +128,7 @@ def _lists(device: torch.device, otherwise: str) -> Choice:
 
 FAMILIES: tuple[Family, ...] = (
     Family("casting", "apex.amp", _casting),
+    Family("float16 arithmetic", "apex.amp", _float16),
     Family("gradient unscaling", "apex.amp", _unscaling),
     Family("optimizers", "apex.optimizers", _optimizers),
     Family("lists of tensors", "apex.multi_tensor_apply", _multi_tensor),

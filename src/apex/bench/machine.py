@@ -31,6 +31,10 @@ CPU_HALF_FLAGS = {
     "float16": ("amx_fp16", "avx512_fp16", "fp16_arith", "asimdhp"),
     "bfloat16": ("amx_bf16", "avx512_bf16", "sve_bf16", "svebf16", "bf16"),
 }
+CPU_WITHOUT = {
+    "float16": "slow in torch alone, computed in float32 under amp",
+    "bfloat16": "correct, but slow",
+}
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def _cpu_half_type(dtype: str, wanted: Sequence[str], flags: frozenset[str]) -> 
     present = [flag for flag in wanted if flag in flags]
     if present:
         return HalfType(dtype, True, ", ".join(present))
-    return HalfType(dtype, False, "no such instructions: correct, but slow")
+    return HalfType(dtype, False, f"no such instructions: {CPU_WITHOUT[dtype]}")
 
 
 def _gpu(index: int) -> Device:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from apex import amp, fp16_utils
+from apex.amp.casting import cpu_float16
 
 __all__ = ["ALIASES", "LEVELS", "Precision", "precision"]
 
@@ -92,7 +93,10 @@ class _Amp:
 
 
 class _Native:
-    """torch.autocast; float16 needs the scaler, and with bfloat16 it is off."""
+    """torch.autocast; float16 needs the scaler, and with bfloat16 it is off.
+
+    On a CPU float16 computes as torch's own kernels do.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, growth_interval: int) -> None:
         self._dtype = dtype
@@ -104,6 +108,7 @@ class _Native:
     def start(
         self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
     ) -> tuple[Sequence[nn.Module], Optimizers]:
+        cpu_float16.switch(on=False)
         return models, optimizers
 
     def forward(self) -> AbstractContextManager[Any]:

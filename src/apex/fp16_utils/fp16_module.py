@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from apex.amp.casting import cpu_float16
+
 __all__ = ["FP16_Module", "conversion_helper", "fp16_to_fp32", "fp32_to_fp16"]
 
 
@@ -60,6 +62,7 @@ class FP16_Module(torch.nn.Module):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module.half()
+        cpu_float16.begin(torch.float16, {param.device.type for param in module.parameters()})
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; keyword arguments are passed on as they are."""

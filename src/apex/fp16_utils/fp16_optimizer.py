@@ -31,6 +31,7 @@ import torch
 
 from apex._wrapped_optimizer import WrappedOptimizer
 from apex.amp import _speech
+from apex.amp.casting import cpu_float16
 from apex.fp16_utils import checkpoint
 from apex.fp16_utils.fp16_module import FP16_Module, conversion_helper, fp16_to_fp32, fp32_to_fp16
 from apex.fp16_utils.loss_scaler import (
@@ -118,6 +119,8 @@ class FP16_Optimizer(WrappedOptimizer):
         self._skipped = 0  # steps in a row
         self._params = MasterGroups([], [], [])
         self._params.add_new(init_optimizer)
+        for param in self.all_fp16_params:
+            cpu_float16.begin(param.dtype, [param.device.type])
         self.maybe_print(
             f"FP16_Optimizer: {len(self.all_fp16_params)} parameters of 16 bits with float32 "
             f"masters; {len(self.all_fp32_from_fp32_params)} others need none."

@@ -17,6 +17,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex.amp._initialize import to_type
+from apex.amp.casting import cpu_float16
 from apex.amp.casting.containers import applier
 
 __all__ = [
@@ -152,6 +153,7 @@ def convert_network(network: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mo
         (torch.bfloat16, torch.float32)
     """
     _check_dtype("convert_network", dtype)
+    cpu_float16.begin(dtype, {param.device.type for param in network.parameters()})
     for module in network.modules():
         if not _keeps_float(module):
             convert_module(module, dtype)

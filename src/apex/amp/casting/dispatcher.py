@@ -9,7 +9,10 @@ In-place functions of Apex's float list cannot give float32: on 16-bit tensors t
 under O1's casts, as in Apex.
 
 A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
-not amp's (:func:`apex.amp.casting.state.current`). An operator that torch casts is left alone.
+not amp's (:func:`apex.amp.casting.state.current`). To bfloat16 it casts only where
+``torch.autocast`` raises an error (operands of several types, and an LSTM on a CPU without
+bfloat16 instructions): Apex's lists were made for float16, and O4 computes what ``torch.autocast``
+computes. An operator that torch casts is left alone.
 
 Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp.lists``.
 """
@@ -49,16 +52,32 @@ _HALF_ON_CPU = (
     "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input "
     "rnn_relu.data lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 )
-_PROMOTE_ON_CPU = (
-    "addcdiv addcmul atan2 bilinear dot vdot linalg_cross tensordot index_put scatter_add"
-)
+_PROMOTE_ON_CPU = "addcdiv addcmul atan2"
+_ONE_TYPE_ON_CPU = "bilinear dot vdot linalg_cross tensordot index_put scatter_add"
 _REFUSED_IN_PLACE = (
     "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ erfinv_ "
     "pow_.Scalar pow_.Tensor cumprod_ cumsum_ renorm_"
 )
 
+_HALF = (torch.float16, torch.bfloat16)
+
 _library: torch.library.Library | None = None
+_of_torch: set[str] = set()  # functions that torch casts in at least one overload
 _lock = threading.Lock()
+
+
+# Functions that torch composes of those above.
+_COMPOSED_ON_CPU = (
+    "softmin normalize interpolate multilabel_soft_margin_loss cross __pow__ __rpow__"
+)
+
+
+def only_apexs(device: str) -> set[str]:
+    """Names of the functions that Apex's lists cast on ``device`` and torch's do not."""
+    names = _FLOAT_EVERYWHERE + " cpu"
+    if device == "cpu":
+        names = f"{names} {_FLOAT_ON_CPU} {_PROMOTE_ON_CPU} {_COMPOSED_ON_CPU} addmv addr mv"
+    return {name.partition(".")[0] for name in names.split()} - _of_torch
 
 
 def install() -> None:
@@ -76,6 +95,7 @@ def install() -> None:
                 _register(library, _FLOAT_ON_CPU, key, _casting(_to_float))
                 _register(library, _HALF_ON_CPU, key, _casting(_to_half))
                 _register(library, _PROMOTE_ON_CPU, key, _casting(_to_widest))
+                _register(library, _ONE_TYPE_ON_CPU, key, _casting(_to_widest, _HALF))
         _library = library
 
 
@@ -101,34 +121,46 @@ def _register(library: torch.library.Library, names: str, key: str, kernel: _Mak
         base, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, base, None)
         op = getattr(packet, overload or "default", None)
-        if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        if op is None:
+            continue
+        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+            _of_torch.add(base)
             continue
         library.impl(name, kernel(op, dispatch_key), key)  # type: ignore[no-untyped-call]
 
 
-def _casting(cast: Callable[[Any], _Cast]) -> _Make:
-    """Kernels that cast their arguments; ``cast`` maps all of them to what converts one."""
-    return functools.partial(_casting_kernel, cast)
+def _casting(
+    cast: Callable[[Any], _Cast], dtypes: tuple[torch.dtype, ...] = (torch.float16,)
+) -> _Make:
+    """Kernels that cast their arguments; ``cast`` maps all of them to what converts one.
+
+    They pass calls on where autocast is to none of ``dtypes``.
+    """
+    return functools.partial(_casting_kernel, cast, dtypes)
 
 
-def _casting_kernel(cast: Callable[[Any], _Cast], op: Any, key: Any) -> Callable[..., Any]:
+def _casting_kernel(
+    cast: Callable[[Any], _Cast], dtypes: tuple[torch.dtype, ...], op: Any, key: Any
+) -> Callable[..., Any]:
     keys = torch._C.DispatchKeySet(key)
     below = torch._C._ExcludeDispatchKeyGuard
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
+    device = key.name.removeprefix("Autocast").lower()
+    if op.overloadpacket.__name__ == "lstm" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtypes = _HALF
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if state.current() is None:
-            if is_composite:  # torch still casts its parts
-                return op._op_dk(composite, *args, **kwargs)
-            with below(keys):
-                return op(*args, **kwargs)
-        convert = cast((args, kwargs.values()))
+        # In a trace this thread's casts may be another model's; autocast's type is the traced one.
+        dtype = None if state.current() is None else torch.get_autocast_dtype(device)
+        if dtype in dtypes:
+            convert = cast((args, kwargs.values()))
+            args = tuple([convert(value) for value in args])
+            kwargs = {name: convert(value) for name, value in kwargs.items()}
+        if dtype is not torch.float16 and is_composite:  # torch still casts its parts
+            return op._op_dk(composite, *args, **kwargs)
         with below(keys):
-            return op(
-                *[convert(value) for value in args],
-                **{name: convert(value) for name, value in kwargs.items()},
-            )
+            return op(*args, **kwargs)
 
     skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
     return kernel
@@ -185,9 +217,6 @@ def _caster(dtype: torch.dtype, among: tuple[torch.dtype, ...]) -> _Cast:
         return value
 
     return convert
-
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def _to_float(arguments: Any) -> _Cast:

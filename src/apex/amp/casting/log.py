@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from apex.amp import _speech
+from apex.amp.casting import dispatcher
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -97,8 +98,12 @@ class CastLog(TorchFunctionMode):
         ]
         if not tensors:
             return
+        device = tensors[0].device.type
+        half = torch.get_autocast_dtype(device)
+        if half == torch.bfloat16 and name in dispatcher.only_apexs(device):
+            return
         if kind == "half":
-            target = torch.get_autocast_dtype(tensors[0].device.type)
+            target = half
         elif kind == "float" or any(tensor.dtype == torch.float32 for tensor in tensors):
             target = torch.float32
         else:

@@ -1,7 +1,8 @@
 """Casts of functions by name: those that a user asked for, and a few that autocast cannot do.
 
 A rule names a function by where it is found (``torch.sigmoid``) and says what to do with its
-arguments. User registrations, edits of ``apex.amp.lists`` and the banned function are rules.
+arguments. User registrations, edits of ``apex.amp.lists`` and the banned function are rules; what
+the lists have as shipped holds for float16 only, as in :mod:`apex.amp.casting.dispatcher`.
 No other module of amp replaces attributes of other modules. Each named function is wrapped once;
 the wrapper asks at call time whether the thread's casts have a rule for it; :func:`restore` puts
 every original back. A rule wins over the built-in lists, because autocast is off inside the call.
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
-from apex.amp.casting import dispatcher, state
+from apex.amp.casting import cpu_float16, dispatcher, state
 from apex.amp.casting.state import Casts, Rule
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from apex.amp.policy import HALF_TYPES
@@ -82,6 +83,7 @@ def _listed(module: Any) -> dict[str, str]:
     }
 
 
+_SHIPPED_BANS = {name for name, _ in functional_overrides.BANNED_FUNCS}
 _SHIPPED = {module.__name__: _listed(module) for module in _LISTS}
 
 
@@ -113,13 +115,13 @@ def casts_for(
     patch_matrix_exp()
     for module, name in _FLOAT_BY_WRAPPER:
         if _listed(module).get(name) == "float":
-            rules[_patch(module.MODULE, name)] = Rule("float")
+            rules[_patch(module.MODULE, name)] = Rule("float", shipped=True)
     for module in _LISTS:
         for name, kind in _edits(module):
             rules[_patch(module.MODULE, name)] = Rule(kind)
         for name, message in getattr(module, "BANNED_FUNCS", ()):
-            rules[_patch(module.MODULE, name)] = (
-                Rule("float") if allow_banned else Rule("banned", message)
+            rules[_patch(module.MODULE, name)] = Rule(
+                "float" if allow_banned else "banned", message, name in _SHIPPED_BANS
             )
     for name in (*torch_overrides.FP32_FUNCS, *tensor_overrides.FP32_FUNCS):
         rules[f"{name}_"] = Rule("in place")
@@ -158,6 +160,7 @@ def _edits(module: Any) -> Iterator[tuple[str, str]]:
 def _unpickle(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
     """Make the casts of an unpickled model work in this process, as far as names can be found."""
     dispatcher.install()
+    cpu_float16.begin(dtype, state.device_types()[-1:])
     _patch_checkpoint()
     for key in rules:
         owner, _, name = key.lstrip(".").rpartition(".")
@@ -302,7 +305,7 @@ def _wrap(key: str, function: Callable[..., Any], *, native: bool) -> Callable[.
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts = state.current()
         rule = None if casts is None else casts.rules.get(key)
-        if casts is None or rule is None:
+        if casts is None or rule is None or (rule.shipped and casts.dtype == torch.bfloat16):
             return function(*args, **kwargs)
         return apply(rule, function, casts, args, kwargs, name=name, native=native)
 

@@ -35,11 +35,13 @@ from apex import _compat
 class Rule(NamedTuple):
     """What happens to one function: ``kind`` is half, float, promote, native or banned.
 
-    Or it is "in place", for a function that may not write into a 16-bit tensor.
+    Or it is "in place", for a function that may not write into a 16-bit tensor. A rule of Apex's
+    own lists is ``shipped``: it holds for float16 only.
     """
 
     kind: str
     message: str = ""
+    shipped: bool = False
 
 
 class Casts:

@@ -1,0 +1,169 @@
+"""float16 on a CPU: operands in float16, products and sums in float32, results rounded once.
+
+This is what a tensor core with float32 accumulation computes. torch's own float16 kernels for a CPU
+are slow. With float16 instructions the gradient of a convolution takes oneDNN's reference code (16
+to 32 channels, 16x16, batch 128: 856 ms for the weight, float32 takes 3.1 ms). Without them matrix
+products and forward convolutions take 40 to 60 times float32's time, too.
+
+The kernels here stand under dispatch key ``CPU``, below autograd, so they serve the forward and the
+backward pass and what autograd saves stays float16. They widen the operands, call torch's own
+kernel, and round its result. What is not float16 is passed on to torch's kernel unchanged.
+Recurrent layers are taken whole, above autograd: states between time steps stay float32, and
+float32 is saved for the backward pass.
+
+Registered once in a process and never taken off: torch frees a kernel that is taken off, even while
+another thread runs it. :func:`switch` has all of them pass their calls on.
+
+Not covered: in-place and ``out=`` variants, which ``torch.compile`` calls for matrix products.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from apex.amp.casting.dispatcher import skip_frames
+
+_Kernel = Callable[..., Any]
+
+_GRADIENT = "convolution_backward"
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION_GRADIENT = "_scaled_dot_product_flash_attention_for_cpu_backward"
+# Where the CPU has no float16 instructions.
+_PRODUCTS = "convolution mm addmm _addmm_activation bmm baddbmm addbmm mv addmv dot vdot"
+_RECURRENT = (
+    "lstm.input lstm.data gru.input gru.data "
+    "rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"
+)
+
+_lock = threading.Lock()
+_library: Any = None
+_is_on = False
+
+
+def begin(dtype: torch.dtype | None, devices: Collection[str]) -> None:
+    """Have float16 on the CPU compute in float32 from now on, if a training uses it.
+
+    Args:
+        dtype: The 16-bit type of the training.
+        devices: Types of the devices that it uses.
+    """
+    if dtype == torch.float16 and "cpu" in devices:
+        _install()
+        switch(on=True)
+
+
+def switch(*, on: bool) -> None:
+    """Have the kernels widen, or pass all calls on to torch's; in all threads."""
+    global _is_on  # noqa: PLW0603  # kernels are the process's
+    _is_on = on
+
+
+def is_on() -> bool:
+    """Whether float16 on a CPU computes in float32 now, as :func:`widened` says."""
+    return _is_on
+
+
+def widened() -> tuple[str, ...]:
+    """The operators of ``aten`` that are computed in float32 on this CPU."""
+    always = (_GRADIENT, _ATTENTION, _ATTENTION_GRADIENT)
+    if has_float16_instructions():
+        return always
+    return (*always, *_PRODUCTS.split(), *_RECURRENT.split())
+
+
+def has_float16_instructions() -> bool:
+    """Whether oneDNN multiplies float16 on this CPU (``ONEDNN_MAX_CPU_ISA`` is heeded)."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):  # a torch without oneDNN
+        return False
+
+
+def _install() -> None:
+    global _library  # noqa: PLW0603
+    with _lock:
+        if _library is not None:
+            return
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():  # torch warns that its kernel is replaced
+            warnings.simplefilter("ignore", UserWarning)
+            for name in widened():
+                _register(library, name)
+        _library = library
+
+
+def _register(library: Any, name: str) -> None:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    if op is None:
+        return
+    call = torch.library.get_kernel(op, "CPU").call_boxed
+    is_attention = name in (_ATTENTION, _ATTENTION_GRADIENT)
+    make = _recurrent_kernel if overload else _attention_kernel if is_attention else _product_kernel
+    kernel = make(call)
+    skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
+    library.impl(name, kernel, "CPU", with_keyset=True)
+    if overload:  # else torch would take CPU's for one without derivative
+        library.impl(name, kernel, "AutogradCPU", with_keyset=True)
+
+
+def _product_kernel(call: _Kernel) -> _Kernel:
+    half, is_tensor = torch.float16, torch.Tensor
+
+    def kernel(keys: Any, first: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        if first.dtype is not half or not _is_on:
+            return call(keys, first, *rest, **options)
+        if any(isinstance(value, is_tensor) and value.dtype is not half for value in rest):
+            return call(keys, first, *rest, **options)  # torch's own error
+        return _rounded(call(keys, first.float(), *map(_wide, rest), **options))
+
+    return kernel
+
+
+def _attention_kernel(call: _Kernel) -> _Kernel:
+    half = torch.float16
+
+    def kernel(keys: Any, first: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        if first.dtype is not half or not _is_on:
+            return call(keys, first, *rest, **options)
+        options = {name: _wide(value) for name, value in options.items()}  # attn_mask
+        result = call(keys, first.float(), *map(_wide, rest), **options)
+        if len(result) == 2:  # the forward's second result, logsumexp, is float32 in torch too
+            return _rounded(result[0]), result[1]
+        return _rounded(result)
+
+    return kernel
+
+
+def _recurrent_kernel(call: _Kernel) -> _Kernel:
+    half = torch.float16
+
+    def kernel(keys: Any, first: torch.Tensor, *rest: Any) -> Any:
+        if first.dtype is not half or not _is_on:
+            return call(keys, first, *rest)
+        lists = [value for value in rest if isinstance(value, (list, tuple))]
+        if any(tensor.dtype is not half for tensors in lists for tensor in tensors):
+            return call(keys, first, *rest)  # torch's own error
+        return _rounded(call(keys, first.float(), *map(_wide, rest)))
+
+    return kernel
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype == torch.float16 else value
+    if isinstance(value, (list, tuple)):
+        return [_wide(item) for item in value]
+    return value
+
+
+def _rounded(result: Any) -> Any:
+    """``result`` in float16; ``None`` stands for a gradient that was not asked for."""
+    if isinstance(result, torch.Tensor):
+        return result.to(torch.float16)
+    return None if result is None else tuple([_rounded(item) for item in result])

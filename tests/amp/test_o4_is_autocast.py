@@ -1,0 +1,87 @@
+"""O4 computes what ``torch.autocast`` computes in bfloat16: values, gradients, what is saved."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(6, 8, 2), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out(self.lstm(x)[0])
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, activation="gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, 2), torch.randn(3, 5, 16)
+
+
+def convolutions():
+    norm = nn.BatchNorm2d(4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.GELU(), nn.Conv2d(4, 2, 3), nn.Softmax(1))
+    return model, torch.randn(2, 3, 8, 8)
+
+
+def recurrent():
+    return Recurrent(), torch.randn(5, 3, 6)
+
+
+MODELS = {"transformer": transformer, "CNN": convolutions}
+if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # elsewhere torch.autocast raises
+    MODELS["LSTM"] = recurrent
+
+
+def measure(model, x, forward):
+    """Loss, gradients, and the bytes that autograd saved."""
+    saved = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = forward(model, x)
+    loss.backward()
+    return [loss, *(p.grad for p in model.parameters())], sum(saved.values())
+
+
+def loss(model, x):
+    out = model(x)
+    return F.layer_norm(out, out.shape[-1:]).square().mean() + F.cross_entropy(
+        out.flatten(0, -2), torch.zeros(out.shape[:-1].numel(), dtype=torch.long)
+    )
+
+
+def under_autocast(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss(model, x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_training_is_torchs(name):
+    model, x = MODELS[name]()
+    theirs, their_bytes = measure(copy.deepcopy(model), x, under_autocast)
+    model = amp.initialize(model, opt_level="O4", verbosity=0)
+    ours, our_bytes = measure(model, x, loss)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    assert our_bytes == their_bytes
+
+
+def test_an_lstm_trains_on_every_cpu():
+    model, x = recurrent()
+    model = amp.initialize(model, opt_level="O4", verbosity=0)
+    out = model(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
