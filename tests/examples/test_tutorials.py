@@ -14,9 +14,18 @@ from collections import Counter
 
 import pytest
 
+import torch
+
 from apex import amp
 from apex.amp import _speech
-from tests.tolerance import O1_REGRESSION, TUTORIAL_ACCUMULATED, TUTORIAL_FUSED
+from tests.tolerance import (
+    O1_REGRESSION,
+    TORCHS_FLOAT16,
+    TUTORIAL_ACCUMULATED,
+    TUTORIAL_FUSED,
+)
+
+CPU = not torch.cuda.is_available()  # where the programs run
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "tutorials"
 FALLS = r"loss (\d+\.\d+) -> (\d+\.\d+)"
@@ -67,7 +76,7 @@ def t1_levels(out):
         "O1": [single, single, half, single],
         "O2": [half, single, half, half],
         "O3": [half, half, half, half],
-        "O4": [single, single, brain, single],
+        "O4": [single, single, brain, brain if CPU else single],  # torch.autocast has two lists
         "O5": [brain, single, brain, brain],
     }
     assert all(float(row[6]) < 0.9 * float(row[5]) for row in rows)
@@ -198,7 +207,8 @@ def t5_torch_scaler(out):
     ours, theirs = numbers(FALLS + ", scale (1024)", out)
     assert ours == theirs
     assert ours[1] < 0.7 * ours[0]
-    assert out.endswith("largest difference of weights: 0.0e+00\n")
+    # On a CPU torch's own float16 may add up in another way than amp's.
+    assert float(out.split()[-1]) <= (TORCHS_FLOAT16 if CPU else 0.0)
 
 
 def t5_resnet_forward_in_with(out):

@@ -193,9 +193,9 @@ class ForwardRecord:
         if self._is_cast:
             if self._model is None and not getattr(model, "_is_replica", False):
                 self._model = weakref.ref(model)
-            self.reconcile()
             while self.handed_out:
                 self.handed_out.popitem()[1].handed_out = False
+            self.reconcile()
         if torch.is_grad_enabled():
             while self.has_taken:
                 self.has_taken.popitem()[1].clear_taken()
@@ -211,7 +211,13 @@ class ForwardRecord:
             self._changes = table.changes
             both = [(w, table.get(w)) for w in (*model.parameters(), *model.buffers())]
             rows = [(weight, master) for weight, master in both if master is not None]
-            self._pairs = Pairs([weight for weight, _ in rows], [master for _, master in rows])
+            training = None if self.training is None else self.training()
+            for ledger in () if training is None else training.ledgers():
+                if set(ledger.params.masters) == {master for _, master in rows}:
+                    self._pairs = ledger.params  # notes of its own would have to be compared
+                    break
+            else:
+                self._pairs = Pairs([weight for weight, _ in rows], [master for _, master in rows])
         if self._pairs.weights:
             self._pairs.reconcile()
 

@@ -53,6 +53,7 @@ from apex.amp.gradients import distributed
 from apex.amp.gradients.accumulation import Stash, accumulate, grads_of, unshared
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
+from apex.amp.gradients.masters import any_grad
 from apex.amp.gradients.parameters import Parameters, unscale_into
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
@@ -265,7 +266,7 @@ class Ledger:
 
     def _stash_gradients(self) -> None:
         stash: Stash = {}
-        if any([weight.grad is not None for weight in self.params.plain]):
+        if any_grad(self.params.plain):
             for weight in self.params.plain:
                 if weight.grad is not None:
                     stash[weight] = unshared(weight.grad)
@@ -326,7 +327,7 @@ class Ledger:
             if sharing:
                 params.wait(sharing, self.stash)
             self.stash = {}
-        self.had_grads = any([tensor.grad is not None for tensor in params.stepped])
+        self.had_grads = any_grad(params.stepped)
         self.scaled, self.state = None, State.UNSCALED
         return found_inf
 

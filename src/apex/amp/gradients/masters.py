@@ -24,6 +24,7 @@ memory.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import threading
@@ -49,6 +50,13 @@ from apex.ops.columns import OWN_MEMORY
 Sharers = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
 
 _VERSION = operator.attrgetter("_version")
+_GRAD = operator.attrgetter("grad")
+
+_numbers = itertools.count(1)
+_newest = 0  # the number of the last note
+
+# What sys.getrefcount says of an object that only a list holds.
+_IN_A_LIST = next(map(sys.getrefcount, [object()]))
 
 # Elements up to which the memory of a master's gradient is kept between steps. To allocate it costs
 # 1.3 us a tensor, as much as to fill 2**14 elements; larger ones would only cost memory.
@@ -68,10 +76,9 @@ class Master:
             the weight, for programs that read it there, until the next training forward.
         taken_version: Its ``_version`` then.
         waiting: ids of the ledgers whose optimizers share this master and have yet to step.
-        spare: A float32 gradient whose memory is kept, its storage, and the storage's address.
     """
 
-    __slots__ = ("is_stepped", "noted", "spare", "taken", "taken_version", "tensor", "waiting")
+    __slots__ = ("is_stepped", "noted", "taken", "taken_version", "tensor", "waiting")
 
     def __init__(self, tensor: torch.Tensor, *, is_stepped: bool = True) -> None:
         self.tensor = tensor
@@ -80,7 +87,6 @@ class Master:
         self.taken: torch.Tensor | None = None
         self.taken_version = 0
         self.waiting: set[int] = set()
-        self.spare: tuple[torch.Tensor, Any, int] | None = None
 
     def value_for(self, weight: torch.Tensor, *, within: float = 0.0) -> torch.Tensor:
         """The float32 value of ``weight``: the master's where ``weight`` equals it, rounded.
@@ -103,7 +109,7 @@ class Master:
         if master.is_meta:  # made before its weight had memory
             master.data = weight.detach().to(master.dtype)
         elif master.device != weight.device:
-            master.data, self.spare = master.data.to(weight.device), None
+            master.data = master.data.to(weight.device)
         master.copy_(self.value_for(weight, within=within))
 
     @torch.no_grad()
@@ -189,6 +195,9 @@ class Pairs:
         self.tensors = [master.tensor for master in masters]
         self.handed_out = self.are_freed = False
         self._rows = list(zip(self.weights, self.tensors, self.masters, strict=True))
+        self._seen: tuple[Any, ...] = ()  # versions and addresses that the masters have noted
+        self._number = -1  # of the last note then
+        self._kept: _Kept | None = None
 
     def without(self, done: set[int]) -> Pairs:
         """Those whose weight's id is not in ``done``."""
@@ -197,25 +206,25 @@ class Pairs:
 
     # -- values --------------------------------------------------------------------------------
 
-    def _now(self) -> list[tuple[Any, ...]]:
-        """What :attr:`Master.noted` would be now."""
-        columns = [
-            column
-            for tensors in (self.weights, self.tensors)
-            for column in (map(_VERSION, tensors), _addresses(tensors))
-        ]
-        return list(zip(*columns, strict=True))
+    def _now(self) -> tuple[Any, ...]:
+        """The columns of :attr:`Master.noted` as they would be now."""
+        weights, tensors = self.weights, self.tensors
+        versions = list(map(_VERSION, weights)), list(map(_VERSION, tensors))
+        return versions[0], _addresses(weights), versions[1], _addresses(tensors)
 
-    def note(self) -> None:
+    def note(self, now: tuple[Any, ...] | None = None) -> None:
         """Note that every weight is its rounded master now."""
-        for master, now in zip(self.masters, self._now(), strict=True):
-            master.noted = now
+        global _newest  # noqa: PLW0603
+        self._seen = now or self._now()
+        for master, noted in zip(self.masters, zip(*self._seen, strict=True), strict=True):
+            master.noted = noted
+        self._number = _newest = next(_numbers)
         if self.handed_out:
             self.hand_out()
 
     def hand_out(self) -> None:
         """Count the masters as written."""
-        self.handed_out = True
+        self.handed_out, self._number = True, -1
         for master in self.masters:
             master.noted = (*master.noted[:4], "handed out")
 
@@ -227,11 +236,15 @@ class Pairs:
                 version or address has changed.
         """
         now = self._now()
-        if not compare and now == [master.noted for master in self.masters]:
+        if not compare and self._number == _newest and now == self._seen:
+            return  # nobody has noted anything since
+        seen_rows = list(zip(*now, strict=True))
+        if not compare and seen_rows == [master.noted for master in self.masters]:
+            self._seen, self._number = now, _newest
             return
-        rounded = Pairs([], [])
+        rounded, self._kept = Pairs([], []), None  # the weights may be on another device now
         with torch.no_grad():
-            for row, seen in zip(self._rows, now, strict=True):
+            for row, seen in zip(self._rows, seen_rows, strict=True):
                 weight, _, master = row
                 is_written = master.noted[2:4] != seen[2:]
                 counts_as_written = is_written or len(master.noted) > len(seen)
@@ -257,7 +270,14 @@ class Pairs:
         if self.weights:
             with torch.no_grad():
                 torch._foreach_copy_(self.weights, self.tensors)
-            self.note()
+            self.note_write()
+
+    def note_write(self) -> None:
+        """Note that amp has rounded the masters into the weights, whose memory was seen before."""
+        if not self._seen:
+            return self.note()
+        versions = list(map(_VERSION, self.weights)), list(map(_VERSION, self.tensors))
+        return self.note((versions[0], self._seen[1], versions[1], self._seen[3]))
 
     def for_kernel(self) -> dict[torch.Tensor, torch.Tensor]:
         """Weights that the kernel of a step can write, by their masters: all, or none."""
@@ -282,20 +302,26 @@ class Pairs:
             The gradients, their copies, and those copies that are still to be added to a master's
             gradient, with its tensor.
         """
-        rows = [row for row in self._rows if row[0].grad is not None]
-        grads: list[Any] = [weight.grad for weight, _, _ in rows]
-        if any(map(IS_SPARSE, grads)) or not OWN_MEMORY.issuperset(map(type, grads)):
+        rows, grads = self._rows, list(map(_GRAD, self.weights))
+        kinds = set(map(type, grads))
+        if type(None) in kinds:
+            rows = [row for row, grad in zip(rows, grads, strict=True) if grad is not None]
+            grads = [weight.grad for weight, _, _ in rows]
+            kinds.discard(type(None))
+        if any(map(IS_SPARSE, grads)) or not OWN_MEMORY.issuperset(kinds):
             for index, (weight, _, _) in enumerate(rows):
                 if grads[index].is_sparse:
                     grads[index] = weight.grad = grads[index].coalesce()
             copies = [grad.float() for grad in grads]
         else:
-            copies = _float32_like(grads, [master for _, _, master in rows])
+            copies = self._float32_like(grads, [master for _, _, master in rows])
             if fill and copies:
                 torch._foreach_copy_(copies, grads)
         more = []
-        for (_, tensor, master), grad, copy in zip(rows, grads, copies, strict=True):
-            master.taken, master.taken_version = grad, grad._version
+        versions = list(map(_VERSION, grads))
+        columns = zip(rows, grads, versions, copies, strict=True)
+        for (_, tensor, master), grad, version, copy in columns:
+            master.taken, master.taken_version = grad, version
             if tensor.grad is None:
                 tensor.grad = copy
             else:
@@ -306,6 +332,20 @@ class Pairs:
         if rows:
             self.are_freed = False
         return grads, copies, more
+
+    def _float32_like(
+        self, grads: Sequence[torch.Tensor], masters: Sequence[Master]
+    ) -> list[torch.Tensor]:
+        """Uninitialised float32 tensors like ``grads``; the small ones' memory is kept."""
+        if _compat.storage_use_count is None:
+            return [_empty_float32(grad) for grad in grads]
+        kept = self._kept
+        if kept is None or kept.masters != masters or not kept.are_free():
+            kept = self._kept = _Kept(grads, masters)
+        if len(kept.tensors) == len(grads):
+            return list(kept.tensors)
+        tensors, both = iter(kept.tensors), zip(grads, kept.is_small, strict=True)
+        return [next(tensors) if is_small else _empty_float32(grad) for grad, is_small in both]
 
     def mark_taken(self) -> None:
         """Note the weights' gradients as taken by a step."""
@@ -321,7 +361,7 @@ class Pairs:
             Whether somebody has edited gradients that masters have taken already.
         """
         edited = self.drop_cleared()
-        if any([weight.grad is not None for weight in self.weights]):
+        if any_grad(self.weights):
             for weight, _, master in self._rows:
                 if weight.grad is not None and master.taken is None:
                     stash[weight] = unshared(weight.grad)
@@ -395,7 +435,7 @@ class Pairs:
 
     def has_grads(self) -> bool:
         """Whether a master has a gradient."""
-        return any([tensor.grad is not None for tensor in self.tensors])
+        return any_grad(self.tensors)
 
     def has_new(self) -> bool:
         """Whether a weight has a gradient that its master has not taken."""
@@ -416,11 +456,14 @@ class Pairs:
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear all gradients, but with ``set_to_none=False`` zero those on weights."""
-        for weight, tensor, master in self._rows:
+        for master in self.masters:
             master.taken = None
-            if set_to_none:
-                weight.grad = tensor.grad = None
-            elif weight.grad is not None:
+        if set_to_none:
+            for tensor in self.weights if self.are_freed else (*self.weights, *self.tensors):
+                tensor.grad = None
+            return
+        for weight in self.weights:
+            if weight.grad is not None:
                 write_zeros(weight.grad)
 
     def free_grads(self, sharers: Sharers, stepped: int) -> None:
@@ -482,28 +525,35 @@ def _take_over(weight: torch.Tensor, master: Master, *, both: bool) -> None:
     weight.copy_(master.tensor)
 
 
-def _float32_like(grads: Sequence[torch.Tensor], masters: Sequence[Master]) -> list[torch.Tensor]:
-    """Uninitialised float32 tensors like ``grads``; small ones are those of the last pass.
+class _Kept:
+    """Small float32 gradients whose memory is kept from pass to pass.
 
-    A kept one is used again when nothing else holds it or its memory. Its owners are then: of the
-    tensor the tuple in Python (and the argument here) and one in C++, of the storage the tensor and
-    the storage object in the tuple.
+    It is used again when nothing else holds a tensor or its memory. Owners are then: of a tensor
+    the list here and one in C++, of its storage the tensor and the storage in the list here.
     """
-    count = _compat.storage_use_count
-    spares = [master.spare for master in masters]
-    free = [
-        spare is not None
-        and sys.getrefcount(spare[0]) == 2
-        and spare[0]._use_count() == 1  # type: ignore[attr-defined]
-        and count(spare[2]) == 2
-        for spare in spares
-    ]
-    if not all(free):
-        for index, (grad, master) in enumerate(zip(grads, masters, strict=True)):
-            if not free[index]:
-                tensor = torch.empty_like(grad, dtype=torch.float32, requires_grad=False)
-                storage = tensor.untyped_storage()
-                spares[index] = tensor, storage, storage._cdata
-                is_kept = grad.numel() <= _MOST_KEPT and count is not None
-                master.spare = spares[index] if is_kept else None
-    return [spare[0] for spare in spares if spare is not None]
+
+    def __init__(self, grads: Sequence[torch.Tensor], masters: Sequence[Master]) -> None:
+        self.masters = masters  # whose gradients, the larger ones too
+        self.is_small = [grad.numel() <= _MOST_KEPT for grad in grads]
+        both = zip(grads, self.is_small, strict=True)
+        self.tensors = [_empty_float32(grad) for grad, is_small in both if is_small]
+        self._storages = [tensor.untyped_storage() for tensor in self.tensors]
+        self._addresses = [storage._cdata for storage in self._storages]
+
+    def are_free(self) -> bool:
+        """Whether nothing else holds them."""
+        count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
+        return (
+            set(map(sys.getrefcount, self.tensors)) <= {_IN_A_LIST}
+            and set(map(count, self.tensors)) <= {1}
+            and set(map(_compat.storage_use_count, self._addresses)) <= {2}
+        )
+
+
+def _empty_float32(grad: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(grad, dtype=torch.float32, requires_grad=False)
+
+
+def any_grad(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of ``tensors`` has a gradient."""
+    return next((True for tensor in tensors if tensor.grad is not None), False)
