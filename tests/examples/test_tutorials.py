@@ -13,7 +13,6 @@ import sys
 from collections import Counter
 
 import pytest
-
 import torch
 
 from apex import amp

@@ -52,6 +52,8 @@ Sharers = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they
 _VERSION = operator.attrgetter("_version")
 _GRAD = operator.attrgetter("grad")
 
+_WITH_MEMORY = {*OWN_MEMORY, type(None)}
+
 _numbers = itertools.count(1)
 _newest = 0  # the number of the last note
 
@@ -307,11 +309,8 @@ class Pairs:
         if type(None) in kinds:
             rows = [row for row, grad in zip(rows, grads, strict=True) if grad is not None]
             grads = [weight.grad for weight, _, _ in rows]
-            kinds.discard(type(None))
-        if any(map(IS_SPARSE, grads)) or not OWN_MEMORY.issuperset(kinds):
-            for index, (weight, _, _) in enumerate(rows):
-                if grads[index].is_sparse:
-                    grads[index] = weight.grad = grads[index].coalesce()
+        if any(map(IS_SPARSE, grads)) or not _WITH_MEMORY.issuperset(kinds):
+            grads = [_coalesced(weight) for weight, _, _ in rows]
             copies = [grad.float() for grad in grads]
         else:
             copies = self._float32_like(grads, [master for _, _, master in rows])
@@ -552,6 +551,15 @@ class _Kept:
 
 def _empty_float32(grad: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(grad, dtype=torch.float32, requires_grad=False)
+
+
+def _coalesced(weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of ``weight``, coalesced if it is sparse."""
+    grad = weight.grad
+    assert grad is not None
+    if grad.is_sparse:
+        grad = weight.grad = grad.coalesce()
+    return grad
 
 
 def any_grad(tensors: Iterable[torch.Tensor]) -> bool:
