@@ -287,22 +287,23 @@ def _supersede(
 ) -> None:
     """Mark optimizers that are not passed again with their models, where masters are involved."""
     given = set(map(id, optimizers))
-    records = [managing.state_of(other) for other in managed() if id(other) not in given]
-    ids = set(map(id, params)) if records else set[int]()
-    for record in records:
-        if record is not None and (record.use_masters or properties.master_weights):
-            record.superseded |= not ids.isdisjoint(map(id, record.params.targets))
+    for other in managing.optimizers_with(params):
+        record = managing.state_of(other)
+        if record is not None and id(other) not in given:
+            record.superseded |= record.use_masters or bool(properties.master_weights)
 
 
 def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
     """Make plain torch again of what amp has changed; leave anything else alone."""
-    stepped = [(o, managing.halves_of(o)) for o in (*optimizers, *managed())]
+    listed = [model for model in models if isinstance(model, torch.nn.Module)]
+    others = managing.optimizers_with([param for model in listed for param in model.parameters()])
+    stepped = [(o, managing.halves_of(o)) for o in (*optimizers, *others)]
     for optimizer in optimizers:
         record = managing.state_of(optimizer)
         if record is not None:
             record.detach()
-    for model in models:
-        if isinstance(model, torch.nn.Module) and modules.is_prepared(model):
+    for model in listed:
+        if modules.is_prepared(model):
             modules.undo(model)
     for optimizer, weights in stepped:
         _retype_state(optimizer, weights)

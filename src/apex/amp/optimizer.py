@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -565,6 +565,12 @@ def state_of(optimizer: Any) -> OptimizerState | None:
 def states() -> list[OptimizerState]:
     """The records of all optimizers that are managed."""
     return [state for optimizer in managed() if (state := state_of(optimizer)) is not None]
+
+
+def optimizers_with(weights: Iterable[torch.Tensor]) -> list[Any]:
+    """The managed optimizers that step one of ``weights``."""
+    ids = set(map(id, weights))
+    return [one for one in managed() if not one._amp_stash.params.ids.isdisjoint(ids)]
 
 
 def halves_of(optimizer: Any) -> list[torch.Tensor]:

@@ -144,7 +144,7 @@ class MasterTable:
         return found
 
     def add(self, weight: torch.Tensor, value: torch.Tensor, *, is_stepped: bool = True) -> Master:
-        """Make a master of ``value`` for ``weight``, unless it has one."""
+        """Make a master of ``value`` for ``weight``, unless it has one; nothing is noted yet."""
         with self._lock:
             master: Master | None = self._masters.get(weight)
             if master is None:
@@ -152,7 +152,6 @@ class MasterTable:
                 master = self._masters[weight] = Master(tensor, is_stepped=is_stepped)
                 self._weights[tensor] = TensorWeakRef(weight)
                 self.changes += 1
-                Pairs([weight], [master]).note()
             master.is_stepped |= is_stepped
             return master
 

@@ -31,6 +31,7 @@ class Parameters(Pairs):
         stepped: What the optimizer steps, in the order of its groups: masters, or model weights.
         targets: What backward writes gradients to: always the model's weights, in that order.
         plain: Model weights that the optimizer steps themselves.
+        ids: Of ``targets``.
         is_swapped: Whether groups and state hold model weights for now, see :meth:`swapped`.
     """
 
@@ -46,6 +47,7 @@ class Parameters(Pairs):
     def _remember(self, stepped: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         self.stepped = stepped
         self.targets = targets
+        self.ids = frozenset(map(id, targets))
         both = list(zip(stepped, targets, strict=True))
         self.plain = [tensor for tensor, target in both if tensor is target]
         weights = [target for tensor, target in both if tensor is not target]
@@ -60,6 +62,29 @@ class Parameters(Pairs):
         """Every tensor in the optimizer's groups."""
         return [param for group in self.groups() for param in group["params"]]
 
+    @torch.no_grad()
+    def _replace(self, full: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Give all 16-bit weights in the groups masters, and remember what is there."""
+        stepped, targets, new = [], [], []
+        for group in self.groups():
+            if not isinstance(group["params"], list):
+                group["params"] = list(group["params"])
+            params = group["params"]
+            for index, param in enumerate(params):
+                weight = table.weight_of(param) if self._use_masters else None
+                target = param if weight is None else weight
+                if self._use_masters and target.dtype in HALF_TYPES:
+                    if table.get(target) is None:
+                        new.append(target)
+                    params[index] = self._master_of(target, full)
+                else:
+                    params[index] = target
+                stepped.append(params[index])
+                targets.append(target)
+        Pairs(new, [master for weight in new if (master := table.get(weight))]).note()
+        self._remember(stepped, targets)
+        self._changed()
+
     def sync(self, full: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Compare the groups with what they were, and replace new 16-bit weights by masters.
 
@@ -69,27 +94,12 @@ class Parameters(Pairs):
         now = [param for group in self.groups() for param in group["params"]]
         if len(now) == len(self.stepped) and all(map(operator.is_, now, self.stepped)):
             return
-        stepped, targets = [], []
-        for group in self.groups():
-            if not isinstance(group["params"], list):
-                group["params"] = list(group["params"])
-            params = group["params"]
-            for index, param in enumerate(params):
-                weight = table.weight_of(param) if self._use_masters else None
-                target = param if weight is None else weight
-                params[index] = self._stepped_for(target, full or {})
-                stepped.append(params[index])
-                targets.append(target)
-        self._remember(stepped, targets)
-        self._changed()
+        self._replace(full or {})
 
-    @torch.no_grad()
-    def _stepped_for(
+    def _master_of(
         self, weight: torch.Tensor, full: Mapping[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        """The tensor to step for ``weight``: its master, made now if there is none, or itself."""
-        if not self._use_masters or weight.dtype not in HALF_TYPES:
-            return weight
+        """The master of ``weight``, made now if there is none."""
         optimizer = self._optimizer()
         value = full.get(weight)
         master = table.get(weight)
@@ -102,7 +112,7 @@ class Parameters(Pairs):
             state = optimizer.state[tensor] = optimizer.state.pop(weight)
             kept = state.pop("master_param", None) if isinstance(state, dict) else None
             if kept is not None:  # the optimizer kept masters itself: one is enough
-                tensor.copy_(kept)
+                weight.copy_(tensor.copy_(kept))
         if weight.grad is not None and master.taken is None:  # unscaled, from before
             tensor.grad, weight.grad = weight.grad.float(), None
         return tensor

@@ -49,6 +49,7 @@ def _entry(weight: torch.Tensor) -> torch.Tensor:
         master = None
     if master is None:
         master = table.add(weight, weight.detach().float(), is_stepped=False)
+        Pairs([weight], [master]).note()
     return master.tensor.detach()
 
 
