@@ -118,9 +118,16 @@ def _product_kernel(call: _Kernel) -> _Kernel:
     def kernel(keys: Any, first: torch.Tensor, *rest: Any, **options: Any) -> Any:
         if first.dtype is not half or not _is_on:
             return call(keys, first, *rest, **options)
-        if any(isinstance(value, is_tensor) and value.dtype is not half for value in rest):
-            return call(keys, first, *rest, **options)  # torch's own error
-        return _rounded(call(keys, first.float(), *map(_wide, rest), **options))
+        wide = []
+        for value in rest:
+            if isinstance(value, is_tensor):
+                if value.dtype is not half:
+                    return call(keys, first, *rest, **options)  # torch's own error
+                wide.append(value.float())
+            else:
+                wide.append(value)
+        result = call(keys, first.float(), *wide, **options)
+        return result.to(half) if isinstance(result, is_tensor) else _rounded(result)
 
     return kernel
 
