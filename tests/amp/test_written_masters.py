@@ -330,3 +330,23 @@ def test_nothing_is_said_in_a_usual_loop(level):
             with contextlib.suppress(StopIteration):
                 next(amp.master_params(optimizer))
             model.load_state_dict(model.state_dict())
+
+
+def test_masters_of_one_of_two_optimizers_that_were_handed_out():
+    """The model's forward compares the masters of both, and has nothing to write the first time."""
+    amp.reset()
+    layers = [torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False)]
+    model = torch.nn.Sequential(*layers)
+    for layer in layers:
+        torch.nn.init.constant_(layer.weight, VALUE)
+    optimizers = [still(layer.parameters()) for layer in layers]
+    amp.initialize(model, optimizers, opt_level="O2", loss_scale=8.0, verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizers) as loss:
+        loss.backward()
+    for one in optimizers:
+        one.step()
+    before = output(model)
+    assert output(model) == before
+    (master,) = amp.master_params(optimizers[1])
+    unseen(master)
+    assert output(model) > 1.4 * before

@@ -225,7 +225,9 @@ class Pairs:
 
     def hand_out(self) -> None:
         """Count the masters as written."""
+        global _newest  # noqa: PLW0603
         self.handed_out, self._number = True, -1
+        _newest = next(_numbers)
         for master in self.masters:
             master.noted = (*master.noted[:4], "handed out")
 
