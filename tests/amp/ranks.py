@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp, parallel
+from apex.amp.casting import cpu_float16
 from tests.ranks import Ranks
 
 HAS_MASTERS = ("O2", "O5")
@@ -292,6 +293,7 @@ class Answer(NamedTuple):
 
 
 def answer(cell, rank):
+    cpu_float16.begin(torch.float16, ["cpu"])  # by hand too float16 computes in float32
     try:
         hand = _train(cell, rank, ByHand)
         with warnings.catch_warnings(record=True) as caught:
