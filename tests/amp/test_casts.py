@@ -639,3 +639,27 @@ def test_a_replica_in_a_thread_of_data_parallel_computes_at_its_level(level):
         return [t.detach() for t in replica(x)]
 
     assert_same(in_thread(run), wanted)
+
+
+def test_backward_functions_written_in_python_are_not_cast():
+    seen = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append((x @ x).dtype)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append((grad @ grad).dtype)
+            return grad
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            return Product.apply(super().forward(x).float())
+
+    model, optimizer = start("O1", Model(2, 2))
+    with amp.scale_loss(model(torch.ones(2, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert seen == [torch.float16, torch.float32]

@@ -97,3 +97,24 @@ def test_what_ends_with_a_later_initialize(level):
     amp.initialize(model, optimizer, enabled=False)
     left = {name for name, count in counted(model, optimizer, before).items() if count}
     assert left <= {name for name in table() if name.startswith("process:")}
+
+
+def test_o1_wraps_eleven_functions_of_torch_and_leaves_the_rest_alone():
+    spaces = (*SPACES, torch.nn.modules.rnn._VF)
+    before = {(space, name): value for space in spaces for name, value in vars(space).items()}
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    after = {(space, name): value for space in spaces for name, value in vars(space).items()}
+    recompute = torch.utils.checkpoint
+    assert {key for key, value in after.items() if before.get(key) is not value} == {
+        (F, "binary_cross_entropy"),
+        (F, "grid_sample"),
+        (F, "interpolate"),
+        (F, "local_response_norm"),
+        (F, "multilabel_soft_margin_loss"),
+        (torch, "matrix_exp"),
+        (torch.linalg, "matrix_exp"),
+        (torch.Tensor, "cpu"),
+        (torch.Tensor, "matrix_exp"),
+        (recompute, "_checkpoint_without_reentrant_generator"),
+        (recompute.CheckpointFunction, "forward"),
+    }

@@ -9,6 +9,7 @@ from torch import nn
 from apex import amp
 from apex.amp._initialize import O2StateDictHook, _initialize, applier, to_type
 from apex.amp.frontend import O0, Properties, opt_levels
+from tests.amp.levels import cast
 
 # cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
 DEFAULTS = {
@@ -362,3 +363,11 @@ def test_reset_undoes_everything(level):
     assert not torch.is_autocast_enabled("cpu")
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
+
+
+def test_the_text_on_batchnorm_at_o1_says_what_is_the_case():
+    with pytest.raises(RuntimeError, match=r"batchnorm's weights are float32 there anyway"):
+        cast("O1", nn.BatchNorm1d(2), keep_batchnorm_fp32=True)
+    model = cast("O1", nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert model[1].weight.dtype == torch.float32
+    assert model(torch.randn(4, 2)).dtype == torch.float16  # its outputs follow its input

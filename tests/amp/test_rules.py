@@ -408,3 +408,37 @@ def test_a_registration_after_initialize_is_warned_of():
     with amp.scale_loss(loss, optimizer):
         pass
     assert torch.sigmoid(torch.ones(1).half()).dtype == torch.float32
+
+
+def test_a_custom_function_is_annotated_in_torchs_way_or_in_ours():
+    class Strict(torch.autograd.Function):
+        """Refuses mixed types, as compiled kernels do."""
+
+        @staticmethod
+        def forward(ctx, x, weight):
+            if x.dtype != weight.dtype:
+                raise TypeError(f"{x.dtype} {weight.dtype}")
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    class Torchs(Strict):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, x, weight):
+            return Strict.forward(ctx, x, weight)
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            return grad, None
+
+    weight, x = torch.randn(3, 3), torch.randn(2, 3).half()
+    start()
+    with pytest.raises(TypeError, match="float16"):
+        Strict.apply(x, weight)
+    assert Torchs.apply(x, weight).dtype == torch.float32
+    assert amp.half_function(Strict.apply)(x, weight).dtype == torch.float16
+    assert amp.float_function(Strict.apply)(x, weight).dtype == torch.float32

@@ -1,6 +1,7 @@
 """What amp says, and where."""
 
 import logging
+import math
 import subprocess
 import sys
 
@@ -66,3 +67,24 @@ def test_other_ranks_are_silent(monkeypatch, caplog):
     monkeypatch.undo()
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
     assert "Selected optimization level" in caplog.text
+
+
+def test_only_rank_0_speaks_of_casts_and_overflows(monkeypatch, capsys):
+    monkeypatch.setattr(_speech, "logger", logging.Logger("apex.amp"))  # without pytest's handlers
+
+    def spoken():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=2)
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+            scaled.backward()
+            model.weight.grad.fill_(math.nan)
+        optimizer.step()
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(_speech, "is_rank0", lambda: False)
+    assert spoken() == ""
+    monkeypatch.setattr(_speech, "is_rank0", lambda: True)
+    text = spoken()
+    assert "Float->Half (linear)" in text
+    assert text.count("Gradient overflow") == 1
