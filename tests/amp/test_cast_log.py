@@ -80,18 +80,6 @@ def test_the_tutorials_network(lines):
         assert lines() == TUTORIAL
 
 
-def test_the_tutorials_network_with_init(lines):
-    amp.init(verbose=True)
-    model = Net()
-    for _ in range(3):
-        with amp.disable_casts():
-            model.zero_grad()
-        loss = F.nll_loss(model(torch.randn(2, 1, 28, 28)), torch.tensor([1, 2]))
-        with amp.disable_casts():
-            loss.backward()
-        assert lines() == TUTORIAL
-
-
 @pytest.mark.parametrize(
     ("level", "verbosity"),
     [("O1", 0), ("O1", 1), ("O1", True), ("O1", 3), ("O0", 2), ("O2", 2), ("O5", 2)],

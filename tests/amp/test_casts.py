@@ -224,15 +224,6 @@ def test_torchs_own_region_inside_a_model(level, options, dtype):
     assert model(torch.randn(2, 4)) == (dtype, dtype)
 
 
-@pytest.mark.parametrize("later", [{"opt_level": "O0"}, {"opt_level": "O2"}, {"enabled": False}])
-def test_a_later_initialize_ends_the_casts(later):
-    first, _ = start("O1")
-    amp.initialize(Net(), verbosity=0, **later)
-    assert product() == torch.float32
-    assert torch.is_autocast_enabled("cpu") is False
-    assert_at("O1", first)
-
-
 # -- torch's own autocast -------------------------------------------------------------------------
 
 
@@ -526,20 +517,6 @@ def test_evaluation_before_training_leaves_gradients_whole(level):
         return [p.grad for p in amp.master_params(optimizer)]
 
     assert_same(gradients(True), gradients(False))
-
-
-def test_a_weight_used_twice_is_cast_once_in_a_forward():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4))
-
-        def forward(self, x):
-            one, two = x.mm(self.weight), x.mm(self.weight)
-            return one.grad_fn.next_functions[1][0] is two.grad_fn.next_functions[1][0]
-
-    model, _ = start("O1", Twice())
-    assert model(torch.randn(2, 4))
 
 
 # -- amp.autocast ---------------------------------------------------------------------------------

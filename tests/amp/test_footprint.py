@@ -76,7 +76,7 @@ def counted(model, optimizer, before):
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_table_is_what_is_found_and_reset_takes_all_of_it_off(level):
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(10)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = snapshot(model, optimizer)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
     column = LEVELS.index(level)
@@ -86,6 +86,8 @@ def test_the_table_is_what_is_found_and_reset_takes_all_of_it_off(level):
     optimizer.step()
     amp.reset()
     assert snapshot(model, optimizer) == before
+    assert set(optimizer.state) == set(model.parameters())
+    optimizer.step()
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp import _speech
 from apex.amp.handle import NoOpHandle
 from apex.amp.opt import OptimWrapper
 from apex.optimizers import FusedAdam
@@ -153,19 +152,6 @@ def test_a_half_loss_is_scaled_in_float32():
     wrapped = amp.init(loss_scale=65536.0).wrap_optimizer(small()[1])
     with wrapped.scale_loss(loss) as scaled_loss:
         assert (scaled_loss.dtype, scaled_loss.item()) == (torch.float32, 2 * 65536.0)
-
-
-def test_a_skipped_step_is_spoken_of(monkeypatch):
-    """In 2018 at a level of logging that nobody sees."""
-    said = []
-    monkeypatch.setattr(_speech, "say", lambda line, *_: said.append(line))
-    model, optimizer, x = small()
-    optimizer = amp.init().wrap_optimizer(optimizer)
-    block(optimizer, model, x, bad=True)
-    optimizer.step()
-    assert said == [
-        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
-    ]
 
 
 def test_optimizers_that_share_a_parameter_skip_together():

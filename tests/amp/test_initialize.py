@@ -90,21 +90,6 @@ def test_bad_options_are_refused_and_change_nothing(level, kwargs, error, match)
     assert not hasattr(amp._amp_state, "opt_properties")
 
 
-def test_strings_from_argparse_are_taken():
-    model, optimizer = pair()
-    amp.initialize(
-        model,
-        optimizer,
-        opt_level="O2",
-        keep_batchnorm_fp32="True",
-        loss_scale="64.0",
-        verbosity=False,
-    )
-    options = amp._amp_state.opt_properties
-    assert (options.keep_batchnorm_fp32, options.loss_scale) == (True, 64.0)
-    assert amp._amp_state.loss_scalers[0].loss_scale() == 64.0
-
-
 @pytest.mark.parametrize("level", DEFAULTS)
 def test_return_shapes(level):
     model, optimizer = pair()
@@ -336,33 +321,6 @@ def test_old_workers():
     state = {"a": torch.ones(1).half(), "b": 3}
     O2StateDictHook(lambda t: t.float())(None, state, "", None)
     assert state["a"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("level", DEFAULTS)
-def test_reset_undoes_everything(level):
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = optimizer.step.__func__
-    params = list(model.parameters())
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, verbosity=0, init_scale=4.0
-    )
-    with amp.scale_loss(model(torch.randn(4, 3)).float().pow(2).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    amp.reset()
-    assert optimizer.step.__func__ is step
-    assert not hasattr(optimizer, "_amp_stash")
-    assert all(a is b for a, b in zip(params, optimizer.param_groups[0]["params"], strict=True))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert all(p in optimizer.state for p in params)
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
-    assert not any(m._state_dict_hooks for m in model.modules())
-    assert not any(m._load_state_dict_pre_hooks for m in model.modules())
-    assert not torch.is_autocast_enabled("cpu")
-    model(torch.randn(4, 3)).sum().backward()
-    optimizer.step()
 
 
 def test_the_text_on_batchnorm_at_o1_says_what_is_the_case():

@@ -1,7 +1,5 @@
 """What ``initialize`` refuses changes nothing: it checks everything before its first change."""
 
-import types
-
 import pytest
 import torch
 import torch.distributed.checkpoint.state_dict  # or the first initialize at O2 imports it
@@ -210,15 +208,6 @@ def test_a_weight_is_added_once(level):
     assert len(list(amp.master_params(optimizer))) == 3
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_weight_may_be_in_two_optimizers_and_two_calls(level):
-    model = nn.Linear(2, 2)
-    pair = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    for _ in range(2):
-        amp.initialize(model, pair, opt_level=level, verbosity=0)
-    assert pair[0].param_groups[0]["params"][0] is pair[1].param_groups[0]["params"][0]
-
-
 def test_a_weight_beside_its_master_is_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -229,19 +218,6 @@ def test_a_weight_beside_its_master_is_refused():
 
 
 # -- registrations ---------------------------------------------------------------------------------
-
-
-def test_a_registration_holds_for_every_initialize_until_reset():
-    library = types.SimpleNamespace(scores=lambda x: x * 1.0)
-    amp.register_float_function(library, "scores")
-    for _ in range(2):
-        amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
-        assert library.scores(torch.ones(2).half()).dtype == torch.float32
-    amp.init()
-    assert library.scores(torch.ones(2).half()).dtype == torch.float32
-    amp.reset()
-    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
-    assert library.scores(torch.ones(2).half()).dtype == torch.float16
 
 
 @pytest.mark.parametrize(
@@ -259,20 +235,6 @@ def test_a_registration_that_cannot_work_is_refused_when_it_is_made(owner, name,
         amp.register_half_function(owner, name)
     assert process() == before
     amp.initialize(model, opt_level="O1", verbosity=0)
-
-
-def test_registering_a_function_changes_nothing_yet():
-    class Base:
-        @staticmethod
-        def function(x):
-            return x
-
-    class Derived(Base):
-        pass
-
-    before = dict(vars(Derived)), dict(vars(Base))
-    amp.register_half_function(Derived, "function")
-    assert (dict(vars(Derived)), dict(vars(Base))) == before
 
 
 class Slotted:
