@@ -154,20 +154,6 @@ def test_a_half_loss_is_scaled_in_float32():
         assert (scaled_loss.dtype, scaled_loss.item()) == (torch.float32, 2 * 65536.0)
 
 
-def test_optimizers_that_share_a_parameter_skip_together():
-    """Those of one handle are one training, as those of one initialize."""
-    model, first, x = small()
-    second = torch.optim.SGD([model.weight], lr=1.0)
-    handle = amp.init()
-    first, second = handle.wrap_optimizer(first), handle.wrap_optimizer(second)
-    block(first, model, x)
-    block(second, model, x, bad=True)
-    before = [p.clone() for p in model.parameters()]
-    first.step()
-    second.step()
-    assert same(before, model.parameters())
-
-
 # -- several losses: handle.wrap_optimizer --------------------------------------------------------
 
 
@@ -236,6 +222,26 @@ def test_an_exception_in_a_block_changes_nothing():
     assert model(x).dtype == torch.float16
 
 
+@pytest.mark.parametrize("scale", [128.0, "128"])
+def test_a_static_scale_is_that_of_every_scaler(scale):
+    model, optimizer, x = small()
+    handle = amp.init(loss_scale=scale)
+    loss = model(x).float().mean()
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.item() == 128.0 * loss.item()
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), num_loss=2)
+    for _ in range(2):
+        loss = model(x).float().mean()
+        with optimizer.scale_loss(loss) as scaled_loss:
+            assert scaled_loss.item() == 128.0 * loss.item()
+            scaled_loss.backward()
+    assert torch.equal(model.bias.grad, torch.ones(2))
+    optimizer.step()
+
+
+# -- handles that do nothing, or no longer --------------------------------------------------------
+
+
 def test_an_inactive_handle_passes_the_loss_through():
     model, optimizer, x = small()
     handle = amp.init()
@@ -283,26 +289,6 @@ def test_a_closure_while_the_handle_is_inactive(way):
         wrapped.step()
         assert not amp.stepped(wrapped)
         assert scales(wrapped) == [2.0**15]
-
-
-@pytest.mark.parametrize("scale", [128.0, "128"])
-def test_a_static_scale_is_that_of_every_scaler(scale):
-    model, optimizer, x = small()
-    handle = amp.init(loss_scale=scale)
-    loss = model(x).float().mean()
-    with handle.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss.item() == 128.0 * loss.item()
-    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), num_loss=2)
-    for _ in range(2):
-        loss = model(x).float().mean()
-        with optimizer.scale_loss(loss) as scaled_loss:
-            assert scaled_loss.item() == 128.0 * loss.item()
-            scaled_loss.backward()
-    assert torch.equal(model.bias.grad, torch.ones(2))
-    optimizer.step()
-
-
-# -- handles that do nothing, or no longer --------------------------------------------------------
 
 
 @pytest.mark.parametrize("kwargs", [{"enabled": False}, {"enable": False}])

@@ -14,7 +14,7 @@ from apex import amp
 from apex.amp import handle, opt, scaler
 from apex.amp.frontend import Properties, opt_levels
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
-from tests.amp.levels import batches, net, same, start
+from tests.amp.levels import start
 
 SIGNATURES = {
     amp.initialize: "models, optimizers=None, enabled=True, opt_level='O1', cast_model_type=None, "
@@ -227,9 +227,6 @@ def test_the_tensor_lists_are_a_snapshot():
         torch_overrides.FP32_FUNCS.remove("sigmoid")
 
 
-# -- gradients after a pass ------------------------------------------------------------------------
-
-
 # -- a step that is skipped ------------------------------------------------------------------------
 
 
@@ -261,19 +258,3 @@ def test_options_are_spoken_in_the_old_form(caplog):
     assert "loss_scale             : 4.0" in lines
     names = [line.partition(" ")[0] for line in lines if " : " in line]
     assert names == 2 * list(Properties().options)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_unscaling_by_hand_gives_the_bits_of_the_engine(level):
-    """There is one path, so old callers of the scaler's methods get what a pass gets."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    amp._amp_state.loss_scalers[0]._loss_scale = 1000.0  # no power of two: every bit counts
-    ((x, y),) = batches(1)
-    with amp.scale_loss(nn.functional.cross_entropy(model(x), y), optimizer) as scaled:
-        scaled.backward()
-        left = [p.grad.clone() for p in model.parameters()]
-    by_hand = [torch.empty(g.shape) for g in left]
-    amp._amp_state.loss_scalers[0].unscale(left, by_hand, None)
-    assert same(by_hand, [p.grad for p in amp.master_params(optimizer)])
