@@ -161,9 +161,6 @@ def assert_rounded_after_float32(
     assert error <= allowed, f"rms error {error:.3e}, allowed {allowed:.3e}"
 
 
-# A float32 gradient by torch.func, through other functions of torch, beside autograd's.
-TRANSFORMED = {"rtol": 1e-4, "atol": 1e-5}
-
 # Losses of six steps of SGD at each level, relative, ours against torch's layer: what rounding the
 # output of a norm changes. Largest seen: 1.1e-7, 2.2e-5 and 1.8e-4; a rounding's eighth.
 SAME_TRAINING = {torch.float32: 2e-6, torch.float16: 2.0**-13, torch.bfloat16: 2.0**-10}

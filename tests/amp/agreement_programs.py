@@ -13,13 +13,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from apex.amp.gradients import overflow
 from apex.optimizers import FusedAdam
-from tests.amp.hand import Hand
 
 RANKS = (0, 1)
 SCALE, WINDOW = 2.0**8, 2  # two clean steps let the scale grow
@@ -348,10 +348,22 @@ def pipeline(rank, page):
 
 
 def pipeline_by_hand():
-    """The same in one process at O2: all weights, and the scale."""
-    hand = Hand(_whole(), sgd, "O2")
+    """The same in one process with float16 weights and float32 masters: masters, and the scale."""
+    model, scale = _whole(), 2.0**16
+    masters = copies(model.parameters())
+    model.half()
+    optimizer = sgd(masters)
     for number, (x, y) in enumerate(labelled(0, 6), 1):
-        hand.zero_grad()
-        hand.backward(hand.loss(x, y), _poison if number == 3 else None)
-        hand.step()
-    return hand.weights(), hand.scale.value
+        model.zero_grad()
+        (F.cross_entropy(model(x.half()).float(), y) * scale).backward()
+        if number == 3:
+            _poison(model)
+        for master, param in zip(masters, model.parameters(), strict=True):
+            master.grad = param.grad.float() / scale
+        if all(bool(master.grad.isfinite().all()) for master in masters):
+            optimizer.step()
+            for master, param in zip(masters, model.parameters(), strict=True):
+                param.data.copy_(master)
+        else:
+            scale /= 2
+    return masters, scale

@@ -37,6 +37,40 @@ def _end(optimizer):
     return params, amp.state_dict()["loss_scaler0"], amp.stepped(optimizer)
 
 
+def _two_optimizers(level, **options):
+    """Two layers, each with an optimizer of its own."""
+    amp.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    options = {"loss_scale": "dynamic", "init_scale": 128.0, **options}
+    return amp.initialize(model, pair, opt_level=level, verbosity=0, **options)
+
+
+def _all_reduce(optimizer):
+    for param in amp.master_params(optimizer):
+        dist.all_reduce(param.grad)
+
+
+def _train(wrapper, optimizer, rank, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
+        optimizer.step()
+
+
+def _train_twice_a_step(forward, wrapper, optimizer, rank):
+    """Two passes a step, of which the second reduces the sum."""
+    for step in range(3):
+        optimizer.zero_grad()
+        first, second = (_inputs(rank, 2 * step + n).requires_grad_() for n in range(2))
+        with wrapper.no_sync():
+            _block(forward(first).float().square().mean(), optimizer)
+        _block(forward(second).float().square().mean(), optimizer)
+        optimizer.step()
+    return _end(optimizer)
+
+
 class Checkpointed(nn.Module):
     """Recomputes the whole model in backward."""
 
@@ -49,17 +83,10 @@ class Checkpointed(nn.Module):
 
 
 def recomputed_under_no_sync(rank, level, use_reentrant):
-    """Ranks begin differently; the second of two passes reduces the sum."""
+    """Ranks begin differently."""
     model, optimizer = _start(level, seed=rank)
     wrapper = DistributedDataParallel(Checkpointed(model, use_reentrant))
-    for step in range(3):
-        optimizer.zero_grad()
-        first, second = (_inputs(rank, 2 * step + n).requires_grad_() for n in range(2))
-        with wrapper.no_sync():
-            _block(wrapper(first).float().square().mean(), optimizer)
-        _block(wrapper(second).float().square().mean(), optimizer)
-        optimizer.step()
-    return _end(optimizer)
+    return _train_twice_a_step(wrapper, wrapper, optimizer, rank)
 
 
 def another_forward_under_no_sync(rank, level):
@@ -84,13 +111,7 @@ def a_part_is_wrapped(rank, level):
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
     model[0] = part = DistributedDataParallel(model[0])
-    for step in range(3):
-        optimizer.zero_grad()
-        with part.no_sync():
-            _block(model(_inputs(rank, 2 * step)).float().square().mean(), optimizer)
-        _block(model(_inputs(rank, 2 * step + 1)).float().square().mean(), optimizer)
-        optimizer.step()
-    return _end(optimizer)
+    return _train_twice_a_step(model, part, optimizer, rank)
 
 
 def reduced_by_hand(rank, level, delay_overflow_check):
@@ -101,8 +122,7 @@ def reduced_by_hand(rank, level, delay_overflow_check):
         x = _inputs(rank, step) * (math.inf if rank == step == 1 else 1.0)
         loss = model(x).float().square().mean()
         _block(loss, optimizer, delay_overflow_check=delay_overflow_check)
-        for param in amp.master_params(optimizer):
-            dist.all_reduce(param.grad)
+        _all_reduce(optimizer)
         optimizer.step()
         if step == 1:
             assert not amp.stepped(optimizer)
@@ -111,13 +131,7 @@ def reduced_by_hand(rank, level, delay_overflow_check):
 
 def reduced_before_each_step(rank, level):
     """Two optimizers of one pass; each has its gradients reduced just before its step."""
-    amp.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
-    amp.initialize(
-        model, pair, opt_level=level, verbosity=0, loss_scale="dynamic", init_scale=128.0
-    )
+    model, pair = _two_optimizers(level)
     taken = []
     for step in range(3):
         model.zero_grad()
@@ -126,8 +140,7 @@ def reduced_before_each_step(rank, level):
             if rank == step == 1:
                 model[1].weight.grad.fill_(math.inf)
         for optimizer in pair:
-            for param in amp.master_params(optimizer):
-                dist.all_reduce(param.grad)
+            _all_reduce(optimizer)
             optimizer.step()
             taken.append(amp.stepped(optimizer))
     assert taken == [True, True, True, False, True, True]
@@ -141,11 +154,29 @@ def dropped_by_the_program(rank, level):
         optimizer.zero_grad()
         x = _inputs(rank, step) * (math.inf if rank == 1 and step < 3 else 1.0)
         _block(model(x).float().square().mean(), optimizer)
-        for param in amp.master_params(optimizer):
-            dist.all_reduce(param.grad)
+        _all_reduce(optimizer)
         if torch.isfinite(amp.clip_grad_norm_(optimizer, 1.0)):
             optimizer.step()
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 16.0
+    return _end(optimizer)
+
+
+def evaluated_first(rank, level, throughout):
+    """Ranks begin differently; the model is evaluated on rank 0 alone, or in that mode throughout.
+
+    The second is fine-tuning with frozen statistics.
+    """
+    model, optimizer = _start(level, seed=rank)
+    wrapper = DistributedDataParallel(model)
+    wrapper.eval()
+    if not throughout:
+        if rank == 0:
+            wrapper(_inputs(rank, 0))
+        wrapper.train()
+        if rank == 0:
+            with torch.no_grad():
+                wrapper(_inputs(rank, 0))
+    _train(wrapper, optimizer, rank, 2)
     return _end(optimizer)
 
 
@@ -165,34 +196,6 @@ def after_forwards_that_nobody_used(rank, level):
         ledger = optimizer._amp_stash.ledger
         assert ledger.scaled is None
         assert all(param.grad is not None for param in amp.master_params(optimizer))
-        optimizer.step()
-    return _end(optimizer)
-
-
-def evaluated_on_one_rank_first(rank, level):
-    """Ranks begin differently, and rank 0 alone evaluates before the training."""
-    model, optimizer = _start(level, seed=rank)
-    wrapper = DistributedDataParallel(model)
-    if rank == 0:
-        wrapper.eval()
-        wrapper(_inputs(rank, 0))
-        wrapper.train()
-        with torch.no_grad():
-            wrapper(_inputs(rank, 0))
-    for step in range(2):
-        optimizer.zero_grad()
-        _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
-        optimizer.step()
-    return _end(optimizer)
-
-
-def trained_in_evaluation_mode(rank, level):
-    """Fine-tuning with frozen statistics: the model is in evaluation mode throughout."""
-    model, optimizer = _start(level, seed=rank)
-    wrapper = DistributedDataParallel(model.eval())
-    for step in range(2):
-        optimizer.zero_grad()
-        _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
         optimizer.step()
     return _end(optimizer)
 
@@ -218,12 +221,7 @@ def partly_ignored(rank, level):
 
 def two_overflows_of_one_pass(rank, level, hysteresis):
     """Both optimizers of a pass find the inf that was reduced: the scale backs off once."""
-    amp.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
-    options = {"init_scale": 128.0, "hysteresis": hysteresis, "loss_scale": "dynamic"}
-    amp.initialize(model, pair, opt_level=level, verbosity=0, **options)
+    model, pair = _two_optimizers(level, hysteresis=hysteresis)
     for _ in range(4):
         model.zero_grad()
         with amp.scale_loss(model(_inputs(rank, 0)).float().square().mean(), pair) as scaled:
@@ -231,8 +229,7 @@ def two_overflows_of_one_pass(rank, level, hysteresis):
             for part in model if hysteresis == 1 else model[:1]:
                 part.weight.grad.fill_(math.inf)
         for optimizer in pair:
-            for param in amp.master_params(optimizer):
-                dist.all_reduce(param.grad)
+            _all_reduce(optimizer)
             optimizer.step()
     scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
     assert scale == (8.0 if hysteresis == 1 else 16.0), scale
@@ -248,8 +245,7 @@ def in_a_group_of_one(rank, level):
         optimizer.zero_grad()
         x = _inputs(rank, step) * (math.inf if rank == step == 1 else 1.0)
         _block(wrapper(x).float().square().mean(), optimizer)
-        for param in amp.master_params(optimizer):
-            dist.all_reduce(param.grad)
+        _all_reduce(optimizer)
         optimizer.step()
     return _end(optimizer)
 
@@ -291,10 +287,7 @@ def joined(rank, level):
     model, optimizer = _start(level)
     wrapper = DistributedDataParallel(model)
     with wrapper.join():
-        for step in range(2 + rank):
-            optimizer.zero_grad()
-            _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
-            optimizer.step()
+        _train(wrapper, optimizer, rank, 2 + rank)
     return _end(optimizer)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from apex import amp
 from apex.amp import _speech
+from tests.amp import levels
 
 from .functions import calls, convert
 
@@ -54,20 +55,55 @@ def iterate(model, optimizer):
     with amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
     optimizer.step()
+    return loss.detach()
 
 
 def start(verbosity, level="O1"):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity)
+    return levels.start(level, Net(), lr=0.01, verbosity=verbosity)
 
 
 def test_the_tutorials_network(lines):
+    """In each iteration, in evaluation, and with the values that it has without a log."""
+    torch.manual_seed(0)
+    want = iterate(*start(1))
+    torch.manual_seed(0)
     model, optimizer = start(2)
     lines()
-    for _ in range(3):
-        iterate(model, optimizer)
+    assert torch.equal(iterate(model, optimizer), want)
+    assert lines() == TUTORIAL
+    iterate(model, optimizer)
+    assert lines() == TUTORIAL
+    model.eval()
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.randn(2, 1, 28, 28))
         assert lines() == TUTORIAL
+
+
+@pytest.mark.parametrize(
+    ("level", "verbosity"),
+    [("O1", 0), ("O1", 1), ("O1", True), ("O1", 3), ("O0", 2), ("O2", 2), ("O5", 2)],
+)
+def test_silent_at_other_verbosities_and_at_levels_without_function_casts(lines, level, verbosity):
+    iterate(*start(verbosity, level))
+    assert not lines()
+
+
+def test_recurrent_weights_are_spoken_of(lines):
+    model = amp.initialize(nn.LSTM(2, 3), opt_level="O1", verbosity=2)
+    lines()
+    model(torch.randn(4, 1, 2))
+    # input, two hidden states, four weights
+    assert lines() == {"Float->Half (lstm)": 7}
+
+
+def test_the_log_is_the_threads(lines):
+    start(2)
+    lines()
+    thread = threading.Thread(target=levels.product)
+    thread.start()
+    thread.join()
+    assert not lines()
 
 
 def test_the_tutorials_network_in_bfloat16(lines):
@@ -91,43 +127,6 @@ def test_the_log_in_bfloat16_is_true(lines):
         logged = any(f"({name})" in line for line in lines())
         is_cast = isinstance(result, torch.Tensor) and result.dtype != source
         assert logged == is_cast, (space, name)
-
-
-def test_the_tutorials_network_with_init(lines):
-    amp.init(verbose=True)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(3):
-        loss = F.nll_loss(model(torch.randn(2, 1, 28, 28)), torch.tensor([1, 2]))
-        with amp.disable_casts():
-            loss.backward()
-            optimizer.step()
-        assert lines() == TUTORIAL
-
-
-def test_evaluation_after_training(lines):
-    model, optimizer = start(2)
-    iterate(model, optimizer)
-    lines()
-    model.eval()
-    for _ in range(2):
-        with torch.no_grad():
-            model(torch.randn(2, 1, 28, 28))
-        assert lines() == TUTORIAL
-
-
-@pytest.mark.parametrize("verbosity", [0, 1, False, True, 3])
-def test_silent_at_other_verbosities(lines, verbosity):
-    model, optimizer = start(verbosity)
-    iterate(model, optimizer)
-    assert not lines()
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_silent_at_levels_without_function_casts(lines, level):
-    model, optimizer = start(2, level)
-    iterate(model, optimizer)
-    assert not lines()
 
 
 def test_what_each_kind_of_cast_says(lines):
@@ -166,14 +165,6 @@ def test_what_each_kind_of_cast_says(lines):
     assert not lines()
 
 
-def test_recurrent_weights_are_spoken_of(lines):
-    model = amp.initialize(nn.LSTM(2, 3), opt_level="O1", verbosity=2)
-    lines()
-    model(torch.randn(4, 1, 2))
-    # input, two hidden states, four weights
-    assert lines() == {"Float->Half (lstm)": 7}
-
-
 def test_the_log_ends_with_its_casts(lines):
     start(2)
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=1)
@@ -184,15 +175,6 @@ def test_the_log_ends_with_its_casts(lines):
     amp.reset()
     lines()
     Net()(torch.randn(2, 1, 28, 28))
-    assert not lines()
-
-
-def test_the_log_is_the_threads(lines):
-    start(2)
-    lines()
-    thread = threading.Thread(target=lambda: torch.ones(2, 2).mm(torch.ones(2, 2)))
-    thread.start()
-    thread.join()
     assert not lines()
 
 
@@ -213,14 +195,3 @@ def test_the_log_leaves_other_modes_in_place(lines):
         assert counting.calls == 2
     torch.mm(x, x)
     assert counting.calls == 2
-
-
-def test_values_are_those_without_a_log(lines):
-    def losses(verbosity):
-        torch.manual_seed(0)
-        model, optimizer = start(verbosity)
-        model.eval()
-        return [model(torch.randn(2, 1, 28, 28)), iterate(model, optimizer), *model.parameters()]
-
-    for one, other in zip(losses(2), losses(0), strict=True):
-        assert one is other is None or torch.equal(one, other)

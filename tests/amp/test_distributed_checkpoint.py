@@ -8,7 +8,7 @@ from torch import nn
 
 from apex import amp
 from apex.optimizers import FusedAdam
-from tests.amp.hand import same
+from tests.amp.levels import same
 
 pytestmark = pytest.mark.dist
 MAKERS = [
@@ -40,8 +40,10 @@ def train(model, optimizer, steps):
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("maker", MAKERS, ids=["SGD", "momentum", "Adam", "FusedAdam"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize(
+    ("level", "maker"),
+    [("O0", MAKERS[3]), ("O1", MAKERS[0]), *(("O2", maker) for maker in MAKERS), ("O5", MAKERS[3])],
+)
 def test_a_resumed_run_is_the_run_bit_for_bit(level, maker, flatten):
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -57,13 +59,8 @@ def test_a_resumed_run_is_the_run_bit_for_bit(level, maker, flatten):
     assert [list(map(id, group["params"])) for group in optimizer.param_groups] == groups
     straight_on = train(model, optimizer, range(3, 6))
     model, optimizer = make(level, maker)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=saved[0],
-        optim_state_dict=saved[1],
-        options=options,
-    )
+    parts = dict(zip(("model_state_dict", "optim_state_dict"), saved, strict=True))
+    set_state_dict(model, optimizer, **parts, options=options)
     assert same(train(model, optimizer, range(3, 6)), straight_on)
 
 

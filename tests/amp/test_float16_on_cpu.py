@@ -12,7 +12,17 @@ from torch import nn
 from apex import amp, fp16_utils
 from apex.amp.casting import cpu_float16
 from apex.bench.precision import precision
+from tests.amp.levels import cast, same, start
 from tests.tolerance import ROUNDED_ONCE
+
+
+def operands(shapes):
+    return [torch.randn(shape).half().requires_grad_() for shape in shapes]
+
+
+def widened(tensors, dtype):
+    return [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+
 
 ATEN = torch.ops.aten
 
@@ -25,7 +35,6 @@ def products():
     return {
         "linear": (F.linear, (32, 70), (33, 70), (33,)),
         "linear of 3-D, no bias": (F.linear, (3, 16, 70), (33, 70)),
-        "linear of one row": (F.linear, (1, 70), (33, 70), (33,)),
         "linear of no row": (F.linear, (0, 70), (33, 70), (33,)),
         "matmul": (torch.matmul, (3, 20, 70), (3, 70, 30)),
         "matmul of a transposed view": (lambda a, b: a.mT @ b, (70, 20), (70, 30)),
@@ -38,41 +47,34 @@ def products():
         "addbmm": (torch.addbmm, (20, 30), (3, 20, 70), (3, 70, 30)),
         "conv2d": (F.conv2d, image, weight, bias),
         "conv2d, strided, no bias": (lambda *t: F.conv2d(*t, **strided), image, weight),
-        "conv2d, channels_last": (lambda x, *t: F.conv2d(x.to(memory_format=like), *t),
-                                  image, weight, bias),
+        "conv2d, channels_last": (
+            lambda x, *t: F.conv2d(x.to(memory_format=like), *t), image, weight, bias
+        ),
         "conv2d, not contiguous": (lambda x, *t: F.conv2d(x.mT, *t), image, weight, bias),
         "conv2d, groups": (lambda *t: F.conv2d(*t, groups=4), image, (12, 2, 3, 3), bias),
-        "conv2d, depthwise": (lambda *t: F.conv2d(*t, groups=8), image, (8, 1, 3, 3)),
         "conv2d, no batch": (F.conv2d, image[1:], weight, bias),
         "conv2d of nothing": (F.conv2d, (0, 8, 9, 9), weight, bias),
-        "conv1d": (F.conv1d, (4, 8, 20), (12, 8, 3), bias),
         "conv3d": (F.conv3d, (2, 4, 6, 6, 6), (6, 4, 3, 3, 3), (6,)),
-        "conv_transpose2d": (lambda *t: F.conv_transpose2d(*t, stride=2, output_padding=1),
-                             image, (8, 12, 3, 3), bias),
-        "conv_transpose1d, groups": (lambda *t: F.conv_transpose1d(*t, groups=2),
-                                     (4, 8, 20), (8, 6, 3), bias),
+        "conv_transpose1d, groups": (
+            lambda *t: F.conv_transpose1d(*t, groups=2), (4, 8, 20), (8, 6, 3), bias
+        ),
     }  # fmt: skip
+
+
+def test_only_the_gradients_that_are_asked_for():
+    on()
+    x, weight, bias = operands([(4, 8, 9, 9), (12, 8, 3, 3), (12,)])
+    for wanted in ([weight], [x], [bias], [x, bias]):
+        found = torch.autograd.grad(F.conv2d(x, weight, bias).sum(), wanted)
+        assert [t.dtype for t in found] == [torch.float16] * len(wanted)
+        assert [t.shape for t in found] == [t.shape for t in wanted]
 
 
 PRODUCTS = products()
 
 
-@pytest.fixture(autouse=True)
-def _off_afterwards():
-    yield
-    amp.reset()
-
-
 def on(dtype=torch.float16):
     cpu_float16.begin(dtype, ["cpu"])
-
-
-def operands(shapes):
-    return [torch.randn(shape).half().requires_grad_() for shape in shapes]
-
-
-def widened(tensors, dtype):
-    return [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
 
 
 def with_gradients(function, tensors, grad=None):
@@ -128,15 +130,6 @@ def test_a_second_derivative_is_the_float64_one_rounded_once(name):
         grad, other = torch.randn_like(function(*tensors)), torch.randn_like(tensors[0])
     exact = second(widened(tensors, torch.float64), grad, other)
     assert share(second(tensors, grad, other), exact) >= ROUNDED_ONCE
-
-
-def test_only_the_gradients_that_are_asked_for():
-    on()
-    x, weight, bias = operands([(4, 8, 9, 9), (12, 8, 3, 3), (12,)])
-    for wanted in ([weight], [x], [bias], [x, bias]):
-        found = torch.autograd.grad(F.conv2d(x, weight, bias).sum(), wanted)
-        assert [t.dtype for t in found] == [torch.float16] * len(wanted)
-        assert [t.shape for t in found] == [t.shape for t in wanted]
 
 
 def test_a_result_above_the_range_is_inf_and_a_sum_through_it_is_not():
@@ -203,54 +196,56 @@ def test_a_recurrent_layer_is_the_float32_one_rounded_once(name, packed):
         given = x.to(dtype).requires_grad_()
         source = given
         if packed:
-            first = layer.batch_first
-            source = nn.utils.rnn.pack_padded_sequence(given, [5] * 4 + [3] * 3 if first else
-                                                       [7, 6, 6, 3, 1], first)  # fmt: skip
+            lengths = [5] * 4 + [3] * 3 if layer.batch_first else [7, 6, 6, 3, 1]
+            source = nn.utils.rnn.pack_padded_sequence(given, lengths, layer.batch_first)
         output, hidden = layer(source)
         results = flat([output.data if packed else output, hidden])
-        weights = list(layer.parameters())
         ones = [torch.ones_like(r) for r in results]
-        return results, torch.autograd.grad(results, [given, *weights], ones)
+        return results, torch.autograd.grad(results, [given, *layer.parameters()], ones)
 
     ours, our_grads = run(torch.float16)
     with torch.no_grad():
         plain = flat(layer(x))
     with torch.inference_mode():
-        assert all(torch.equal(a, b) for a, b in zip(plain, flat(layer(x)), strict=True))
+        assert same(plain, flat(layer(x)))
     theirs, their_grads = run(torch.float32)
     for one, other in zip([*ours, *our_grads], [*theirs, *their_grads], strict=True):
         assert one.dtype == torch.float16
         assert torch.equal(one, other.half())
     if not packed:
-        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+        assert same(plain, ours)
 
 
 # -- what is left alone ---------------------------------------------------------------------------
 
 
-def left_alone():
-    half, ints = torch.randn(6, 6).half(), torch.arange(36).view(6, 6)
-    image, weight = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
-    return [
-        torch.mm(half, half, out=torch.empty(6, 6).half()),
-        torch.ones(6, 6).half().addmm_(half, half),
-        ints @ ints,
-        *(half.to(d) @ half.to(d) for d in (torch.bfloat16, torch.float32, torch.float64)),
-        *(F.conv2d(image.to(d), weight.to(d)) for d in (torch.bfloat16, torch.float32)),
-        F.scaled_dot_product_attention(*[torch.randn(1, 1, 4, 8)] * 3),
-        half + half,
-    ]
-
-
 def test_what_is_left_alone():
-    amp.reset()
-    torch.manual_seed(1)
+    def left_alone():
+        torch.manual_seed(1)
+        half, ints = torch.randn(6, 6).half(), torch.arange(36).view(6, 6)
+        image, weight = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
+        return [
+            torch.mm(half, half, out=torch.empty(6, 6).half()),
+            torch.ones(6, 6).half().addmm_(half, half),
+            ints @ ints,
+            *(half.to(d) @ half.to(d) for d in (torch.bfloat16, torch.float32, torch.float64)),
+            *(F.conv2d(image.to(d), weight.to(d)) for d in (torch.bfloat16, torch.float32)),
+            F.scaled_dot_product_attention(*[torch.randn(1, 1, 4, 8)] * 3),
+            half + half,
+        ]
+
     before = left_alone()
     on()
-    torch.manual_seed(1)
     after = left_alone()
     assert [t.dtype for t in before] == [t.dtype for t in after]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert same(before, after)
+
+
+def autocast_at_o4():
+    start("O4", nn.Linear(2, 2))
+    assert not cpu_float16.is_on()
+    with amp.autocast(dtype=torch.float16):
+        pass
 
 
 MIXED = {
@@ -289,28 +284,11 @@ def test_what_autograd_saves_stays_float16():
 # -- when -----------------------------------------------------------------------------------------
 
 
-def autocast_block():
-    with amp.autocast():
-        pass
-
-
-def bfloat16_then_float16():
-    start("O4")
-    assert not cpu_float16.is_on()
-    with amp.autocast(dtype=torch.float16):
-        pass
-
-
-def start(level):
-    model = nn.Linear(2, 2)
-    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=level, verbosity=0)
-
-
 BEGINNINGS = {
-    **{level: lambda level=level: start(level) for level in ("O1", "O2", "O3")},
+    **{level: lambda level=level: start(level, nn.Linear(2, 2)) for level in ("O1", "O2", "O3")},
     "init": amp.init,
-    "autocast": autocast_block,
-    "autocast at O4": bfloat16_then_float16,
+    "autocast": amp.autocast()(lambda: None),
+    "autocast at O4": autocast_at_o4,
     "network_to_half": lambda: fp16_utils.network_to_half(nn.Linear(2, 2)),
     "FP16Model": lambda: fp16_utils.FP16Model(nn.Linear(2, 2)),
     "FP16_Optimizer": lambda: fp16_utils.FP16_Optimizer(
@@ -321,7 +299,6 @@ BEGINNINGS = {
 
 @pytest.mark.parametrize("begin", BEGINNINGS.values(), ids=BEGINNINGS)
 def test_on_from_the_first_float16_until_reset(begin):
-    amp.reset()
     assert not cpu_float16.is_on()
     begin()
     assert cpu_float16.is_on()
@@ -329,22 +306,15 @@ def test_on_from_the_first_float16_until_reset(begin):
     assert not cpu_float16.is_on()
 
 
-@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_off_at_levels_without_float16(level):
-    amp.reset()
-    start(level)
+def test_off_without_float16_and_on_other_devices():
+    for level in ("O0", "O4", "O5"):
+        start(level, nn.Linear(2, 2))
     fp16_utils.convert_network(nn.Linear(2, 2), torch.bfloat16)
-    assert not cpu_float16.is_on()
-
-
-def test_off_on_other_devices():
-    amp.reset()
-    amp.initialize(nn.Linear(2, 2, device="meta"), opt_level="O3", verbosity=0)
+    cast("O3", nn.Linear(2, 2, device="meta"))
     assert not cpu_float16.is_on()
 
 
 def test_off_gives_torchs_own_numbers():
-    amp.reset()
     x, weight = torch.randn(32, 600).half(), torch.randn(600, 32).half()
     image, kernel = torch.randn(2, 8, 9, 9).half(), torch.randn(12, 8, 3, 3).half()
 
@@ -354,29 +324,16 @@ def test_off_gives_torchs_own_numbers():
     plain = run()
     on()
     run()
-    cpu_float16.switch(on=False)
-    assert all(torch.equal(a, b) for a, b in zip(run(), plain, strict=True))
-
-
-def test_the_rival_in_the_benchmark_has_torchs_kernels():
-    on()
-    precision("native-fp16", torch.device("cpu")).start([], [], 1)
+    precision("native-fp16", torch.device("cpu")).start([], [], 1)  # the benchmark's rival
     assert not cpu_float16.is_on()
-
-
-def test_compiled_by_a_back_end_that_calls_operators():
-    on()
-    layer, x = nn.Linear(70, 33).half(), torch.randn(32, 70).half()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), layer(x))
-    torch._dynamo.reset()
+    assert same(run(), plain)
 
 
 # -- the process ----------------------------------------------------------------------------------
 
 
-def run_program(text, *arguments):
-    program = [sys.executable, "-W", "error", "-c", textwrap.dedent(text), *arguments]
+def run_program(text):
+    program = [sys.executable, "-W", "error", "-c", textwrap.dedent(text)]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -408,12 +365,12 @@ def test_with_float16_instructions_torchs_products_stay():
 
 
 THREADS = """
-    import sys, threading, time
+    import threading, time
     import torch
     from torch import nn
     from apex import amp
     torch.set_num_threads(1)
-    end = time.monotonic() + float(sys.argv[1])
+    end = time.monotonic() + 1
     counts = [0, 0, 0]
     def train(number, dtype):
         model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 4)).to(dtype)
@@ -437,6 +394,5 @@ THREADS = """
 """
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
-def test_initialize_and_reset_beside_threads_that_train(seconds):
-    assert min(map(int, run_program(THREADS, str(seconds)))) > 1
+def test_initialize_and_reset_beside_threads_that_train():
+    assert min(map(int, run_program(THREADS))) > 1

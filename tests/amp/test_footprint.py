@@ -76,7 +76,7 @@ def counted(model, optimizer, before):
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_table_is_what_is_found_and_reset_takes_all_of_it_off(level):
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(10)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = snapshot(model, optimizer)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
     column = LEVELS.index(level)
@@ -86,6 +86,8 @@ def test_the_table_is_what_is_found_and_reset_takes_all_of_it_off(level):
     optimizer.step()
     amp.reset()
     assert snapshot(model, optimizer) == before
+    assert set(optimizer.state) == set(model.parameters())
+    optimizer.step()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -97,3 +99,24 @@ def test_what_ends_with_a_later_initialize(level):
     amp.initialize(model, optimizer, enabled=False)
     left = {name for name, count in counted(model, optimizer, before).items() if count}
     assert left <= {name for name in table() if name.startswith("process:")}
+
+
+def test_o1_wraps_eleven_functions_of_torch_and_leaves_the_rest_alone():
+    spaces = (*SPACES, torch.nn.modules.rnn._VF)
+    before = {(space, name): value for space in spaces for name, value in vars(space).items()}
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    after = {(space, name): value for space in spaces for name, value in vars(space).items()}
+    recompute = torch.utils.checkpoint
+    assert {key for key, value in after.items() if before.get(key) is not value} == {
+        (F, "binary_cross_entropy"),
+        (F, "grid_sample"),
+        (F, "interpolate"),
+        (F, "local_response_norm"),
+        (F, "multilabel_soft_margin_loss"),
+        (torch, "matrix_exp"),
+        (torch.linalg, "matrix_exp"),
+        (torch.Tensor, "cpu"),
+        (torch.Tensor, "matrix_exp"),
+        (recompute, "_checkpoint_without_reentrant_generator"),
+        (recompute.CheckpointFunction, "forward"),
+    }

@@ -9,12 +9,35 @@ from torch import nn
 
 from apex import amp
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from tests.amp import levels
+from tests.amp.levels import HALF, cast, start
 
 from .functions import calls, convert
 
+
+def same(left, right):
+    """Assert equality of what may be no tensors."""
+    assert [one for one in left if not isinstance(one, torch.Tensor)] == [
+        one for one in right if not isinstance(one, torch.Tensor)
+    ]
+    levels.assert_same(
+        *([t for t in side if isinstance(t, torch.Tensor)] for side in (left, right))
+    )
+
+
+def begin(level):
+    cast(level, nn.Linear(1, 1))
+
+
+def check(key, args, expected):
+    """Compare with what was computed before O1's casts."""
+    begin("O1")
+    same(run(key, args), expected)
+    amp.reset()
+
+
 LISTS = (functional_overrides, torch_overrides, tensor_overrides)
 IN_PLACE = ("__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__")
-HALF = {"O1": torch.float16}
 CALLS = calls()
 
 
@@ -54,19 +77,6 @@ def by_hand(key, args, dtype):
     return result.detach(), first.grad
 
 
-def same(left, right):
-    for one, other in zip(left, right, strict=True):
-        if isinstance(one, torch.Tensor):
-            assert one.dtype == other.dtype
-            assert torch.equal(one, other)
-        else:
-            assert one == other
-
-
-def start(level):
-    amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
-
-
 def test_the_calls_cover_the_lists():
     called = {key for kind in CALLS.values() for key in kind}
     kinds = ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS")
@@ -75,30 +85,27 @@ def test_the_calls_cover_the_lists():
         for module in LISTS
         for kind in kinds
         for name in getattr(module, kind, ())
-        if name not in (*IN_PLACE, "__ipow__")  # that one is refused, see test_defects.py
+        if name not in (*IN_PLACE, "__ipow__")  # that one is refused, see below
     }
     assert called == listed
 
 
-@pytest.mark.parametrize("level", HALF)
 @each("half")
-def test_half(level, key):
-    for source in (torch.float32, HALF[level]):
+def test_half(key):
+    for source in (torch.float32, torch.float16):
         args = convert(CALLS["half"][key], source)
-        start(level)
+        begin("O1")
         with amp.disable_casts():  # float16 computes in float32 from here on
-            expected = by_hand(key, args, HALF[level])
-        same(run(key, args), expected)
-        amp.reset()
+            expected = by_hand(key, args, torch.float16)
+        check(key, args, expected)
 
 
-@pytest.mark.parametrize("level", HALF)
 @each("float")
-def test_float(level, key):
-    for source in (torch.float32, HALF[level]):
+def test_float(key):
+    for source in (torch.float32, torch.float16):
         args = convert(CALLS["float"][key], source)
         expected = by_hand(key, args, torch.float32)
-        start(level)
+        begin("O1")
         result, grad = run(key, args)
         if key[1] == "normalize":  # composite: the gradients of two casts meet in 16 bits
             assert grad.dtype == source
@@ -107,32 +114,24 @@ def test_float(level, key):
         amp.reset()
 
 
-@pytest.mark.parametrize("level", HALF)
 @each("promote")
-def test_promote(level, key):
-    half = HALF[level]
-    for sources, target in (
-        ((half, torch.float32), torch.float32),
-        ((torch.float32, half), torch.float32),
-        # Tensor.__rdiv__ is a reciprocal, which is on the float list, and a product
-        ((half,), torch.float32 if key[1] in ("__rdiv__", "__rtruediv__") else half),
-    ):
+def test_promote(key):
+    half, wide = torch.float16, torch.float32
+    # Tensor.__rdiv__ is a reciprocal, which is on the float list, and a product
+    alone = wide if key[1] in ("__rdiv__", "__rtruediv__") else half
+    for sources, target in (((half, wide), wide), ((wide, half), wide), ((half,), alone)):
         args = convert(CALLS["promote"][key], *sources)
-        expected = by_hand(key, args, target)
-        start(level)
-        same(run(key, args), expected)
-        amp.reset()
+        check(key, args, by_hand(key, args, target))
 
 
-@pytest.mark.parametrize("level", HALF)
 @each("sequence")
-def test_sequence_promote(level, key):
-    half = HALF[level]
-    for sources, target in (((half, torch.float32), torch.float32), ((half,), half)):
+def test_sequence_promote(key):
+    half, wide = torch.float16, torch.float32
+    for sources, target in (((half, wide), wide), ((half,), half)):
         args = convert(CALLS["sequence"][key], *sources)
         expected = by_hand(key, args, target)
-        start(level)
-        same(run(key, args), expected)
+        check(key, args, expected)
+        begin("O1")
         same((getattr(*key)(tensors=args[0]),), expected[:1])
         amp.reset()
 
@@ -156,7 +155,7 @@ def test_o4_is_torchs_autocast(kind):
                 if kind == "promote" and isinstance(expected[1], str):  # types that torch refuses
                     expected = _attempt(key, convert(args, torch.float32))
                     expected = expected[0], expected[1].to(args[0].dtype)
-            start("O4")
+            begin("O4")
             same(_attempt(key, args), expected)
             amp.reset()
 
@@ -165,14 +164,11 @@ def test_o4_is_torchs_autocast(kind):
 def test_float64_is_left_alone(kind):
     for key, args in CALLS[kind].items():
         args = convert(args, torch.float64)
-        expected = by_hand(key, args, torch.float64)
-        start("O1")
-        same(run(key, args), expected)
-        amp.reset()
+        check(key, args, by_hand(key, args, torch.float64))
 
 
 def test_in_place_operators_write_into_their_own_tensor():
-    start("O1")
+    begin("O1")
     x, y = torch.rand(3).half(), torch.rand(3)
     for name in IN_PLACE:
         if hasattr(torch.Tensor, name):
@@ -186,7 +182,7 @@ def test_in_place_operators_write_into_their_own_tensor():
 def test_a_dtype_asked_for_is_the_dtype_given():
     half = torch.rand(3, 4).half()
     expected = torch.linalg.vector_norm(half, dtype=torch.float16)
-    start("O1")
+    begin("O1")
     assert torch.equal(torch.linalg.vector_norm(half, dtype=torch.float16), expected)
     assert half.softmax(-1, dtype=torch.float16).dtype == torch.float16
     assert half.sum(dtype=torch.float64).dtype == torch.float64
@@ -194,7 +190,7 @@ def test_a_dtype_asked_for_is_the_dtype_given():
 
 
 def test_integers_and_complex_numbers_are_left_alone():
-    start("O1")
+    begin("O1")
     assert torch.arange(4).sum().dtype == torch.int64
     assert (torch.arange(4) ** 2).dtype == torch.int64
     assert torch.ones(2, 2, dtype=torch.int64).mv(torch.arange(2)).dtype == torch.int64
@@ -213,7 +209,7 @@ def test_integers_and_complex_numbers_are_left_alone():
 def test_what_torch_lists_and_the_original_did_not_is_half(call):
     a, b = torch.randn(3, 4), torch.randn(3, 4)
     expected = call(a.half(), b.half())
-    start("O1")
+    begin("O1")
     for left, right in ((a, b), (a.half(), b)):
         same((call(left, right),), (expected,))
 
@@ -239,7 +235,7 @@ def test_what_torch_lists_and_the_original_did_not_is_half(call):
 def test_what_torch_lists_and_the_original_did_not_is_float(call):
     half = torch.rand(3, 4).half()
     expected = call(half.float())
-    start("O1")
+    begin("O1")
     same((call(half),), (expected,))
 
 
@@ -247,14 +243,108 @@ def test_what_torch_promotes_and_the_original_did_not():
     half, wide = torch.rand(4, 4).half(), torch.rand(4, 4)
     rows = torch.zeros(4, 4, dtype=torch.int64)
     calls = [
-        torch.vdot,
+        lambda a, b: torch.vdot(a[0], b[0]),
         lambda a, b: torch.tensordot(a, b, 1),
         lambda a, b: a.scatter_add(0, rows, b),
         lambda a, b: a.index_put((torch.tensor([1]),), b[0]),
     ]
-    for call in calls:
-        args = (half[0], wide[0]) if call is torch.vdot else (half, wide)
-        amp.reset()
-        expected = call(*[arg.float() for arg in args])
-        start("O1")
-        same((call(*args),), (expected,))
+    expected = [call(half.float(), wide) for call in calls]
+    begin("O1")
+    same([call(half, wide) for call in calls], expected)
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.float16])
+def test_double_meets_narrower_tensors_as_in_torch(other):
+    x, y = torch.rand(3, dtype=torch.float64), torch.rand(3).to(other)
+    calls = (torch.add, torch.mul, torch.atan2, torch.ge, torch.Tensor.__truediv__)
+    calls += (lambda x, y: torch.cat([x, y]),)
+    expected = [call(x, y) for call in calls]
+    begin("O1")
+    same([call(x, y) for call in calls], expected)
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_prelu_and_bilinear_layers_meet_their_float32_weights(level):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.prelu, self.bilinear = nn.PReLU(), nn.Bilinear(2, 2, 3)
+
+        def forward(self, x):
+            x = self.prelu(x)
+            return x.dtype, self.bilinear(x, x)
+
+    model, optimizer = start(level, Both())
+    dtype, out = model(torch.randn(4, 2, dtype=HALF[level]))
+    assert dtype == HALF[level]
+    with amp.scale_loss(out.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in model.parameters())
+
+
+REFUSED = {  # with arguments that each takes
+    **dict.fromkeys(("acos_", "asin_", "cosh_", "exp_", "expm1_", "log_", "log10_", "log2_"), ()),
+    **dict.fromkeys(("reciprocal_", "rsqrt_", "sinh_", "tan_", "erfinv_"), ()),
+    "pow_": (2,),
+    "__ipow__": (2,),
+    "cumprod_": (0,),
+    "cumsum_": (0,),
+    "renorm_": (2, 0, 1.0),
+}
+
+
+@pytest.mark.parametrize("begin", [lambda: cast("O1", nn.Linear(1, 1)), amp.init])
+def test_in_place_functions_of_the_float_list_are_refused_on_16_bit_tensors(begin):
+    base = torch.rand(3, 3) * 0.8 + 0.1
+    types = (torch.float16, torch.bfloat16)
+    plain = {(n, d): getattr(base.to(d), n)(*args) for n, args in REFUSED.items() for d in types}
+    begin()
+    for (name, dtype), native in plain.items():
+        args, x = REFUSED[name], base.to(dtype)
+        method = "pow" if name == "__ipow__" else name.removesuffix("_")
+        for function in filter(None, (getattr(s, name, None) for s in (torch.Tensor, torch))):
+            target, wide = x.clone(), x.float()
+            with pytest.raises(NotImplementedError, match=rf"Write x = x\.{method}\(\.\.\.\)"):
+                function(target, *args)
+            assert torch.equal(target, x)
+            assert function(wide, *args) is wide
+            with amp.disable_casts():
+                assert torch.equal(function(target, *args), native)
+            with torch.autocast("cpu", dtype=dtype):  # the program's own
+                assert torch.equal(function(x.clone(), *args), native)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O4"])
+def test_in_place_functions_of_the_float_list_are_taken_elsewhere(level):
+    begin(level)
+    for x in (torch.rand(3).half(), torch.rand(3).bfloat16()):
+        assert x.exp_() is x
+
+
+def test_in_place_functions_of_an_edited_float_list(monkeypatch):
+    x = torch.rand(3).half()
+    for module in (torch_overrides, tensor_overrides):
+        names = [name for name in module.FP32_FUNCS if name != "exp"]
+        monkeypatch.setattr(module, "FP32_FUNCS", names)
+    begin("O1")
+    assert x.exp_() is x
+    with pytest.raises(NotImplementedError):
+        x.log_()
+
+
+def test_in_place_functions_are_refused_in_a_model_and_not_in_derivatives():
+    class InPlace(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).exp_()
+
+    model = cast("O1", InPlace(2, 2))
+    for level in ("O2", "O4"):
+        begin(level)
+        with pytest.raises(NotImplementedError, match="exp_ on a torch.float16 tensor"):
+            model(torch.ones(1, 2))
+    begin("O1")
+    with amp.disable_casts():
+        x = torch.rand(4, requires_grad=True)
+        norm = x.half().norm(p=3)  # its derivative calls pow_ on a float16 tensor
+    norm.backward()
+    assert torch.isfinite(x.grad).all()

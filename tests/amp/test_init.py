@@ -1,6 +1,5 @@
 """``amp.init``: its arguments in the orders of both years, and the casts it switches on."""
 
-import inspect
 import types
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 from apex import amp
 from apex.amp import _speech
 from apex.amp.handle import AmpHandle, NoOpHandle
+from tests.amp.levels import product
 from tests.amp.registrations import DECORATE, REGISTER
 
 # what the function gets for (float32, float16)
@@ -20,10 +20,6 @@ GETS = {
     "promote": (torch.float32, torch.float32),
     None: (torch.float32, torch.float16),
 }
-
-
-def product():
-    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
 # -- arguments ------------------------------------------------------------------------------------
@@ -41,30 +37,23 @@ def allows_banned():
     ("args", "kwargs", "expected"),  # has_cache, verbose, scale (None: dynamic), allows_banned
     [
         ((), {}, (True, False, None, False)),
-        ((True,), {}, (True, False, None, False)),
         # the order of 2018
-        ((True, True), {}, (True, False, None, False)),
         ((True, False), {}, (False, False, None, False)),
         ((True, True, True), {}, (True, True, None, False)),
         ((True, False, False, True), {}, (False, False, None, True)),
-        ((True, False), {"verbose": True}, (False, True, None, False)),
-        ((True, False), {"loss_scale": 128.0}, (False, False, 128.0, False)),
+        ((True, False), {"verbose": True, "loss_scale": 128.0}, (False, True, 128.0, False)),
         ((1, True), {"allow_banned": 1}, (True, False, None, True)),
         # the order of 2025
         ((True, "dynamic"), {}, (True, False, None, False)),
-        ((True, 128.0), {}, (True, False, 128.0, False)),
         ((True, 1), {}, (True, False, 1.0, False)),
         ((True, "128", False, True, True), {}, (False, True, 128.0, True)),
-        ((True, "dynamic", False), {"verbose": True}, (False, True, None, False)),
         # by name
-        ({"enable_caching": False, "verbose": True}, {}, (False, True, None, False)),
-        ({"enable": True, "enable_caching": True, "verbose": True}, {}, (True, True, None, False)),
-        ({"enabled": True, "loss_scale": 2.0}, {}, (True, False, 2.0, False)),
+        ((), {"enable": True, "enable_caching": False}, (False, False, None, False)),
+        ((), {"enabled": True, "loss_scale": 2.0, "verbose": True}, (True, True, 2.0, False)),
     ],
 )
 def test_both_orders(monkeypatch, args, kwargs, expected):
     monkeypatch.setattr(_speech, "say", lambda *_: None)
-    args, kwargs = ((), args) if isinstance(args, dict) else (args, kwargs)
     handle = amp.init(*args, **kwargs)
     assert type(handle) is AmpHandle
     scaler = handle._default_scaler
@@ -82,47 +71,21 @@ def test_disabled(args, kwargs):
     assert product() == torch.float32
 
 
-def test_the_signature_is_that_of_2025():
-    parameters = inspect.signature(amp.init).parameters.values()
-    shown = [str(p.replace(annotation=p.empty)) for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    assert shown == [
-        "enabled=True",
-        "loss_scale='dynamic'",
-        "enable_caching=True",
-        "verbose=False",
-        "allow_banned=False",
-    ]
-    assert amp.init.__name__ == "init"
-
-
 @pytest.mark.parametrize(
     ("error", "words", "args", "kwargs"),
     [
         (TypeError, "multiple values for keyword argument 'verbose'", (1, True, True), "verbose"),
-        (TypeError, "multiple values for keyword argument 'enable_c", (1, True), "enable_caching"),
         (TypeError, "multiple values for argument 'enabled'", (True, 1.0), "enabled"),
         (TypeError, "enabled and enable mean the same", (True,), "enable"),
-        (TypeError, "enabled and enable mean the same", (False, True), "enable"),
         (TypeError, "order is that of 2018.*at most 4: enabled, enable_caching", (True,) * 5, None),
-        (
-            TypeError,
-            "takes from 0 to 5 positional arguments",
-            (True, 1.0, True, True, True, 1),
-            None,
-        ),
+        (TypeError, "takes from 0 to 5 positional", (True, 1.0, True, True, True, 1), None),
         (TypeError, "enabled was 'yes'; it must be True or False", ("yes",), None),
-        (TypeError, "enabled was None; it must be True or False", (None, True), None),
         (TypeError, "enable_caching was 'dynamic'", (True, "dynamic", "dynamic"), None),
         (TypeError, "verbose was 2.0", (True, True, 2.0), None),
         (TypeError, "allow_banned was 'x'", (True, True, True, "x"), None),
         (TypeError, "loss_scale was True; it must be 'dynamic' or a number", (), "loss_scale"),
         (TypeError, r"loss_scale was \[\]; allowed are 'dynamic' and a number", (True, []), None),
-        (
-            ValueError,
-            "loss_scale was 'static'; allowed are 'dynamic' and a",
-            (True, "static"),
-            None,
-        ),
+        (ValueError, "loss_scale was 'static'; allowed are", (True, "static"), None),
         (ValueError, "loss_scale was 0.0; it must be finite, above 0", (True, 0), None),
         (ValueError, "loss_scale was nan; it must be finite", (True, float("nan")), None),
         (TypeError, "unexpected keyword argument 'opt_level'", (), "opt_level"),
@@ -149,10 +112,8 @@ def lines(monkeypatch):
 
 
 def test_a_second_init_replaces_the_casts_of_the_first(lines):
-    first, module = (
-        amp.init(True, True, True),
-        types.SimpleNamespace(own=lambda x, y: (x.dtype, y.dtype)),
-    )
+    module = types.SimpleNamespace(own=lambda x, y: (x.dtype, y.dtype))
+    first = amp.init(True, True, True)
     second = amp.init(verbose=True)
     assert product() == torch.float16
     assert lines == ["Float->Half (matmul)"] * 2  # once for each tensor, not once for each init
@@ -165,12 +126,24 @@ def test_a_second_init_replaces_the_casts_of_the_first(lines):
     assert module.own(x, x.half()) == GETS["float"]
     amp.init()
     assert module.own(x, x.half()) == GETS["float"]
+    weight = nn.Parameter(torch.ones(()))
+    with first.scale_loss(weight * 2, torch.optim.SGD([weight])) as scaled_loss:
+        assert scaled_loss.item() == 2 * 65536  # earlier handles go on scaling
     for handle in (third, first, second):
         handle._deactivate()
         assert product() == torch.float16  # not theirs any more
     amp._amp_state.handle._deactivate()
     assert product() == torch.float32
     assert torch.is_autocast_enabled("cpu") is False
+
+
+def test_an_init_after_initialize_and_the_other_way_round():
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
+    amp.init()
+    assert product() == torch.float16
+    assert model(torch.ones(1, 2)).dtype == torch.float32  # at its own level
+    amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
+    assert product() == torch.float32
 
 
 def refuses(call):
@@ -210,25 +183,6 @@ def test_what_autocast_alone_does_otherwise():
     amp._amp_state.handle._deactivate()
     handle._deactivate()
     assert seen() == plain
-
-
-def test_handles_of_earlier_calls_go_on_scaling():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    first = amp.init()
-    amp.init()
-    loss = model(torch.ones(1, 2)).float().mean()
-    with first.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss.item() == 65536 * loss.item()
-
-
-def test_an_init_after_initialize_and_the_other_way_round():
-    model = amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
-    amp.init()
-    assert product() == torch.float16
-    assert model(torch.ones(1, 2)).dtype == torch.float32  # at its own level
-    amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
-    assert product() == torch.float32
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
@@ -292,43 +246,6 @@ def gradients(call):
     return FRUFunction.seen
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", DECORATE)
-def test_a_decorated_function_calls_the_backend(kind, when):
-    def fru(x, weight):
-        return FRUFunction.apply(x, weight)
-
-    if when == "before":
-        fru = DECORATE[kind](fru)
-        assert gradients(fru) == GETS[None]
-    handle = amp.init()
-    if when == "after":
-        fru = DECORATE[kind](fru)
-    assert gradients(fru) == GETS[kind]
-    handle._deactivate()
-    assert gradients(fru) == GETS[None]
-
-
-@pytest.mark.parametrize("kind", DECORATE)
-def test_decorated_under_a_staticmethod(kind):
-    class Own(torch.autograd.Function):
-        @staticmethod
-        @DECORATE[kind]
-        def forward(ctx, x, weight):
-            return FRUFunction.forward(ctx, x, weight)
-
-        backward = staticmethod(FRUFunction.backward)
-
-    assert gradients(Own.apply) == GETS[None]
-    amp.init()
-    x = torch.ones(2, requires_grad=True)
-    out = Own.apply(x, torch.ones(2).half())
-    assert FRUFunction.seen == GETS[kind]
-    with amp.disable_casts():
-        out.float().sum().backward()
-    assert x.grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize("kind", DECORATE)
 def test_decorated_above_a_staticmethod(kind):
     for method in (staticmethod, classmethod):
@@ -338,41 +255,26 @@ def test_decorated_above_a_staticmethod(kind):
         DECORATE[kind](None)
 
 
-def backend_of(kind):
-    """A backend with ``FRUBackend`` in it, in each form that a backend may have."""
-
-    def call(x, weight):
-        return FRUFunction.apply(x, weight)
-
-    if kind == "module":
-        backend = types.ModuleType("backend")
-        backend.FRUBackend = call
-    elif kind == "class":
-        backend = type("Backend", (), {"FRUBackend": staticmethod(call)})
-    elif kind == "namespace":
-        backend = types.SimpleNamespace(FRUBackend=call)
-    else:
-        backend = types.ModuleType("backend")
-        backend.FRUBackend = type("FRUBackend", (FRUFunction,), {})
-        return backend, lambda *args: backend.FRUBackend.apply(*args)
-    return backend, lambda *args: backend.FRUBackend(*args)
-
-
-@pytest.mark.parametrize("form", ["module", "class", "namespace", "module with a Function"])
+@pytest.mark.parametrize("form", ["function", "autograd.Function"])
 @pytest.mark.parametrize("kind", REGISTER)
 def test_a_registered_backend(kind, form, lines):
-    backend, call = backend_of(form)
+    backend = types.ModuleType("backend")
+    backend.FRUBackend = lambda x, weight: FRUFunction.apply(x, weight)
+    if form == "autograd.Function":
+        backend.FRUBackend = type("FRUBackend", (FRUFunction,), {})
+
+    def call(*args):
+        return getattr(backend.FRUBackend, "apply", backend.FRUBackend)(*args)
+
     before = backend.FRUBackend
     REGISTER[kind](backend, "FRUBackend")
     assert gradients(call) == GETS[None]  # it waits
     amp.init(verbose=True)
     lines.clear()
     assert gradients(call) == GETS[kind]
-    name = "apply" if "Function" in form else "FRUBackend"
+    name = "apply" if form == "autograd.Function" else "FRUBackend"
     arrow = "Float->Half" if kind == "half" else "Half->Float"
     assert lines == [f"{arrow} ({name})"]
-    amp.init()  # the registration holds until reset
-    assert gradients(call) == GETS[kind]
     amp.reset()
     assert not (amp.amp._USER_CAST_REGISTRY | amp.amp._USER_PROMOTE_REGISTRY)
     assert backend.FRUBackend is before

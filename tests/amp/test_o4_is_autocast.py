@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex import amp
+from tests.amp.levels import assert_same, cast
 
 
 class Recurrent(nn.Module):
@@ -39,7 +39,14 @@ if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # elsewhere torch.autocast rai
     MODELS["LSTM"] = recurrent
 
 
-def measure(model, x, forward):
+def loss(model, x):
+    out = model(x)
+    return F.layer_norm(out, out.shape[-1:]).square().mean() + F.cross_entropy(
+        out.flatten(0, -2), torch.zeros(out.shape[:-1].numel(), dtype=torch.long)
+    )
+
+
+def measure(model, x):
     """Loss, gradients, and the bytes that autograd saved."""
     saved = {}
 
@@ -49,39 +56,25 @@ def measure(model, x, forward):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = forward(model, x)
-    loss.backward()
-    return [loss, *(p.grad for p in model.parameters())], sum(saved.values())
-
-
-def loss(model, x):
-    out = model(x)
-    return F.layer_norm(out, out.shape[-1:]).square().mean() + F.cross_entropy(
-        out.flatten(0, -2), torch.zeros(out.shape[:-1].numel(), dtype=torch.long)
-    )
-
-
-def under_autocast(model, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return loss(model, x)
+        value = loss(model, x)
+    with torch.autocast("cpu", enabled=False):
+        value.backward()
+    return [value, *(p.grad for p in model.parameters())], sum(saved.values())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_is_torchs(name):
     model, x = MODELS[name]()
-    theirs, their_bytes = measure(copy.deepcopy(model), x, under_autocast)
-    model = amp.initialize(model, opt_level="O4", verbosity=0)
-    ours, our_bytes = measure(model, x, loss)
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, their_bytes = measure(copy.deepcopy(model), x)
+    ours, our_bytes = measure(cast("O4", model), x)
+    assert_same(ours, theirs)
     assert our_bytes == their_bytes
 
 
 def test_an_lstm_trains_on_every_cpu():
     model, x = recurrent()
-    model = amp.initialize(model, opt_level="O4", verbosity=0)
-    out = model(x)
+    out = cast("O4", model)(x)
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Two ranks: every level, every way to accumulate and reduce, and an overflow on one rank.
+"""Two ranks: levels, ways to accumulate and reduce, and an overflow on one rank.
 
 Each cell is trained with amp and by hand; see :mod:`tests.amp.ranks`. After every step weights,
 masters, scale and skip are equal over ranks, and equal to those by hand, bit for bit.
@@ -10,19 +10,28 @@ import pytest
 import torch
 
 from tests.amp import rank_programs as programs
-from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, WAYS, Cell, Pair
+from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, Cell, Pair
 from tests.ranks import RankError
 
 pytestmark = pytest.mark.dist
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-REDUCING = [way for way in WAYS if way not in ("never", "after_two_blocks")]
-CELLS = [
-    Cell(level, way, overflow)
-    for level in LEVELS
-    for way in REDUCING
-    for overflow in ("none", "first", "last")
-    if overflow != "first" or WAYS[way].passes > 1
+CELLS = [  # each way at O2, where there are masters, and at another level
+    Cell("O2", "ddp", "last"),
+    Cell("O0", "ddp"),
+    Cell("O2", "no_sync"),
+    Cell("O2", "no_sync", "first"),
+    Cell("O1", "no_sync", "last"),
+    Cell("O5", "no_sync", "last"),
+    Cell("O2", "no_sync_delayed", "last"),
+    Cell("O4", "no_sync_delayed", "first"),
+    Cell("O2", "delayed", "first"),
+    Cell("O1", "delayed"),
+    Cell("O2", "in_the_body", "last"),
+    Cell("O1", "in_the_body", "first"),
+    Cell("O2", "after_the_block", "last"),
+    Cell("O1", "after_the_block"),
+    Cell("O2", "after_the_block_delayed", "first"),
+    Cell("O3", "after_the_block_delayed", "last"),
 ]
 
 
@@ -78,90 +87,95 @@ def test_accumulation_and_overflow(pair, cell):
     _assert_right(answers)
 
 
-@pytest.mark.parametrize("overflow", ["none", "first", "last"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])  # masters add passes up in float32
+@pytest.mark.parametrize(("level", "overflow"), [("O0", "none"), ("O1", "first"), ("O4", "last")])
 def test_passes_that_are_reduced_after_the_last_block_back_off_once(pair, level, overflow):
+    """Without masters, which add passes up in float32."""
     answers = pair.run(Cell(level, "after_two_blocks", overflow))
     assert [step.taken for step in answers[0].amp] == [True, overflow == "none", True]
     _assert_right(answers)
 
 
 @pytest.mark.parametrize(
-    "cell",
+    ("level", "way"),
     [
-        Cell(level, way, dynamic=False, steps=2)
-        for level in ("O0", "O3", "O4", "O5")
-        for way in REDUCING
+        ("O0", "no_sync"),
+        ("O3", "no_sync"),
+        ("O3", "delayed"),
+        ("O4", "in_the_body"),
+        ("O5", "no_sync_delayed"),
+        ("O5", "after_the_block"),
     ],
-    ids=_ids,
 )
-def test_at_the_levels_whose_scale_is_1(pair, cell):
-    _assert_right(pair.run(cell))
+def test_at_the_levels_whose_scale_is_1(pair, level, way):
+    _assert_right(pair.run(Cell(level, way, dynamic=False, steps=2)))
 
 
-STARTS = ("seeds", "rank0_before", "rank0_after", "all_before", "all_after")
+STARTS = [
+    *(("O2", start) for start in ("seeds", "rank0_before", "rank0_after")),
+    ("O2", "all_before"),
+    ("O5", "all_after"),
+    ("O1", "seeds"),
+    ("O1", "rank0_after"),
+    ("O3", "all_after"),
+]
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [Cell(level, "ddp", steps=2, start=start) for level in LEVELS for start in STARTS],
-    ids=_ids,
-)
-def test_all_ranks_go_on_from_rank_0(pair, cell):
+@pytest.mark.parametrize(("level", "start"), STARTS)
+def test_all_ranks_go_on_from_rank_0(pair, level, start):
     """Where there are masters: from the unrounded ones, or from the float32 checkpoint.
 
     Without masters, what only rank 0 loads after wrapping stays on rank 0, as in plain torch.
     """
-    torchs_own = cell.start == "rank0_after" and cell.level not in HAS_MASTERS
-    answers = pair.run(cell)
+    torchs_own = start == "rank0_after" and level not in HAS_MASTERS
+    answers = pair.run(Cell(level, "ddp", steps=2, start=start))
     _assert_right(answers, ranks_agree=not torchs_own)
     if torchs_own:
         weights = [answer.hand[-1].weights["first.weight"] for answer in answers]
         assert not torch.equal(*weights)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_model_that_is_wrapped_again_goes_on_from_rank_0_again(pair, level):
     _assert_right(pair.run(Cell(level, "ddp", again=True)))
 
 
 @pytest.mark.parametrize(
-    "cell",
+    ("way", "option", "spare"),
     [
-        Cell("O2", way, start="seeds", options=((option, True),), spare=spare)
-        for option, spare, ways in (
-            ("find_unused_parameters", True, ("ddp", "no_sync", "no_sync_delayed")),
-            ("gradient_as_bucket_view", False, ("ddp", "no_sync", "no_sync_delayed")),
-            ("static_graph", True, ("ddp",)),
-        )
-        for way in ways
+        ("no_sync", "find_unused_parameters", True),
+        ("no_sync", "gradient_as_bucket_view", False),
+        ("no_sync_delayed", "gradient_as_bucket_view", False),
+        ("ddp", "static_graph", True),
     ],
-    ids=_ids,
 )
-def test_options_of_ddp(pair, cell):
+def test_options_of_ddp(pair, way, option, spare):
+    cell = Cell("O2", way, start="seeds", options=((option, True),), spare=spare)
     _assert_right(pair.run(cell))
 
 
-BY_DDP = [way for way in REDUCING if WAYS[way].reduce == "by ddp"]
 OURS = [
-    *(
-        Cell(level, way, overflow, start="seeds", ours=when)
-        for level in LEVELS
-        for way in BY_DDP
-        for overflow in ("none", "first", "last")
-        for when in ("after", "before")
-        if overflow != "first" or WAYS[way].passes > 1
-    ),
+    Cell("O2", "ddp", "last", start="seeds", ours="after"),
+    Cell("O2", "no_sync", "first", start="seeds", ours="before"),
+    Cell("O2", "no_sync_delayed", "last", start="seeds", ours="after"),
+    Cell("O2", "delayed", start="seeds", ours="after"),
+    Cell("O0", "no_sync", start="seeds", ours="after"),
+    Cell("O1", "no_sync", "last", start="seeds", ours="before"),
+    Cell("O4", "no_sync_delayed", "first", start="seeds", ours="after"),
+    Cell("O3", "delayed", "last", start="seeds", ours="after"),
+    Cell("O5", "no_sync", "first", start="seeds", ours="before"),
     *(
         Cell(level, "ddp", steps=2, start=start, ours=when)
-        for level in LEVELS
-        for start in STARTS[1:]
-        for when in ("after", "before")
+        for level, start, when in (
+            ("O2", "rank0_before", "before"),
+            ("O2", "rank0_after", "after"),
+            ("O2", "all_after", "before"),
+            ("O1", "rank0_after", "before"),
+            ("O1", "all_after", "after"),
+        )
     ),
-    *(Cell(level, "ddp", again=True, ours="after") for level in LEVELS),
+    *(Cell(level, "ddp", again=True, ours="after") for level in ("O1", "O2")),
     *(
-        Cell("O2", way, start="seeds", options=(option,), spare=True, ours="after")
-        for way in ("ddp", "no_sync")
+        Cell("O2", "no_sync", start="seeds", options=(option,), spare=True, ours="after")
         for option in (
             ("message_size", 20),
             ("delay_allreduce", True),
@@ -179,9 +193,10 @@ def test_apexs_own_wrapper(pair, cell):
     _assert_right(pair.run(cell))
 
 
-@pytest.mark.parametrize("ours", ["", "after"])
-@pytest.mark.parametrize("compiled", ["model", "wrapper"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize(
+    ("level", "compiled", "ours"),
+    [("O1", "model", "after"), ("O2", "model", ""), ("O2", "wrapper", "after")],
+)
 def test_what_torch_compile_traces(pair, level, compiled, ours):
     cell = Cell(level, "no_sync", start="seeds", compiled=compiled, ours=ours)
     _assert_right(pair.run(cell))
@@ -196,29 +211,42 @@ def _assert_same_end(answers):
 
 
 PROGRAMS = [
-    functools.partial(programs.recomputed_under_no_sync, use_reentrant=False),
-    functools.partial(programs.recomputed_under_no_sync, use_reentrant=True),
-    programs.another_forward_under_no_sync,
-    programs.a_part_is_wrapped,
-    functools.partial(programs.reduced_by_hand, delay_overflow_check=False),
-    functools.partial(programs.reduced_by_hand, delay_overflow_check=True),
-    programs.reduced_before_each_step,
-    programs.after_forwards_that_nobody_used,
-    programs.evaluated_on_one_rank_first,
-    programs.trained_in_evaluation_mode,
-    programs.partly_ignored,
-    functools.partial(programs.two_overflows_of_one_pass, hysteresis=1),
-    functools.partial(programs.two_overflows_of_one_pass, hysteresis=2),
-    programs.dropped_by_the_program,
-    programs.in_a_group_of_one,
-    programs.beside_the_wrapper,
+    functools.partial(programs.recomputed_under_no_sync, level="O1", use_reentrant=False),
+    functools.partial(programs.recomputed_under_no_sync, level="O2", use_reentrant=True),
+    functools.partial(programs.reduced_by_hand, level="O1", delay_overflow_check=True),
+    functools.partial(programs.reduced_by_hand, level="O2", delay_overflow_check=True),
+    functools.partial(programs.evaluated_first, level="O2", throughout=False),
+    functools.partial(programs.evaluated_first, level="O2", throughout=True),
+    functools.partial(programs.two_overflows_of_one_pass, level="O1", hysteresis=1),
+    functools.partial(programs.two_overflows_of_one_pass, level="O2", hysteresis=2),
+    *(
+        functools.partial(program, level="O2")
+        for program in (
+            programs.another_forward_under_no_sync,
+            programs.a_part_is_wrapped,
+            programs.reduced_before_each_step,
+            programs.after_forwards_that_nobody_used,
+            programs.partly_ignored,
+            programs.dropped_by_the_program,
+            programs.in_a_group_of_one,
+            programs.beside_the_wrapper,
+        )
+    ),
+    *(
+        functools.partial(program, level="O1")  # without masters the gradients are the model's own
+        for program in (
+            programs.another_forward_under_no_sync,
+            programs.reduced_before_each_step,
+            programs.partly_ignored,
+            programs.beside_the_wrapper,
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("number", range(len(PROGRAMS)))
-def test_programs_that_keep_ranks_equal(pair, number, level):
-    _assert_same_end(pair.run(functools.partial(PROGRAMS[number], level=level)))
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.func.__name__}-{p.keywords}")
+def test_programs_that_keep_ranks_equal(pair, program):
+    _assert_same_end(pair.run(program))
 
 
 @pytest.mark.parametrize("reduce", ["torch", "apex", "by hand"])

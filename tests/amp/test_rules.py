@@ -10,7 +10,28 @@ from torch import nn
 from apex import amp
 from apex.amp.casting import rules
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from tests.amp.levels import cast
 from tests.amp.registrations import DECORATE, REGISTER
+
+UNTOUCHED = ["32 16", "16 16", "64 16"]
+
+
+def start(level="O1"):
+    return cast(level, nn.Linear(1, 1))
+
+
+def test_when_registrations_hold():
+    """From the next initialize that casts functions on, until reset; the last one counts."""
+    amp.register_half_function(Own, "static")
+    amp.register_promote_function(Own, "static")
+    amp.register_float_function(Own, "static")
+    for level in ("O0", "O1", "O2", "O1", "O3", "O5"):
+        start(level)
+        assert received(Own.static) == (RECEIVED["float"] if level == "O1" else UNTOUCHED)
+    amp.reset()
+    start()
+    assert received(Own.static) == UNTOUCHED
+
 
 # What a function under each annotation gets for (float, half), (half, half), (float64, half).
 RECEIVED = {
@@ -24,10 +45,6 @@ NAMES = {torch.float16: "16", torch.bfloat16: "16", torch.float32: "32", torch.f
 def look(*args, **kwargs):
     """Say which types came in."""
     return " ".join(NAMES[value.dtype] for value in [*args, *kwargs.values()])
-
-
-def start(level="O1"):
-    return amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
 
 
 def received(function, half=torch.float16):
@@ -80,43 +97,26 @@ def test_registered_functions_of_the_users(kind, level):
     assert bag.look is look
     amp.reset()
     assert before == [module.look, Own.__dict__["static"], Own.__dict__["of_class"], Own.method]
-    assert received(Own.static) == ["32 16", "16 16", "64 16"]
+    assert received(Own.static) == UNTOUCHED
 
 
 def test_a_registration_on_a_derived_class_leaves_the_base_alone():
     amp.register_float_function(Derived, "method")
     start()
     assert received(Derived().method) == RECEIVED["float"]
-    assert received(Own().method) == ["32 16", "16 16", "64 16"]
+    assert received(Own().method) == UNTOUCHED
     amp.reset()
     assert "method" not in vars(Derived)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_registrations_do_nothing_where_functions_are_not_cast(level):
-    amp.register_float_function(Own, "static")
-    start(level)
-    assert received(Own.static) == ["32 16", "16 16", "64 16"]
-    start("O1")
-    assert received(Own.static) == RECEIVED["float"]
-    start(level)
-    assert received(Own.static) == ["32 16", "16 16", "64 16"]
-    start("O1")  # they hold until reset
-    assert received(Own.static) == RECEIVED["float"]
-
-
 def test_a_registration_holds_for_later_models():
-    class Using(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
+    class Using(nn.Linear):
         def forward(self, x):
-            return torch.sigmoid(self.linear(x)).dtype
+            return torch.sigmoid(super().forward(x)).dtype
 
-    one = amp.initialize(Using(), opt_level="O1", verbosity=0)
+    one = cast("O1", Using(2, 2))
     amp.register_float_function(torch, "sigmoid")
-    two = amp.initialize(Using(), opt_level="O1", verbosity=0)
+    two = cast("O1", Using(2, 2))
     x = torch.ones(1, 2)
     assert (one(x), two(x)) == (torch.float16, torch.float32)
     assert torch.sigmoid(x.half()).dtype == torch.float32
@@ -136,14 +136,6 @@ def test_the_users_rule_wins_over_the_list():
     assert (a + a).dtype == torch.float16
 
 
-def test_the_last_registration_counts():
-    amp.register_half_function(Own, "static")
-    amp.register_promote_function(Own, "static")
-    amp.register_float_function(Own, "static")
-    start()
-    assert received(Own.static) == RECEIVED["float"]
-
-
 def test_two_modules_of_one_name_do_not_meet():
     one, two = types.ModuleType("same"), types.ModuleType("same")
     one.look = two.look = look
@@ -154,49 +146,25 @@ def test_two_modules_of_one_name_do_not_meet():
     assert received(two.look) == RECEIVED["float"]
 
 
-@pytest.mark.parametrize("register", REGISTER.values())
-def test_unknown_name(register):
-    with pytest.raises(ValueError, match="No function named sigmiod in module torch"):
-        register(torch, "sigmiod")
-    start()
-
-
-def test_layers_inside_a_half_function_still_meet_their_weights():
-    linear = nn.Linear(2, 2)
-    module = types.ModuleType("own")
-    module.call = lambda x: linear(x).dtype
-    for kind, dtype in (("half", torch.float16), ("promote", torch.float16)):
-        REGISTER[kind](module, "call")
-        start()
-        assert module.call(torch.ones(1, 2)) == dtype
-        amp.reset()
-    amp.register_float_function(module, "call")
-    start()
-    assert module.call(torch.ones(1, 2).half()) == torch.float32
-
-
 def test_containers_of_arguments():
     start()
-    pair = types.SimpleNamespace(a=1)
-    point = torch.finfo  # any callable
-    seen = []
+    other, seen = types.SimpleNamespace(a=1), []
 
     @amp.half_function
     def keep(*args):
         seen.extend(args)
 
     x = torch.ones(2)
-    integers, text = torch.arange(2), "text"
-    keep([x, [x]], (x, integers), integers, text, None, {"x": x}, pair, point, x.to_sparse())
-    nested, mixed, same_integers, same_text, nothing, mapping, same_pair, same_point, sparse = seen
+    integers = torch.arange(2)
+    keep([x, [x]], (x, integers), integers, {"x": x}, x.to_sparse(), "text", None, other, len)
+    nested, mixed, same_integers, mapping, sparse, *others = seen
     assert nested[0].dtype == nested[1][0].dtype == torch.float16
     assert isinstance(mixed, tuple)
     assert [t.dtype for t in mixed] == [torch.float16, torch.int64]
     assert same_integers is integers
-    assert (same_text, nothing) == (text, None)
     assert mapping["x"].dtype == torch.float32
-    assert (same_pair, same_point) == (pair, point)
     assert sparse.dtype == torch.float16
+    assert others == ["text", None, other, len]
 
 
 # -- decorators -----------------------------------------------------------------------------------
@@ -208,22 +176,20 @@ def test_decorated_functions(kind):
     assert before.__name__ == "look"
     assert before.__doc__ == "Say which types came in."
     assert before.__wrapped__ is look
-    assert received(before) == ["32 16", "16 16", "64 16"]
+    assert received(before) == UNTOUCHED
     handle = amp.init()
     after = DECORATE[kind](look)
     for function in (before, after):
         assert received(function) == RECEIVED[kind]
     with amp.disable_casts():
-        assert received(before) == ["32 16", "16 16", "64 16"]
+        assert received(before) == UNTOUCHED
     handle._deactivate()
-    assert received(before) == ["32 16", "16 16", "64 16"]
+    assert received(before) == UNTOUCHED
     start("O4")
     assert received(before, torch.bfloat16) == RECEIVED[kind]
-    for level in ("O0", "O2"):
-        start(level)
-        assert received(before) == ["32 16", "16 16", "64 16"]
-    amp.init(enabled=False)
-    assert received(before) == ["32 16", "16 16", "64 16"]
+    for end in (lambda: start("O0"), lambda: start("O2"), lambda: amp.init(enabled=False)):
+        end()
+        assert received(before) == UNTOUCHED
 
 
 @pytest.mark.parametrize("kind", DECORATE)
@@ -249,28 +215,6 @@ def test_decorated_under_staticmethod_of_an_autograd_function(kind):
     with amp.disable_casts():
         out.sum().backward()
     assert torch.equal(x.grad, y.half().float())
-
-
-def test_decorated_methods_and_gradients():
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3))
-
-        @amp.half_function
-        def forward(self, x):
-            return x * self.weight.to(x.dtype)
-
-    layer = Layer()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    options = {"opt_level": "O1", "loss_scale": 128.0, "verbosity": 0}
-    layer, optimizer = amp.initialize(layer, optimizer, **options)
-    out = layer(torch.ones(3))
-    assert out.dtype == torch.float16
-    with amp.scale_loss(out.float().sum(), optimizer) as scaled:
-        scaled.backward()
-    assert layer.weight.grad.dtype == torch.float32
-    assert layer.weight.grad.tolist() == [1.0, 1.0, 1.0]
 
 
 # -- edited lists ---------------------------------------------------------------------------------
@@ -320,16 +264,32 @@ def test_names_added_and_removed():
     assert x.mm(x).dtype == torch.float16
     assert torch.maximum(x.half(), x).dtype == torch.float32
     assert x.half().tanh().dtype == torch.float32
+    torch_overrides.FP32_FUNCS.append("sin")  # waits for the next initialize
+    assert torch.sin(x.half()).dtype == torch.float16
+    start()
+    assert torch.sin(x.half()).dtype == torch.float32
 
 
 @pytest.mark.usefixtures("_lists_as_shipped")
-def test_an_edit_after_initialize_waits_for_the_next():
+def test_edits_of_the_lists_hold_with_bfloat16():
+    functional_overrides.BANNED_FUNCS.append(("huber_loss", "not with 16 bits"))
+    functional_overrides.FP32_FUNCS.append("silu")
+    start("O4")
+    x = torch.rand(4).bfloat16()
+    with pytest.raises(NotImplementedError, match="not with 16 bits"):
+        F.huber_loss(x, torch.rand(4))
+    assert F.silu(x).dtype == torch.float32
+    assert F.softplus(x).dtype == torch.bfloat16  # on the list as shipped
+
+
+def test_banned_does_not_hold_where_casts_are_off():
+    p, target = torch.rand(4).half(), torch.rand(4).half()
+    native = F.binary_cross_entropy(p, target)
     start()
-    x = torch.randn(3, 3)
-    torch_overrides.FP32_FUNCS.append("sigmoid")
-    assert torch.sigmoid(x.half()).dtype == torch.float16
-    start()
-    assert torch.sigmoid(x.half()).dtype == torch.float32
+    with amp.disable_casts():
+        assert torch.equal(F.binary_cross_entropy(p, target), native)
+    start("O2")
+    assert torch.equal(F.binary_cross_entropy(p, target), native)
 
 
 # -- the banned function --------------------------------------------------------------------------
@@ -360,14 +320,6 @@ def test_banned_with_bfloat16():
         nn.BCELoss()(p.half(), target)
 
 
-def test_a_ban_of_the_users_holds_with_bfloat16(monkeypatch):
-    banned = [*functional_overrides.BANNED_FUNCS, ("huber_loss", "not with 16 bits")]
-    monkeypatch.setattr(functional_overrides, "BANNED_FUNCS", banned)
-    start("O4")
-    with pytest.raises(NotImplementedError, match="not with 16 bits"):
-        F.huber_loss(torch.rand(4).bfloat16(), torch.rand(4))
-
-
 @pytest.mark.parametrize("kind", ["float", "half"])
 def test_registrations_of_listed_functions_hold_with_bfloat16(kind):
     REGISTER[kind](F, "interpolate")
@@ -376,33 +328,6 @@ def test_registrations_of_listed_functions_hold_with_bfloat16(kind):
     wanted = {"float": torch.float32, "half": torch.bfloat16}[kind]
     assert F.interpolate(image.bfloat16(), scale_factor=2).dtype == wanted
     assert F.interpolate(image, scale_factor=2).dtype == wanted
-
-
-def test_edits_of_the_lists_hold_with_bfloat16(monkeypatch):
-    names = [*functional_overrides.FP32_FUNCS, "silu"]
-    monkeypatch.setattr(functional_overrides, "FP32_FUNCS", names)
-    start("O4")
-    x = torch.rand(4).bfloat16()
-    assert F.silu(x).dtype == torch.float32
-    assert F.softplus(x).dtype == torch.bfloat16  # on the list as shipped
-
-
-def test_banned_does_not_hold_where_casts_are_off():
-    p, target = torch.rand(4).half(), torch.rand(4).half()
-    native = F.binary_cross_entropy(p, target)
-    start()
-    with amp.disable_casts():
-        assert torch.equal(F.binary_cross_entropy(p, target), native)
-    start("O2")
-    assert torch.equal(F.binary_cross_entropy(p, target), native)
-
-
-def test_banned_may_be_allowed():
-    p, target = torch.rand(4).half(), torch.rand(4)
-    wide = F.binary_cross_entropy(p.float(), target)
-    amp.init(allow_banned=True)
-    assert torch.equal(F.binary_cross_entropy(p, target), wide)
-    assert torch.equal(nn.BCELoss()(p, target.half()), F.binary_cross_entropy(p, target.half()))
 
 
 def test_the_two_ways_out_that_the_message_names():
@@ -445,24 +370,6 @@ def test_reset_restores_every_attribute():
     assert rules._patches == {}
 
 
-def test_reset_takes_the_kernels_back():
-    keys = torch._C._dispatch_get_registrations_for_dispatch_key
-    before = set(keys("AutocastCPU"))
-    start()
-    assert set(keys("AutocastCPU")) > before
-    amp.reset()
-    assert set(keys("AutocastCPU")) == before
-    start()
-    assert set(keys("AutocastCPU")) > before
-
-
-def test_reset_drops_registrations_that_wait():
-    amp.register_float_function(Own, "static")
-    amp.reset()
-    start()
-    assert received(Own.static) == ["32 16", "16 16", "64 16"]
-
-
 def test_rules_work_in_an_unpickled_model(tmp_path):
     class Using(nn.Softmax):
         def forward(self, x):
@@ -471,7 +378,7 @@ def test_rules_work_in_an_unpickled_model(tmp_path):
     globals()["Using"] = Using  # for pickle to find
     Using.__qualname__ = "Using"
     amp.register_float_function(torch, "sigmoid")
-    torch.save(amp.initialize(Using(-1), opt_level="O1", verbosity=0), tmp_path / "model.pt")
+    torch.save(cast("O1", Using(-1)), tmp_path / "model.pt")
     amp.reset()
     model = torch.load(tmp_path / "model.pt", weights_only=False)
     assert [t.dtype for t in model(torch.ones(2, 3, 4).half())] == [torch.float32] * 3
@@ -483,11 +390,47 @@ def test_a_registration_after_initialize_is_warned_of():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     amp.register_float_function(torch, "sigmoid")
-    loss = model(torch.ones(1, 2)).float().sum()
-    with pytest.warns(UserWarning, match=r"torch.sigmoid was registered after amp.initialize"):  # noqa: SIM117
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+    loss = torch.ones((), requires_grad=True)
+    with (
+        pytest.warns(UserWarning, match=r"torch.sigmoid was registered after amp.initialize"),
+        amp.scale_loss(loss, optimizer),
+    ):
+        pass
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    with amp.scale_loss(loss, optimizer):
+        pass
     assert torch.sigmoid(torch.ones(1).half()).dtype == torch.float32
+
+
+def test_a_custom_function_is_annotated_in_torchs_way_or_in_ours():
+    class Strict(torch.autograd.Function):
+        """Refuses mixed types, as compiled kernels do."""
+
+        @staticmethod
+        def forward(ctx, x, weight):
+            if x.dtype != weight.dtype:
+                raise TypeError(f"{x.dtype} {weight.dtype}")
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    class Torchs(Strict):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, x, weight):
+            return Strict.forward(ctx, x, weight)
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            return grad, None
+
+    weight, x = torch.randn(3, 3), torch.randn(2, 3).half()
+    start()
+    with pytest.raises(TypeError, match="float16"):
+        Strict.apply(x, weight)
+    assert Torchs.apply(x, weight).dtype == torch.float32
+    assert amp.half_function(Strict.apply)(x, weight).dtype == torch.float16
+    assert amp.float_function(Strict.apply)(x, weight).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The 2018 handles: ``handle.scale_loss``, ``handle.wrap_optimizer``, beside the same by hand."""
+"""The 2018 handles: ``handle.scale_loss``, ``handle.wrap_optimizer``, beside plain torch loops."""
 
 import contextlib
 import copy
@@ -12,25 +12,57 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp import _speech
 from apex.amp.handle import NoOpHandle
 from apex.amp.opt import OptimWrapper
-from apex.optimizers import FusedAdam, FusedSGD
+from apex.optimizers import FusedAdam
 from apex.parallel import LARC
-from tests.amp.hand import Hand, Hands, Scale, batches, net, same, slots
-
-WAYS = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
-    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
-    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
-    "LARC": lambda params: LARC(torch.optim.SGD(params, lr=0.1, weight_decay=0.1)),
-}
-sgd = WAYS["SGD"]
+from tests.amp.levels import batches, net, poison, same
 
 
-def poison(model):
-    next(model.parameters()).grad.view(-1)[0] = math.inf
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adam(params):
+    return FusedAdam(params, lr=0.01)
+
+
+def larc(params):
+    return LARC(torch.optim.SGD(params, lr=0.1, weight_decay=0.1))
+
+
+class Plain:
+    """A plain torch loop: torch.autocast, a scale for each loss, and steps that are skipped."""
+
+    def __init__(self, model, make, losses=1):
+        self.model, self.optimizer = model, make(model.parameters())
+        self.scales, self.bad = [2.0**16] * losses, False
+
+    def backward(self, x, y, number=0, bad=False):
+        with torch.autocast("cpu", torch.float16):
+            out = self.model(x)
+        loss, params = F.cross_entropy(out.float(), y) * (number + 1), list(self.model.parameters())
+        grads = torch.autograd.grad(loss * self.scales[number], params)
+        if bad:
+            grads[0].view(-1)[0] = math.inf
+        for param, grad in zip(params, grads, strict=True):
+            grad = grad / self.scales[number]
+            param.grad = grad if param.grad is None else param.grad + grad
+        if not all(bool(grad.isfinite().all()) for grad in grads):
+            self.scales[number] /= 2
+            self.bad = True
+
+    def step(self):
+        skipped, self.bad = self.bad, False
+        if not skipped:
+            self.optimizer.step()
+        return skipped
+
+    def zero_grad(self, set_to_none=True):
+        for param in self.model.parameters():
+            if param.grad is not None:
+                param.grad = None if set_to_none else torch.zeros_like(param)
+        self.bad = False
 
 
 def scales(optimizer):
@@ -40,6 +72,14 @@ def scales(optimizer):
 def small(lr=1.0):
     model = nn.Linear(3, 2)
     return model, torch.optim.SGD(model.parameters(), lr=lr), torch.ones(2, 3)
+
+
+def block(wrapped, model, x, bad=False):
+    """One pass of a wrapped optimizer."""
+    with wrapped.scale_loss(model(x).float().mean()) as scaled_loss:
+        scaled_loss.backward()
+        if bad:
+            poison(model)
 
 
 # -- one loss: handle.scale_loss ------------------------------------------------------------------
@@ -59,51 +99,46 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-@pytest.mark.parametrize("init", ["first", "last"])
-def test_one_loss(program, init):
-    handle = amp.init() if init == "first" else None
-    model = net()
-    optimizer, hand = sgd(model.parameters()), Hand(model, sgd, "O1")
-    handle = handle or amp.init()
+def test_one_loss(program):
+    model, plain = net(), Plain(net(), sgd)
+    optimizer = sgd(model.parameters())
+    handle = amp.init()
     for letter, (x, y) in zip(program, batches(len(program)), strict=True):
         if letter in "bx":
-            bad = poison if letter == "x" else lambda _: None
             with handle.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled_loss:
                 scaled_loss.backward()
-                bad(model)
-            hand.backward(hand.loss(x, y), bad)
+                if letter == "x":
+                    poison(model)
+            plain.backward(x, y, bad=letter == "x")
         elif letter == "s":
             optimizer.step()
-            assert hand.step() != amp.stepped(optimizer)
+            assert plain.step() != amp.stepped(optimizer)
         else:
             optimizer.zero_grad(set_to_none=letter == "z")
-            hand.zero_grad()
-            hand.bad = False
-        assert same(model.parameters(), hand.params)
-        assert scales(optimizer) in ([], [hand.scale.value])
+            plain.zero_grad(letter == "z")
+        assert same(model.parameters(), plain.model.parameters())
+        assert scales(optimizer) in ([], plain.scales)
         if letter in "bxs":
-            grads, exact = ([p.grad for p in m.parameters()] for m in (model, hand.model))
-            assert same(grads, exact)
+            assert same(*([p.grad for p in m.parameters()] for m in (model, plain.model)))
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_any_optimizer(way):
+def test_one_loss_for_several_optimizers():
+    """A loss for both, and one for each: the first one steps."""
+    pairs = [small(), small()]
     handle = amp.init()
-    model = net()
-    optimizer, hand = way(model.parameters()), Hand(model, way, "O1")
-    wrapped = handle.wrap_optimizer(optimizer)
-    for number, (x, y) in enumerate(batches(4)):
-        bad = poison if number == 1 else lambda _: None
-        with wrapped.scale_loss(F.cross_entropy(model(x), y)) as scaled_loss:
+    optimizers = [optimizer for _, optimizer, _ in pairs]
+    model, _, x = pairs[0]
+    with handle.scale_loss(model(x).float().mean(), optimizers) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(model.bias.grad, torch.full((2,), 0.5))
+    for model, optimizer, x in pairs:
+        with handle.scale_loss(model(x).float().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
-            bad(model)
-        wrapped.step()
-        wrapped.zero_grad()
-        hand.backward(hand.loss(x, y), bad)
-        hand.step()
-        hand.zero_grad()
-    assert same(model.parameters(), hand.params)
-    assert scales(wrapped) == [2.0**15]
+            if model is pairs[1][0]:
+                poison(model)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [amp.stepped(optimizer) for optimizer in optimizers] == [True, False]
 
 
 def test_a_half_loss_is_scaled_in_float32():
@@ -119,113 +154,43 @@ def test_a_half_loss_is_scaled_in_float32():
         assert (scaled_loss.dtype, scaled_loss.item()) == (torch.float32, 2 * 65536.0)
 
 
-def test_a_skipped_step_is_spoken_of(monkeypatch):
-    """In 2018 at a level of logging that nobody sees."""
-    said = []
-    monkeypatch.setattr(_speech, "say", lambda line, *_: said.append(line))
-    model, optimizer, x = small()
-    optimizer = amp.init().wrap_optimizer(optimizer)
-    with optimizer.scale_loss(model(x).float().mean()) as scaled_loss:
-        scaled_loss.backward()
-        poison(model)
-    optimizer.step()
-    assert said == [
-        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
-    ]
-
-
-@pytest.mark.parametrize("way", ["by the handle", "wrapped"])
-def test_only_the_optimizer_that_overflowed_skips(way):
-    pairs = [small(), small()]
-    handle = amp.init()
-    if way == "wrapped":
-        optimizers = [handle.wrap_optimizer(optimizer) for _, optimizer, _ in pairs]
-    else:
-        optimizers = [optimizer for _, optimizer, _ in pairs]
-    for (model, _, x), optimizer in zip(pairs, optimizers, strict=True):
-        loss = model(x).float().mean()
-        block = optimizer.scale_loss(loss) if way == "wrapped" else None
-        with block or handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-            if model is pairs[1][0]:
-                poison(model)
-    before = [model.weight.clone() for model, _, _ in pairs]
-    for optimizer in optimizers:
-        optimizer.step()
-    moved = [not torch.equal(w, pair[0].weight) for w, pair in zip(before, pairs, strict=True)]
-    assert moved == [True, False]
-    assert scales(optimizers[0]) == ([65536.0, 32768.0] if way == "wrapped" else [32768.0])
-
-
-def test_optimizers_that_share_a_parameter_skip_together():
-    """Those of one handle are one training, as those of one initialize."""
-    model, first, x = small()
-    second = torch.optim.SGD([model.weight], lr=1.0)
-    handle = amp.init()
-    first, second = handle.wrap_optimizer(first), handle.wrap_optimizer(second)
-    with first.scale_loss(model(x).float().mean()) as scaled_loss:
-        scaled_loss.backward()
-    with second.scale_loss(model(x).float().mean()) as scaled_loss:
-        scaled_loss.backward()
-        poison(model)
-    before = [p.clone() for p in model.parameters()]
-    first.step()
-    second.step()
-    assert same(before, model.parameters())
-
-
-def test_one_loss_for_a_list_of_optimizers():
-    model, first, x = small()
-    second = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    handle = amp.init()
-    with handle.scale_loss(model(x).float().mean(), [first, second]) as scaled_loss:
-        scaled_loss.backward()
-    assert torch.equal(model.bias.grad, torch.full((2,), 0.5))
-
-
 # -- several losses: handle.wrap_optimizer --------------------------------------------------------
 
 
-def test_random_programs_of_two_wrapped_optimizers():
+@pytest.mark.parametrize("make", [sgd, adam, larc])
+def test_random_programs_of_two_wrapped_optimizers(make):
     """Two losses for the first model, one for the second; blocks, overflows, steps, clearing."""
     chance = random.Random(0)
     handle = amp.init()
     models = [net(0), net(1)]
-    hands = Hands(models, [(sgd, [(n, "", {})]) for n in range(2)], "O1", [Scale() for _ in "123"])
+    plain = [Plain(net(number), make, 2 - number) for number in range(2)]
     optimizers = [
-        handle.wrap_optimizer(sgd(model.parameters()), num_loss=number)
+        handle.wrap_optimizer(make(model.parameters()), num_loss=number)
         for model, number in zip(models, (2, 1), strict=True)
     ]
     skipped = 0
-    data = batches(200)
-    for _ in range(30):
-        for number, optimizer in enumerate(optimizers):
-            for index in range(2 - number):
+    data = batches(60)
+    for _ in range(20):
+        for model, optimizer, exact in zip(models, optimizers, plain, strict=True):
+            for index in range(len(exact.scales)):
                 x, y = next(data)
                 bad = chance.random() < 0.15
-                exact = F.cross_entropy(hands.out(number, x), y) * (index + 1)
-                hands.backward(
-                    exact,
-                    loss_id=2 * number + index,
-                    who=(number,),
-                    poison=lambda m, n=number: poison(m[n]) if bad else None,  # noqa: B023
-                )
-                loss = F.cross_entropy(models[number](x), y) * (index + 1)
-                with optimizer.scale_loss(loss) as scaled_loss:
-                    scaled_loss.backward()
+                exact.backward(x, y, index, bad)
+                with optimizer.scale_loss(F.cross_entropy(model(x), y) * (index + 1)) as scaled:
+                    scaled.backward()
                     if bad:
-                        poison(models[number])
+                        poison(model)
                 if chance.random() < 0.1:  # drops what this loss gave
                     to_none = chance.random() < 0.5
                     optimizer.zero_grad(set_to_none=to_none)
-                    hands.zero_grad(number, to_none)
+                    exact.zero_grad(to_none)
             optimizer.step()
-            skipped += hands.step(number)
+            skipped += exact.step()
             optimizer.zero_grad()
-            hands.zero_grad(number)
-            assert same(models[number].parameters(), hands.models[number].parameters())
-            assert scales(optimizer) == [scale.value for scale in hands.scales]
-    assert 5 < skipped < 30
+            exact.zero_grad()
+            assert same(model.parameters(), exact.model.parameters())
+            assert scales(optimizer) == plain[0].scales + plain[1].scales
+    assert 3 < skipped < 20
 
 
 def test_a_block_too_many():
@@ -233,21 +198,16 @@ def test_a_block_too_many():
     optimizer = amp.init().wrap_optimizer(optimizer, num_loss=2)
     for _ in range(2):
         for _ in range(2):
-            with optimizer.scale_loss(model(x).float().mean()) as scaled_loss:
-                scaled_loss.backward()
-        with (
-            pytest.raises(AssertionError, match=r"3 times .*num_loss=2\. Call step\(\), or pass"),
-            optimizer.scale_loss(model(x).mean()),
-        ):
-            pass
+            block(optimizer, model, x)
+        with pytest.raises(AssertionError, match=r"3 times .*num_loss=2\. Call step\(\), or pass"):
+            block(optimizer, model, x)
         optimizer.step()
 
 
 def test_an_exception_in_a_block_changes_nothing():
     model, optimizer, x = small()
     optimizer = amp.init().wrap_optimizer(optimizer, num_loss=2)
-    with optimizer.scale_loss(model(x).float().mean()) as scaled_loss:
-        scaled_loss.backward()
+    block(optimizer, model, x)
     before = [p.grad.clone() for p in model.parameters()]
     for _ in range(2):
         with (
@@ -257,13 +217,9 @@ def test_an_exception_in_a_block_changes_nothing():
             scaled_loss.backward()
             raise KeyError
     assert same(before, [p.grad for p in model.parameters()])
-    with optimizer.scale_loss(model(x).float().mean()) as scaled_loss:  # still the second loss
-        scaled_loss.backward()
-        poison(model)
+    block(optimizer, model, x, bad=True)  # still the second loss
     assert scales(optimizer) == [2.0**16, 2.0**15]
     assert model(x).dtype == torch.float16
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("scale", [128.0, "128"])
@@ -286,53 +242,22 @@ def test_a_static_scale_is_that_of_every_scaler(scale):
 # -- handles that do nothing, or no longer --------------------------------------------------------
 
 
-@pytest.mark.parametrize("kwargs", [{"enabled": False}, {"enable": False}])
-def test_disabled_handle_passes_everything_through(kwargs):
-    model, optimizer, x = small()
-    handle = amp.init(**kwargs)
-    assert isinstance(handle, NoOpHandle)
-    assert (handle.is_active(), handle.has_cache, handle.verbose) == (False, False, False)
-    loss = F.mse_loss(model(x), torch.zeros(2, 2))
-    with handle.scale_loss(loss, optimizer) as scaled:
-        assert scaled is loss
-    wrapped = handle.wrap_optimizer(optimizer, num_loss=1)
-    assert isinstance(wrapped, OptimWrapper)
-    for _ in range(2):  # num_loss counts nothing here
-        with wrapped.scale_loss(loss) as scaled:
-            assert scaled is loss
-    loss.backward()
-    wrapped.step()
-    assert wrapped.step(lambda: 3.0) == 3.0
-    with handle._disable_casts():
-        pass
-    handle._clear_cache()
-    handle._deactivate()
-    assert not amp._amp_state.__dict__.get("handle")
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_an_inactive_handle_passes_the_loss_through(wrapped):
+def test_an_inactive_handle_passes_the_loss_through():
     model, optimizer, x = small()
     handle = amp.init()
-    if wrapped:
-        optimizer = handle.wrap_optimizer(optimizer)
-        scale_loss = optimizer.scale_loss
-    else:
-        scale_loss = lambda loss: handle.scale_loss(loss, optimizer)  # noqa: E731
-    with handle._disable_casts():
-        assert not handle.is_active()
-        loss = model(x).mean()
-        assert loss.dtype == torch.float32
-        with scale_loss(loss) as same_loss:
-            assert same_loss is loss
-    assert handle.is_active()
-    assert model(x).dtype == torch.float16
-    handle._deactivate()
-    assert not handle.is_active()
-    assert model(x).dtype == torch.float32
-    with scale_loss(loss) as same_loss:
-        assert same_loss is loss
-        loss.backward()
+    wrapped = handle.wrap_optimizer(small()[1])
+    for inactive in (handle._disable_casts, handle._deactivate):
+        with inactive() or contextlib.nullcontext():
+            assert not handle.is_active()
+            loss = model(x).mean()
+            assert loss.dtype == torch.float32
+            for block in (wrapped.scale_loss(loss), handle.scale_loss(loss, optimizer)):
+                with block as same_loss:
+                    assert same_loss is loss
+        if inactive == handle._disable_casts:
+            assert handle.is_active()
+            assert model(x).dtype == torch.float16
+    loss.backward()
     before = model.bias.clone()
     optimizer.step()
     assert torch.equal(model.bias, before - model.bias.grad)
@@ -360,13 +285,34 @@ def test_a_closure_while_the_handle_is_inactive(way):
         assert wrapped.step(closure).dtype == torch.float32
     assert torch.equal(model.bias, before - 0.5)
     if way == "_disable_casts":
-        with wrapped.scale_loss(model(x).float().mean()) as scaled_loss:
-            scaled_loss.backward()
-            poison(model)
-        before = model.bias.clone()
+        block(wrapped, model, x, bad=True)
         wrapped.step()
-        assert torch.equal(model.bias, before)
+        assert not amp.stepped(wrapped)
         assert scales(wrapped) == [2.0**15]
+
+
+@pytest.mark.parametrize("kwargs", [{"enabled": False}, {"enable": False}])
+def test_disabled_handle_passes_everything_through(kwargs):
+    model, optimizer, x = small()
+    handle = amp.init(**kwargs)
+    assert isinstance(handle, NoOpHandle)
+    assert (handle.is_active(), handle.has_cache, handle.verbose) == (False, False, False)
+    loss = F.mse_loss(model(x), torch.zeros(2, 2))
+    with handle.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+    wrapped = handle.wrap_optimizer(optimizer, num_loss=1)
+    assert isinstance(wrapped, OptimWrapper)
+    for _ in range(2):  # num_loss counts nothing here
+        with wrapped.scale_loss(loss) as scaled:
+            assert scaled is loss
+    loss.backward()
+    wrapped.step()
+    assert wrapped.step(lambda: 3.0) == 3.0
+    with handle._disable_casts():
+        pass
+    handle._clear_cache()
+    handle._deactivate()
+    assert not amp._amp_state.__dict__.get("handle")
 
 
 def test_what_old_code_reads_off_a_handle():
@@ -416,17 +362,14 @@ def test_schedulers(made):
         scheduler = make(optimizer, lambda epoch: 0.5**epoch)
     wrapped = amp.init().wrap_optimizer(optimizer)
     assert isinstance(wrapped, torch.optim.Optimizer)
-    if made == "of the wrapper":
-        scheduler = make(wrapped, lambda epoch: 0.5**epoch)
-    elif made == "and after":
-        scheduler = make(optimizer, lambda epoch: 0.5**epoch)
+    if made != "of the optimizer before":
+        scheduler = make(
+            wrapped if made == "of the wrapper" else optimizer, lambda epoch: 0.5**epoch
+        )
     step_lr = torch.optim.lr_scheduler.StepLR(wrapped, 2, gamma=0.1)
     for number in range(3):
         wrapped.zero_grad()
-        with wrapped.scale_loss(model(x).float().mean()) as scaled_loss:
-            scaled_loss.backward()
-            if number == 0:
-                poison(model)
+        block(wrapped, model, x, bad=number == 0)
         wrapped.step()
         scheduler.step()
     step_lr.step()
@@ -471,29 +414,30 @@ def train(model, wrapped, numbers):
 @pytest.mark.parametrize("named", [True, False])
 def test_saved_and_resumed_bit_for_bit(tmp_path, named):
     """Scalers were never saved; of a single training amp.state_dict() has them."""
-    handle = amp.init()
-    model = net()
-    wrapped = handle.wrap_optimizer(WAYS["Adam"](model.parameters()), num_loss=2)
+
+    def start(seed):
+        amp.reset()
+        model = net(seed)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return model, amp.init().wrap_optimizer(optimizer, num_loss=2)
+
+    model, wrapped = start(0)
     train(model, wrapped, range(3))
-    state = {"m": model.state_dict(), "o": wrapped.state_dict()}
-    torch.save(
-        {**state, "amp": amp.state_dict(optimizers=wrapped if named else None)},
-        tmp_path / "saved.pt",
-    )
+    state = amp.state_dict(optimizers=wrapped if named else None)
+    saved = {"m": model.state_dict(), "o": wrapped.state_dict(), "amp": state}
+    torch.save(saved, tmp_path / "saved.pt")
     train(model, wrapped, range(3, 6))
 
-    amp.reset()
-    handle = amp.init()
-    resumed = net(seed=5)
-    again = handle.wrap_optimizer(WAYS["Adam"](resumed.parameters()), num_loss=2)
-    state = torch.load(tmp_path / "saved.pt")
-    resumed.load_state_dict(state["m"])
-    again.load_state_dict(state["o"])
-    amp.load_state_dict(state["amp"], optimizers=again if named else None)
+    resumed, again = start(5)
+    saved = torch.load(tmp_path / "saved.pt")
+    resumed.load_state_dict(saved["m"])
+    again.load_state_dict(saved["o"])
+    amp.load_state_dict(saved["amp"], optimizers=again if named else None)
     assert scales(again) == [2.0**16, 2.0**15]
     train(resumed, again, range(3, 6))
     assert same(model.parameters(), resumed.parameters())
-    assert same(slots(wrapped), slots(again))
+    for one, other in zip(wrapped.state.values(), again.state.values(), strict=True):
+        assert same(one.values(), other.values())
     assert scales(again) == [2.0**15, 2.0**15]
 
 
@@ -503,7 +447,7 @@ def test_saved_and_resumed_bit_for_bit(tmp_path, named):
 def test_copies(copied):
     handle = amp.init()
     model = net()
-    wrapped = handle.wrap_optimizer(WAYS["Adam"](model.parameters()), num_loss=2)
+    wrapped = handle.wrap_optimizer(sgd(model.parameters()), num_loss=2)
     train(model, wrapped, range(3))
     twin, again = copied((model, wrapped))
     assert again.param_groups[0]["params"][0] is next(twin.parameters())
@@ -513,10 +457,8 @@ def test_copies(copied):
     train(model, wrapped, range(3, 6))
     assert same(model.parameters(), twin.parameters())
     assert again._scalers[0].loss_scale() == wrapped._scalers[0].loss_scale() == 2.0**15
-    inactive = pickle.loads(
-        pickle.dumps(amp.init(enabled=False).wrap_optimizer(sgd([*twin.parameters()])))
-    )
-    assert not inactive._amp_handle.is_active()
+    inactive = amp.init(enabled=False).wrap_optimizer(sgd([*twin.parameters()]))
+    assert not pickle.loads(pickle.dumps(inactive))._amp_handle.is_active()
 
 
 def test_a_copy_of_an_optimizer_that_copies_itself():
@@ -524,9 +466,28 @@ def test_a_copy_of_an_optimizer_that_copies_itself():
         def __deepcopy__(self, memo):
             return Own([nn.Parameter(torch.ones(1))], lr=0.5)
 
-    wrapped = amp.init().wrap_optimizer(Own([nn.Parameter(torch.ones(1))], lr=0.1))
-    copied = copy.deepcopy(wrapped)
+    copied = copy.deepcopy(amp.init().wrap_optimizer(Own([nn.Parameter(torch.ones(1))], lr=0.1)))
     assert (type(copied), copied.param_groups[0]["lr"]) == (OptimWrapper, 0.5)
+
+
+def test_errors_of_a_handle_beside_initialize_and_of_open_blocks():
+    model, optimizer, x = small()
+    wrapped = amp.init().wrap_optimizer(small()[1], num_loss=2)
+    with wrapped.scale_loss(model(x).float().mean()):
+        with pytest.raises(RuntimeError, match="inside the scale_loss block"):
+            wrapped.step()
+        with pytest.raises(RuntimeError, match="is in an open scale_loss block already"):
+            block(wrapped, model, x)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    handle = amp.init()
+    loss = model(x).float().mean()
+    with pytest.raises(RuntimeError, match=r"SGD went through amp.initialize. Use amp.scale_loss"):
+        handle.scale_loss(loss, optimizer).__enter__()
+    with pytest.raises(RuntimeError, match="num_losses=... in initialize"):
+        handle.wrap_optimizer(optimizer)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -561,33 +522,3 @@ def test_errors():
     with pytest.raises(NotImplementedError, match="no closure"):
         wrapped.step(lambda: 0.0)
     assert torch.equal(before, model.weight)
-
-
-def test_optimizers_of_initialize_are_refused():
-    model, optimizer, x = small()
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    handle = amp.init()
-    loss = model(x).float().mean()
-    with pytest.raises(RuntimeError, match=r"SGD went through amp.initialize. Use amp.scale_loss"):
-        handle.scale_loss(loss, optimizer).__enter__()
-    with pytest.raises(RuntimeError, match="num_losses=... in initialize"):
-        handle.wrap_optimizer(optimizer)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-
-
-def test_step_inside_a_block_and_nested_blocks_are_refused():
-    model, optimizer, x = small()
-    wrapped = amp.init().wrap_optimizer(optimizer, num_loss=2)
-    with wrapped.scale_loss(model(x).float().mean()) as scaled_loss:
-        scaled_loss.backward()
-        with pytest.raises(RuntimeError, match="inside the scale_loss block"):
-            wrapped.step()
-    wrapped.step()
-    with (
-        pytest.raises(RuntimeError, match="is in an open scale_loss block already"),
-        wrapped.scale_loss(model(x).float().mean()),
-        wrapped.scale_loss(model(x).float().mean()),
-    ):
-        pass

@@ -1,0 +1,66 @@
+"""What tests of amp share: the levels, a small network and its batches, and equality of bits."""
+
+import math
+
+import torch
+from torch import nn
+
+from apex import amp
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+HALF = {"O1": torch.float16, "O4": torch.bfloat16}  # levels that cast functions, and to what
+MODEL = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}  # ... that cast the model
+
+
+def start(level, model, lr=0.5, verbosity=0, **options):
+    """A model and an optimizer of its parameters, initialised."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity, **options)
+
+
+def cast(level, model, **options):
+    """A model without optimizer, initialised."""
+    return amp.initialize(model, opt_level=level, verbosity=0, **options)
+
+
+def train_step(model, optimizer, x):
+    with amp.scale_loss(model(x).float().square().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def poison(model):
+    """Write an inf into the model's first gradient."""
+    next(model.parameters()).grad.view(-1)[0] = math.inf
+
+
+def product():
+    """The type that a matrix product has here."""
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 16, 5))
+
+
+def batches(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        x = torch.randn(8, 1, 6, 6, generator=generator)
+        yield x, torch.randint(0, 5, (8,), generator=generator)
+
+
+def same(left, right):
+    """Whether two sequences of tensors are equal bit for bit."""
+    left, right = list(left), list(right)
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def assert_same(left, right):
+    """Assert that two sequences of tensors have equal types and bits."""
+    for one, other in zip(left, right, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)

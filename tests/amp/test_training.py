@@ -1,0 +1,154 @@
+"""Trainings of a few steps: gradients, scales and what they leave alone."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from tests.amp.levels import batches, net, same, start
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_weight_unfrozen_later_steps_on_unscaled_gradients(level):
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model.weight.requires_grad_(False)
+    model, optimizer = start(level, model, lr=1.0, loss_scale=64.0)
+    model.weight.requires_grad_(True)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert model.state_dict()["weight"].tolist() == [[-1.0, -1.0]]
+
+
+def test_the_counter_of_a_static_scale_stands_still():
+    model, optimizer = start("O2", nn.Linear(2, 2), loss_scale=2.0)
+    for _ in range(3):
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        amp._amp_state.loss_scalers[0].update_scale()  # as programs do that check by themselves
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}}
+
+
+def test_a_weight_used_twice_gets_the_gradients_of_both_uses():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3))
+
+        def forward(self, x):
+            return F.linear(F.linear(x, self.weight), self.weight)
+
+    model, x = Tied(), torch.randn(4, 3)
+    by_hand = model.weight.detach().clone().requires_grad_()
+    model, optimizer = start("O1", model, loss_scale=1.0)
+    with amp.disable_casts():
+        half = by_hand.half()
+        F.linear(F.linear(x.half(), half), half).float().sum().backward()
+    for _ in range(2):  # the second pass has no stale cast to meet
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        assert torch.equal(model.weight.grad, by_hand.grad)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_no_gpu_and_no_cudnn_is_needed(level):
+    with torch.backends.cudnn.flags(enabled=False):
+        model, optimizer = start(level, nn.Linear(2, 2))
+        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert model.weight.device.type == "cpu"
+
+
+def test_o0_is_plain_torch():
+    ends = []
+    for use_amp in (False, True):
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        ((x, y),) = batches(1)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        moments = [slots["exp_avg"] for slots in optimizer.state.values()]
+        if use_amp:
+            amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+        now = [slots["exp_avg"] for slots in optimizer.state.values()]
+        assert all(a is b for a, b in zip(moments, now, strict=True))
+        assert not any(module._state_dict_hooks for module in model.modules())
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if use_amp:
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    assert scaled is loss
+                    scaled.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+        ends.append([*model.state_dict().values(), *[p.grad for p in model.parameters()]])
+    assert same(*ends)
+
+
+def test_bounds_hold_from_the_start_and_for_a_loaded_scale():
+    model, _ = start("O2", nn.Linear(2, 2), min_loss_scale=2.0**18, max_loss_scale=2.0**20)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**18
+    for saved, taken in ((4.0, 2.0**18), (2.0**24, 2.0**20), (2.0**19, 2.0**19)):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": saved, "unskipped": 0}})
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("poisoned", ["cpu", "cuda", None])
+def test_a_model_on_two_devices(poisoned):
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cpu, self.cuda = nn.Linear(2, 2), nn.Linear(2, 2, device="cuda")
+
+        def forward(self, x):
+            return self.cuda(self.cpu(x).cuda())
+
+    model, optimizer = start("O2", Split(), init_scale=8.0)
+    before = [p.clone() for p in model.parameters()]
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+        if poisoned:
+            getattr(model, poisoned).weight.grad.fill_(math.inf)
+    optimizer.step()
+    assert same(before, model.parameters()) == bool(poisoned)
+    expected = 4.0 if poisoned else 8.0
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == expected
+
+
+@pytest.fixture
+def _group():
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accumulation_with_gradients_that_are_views_of_ddps_buckets(level):
+    ends = []
+    for view in (False, True):
+        model, optimizer = start(level, net(), lr=0.1, loss_scale=128.0)
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for x, y in batches(3):
+                with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+        ends.append([p.detach().clone() for p in amp.master_params(optimizer)])
+        amp.reset()
+    assert same(*ends)
