@@ -143,8 +143,6 @@ class ByHand:
     def __init__(self, cell, model):
         self.level, self.model, self.dynamic = cell.level, model, cell.dynamic
         self.dtype = torch.bfloat16 if cell.level in ("O4", "O5") else torch.float16
-        if cell.level in ("O1", "O2", "O3"):  # float16 computes in float32 on both sides
-            cpu_float16.begin(torch.float16, ["cpu"])
         self.scale, self.clean = (SCALE if cell.dynamic else 1.0), 0
         self.masters = {}
         if cell.level == "O3":
