@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex import amp
 from apex.amp.gradients import overflow
 from apex.optimizers import FusedAdam
-from tests.amp.hand import Hand
+from tests.amp.training import Plain
 
 RANKS = (0, 1)
 SCALE, WINDOW = 2.0**8, 2  # two clean steps let the scale grow
@@ -349,9 +349,7 @@ def pipeline(rank, page):
 
 def pipeline_by_hand():
     """The same in one process at O2: all weights, and the scale."""
-    hand = Hand(_whole(), sgd, "O2")
-    for number, (x, y) in enumerate(labelled(0, 6), 1):
-        hand.zero_grad()
-        hand.backward(hand.loss(x, y), _poison if number == 3 else None)
-        hand.step()
-    return hand.weights(), hand.scale.value
+    plain = Plain(_whole(), sgd, "O2")
+    for number, batch in enumerate(labelled(0, 6), 1):
+        plain.step(batch, spoil=_poison if number == 3 else None)
+    return [param.detach() for param in plain.params], plain.scale

@@ -12,7 +12,6 @@ from torch import nn
 
 from apex import amp
 from apex.amp.gradients.ledger import State
-from tests.amp.hand import Scale, Static
 
 BOUNDS = {"growth_interval": 2, "min_loss_scale": 16.0, "max_loss_scale": 1024.0}
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}  # of weights with masters
@@ -21,7 +20,32 @@ OWNED = {  # the parameters of each optimizer
     "two": [["linear", "norm"], ["other"]],
     "shared": [["linear", "norm"], ["linear", "other"]],
     "same": [["linear"], ["linear"]],
+    "three": [["linear"], ["norm"], ["other"]],  # each loss feeds one or two of them
 }
+
+
+class Scale:
+    """A dynamic scale."""
+
+    def __init__(self, value, window, floor, ceiling):
+        self.value, self.window, self.floor, self.ceiling = value, window, floor, ceiling
+        self.clean, self.steps = 0, 0  # since the last change, and ever
+
+    def finish_pass(self, overflow):
+        if overflow:
+            self.value, self.clean = max(self.value / 2, self.floor), 0
+
+    def count(self):
+        self.clean, self.steps = self.clean + 1, self.steps + 1
+        if self.clean >= self.window:
+            self.value, self.clean = min(self.value * 2, self.ceiling), 0
+
+
+class Static(Scale):
+    """A scale that never changes, for which nothing is checked."""
+
+    def __init__(self, value):
+        super().__init__(value, 1, value, value)
 
 
 class Net(nn.Module):
@@ -36,7 +60,8 @@ class Net(nn.Module):
         return sum((getattr(self, name).weight * grad).sum() for name, grad in grads.items())
 
 
-WHO, NUMBERS, SIZES = [(0,), (0,), (1,), (0, 1), (1, 0)], [0, 0, 1], [0.5, 0.5, 1.0, -1.0]
+WHO, NUMBERS = [(0,), (0,), (1,), (0, 1), (1, 0), (1, 2)], [0, 0, 1, 2]
+SIZES = [0.5, 0.5, 1.0, -1.0]
 NAMES, YES, NO = ["linear", "norm", "other"], [True, False], [True, False, False, False]
 OPERATIONS = {  # how often, and arguments
     "open": (9, WHO, [0, 0, 0, 1], SIZES, NO, [True, True, False]),
@@ -252,7 +277,9 @@ def equal(left, right):
     """Whether both are the same bit for bit; no gradient is like zeros."""
     if left is None or right is None:
         return not any(t is not None and t.any() for t in (left, right))
-    return left.dtype == right.dtype and torch.equal(left.nan_to_num(1.5), right.nan_to_num(1.5))
+    if left.dtype != right.dtype:
+        return False
+    return torch.equal(left, right) or torch.equal(left.nan_to_num(1.5), right.nan_to_num(1.5))
 
 
 def draw(seed, length, without=()):

@@ -13,7 +13,7 @@ from torch import nn
 
 from apex import amp
 from apex.amp import _speech
-from tests.amp.hand import batches, net, same
+from tests.amp.training import batches, net, same
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}

@@ -16,10 +16,9 @@ from apex.ops import _runtime
 from apex.ops.unscale import takes
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex.parallel import LARC
-from tests.amp.hand import same
+from tests.amp.training import Delayed, copies, no_waits, same
 from tests.tolerance import CLIPPED, assert_close_to_largest
 
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 MAKERS = {
     "adam": FusedAdam,
     "sgd": lambda params, lr, eps: FusedSGD(params, lr=lr, momentum=0.9),
@@ -27,7 +26,6 @@ MAKERS = {
     "novograd": FusedNovoGrad,
     "adagrad": FusedAdagrad,
 }
-CLIPS = ["none", "amp", "torch", "read", "value"]
 
 
 def net():
@@ -40,6 +38,14 @@ def batches(count):
     for _ in range(count):
         x = torch.randn(6, 8, generator=generator)
         yield x, torch.randint(0, 4, (6,), generator=generator)
+
+
+def one_pass(model, optimizer, batch, bad=False, **options):
+    x, y = batch
+    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer, **options) as scaled:
+        scaled.backward()
+        if bad:
+            model[0].weight.grad.view(-1)[5] = float("inf")
 
 
 def on(path):
@@ -80,30 +86,41 @@ def train(level, how, path, fused, each=1, bad=None, make=FusedAdam):
     model, optimizer = start(level, make, fused_step=fused)
     norms, kept = [], 0
     with on(path):
-        for number, (x, y) in enumerate(batches(6)):
+        for number, batch in enumerate(batches(6)):
             if number % each == 0:
                 optimizer.zero_grad()
-            with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-                scaled.backward()
-                if number == bad:
-                    model[0].weight.grad.view(-1)[5] = float("inf")
+            one_pass(model, optimizer, batch, bad=number == bad)
             if number % each == each - 1:
                 norms.append(clip(optimizer, how))
                 kept += stays_scaled(optimizer)
                 optimizer.step()
     state = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
-    weights = [p.detach().clone() for p in amp.master_params(optimizer)]
-    halves = [p.detach().clone() for p in model.parameters()]
+    weights, halves = copies(amp.master_params(optimizer)), copies(model.parameters())
     # what amp.clip_grad_norm_ changes by an ulp may flip the last bit of a 16-bit weight
     halves = halves if how in ("none", "torch") else []
     return [*weights, *halves, *state], amp.state_dict(), norms, kept
 
 
 @pytest.mark.parametrize(
-    ("level", "bad"), [*((level, None) for level in LEVELS), ("O1", 2), ("O2", 2)]
+    ("level", "how", "each", "bad"),
+    [
+        ("O0", "none", 1, None),
+        ("O1", "none", 1, 2),
+        ("O1", "amp", 2, 2),
+        ("O1", "torch", 1, None),
+        ("O1", "read", 2, None),
+        ("O1", "value", 1, 2),
+        ("O2", "none", 2, 2),
+        ("O2", "amp", 1, 2),
+        ("O2", "torch", 2, None),
+        ("O2", "read", 1, 2),
+        ("O2", "value", 1, None),
+        ("O3", "none", 1, None),
+        ("O4", "amp", 1, None),
+        ("O5", "none", 1, None),
+        ("O5", "amp", 2, None),
+    ],
 )
-@pytest.mark.parametrize("each", [1, 2])
-@pytest.mark.parametrize("how", CLIPS)
 def test_fused_step_gives_the_same_run(level, how, each, bad):
     plain = train(level, how, "reference", False, each, bad)
     fused = train(level, how, "reference", True, each, bad)
@@ -123,13 +140,11 @@ def assert_same_run(how, plain, fused):
         assert_close_to_largest(left, right, CLIPPED)
 
 
-@pytest.mark.parametrize(
-    ("level", "bad"), [("O1", None), ("O2", None), ("O5", None), ("O1", 2), ("O2", 2)]
-)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "adam"])
-def test_every_optimizer_takes_scaled_gradients(name, level, bad):
-    plain = train(level, "none", "reference", False, bad=bad, make=MAKERS[name])
-    fused = train(level, "none", "reference", True, bad=bad, make=MAKERS[name])
+def test_every_optimizer_takes_scaled_gradients(name, level):
+    plain = train(level, "none", "reference", False, bad=2, make=MAKERS[name])
+    fused = train(level, "none", "reference", True, bad=2, make=MAKERS[name])
     assert fused[3] == 6
     assert same(plain[0], fused[0])
     assert plain[1] == fused[1]
@@ -139,7 +154,7 @@ def sgd_on_scaled(params, lr, eps):
     return FusedSGD(params, lr=lr, momentum=0.9, materialize_master_grads=False)
 
 
-@pytest.mark.parametrize("bad", [None, 1, 2])
+@pytest.mark.parametrize("bad", [None, 1])
 def test_sgd_asks_for_scaled_gradients_by_its_own_argument(bad):
     """Two losses whose scales come to differ: each gradient is divided by the scale it had."""
     results = []
@@ -148,34 +163,21 @@ def test_sgd_asks_for_scaled_gradients_by_its_own_argument(bad):
         model, optimizer = start("O2", make, num_losses=2)
         kept = 0
         with on("reference"):
-            for number, (x, y) in enumerate(batches(6)):
+            for number, batch in enumerate(batches(6)):
                 optimizer.zero_grad()
-                with amp.scale_loss(
-                    F.cross_entropy(model(x), y), optimizer, loss_id=number % 2
-                ) as scaled:
-                    scaled.backward()
-                    if number == bad:
-                        model[3].bias.grad[0] = float("nan")
+                one_pass(model, optimizer, batch, bad=number == bad, loss_id=number % 2)
                 kept += stays_scaled(optimizer)
                 if number == 4:  # a second loss on top, with the other scale
-                    with amp.scale_loss(
-                        F.cross_entropy(model(x), y), optimizer, loss_id=1
-                    ) as scaled:
-                        scaled.backward()
+                    one_pass(model, optimizer, batch, loss_id=1)
                 optimizer.step()
         assert kept == (6 if make is sgd_on_scaled else 0)
-        results.append(
-            (
-                [p.detach().clone() for p in optimizer._amp_stash.ledger.params.stepped],
-                amp.state_dict(),
-            )
-        )
+        weights = copies(optimizer._amp_stash.ledger.params.stepped)
+        results.append((weights, amp.state_dict()))
     assert same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("how", ["none", "amp"])
+@pytest.mark.parametrize(("level", "how"), [("O1", "amp"), ("O2", "none")])
 def test_the_kernels_do_the_same(level, how):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the interpreter's numpy speaks of inf
@@ -186,8 +188,7 @@ def test_the_kernels_do_the_same(level, how):
     assert plain[1] == fused[1]
 
 
-@pytest.mark.parametrize("how", ["none", "amp", "read"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(("level", "how"), [("O1", "read"), ("O2", "amp"), ("O5", "none")])
 def test_a_fused_step_is_the_same_where_no_kernel_runs(level, how):
     usual, fused = train(level, how, None, False), train(level, how, None, True)
     assert fused[3] == (0 if how == "read" else 6)
@@ -212,10 +213,9 @@ def test_by_default_every_reader_finds_unscaled_gradients():
         for group in optimizer.param_groups:
             group["weight_decay"] = 0.01
         model, optimizer = amp.initialize(model, optimizer, verbosity=0)
-        for x, y in batches(5):
+        for batch in batches(5):
             optimizer.zero_grad()
-            with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-                scaled.backward()
+            one_pass(model, optimizer, batch)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         results.append([p.detach() for p in model.parameters()])
@@ -225,9 +225,7 @@ def test_by_default_every_reader_finds_unscaled_gradients():
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_fused_step_measures_once_and_multiplies_nothing_in_memory(level):
     model, optimizer = start(level, fused_step=True)
-    ((x, y),) = batches(1)
-    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-        scaled.backward()
+    one_pass(model, optimizer, *batches(1))
     grads = [p.grad for p in optimizer._amp_stash.ledger.params.targets]
     before = [(g, g._version, g.clone()) for g in grads if g is not None]
     with mock.patch("torch.nn.utils.clip_grad_norm_", side_effect=AssertionError):
@@ -240,15 +238,14 @@ def square_sum(optimizer):
     return sum(p.grad.double().square().sum() for p in amp.master_params(optimizer))
 
 
-@pytest.mark.parametrize("path", [None, "reference", "triton"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize(
+    ("level", "path"), [("O1", None), ("O2", "reference"), ("O1", "triton"), ("O5", "reference")]
+)
 def test_by_default_gradients_are_unscaled_and_clipped_in_memory(level, path):
     """Whatever has written them since the block, in ways that leave no trace too."""
     model, optimizer = start(level)
-    ((x, y),) = batches(1)
     with on(path):
-        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-            scaled.backward()
+        one_pass(model, optimizer, *batches(1))
         for p in amp.master_params(optimizer):
             p.grad.data.mul_(2.0)
         norm = square_sum(optimizer).sqrt()
@@ -268,9 +265,8 @@ def test_a_second_pass_finds_the_first_one_clipped(fused):
         amp.reset()
         model, optimizer = start("O1", fused_step=fused)
         with on("reference"):
-            for x, y in passes:
-                with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-                    scaled.backward()
+            for batch in passes:
+                one_pass(model, optimizer, batch)
                 clip(optimizer, how)
             optimizer.step()
         results.append([p.detach() for p in model.parameters()])
@@ -284,10 +280,8 @@ def test_gradients_changed_between_clip_and_step_are_stepped():
         for path in (None, "reference"):
             amp.reset()
             model, optimizer = start("O1")
-            ((x, y),) = batches(1)
             with on(path):
-                with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-                    scaled.backward()
+                one_pass(model, optimizer, *batches(1))
                 amp.clip_grad_norm_(optimizer, 0.1)
                 change(model[0].weight.grad)
                 optimizer.step()
@@ -295,18 +289,6 @@ def test_gradients_changed_between_clip_and_step_are_stepped():
     for other in results[1:]:
         for left, right in zip(results[0], other, strict=True):
             assert_close_to_largest(left, right, CLIPPED)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_changed_after_a_clip_that_the_step_applies_are_refused(level):
-    model, optimizer = start(level, fused_step=True)
-    ((x, y),) = batches(1)
-    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-        scaled.backward()
-    amp.clip_grad_norm_(optimizer, 0.1)
-    model[0].weight.grad.add_(1.0)
-    with pytest.raises(RuntimeError, match="changed while they were scaled"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -321,10 +303,9 @@ def test_step_pre_hooks_and_closures_see_unscaled_gradients(level):
                 param.grad.clamp_(-1e-3, 1e-3)
 
         optimizer.register_step_pre_hook(clamp)
-        for x, y in batches(2):
+        for batch in batches(2):
             optimizer.zero_grad()
-            with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-                scaled.backward()
+            one_pass(model, optimizer, batch)
             optimizer.step()
         weights.append([p.detach() for p in amp.master_params(optimizer)])
     assert same(*weights)
@@ -332,11 +313,9 @@ def test_step_pre_hooks_and_closures_see_unscaled_gradients(level):
 
 def test_a_gradient_dropped_between_clip_and_step_is_left_out():
     model, optimizer = start("O1")
-    ((x, y),) = batches(1)
     before = model[0].weight.detach().clone()
     with on("reference"):
-        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-            scaled.backward()
+        one_pass(model, optimizer, *batches(1))
         amp.clip_grad_norm_(optimizer, 0.1)
         model[0].weight.grad = None
         optimizer.step()
@@ -345,34 +324,18 @@ def test_a_gradient_dropped_between_clip_and_step_is_left_out():
 
 def test_clipping_can_insist_on_a_finite_norm():
     model, optimizer = start("O1", fused_step=True)
-    ((x, y),) = batches(1)
     with on("reference"):
-        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-            scaled.backward()
-            model[0].weight.grad[0, 0] = float("nan")
-        with pytest.raises(RuntimeError, match="total norm of the gradients is nan"):
+        one_pass(model, optimizer, *batches(1), bad=True)
+        with pytest.raises(RuntimeError, match="total norm of the gradients is inf"):
             amp.clip_grad_norm_(optimizer, 0.1, error_if_nonfinite=True)
 
 
 # -- a device that the host does not wait for ------------------------------------------------------
 
 
-@contextlib.contextmanager
-def no_reads():
-    """Whatever would wait for a device raises."""
-    with contextlib.ExitStack() as stack:
-        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "nonzero"):
-
-            def refuse(*_, name=name, **__):
-                raise AssertionError(f"the host waited: {name}")
-
-            stack.enter_context(mock.patch.object(torch.Tensor, name, refuse))
-        yield
-
-
-@pytest.mark.parametrize("path", [None, "reference"])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize(
+    ("level", "fused", "path"), [("O1", False, "reference"), ("O2", True, None), ("O5", True, None)]
+)
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_whole_step_never_waits(name, level, fused, path):
     with torch.device("meta"):
@@ -387,7 +350,7 @@ def test_a_whole_step_never_waits(name, level, fused, path):
         verbosity=0,
         fused_step=fused,
     )
-    with on(path), no_reads():
+    with on(path), no_waits():
         for _ in range(3):
             optimizer.zero_grad()
             for loss_id in range(2):
@@ -398,19 +361,6 @@ def test_a_whole_step_never_waits(name, level, fused, path):
             optimizer.step()
     if name not in ("sgd", "adagrad"):
         assert optimizer.param_groups[0]["step"].is_meta  # it advances where the flags are
-
-
-class Delayed:
-    """Stands for AsyncCopy: what is sent for arrives when told."""
-
-    arrived = False
-    never_arrives = False
-
-    def __init__(self, values):
-        self.values = values
-
-    def read(self):
-        return self.values.tolist() if Delayed.arrived else None
 
 
 @pytest.fixture
@@ -426,8 +376,7 @@ def fused_adamw(params, lr, eps):
 
 
 @pytest.mark.parametrize("make", [FusedAdam, fused_adamw], ids=["ours", "torch's"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize(("level", "each"), [("O1", 2), ("O2", 1)])
 def test_a_device_that_decides_gives_the_same_run(level, each, make, lagging, monkeypatch):
     with mock.patch.object(
         overflow.Overflow, "read", side_effect=AssertionError("the host waited")
@@ -445,12 +394,8 @@ def test_what_the_device_skipped_is_said_when_it_is_known(lagging, caplog):
     optimizer._amp_stash.overflow.verbosity = 1
 
     def step(bad):
-        ((x, y),) = batches(1)
         optimizer.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-            scaled.backward()
-            if bad:
-                model[0].weight.grad[0, 0] = float("inf")
+        one_pass(model, optimizer, *batches(1), bad)
         optimizer.step()
 
     step(bad=True)
@@ -465,7 +410,7 @@ def test_what_the_device_skipped_is_said_when_it_is_known(lagging, caplog):
     ]
     step(bad=True)
     step(bad=True)
-    weights = [p.detach().clone() for p in model.parameters()]
+    weights = copies(model.parameters())
     with pytest.raises(RuntimeError, match="2 steps in a row were skipped"):
         step(bad=False)
     assert same(weights, model.parameters())
@@ -501,7 +446,7 @@ def weights_after(level, body, path, **options):
     """The float32 weights after ``body``, which has changed them."""
     amp.reset()
     model, optimizer = small(level, **options)
-    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    before = copies(amp.master_params(optimizer))
     with on(path):
         body(model, optimizer)
     after = [p.detach() for p in amp.master_params(optimizer)]
@@ -516,55 +461,8 @@ def assert_moves_alike(level, body, **options):
         assert_close_to_largest(left, right, CLIPPED)
 
 
-FP16_AND_BF16 = ["O1", "O2", "O4", "O5"]
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_backward_outside_of_the_block_is_in_the_norm(level):
-    def body(model, optimizer):
-        block(model, optimizer, 0.01)
-        (30 * model(X.to(model.weight.dtype)).float().square().mean()).backward()
-        amp.clip_grad_norm_(optimizer, 0.1)
-        optimizer.step()
-
-    assert_moves_alike(level, body)
-
-
-@pytest.mark.parametrize("level", FP16_AND_BF16)
-def test_gradients_of_two_optimizers_are_clipped_for_both(level):
-    results = []
-    for path in (None, "reference"):
-        amp.reset()
-        torch.manual_seed(0)
-        model = nn.Linear(8, 4)
-        pair = [FusedSGD(model.parameters(), lr=0.1) for _ in range(2)]
-        model, pair = amp.initialize(
-            model, pair, opt_level=level, loss_scale="dynamic", verbosity=0
-        )
-        with on(path):
-            block(model, pair[0])
-            amp.clip_grad_norm_(pair[0], 0.01)
-            for optimizer in pair:
-                optimizer.step()
-        results.append([p.detach() for p in amp.master_params(pair[0])])
-    for left, right in zip(*results, strict=True):
-        assert_close_to_largest(left, right, CLIPPED)
-
-
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_second_step_on_the_same_gradients_is_clipped_too(level, fused):
-    def body(model, optimizer):
-        block(model, optimizer)
-        amp.clip_grad_norm_(optimizer, 0.01)
-        optimizer.step()
-        optimizer.step()
-
-    assert_moves_alike(level, body, fused_step=fused)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("level", FP16_AND_BF16)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_larc_around_an_initialised_optimizer_sees_the_gradients(level, fused):
     def body(model, optimizer):
         larc = LARC(optimizer)
@@ -576,7 +474,7 @@ def test_larc_around_an_initialised_optimizer_sees_the_gradients(level, fused):
 
 
 @pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("level", FP16_AND_BF16)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_after_a_fused_step_readers_and_passes_find_unscaled_gradients(level, clipped):
     def body(model, optimizer):
         block(model, optimizer)
@@ -589,9 +487,8 @@ def test_after_a_fused_step_readers_and_passes_find_unscaled_gradients(level, cl
     assert_moves_alike(level, body, fused_step=True)
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_fused_step_frees_the_gradients_taken_or_skipped(level):
-    model, optimizer = small(level, fused_step=True)
+def test_a_fused_step_frees_the_gradients_taken_or_skipped():
+    model, optimizer = small("O1", fused_step=True)
     for factor in (1.0, float("inf")):
         block(model, optimizer, factor)
         optimizer.step()
@@ -600,31 +497,40 @@ def test_a_fused_step_frees_the_gradients_taken_or_skipped(level):
         assert model.weight.grad is None
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_changed_while_scaled_are_noticed(level):
-    amp.reset()
-    model, optimizer = small(level, fused_step=True)
-    with on("reference"):
-        block(model, optimizer)
-        model(X.to(model.weight.dtype)).float().mean().backward()
-        with pytest.raises(RuntimeError, match="changed while they were scaled"):
-            optimizer.step()
+def bare(model):
+    model(X.to(model.weight.dtype)).float().mean().backward()
 
 
-AFTER_A_CHANGE = {
-    "clip": lambda model, optimizer: amp.clip_grad_norm_(optimizer, 0.1),
-    "read": lambda model, optimizer: list(amp.master_params(optimizer)),
-    "another pass": lambda model, optimizer: block(model, optimizer),
-}
-
-
-@pytest.mark.parametrize("then", AFTER_A_CHANGE)
-def test_gradients_changed_while_scaled_are_noticed_before_the_step(then):
-    model, optimizer = small("O1", fused_step=True)
-    block(model, optimizer)
+def edit(model):
     model.weight.grad.add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("level", "clipped", "change", "then"),
+    [
+        ("O1", False, bare, "step"),
+        ("O2", False, bare, "step"),
+        ("O1", True, edit, "step"),
+        ("O2", True, edit, "step"),
+        ("O1", False, edit, "clip"),
+        ("O1", False, edit, "read"),
+        ("O1", False, edit, "another pass"),
+    ],
+)
+def test_gradients_changed_while_scaled_are_noticed(level, clipped, change, then):
+    model, optimizer = small(level, fused_step=True)
+    block(model, optimizer)
+    if clipped:
+        amp.clip_grad_norm_(optimizer, 0.1)
+    change(model)
+    following = {
+        "step": optimizer.step,
+        "clip": lambda: amp.clip_grad_norm_(optimizer, 0.1),
+        "read": lambda: list(amp.master_params(optimizer)),
+        "another pass": lambda: block(model, optimizer),
+    }
     with pytest.raises(RuntimeError, match="changed while they were scaled"):
-        AFTER_A_CHANGE[then](model, optimizer)
+        following[then]()
 
 
 def test_gradients_cleared_by_the_model_leave_nothing_to_step():
@@ -666,18 +572,3 @@ def test_a_wrapper_of_gradients_is_left_to_torch():
     with on("reference"):
         assert takes([torch.ones(2)])
         assert not takes([torch.ones(2).as_subclass(Wrapper)])
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_pass_that_the_program_delays_on_top_of_a_kept_one(level):
-    results = []
-    for fused in (False, True):
-        amp.reset()
-        model, optimizer = small(level, fused_step=fused)
-        block(model, optimizer)
-        loss = model(X).float().mean()
-        with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled:
-            scaled.backward()
-        optimizer.step()
-        results.append([p.detach() for p in model.parameters()])
-    assert same(*results)

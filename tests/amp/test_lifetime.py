@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.amp.hand import batches, net
+from tests.amp.training import batches, net
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])

@@ -14,7 +14,7 @@ from apex import amp
 from apex.amp import handle, opt, scaler
 from apex.amp.frontend import Properties, opt_levels
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
-from tests.amp.hand import batches, net, same
+from tests.amp.training import batches, net, same
 
 SIGNATURES = {
     amp.initialize: "models, optimizers=None, enabled=True, opt_level='O1', cast_model_type=None, "

@@ -1,0 +1,186 @@
+"""Gradients that programs clear, share between optimizers, or compute outside of blocks."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from apex.amp.gradients import ledger as ledgers
+from tests.amp.training import MASTERED, batches, block, copies, grads_of, net, row, same, value
+from tests.amp.training import backward as one_pass
+
+LEVELS = ["O0", "O1", "O2", "O5"]
+DYNAMIC = {"loss_scale": "dynamic", "init_scale": 8.0}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False, None])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_zero_grad(level, set_to_none):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    (batch,) = batches(1)
+    one_pass(model, optimizer, batch)
+    first = copies(grads_of(optimizer))
+    optimizer.zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))
+    for p in [*model.parameters(), *amp.master_params(optimizer)]:
+        if set_to_none is False:
+            assert p.grad is None or not p.grad.any()
+        else:
+            assert p.grad is None
+    one_pass(model, optimizer, batch)  # in which nothing of the first pass is left
+    assert same(first, grads_of(optimizer))
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "zeros", "none"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_batch_that_the_program_drops(level, how):
+    model, optimizer = row(level)
+    block(model, optimizer, 10.0)
+    if how == "none":
+        model.weight.grad = None
+    else:
+        model.zero_grad(set_to_none=how == "zero_grad")
+    block(model, optimizer)
+    optimizer.step()
+    assert value(model) == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_overflow_goes_with_the_batch_that_the_program_drops(level, by_model):
+    model, optimizer = row(level, **DYNAMIC)
+    block(model, optimizer, math.inf)
+    (model if by_model else optimizer).zero_grad()
+    block(model, optimizer)
+    assert len(optimizer._amp_stash.ledger.passes) == 1
+    optimizer.step()
+    assert value(model) == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_zero_grad_of_one_optimizer_keeps_an_overflow_for_the_other(level):
+    """The inf of a delayed pass goes with the gradients of the one, and the other has to skip."""
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    pair = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, pair, opt_level=level, init_scale=8.0, verbosity=0)
+    before = value(models[1])
+    loss = sum(model(torch.ones(1, 2)).float().sum() for model in models)
+    with amp.scale_loss(loss, pair, delay_unscale=True) as scaled:
+        scaled.backward()
+        models[0].weight.grad.fill_(math.inf)
+    pair[0].zero_grad()
+    pair[1].step()
+    assert not amp.stepped(pair[1])
+    assert value(models[1]) == before
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 4.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_set_to_zero_in_mid_accumulation_are_zero(level):
+    model, optimizer = row(level)
+    block(model, optimizer)
+    model(torch.ones(1, 2))
+    optimizer.zero_grad(set_to_none=False)
+    assert same(grads_of(optimizer), [torch.zeros(1, 2)])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_zero_grad_inside_the_block_clears_what_was_before(level):
+    model, optimizer = row(level)
+    for _ in range(3):
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+            optimizer.zero_grad()
+            scaled.backward()
+        optimizer.step()
+    assert value(model) == [-3.0, -3.0]
+
+
+def test_scaled_gradients_of_the_model_are_gone_when_the_next_forward_begins():
+    model, optimizer = row("O2")
+    block(model, optimizer)
+    assert model.weight.grad.flatten().tolist() == [8.0, 8.0]  # scaled, to be read, as ever
+    left = weakref.ref(model.weight.grad)
+    optimizer.step()
+    model.zero_grad()
+    model(torch.ones(1, 2))
+    gc.collect()
+    assert left() is None
+
+
+# -- two optimizers of one weight ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_optimizer_that_was_not_listed_steps_the_shared_weight_too(level):
+    model, a, b = row(level, count=2)
+    block(model, a)
+    a.step()
+    b.step()
+    assert value(model) == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_two_optimizers_of_a_weight_and_model_zero_grad(level):
+    model, a, b = row(level, count=2)
+    for _ in range(3):
+        model.zero_grad()
+        block(model, [a, b])
+        a.step()
+        b.step()
+    assert value(model) == [-6.0, -6.0]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_two_tasks_in_turn_share_a_weight(level):
+    """An optimizer that does not step keeps no gradients for the other one's next pass."""
+    model, *pair = row(level, count=2)
+    for step in range(4):
+        model.zero_grad()
+        block(model, pair[step % 2])
+        pair[step % 2].step()
+    assert value(model) == [-4.0, -4.0]
+
+
+def test_an_idle_optimizer_does_not_collect_passes_without_end(monkeypatch):
+    monkeypatch.setattr(ledgers, "_MOST_PASSES", 3)
+    model, busy, idle = row("O1", count=2, **DYNAMIC)
+    for _ in range(10):
+        model.zero_grad()
+        block(model, busy)
+        busy.step()
+    assert len(idle._amp_stash.ledger.passes) == 4
+
+
+# -- backward outside of blocks --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("level", MASTERED)
+def test_bare_backward_with_gradients_zeroed_in_place(level, order):
+    model, optimizer = row(level, loss_scale=1.0)
+    for _ in range(3):
+        if order == "before":
+            model.zero_grad(set_to_none=False)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if order == "after":
+            model.zero_grad(set_to_none=False)
+    assert value(model) == [-3.0, -3.0]
+
+
+@pytest.mark.parametrize("scaled_first", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_scaled_and_a_bare_backward_in_one_step(level, scaled_first):
+    model, optimizer = row(level)
+    for scaled_now in (scaled_first, not scaled_first):
+        if scaled_now:
+            block(model, optimizer)
+        else:
+            (2 * model(torch.ones(1, 2)).sum()).backward()
+    optimizer.step()
+    assert value(model) == [-3.0, -3.0]
