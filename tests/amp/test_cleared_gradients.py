@@ -80,26 +80,6 @@ def test_zero_grad_of_one_optimizer_keeps_an_overflow_for_the_other(level):
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 4.0
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_set_to_zero_in_mid_accumulation_are_zero(level):
-    model, optimizer = row(level)
-    block(model, optimizer)
-    model(torch.ones(1, 2))
-    optimizer.zero_grad(set_to_none=False)
-    assert same(grads_of(optimizer), [torch.zeros(1, 2)])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_zero_grad_inside_the_block_clears_what_was_before(level):
-    model, optimizer = row(level)
-    for _ in range(3):
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-            optimizer.zero_grad()
-            scaled.backward()
-        optimizer.step()
-    assert value(model) == [-3.0, -3.0]
-
-
 def test_scaled_gradients_of_the_model_are_gone_when_the_next_forward_begins():
     model, optimizer = row("O2")
     block(model, optimizer)
@@ -113,26 +93,6 @@ def test_scaled_gradients_of_the_model_are_gone_when_the_next_forward_begins():
 
 
 # -- two optimizers of one weight ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_an_optimizer_that_was_not_listed_steps_the_shared_weight_too(level):
-    model, a, b = row(level, count=2)
-    block(model, a)
-    a.step()
-    b.step()
-    assert value(model) == [-2.0, -2.0]
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_two_optimizers_of_a_weight_and_model_zero_grad(level):
-    model, a, b = row(level, count=2)
-    for _ in range(3):
-        model.zero_grad()
-        block(model, [a, b])
-        a.step()
-        b.step()
-    assert value(model) == [-6.0, -6.0]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -170,17 +130,4 @@ def test_bare_backward_with_gradients_zeroed_in_place(level, order):
         optimizer.step()
         if order == "after":
             model.zero_grad(set_to_none=False)
-    assert value(model) == [-3.0, -3.0]
-
-
-@pytest.mark.parametrize("scaled_first", [True, False])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_scaled_and_a_bare_backward_in_one_step(level, scaled_first):
-    model, optimizer = row(level)
-    for scaled_now in (scaled_first, not scaled_first):
-        if scaled_now:
-            block(model, optimizer)
-        else:
-            (2 * model(torch.ones(1, 2)).sum()).backward()
-    optimizer.step()
     assert value(model) == [-3.0, -3.0]

@@ -94,37 +94,6 @@ def test_every_kind_of_loss_scale(level, scale):
     assert amp._amp_state.loss_scalers[0].loss_scale() == expected
 
 
-def test_arguments_kept_in_a_dict():
-    amp_args = {"opt_level": "O2", "loss_scale": 64.0, "keep_batchnorm_fp32": None, "verbosity": 0}
-    model = net()
-    model, optimizer = amp.initialize(model, sgd(model.parameters()), **amp_args)
-    assert amp._amp_state.opt_properties.options["master_weights"] is True
-
-
-@SCALED
-def test_every_documented_argument_at_once(level):
-    model = net()
-    optimizer = sgd(model.parameters())
-    got = amp.initialize(
-        models=model,
-        optimizers=optimizer,
-        enabled=True,
-        opt_level=level,
-        cast_model_type=None,
-        patch_torch_functions=None,
-        keep_batchnorm_fp32=None,
-        master_weights=None,
-        loss_scale=None,
-        cast_model_outputs=None,
-        num_losses=1,
-        verbosity=0,
-        min_loss_scale=None,
-        max_loss_scale=2.0**24,
-    )
-    assert got == (model, optimizer)
-    assert hasattr(optimizer, "_amp_stash")  # the marker of programs that initialise late
-
-
 def test_a_list_of_one_model_comes_back_as_that_list():
     models = [net()]
     optimizer = sgd(models[0].parameters())
@@ -210,53 +179,7 @@ def test_a_program_equals_the_one_in_plain_torch(level, program):
     assert scale_now() == plain.scale
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_gan_with_a_scaler_for_each_of_three_losses(level):
-    torch.manual_seed(0)
-    net_g = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    net_d = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
-    opt_g, opt_d = (torch.optim.Adam(n.parameters(), lr=1e-2) for n in (net_g, net_d))
-    [net_d, net_g], [opt_d, opt_g] = amp.initialize(
-        [net_d, net_g], [opt_d, opt_g], opt_level=level, num_losses=3, verbosity=0
-    )
-    criterion = nn.BCEWithLogitsLoss()
-    ones, zeros, steps = torch.ones(16, 1), torch.zeros(16, 1), 4
-    for _ in range(steps):
-        opt_d.zero_grad()
-        err_real = criterion(net_d(torch.randn(16, 2)), ones)
-        with amp.scale_loss(err_real, opt_d, loss_id=0) as err_real_scaled:
-            err_real_scaled.backward()
-        fake = net_g(torch.randn(16, 4))
-        err_fake = criterion(net_d(fake.detach()), zeros)
-        with amp.scale_loss(err_fake, opt_d, loss_id=1) as err_fake_scaled:
-            err_fake_scaled.backward()
-        opt_d.step()
-
-        before = [p.detach().clone() for p in net_d.parameters()]
-        opt_g.zero_grad()
-        err_g = criterion(net_d(fake), ones)
-        with amp.scale_loss(err_g, opt_g, 2) as err_g_scaled:  # its id as third argument
-            err_g_scaled.backward()
-        opt_g.step()
-        assert same(before, net_d.parameters())
-    counts = [entry["unskipped"] for entry in amp.state_dict().values()]
-    assert counts == ([steps] * 3 if level in ("O1", "O2") else [0] * 3)
-
-
 # -- scale_loss -----------------------------------------------------------------------------------
-
-
-@SCALED
-def test_two_backward_passes_through_one_graph(level):
-    model, optimizer = start(level)
-    ((x, y),) = batches(1)
-    loss = F.cross_entropy(model(x), y)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward(retain_graph=True)
-    once = copies(grads_of(optimizer))
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    assert same(grads_of(optimizer), [2 * g for g in once])
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -373,20 +296,6 @@ def test_a_forward_replaced_by_a_half_function():
     assert out.dtype == torch.float16
     amp.reset()
     assert model.roi(torch.ones(1, 2), []).dtype == torch.float32
-
-
-def test_the_handle_of_2018_between_training_and_evaluation():
-    amp_handle = amp.init(enabled=True)
-    model = net()
-    optimizer = amp_handle.wrap_optimizer(sgd(model.parameters()), num_loss=1)
-    for x, y in batches(2):
-        optimizer.zero_grad()
-        with optimizer.scale_loss(F.cross_entropy(model(x), y)) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        amp_handle._clear_cache()
-        with torch.no_grad():
-            assert model(x).dtype == torch.float16
 
 
 @pytest.fixture
