@@ -136,7 +136,7 @@ class Sequence:
         if self.is_open(who) or (self.by_contract and self.clipped):
             return
         grads = self.grads(who, size, first)
-        optimizers = [self.optimizers[number] for number in who]
+        optimizers = (list, tuple)[loss_id](self.optimizers[number] for number in who)
         block = amp.scale_loss(self.loss(grads), optimizers, loss_id, delay_unscale=delay)
         self.hand.forward()
         loss = block.__enter__()

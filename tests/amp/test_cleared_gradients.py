@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
 from apex import amp
 from apex.amp.gradients import ledger as ledgers
@@ -60,24 +59,6 @@ def test_an_overflow_goes_with_the_batch_that_the_program_drops(level, by_model)
     assert len(optimizer._amp_stash.ledger.passes) == 1
     optimizer.step()
     assert value(model) == [-1.0, -1.0]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_zero_grad_of_one_optimizer_keeps_an_overflow_for_the_other(level):
-    """The inf of a delayed pass goes with the gradients of the one, and the other has to skip."""
-    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
-    pair = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    amp.initialize(models, pair, opt_level=level, init_scale=8.0, verbosity=0)
-    before = value(models[1])
-    loss = sum(model(torch.ones(1, 2)).float().sum() for model in models)
-    with amp.scale_loss(loss, pair, delay_unscale=True) as scaled:
-        scaled.backward()
-        models[0].weight.grad.fill_(math.inf)
-    pair[0].zero_grad()
-    pair[1].step()
-    assert not amp.stepped(pair[1])
-    assert value(models[1]) == before
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 4.0
 
 
 def test_scaled_gradients_of_the_model_are_gone_when_the_next_forward_begins():

@@ -10,7 +10,6 @@ from torch import nn
 from apex import amp
 from apex.ops import _runtime
 from tests.amp.training import MASTERED, block, row, value
-from tests.tolerance import AVERAGED, assert_close_to_largest
 
 mastered = pytest.mark.parametrize("level", MASTERED)
 
@@ -173,33 +172,3 @@ def test_reading_a_distributed_checkpoint_changes_nothing(level):
     get_state_dict(model, optimizer)
     optimizer.step()
     assert value(model) == [-2.0, -2.0]
-
-
-# -- averages --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O0", *MASTERED])
-def test_the_recipe_for_a_moving_average(level):
-    """What docs/compatibility.md says: average the float32 entries of the state dict."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    average = {name: entry.clone() for name, entry in model.state_dict().items()}
-    by_hand = {name: entry.double() for name, entry in average.items()}
-    for _ in range(20):
-        optimizer.zero_grad()
-        with amp.scale_loss(model(torch.randn(8, 4)).square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        if not amp.stepped(optimizer):
-            continue
-        for name, entry in model.state_dict().items():
-            if entry.is_floating_point():
-                average[name].lerp_(entry, 0.01)
-                by_hand[name].lerp_(entry.double(), 0.01)
-            else:
-                average[name].copy_(entry)
-    for name in ("0.weight", "0.bias", "1.weight"):
-        assert average[name].dtype == torch.float32
-        assert_close_to_largest(average[name], by_hand[name], AVERAGED)

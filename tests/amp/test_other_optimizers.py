@@ -185,48 +185,6 @@ def test_a_step_of_the_optimizer_inside_is_skipped_after_an_overflow():
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 4.0, "unskipped": 1}
 
 
-class Lookahead:
-    """Every second step copies an average into the optimizer's weights."""
-
-    def __init__(self, optimizer):
-        self.optimizer, self.number = optimizer, 0
-        self.param_groups = optimizer.param_groups
-        self.slow = None
-
-    def step(self):
-        params = [p for group in self.param_groups for p in group["params"]]
-        if self.slow is None:
-            self.slow = [p.detach().clone() for p in params]
-        self.optimizer.step()
-        self.number += 1
-        with torch.no_grad():
-            for p, slow in zip(params, self.slow, strict=True) if self.number % 2 == 0 else ():
-                p.copy_(slow.lerp_(p, 0.5))
-
-    def __getattr__(self, name):
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_lookahead(level, whole):
-    amp.reset()
-    model = torch.nn.Linear(4, 1, bias=False)
-    torch.nn.init.constant_(model.weight, 1.0)
-    ahead = Lookahead(torch.optim.SGD(model.parameters(), lr=0.25))
-    given = ahead if whole else ahead.optimizer
-    amp.initialize(model, given, opt_level=level, loss_scale=8.0, verbosity=0)
-    for wanted in (0.75, 0.75, 0.5, 0.5):
-        given.zero_grad()
-        with amp.scale_loss(model(torch.ones(1, 4)).sum(), given) as loss:
-            loss.backward()
-        ahead.step()
-        with torch.no_grad():
-            assert model(torch.ones(1, 4)).item() == 4 * wanted
-
-
 class Wrapper:
     """Shows the attributes of an optimizer as its own."""
 

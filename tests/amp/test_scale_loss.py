@@ -14,7 +14,6 @@ from tests.amp.training import (
     batches,
     block,
     copies,
-    grads_of,
     net,
     row,
     same,
@@ -25,7 +24,6 @@ from tests.amp.training import (
 from tests.amp.training import spoil as spoil_bias
 
 LEVELS = ["O0", "O1", "O2", "O4", "O5"]
-SCALED = pytest.mark.parametrize("level", ["O1", "O2"])
 DYNAMIC = {"loss_scale": "dynamic", "init_scale": 8.0}
 
 
@@ -54,21 +52,6 @@ def test_training_equals_the_one_in_plain_torch(level):
         assert same(amp.master_params(optimizer), plain.params)
     if level in ("O1", "O2"):
         assert scale_now() == plain.scale  # which has grown and backed off by then
-
-
-@SCALED
-def test_accumulation_adds_unscaled_gradients(level):
-    model, optimizer, plain = start(level, window=2)
-    for step in range(3):
-        passes = list(batches(4, seed=step))
-        optimizer.zero_grad()
-        for batch in passes:
-            backward(model, optimizer, batch)
-        plain.step(*passes)
-        assert same(grads_of(optimizer), [p.grad for p in plain.params])
-        optimizer.step()
-        assert same(amp.master_params(optimizer), plain.params)
-    assert scale_now() == plain.scale  # the window counts steps, not passes
 
 
 SPOILED = [  # level, value, its place in the gradient, number of the parameter
@@ -108,132 +91,7 @@ def test_finite_gradients_whose_sum_overflows_are_no_overflow():
     assert scale_now() == 8.0
 
 
-# -- several optimizers and losses ----------------------------------------------------------------
-
-
-def pair(level, shared=False):
-    """Two optimizers of a linear layer each, or of one layer that both of them step."""
-    layers = [nn.Linear(4, 4)] if shared else [nn.Linear(4, 4), nn.Linear(4, 4)]
-    model = nn.Sequential(*layers)
-    optimizers = [torch.optim.SGD(layers[i].parameters(), lr=1.0) for i in (0, -1)]
-    return amp.initialize(model, optimizers, opt_level=level, verbosity=0, **DYNAMIC)
-
-
-def loss_of(model):
-    x = torch.ones(1, 4, dtype=next(model.parameters()).dtype)  # a part of a model casts nothing
-    return model(x).float().sum()
-
-
-@pytest.mark.parametrize(("level", "container"), [("O0", list), ("O1", tuple), ("O2", list)])
-def test_one_loss_for_several_optimizers_accumulates_right(level, container):
-    model, optimizers = pair(level)
-    sums = []
-    for count in (2, 1):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for _ in range(count):
-            with amp.scale_loss(loss_of(model), container(optimizers)) as scaled:
-                scaled.backward()
-        sums.append([g.clone() for optimizer in optimizers for g in grads_of(optimizer)])
-    assert same(sums[0], [2 * grad for grad in sums[1]])
-    for optimizer in optimizers:
-        optimizer.step()
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1  # one pass, two optimizers
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_any_mix_of_delayed_and_plain_passes_is_right(level):
-    model, optimizer = row(level, num_losses=2, loss_scale="dynamic")
-    for scaler, start_scale in zip(amp._amp_state.loss_scalers, (8, 2.0), strict=True):
-        scaler._loss_scale = start_scale
-    plan = [(1.0, False, 0), (2.0, True, 0), (4.0, False, 0), (8.0, True, 1), (16.0, True, 0)]
-    for x, delay, loss_id in plan:
-        block(model, optimizer, x, loss_id=loss_id, delay_unscale=delay)
-    optimizer.step()  # unscales the last pass, which was delayed
-    assert value(model) == [-31.0, -31.0]
-
-
-@pytest.mark.parametrize("settled_by", ["step", "zero_grad", "a pass of its own"])
-@SCALED
-def test_a_delayed_pass_is_settled_by_all_its_optimizers_together(level, settled_by):
-    model, (first, second) = pair(level)
-    with amp.scale_loss(loss_of(model), [first, second], delay_unscale=True) as scaled:
-        scaled.backward()
-        model[0].bias.grad[1] = math.nan
-    if settled_by == "zero_grad":
-        first.zero_grad()
-    elif settled_by != "step":
-        with amp.scale_loss(loss_of(model), first) as scaled:
-            scaled.backward(inputs=list(model[0].parameters()))
-    second.step()
-    first.step()
-    assert not amp.stepped(second)  # though its own gradients are finite
-    assert amp.stepped(first) == (settled_by == "zero_grad")
-    assert scale_now() == 4.0
-
-
-@SCALED
-def test_a_delayed_pass_around_one_that_overflows_keeps_the_scale_it_began_with(level):
-    model, (first, second) = pair(level)
-    expected = [p - 1.0 - 1.0 for p in list(amp.master_params(first))[1:]]
-    bias = [model[0].bias]
-    with amp.scale_loss(loss_of(model[0]), first, delay_unscale=True) as outer:
-        with amp.scale_loss(loss_of(model[1]), second) as inner:
-            inner.backward()
-            model[1].bias.grad.fill_(math.inf)
-        outer.backward(inputs=bias)
-    assert scale_now() == 4.0
-    with amp.scale_loss(loss_of(model[0]), first) as scaled:
-        scaled.backward(inputs=bias)
-    first.step()
-    assert same(expected, list(amp.master_params(first))[1:])
-
-
-def test_nested_blocks_on_two_optimizers_keep_their_own_scale():
-    model, (first, second) = pair("O1")
-    with amp.scale_loss(3 * loss_of(model[0]), first) as outer:
-        with amp.scale_loss(loss_of(model[1]), second) as inner:
-            inner.backward()
-            model[1].weight.grad.fill_(math.inf)
-        outer.backward()
-    assert torch.equal(model[0].weight.grad, torch.full((4, 4), 3.0))
-
-
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_one_parameter_in_two_optimizers(level, delay):
-    model, (first, second) = pair(level, shared=True)
-    expected = [p - 2.0 - 2.0 for p in amp.master_params(first)]
-    for _ in range(2):
-        with amp.scale_loss(loss_of(model), [first, second], delay_unscale=delay) as scaled:
-            scaled.backward()
-    first.step()
-    second.step()
-    assert same(expected, amp.master_params(second))
-    with amp.scale_loss(loss_of(model), first) as scaled:
-        scaled.backward()
-        model[0].weight.grad.fill_(math.nan)
-    before = copies(amp.master_params(second))
-    second.step()  # was not listed, but would have stepped on nan
-    assert same(before, amp.master_params(second))
-
-
 # -- scales ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("level", "static"),
-    [("O0", 1.0), ("O1", 8.0), ("O2", 1.0), ("O2", 8.0), ("O3", 8.0), ("O5", 1.0)],
-)
-def test_static_scale_accumulates_every_parameter(level, static):
-    model = net().eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=static, verbosity=0)
-    (batch,) = batches(1)
-    backward(model, optimizer, batch)
-    once = copies(grads_of(optimizer))
-    backward(model, optimizer, batch)
-    assert same([2 * grad for grad in once], grads_of(optimizer))
 
 
 def test_delay_overflow_check_keeps_the_scale_and_still_skips():

@@ -8,7 +8,6 @@ import copy
 import functools
 import itertools
 import math
-import random
 import sys
 import threading
 
@@ -141,42 +140,6 @@ def in_threads(*bodies, barrier=None):
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_in_two_threads_in_every_kind_of_order(level):
-    """One of them at a time, from moment to moment: forwards, backwards and blocks cross anyhow."""
-    runs = [Run(level, 0), Run(level, 1)]
-    order = [0, 1] * (STEPS * (len(MOMENTS) + 2) + 1)
-    random.Random(level).shuffle(order)
-    turns = [threading.Semaphore(0), threading.Semaphore(0)]
-    done = threading.Semaphore(0)
-
-    def body(who):
-        def pause():
-            done.release()
-            assert turns[who].acquire(timeout=PATIENCE)
-
-        def pause_in_forward_and_backward(module, args, output):
-            pause()
-            output.register_hook(lambda grad: pause())
-
-        assert turns[who].acquire(timeout=PATIENCE)
-        try:
-            runs[who].model[0].register_forward_hook(pause_in_forward_and_backward)
-            for _ in runs[who].initialize().moments():
-                pause()
-        finally:
-            done.release()
-
-    def conduct():
-        for who in order:
-            turns[who].release()
-            assert done.acquire(timeout=PATIENCE)
-
-    in_threads(lambda: body(0), lambda: body(1), conduct)
-    assert same(runs[0].results(), alone(level, 0))
-    assert same(runs[1].results(), alone(level, 1))
 
 
 @pytest.fixture

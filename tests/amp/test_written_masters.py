@@ -1,9 +1,7 @@
 """Whoever writes to a master writes to its weight, and the other way round."""
 
-import contextlib
 import copy
 import functools
-import warnings
 
 import pytest
 import torch
@@ -217,15 +215,3 @@ def test_a_gradient_that_the_program_keeps_is_not_overwritten(level, hold):
     kept = other.grad if kept is None else torch.as_tensor(kept)
     assert torch.equal(kept, torch.ones(1, 4))
     assert torch.equal(master.grad, torch.full((1, 4), 3.0))
-
-
-@mastered
-def test_nothing_is_said_in_a_usual_loop(level):
-    model, optimizer = start(level, functools.partial(torch.optim.SGD, lr=0.1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            step(model, optimizer)
-            with contextlib.suppress(StopIteration):
-                next(amp.master_params(optimizer))
-            model.load_state_dict(model.state_dict())
