@@ -113,7 +113,7 @@ class Sequence:
         else:
             scales = [Static(loss_scale)] * 2
         self.hand = self.reference(weights, masters, owned, scales)
-        self.blocks, self.clipped, self.trace = [], False, []
+        self.blocks, self.clipped = [], False
 
     def of(self, name):
         return getattr(self.model, name).weight
@@ -213,7 +213,6 @@ class Sequence:
         optimizer.step()
         assert not frees or all(p.grad is None for p in optimizer.param_groups[0]["params"])
         skipped = self.hand.step(number)
-        self.trace += [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
         assert self.device == "meta" or amp.stepped(optimizer) == (not skipped)
         self.compare(stepped=True)
         if skipped or self.by_contract:
@@ -270,7 +269,6 @@ class Sequence:
         finally:
             for block, *_ in reversed(self.blocks):
                 block.__exit__(KeyError, KeyError(), None)
-        return self.trace
 
 
 def equal(left, right):

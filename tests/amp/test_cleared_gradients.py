@@ -76,17 +76,6 @@ def test_scaled_gradients_of_the_model_are_gone_when_the_next_forward_begins():
 # -- two optimizers of one weight ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_two_tasks_in_turn_share_a_weight(level):
-    """An optimizer that does not step keeps no gradients for the other one's next pass."""
-    model, *pair = row(level, count=2)
-    for step in range(4):
-        model.zero_grad()
-        block(model, pair[step % 2])
-        pair[step % 2].step()
-    assert value(model) == [-4.0, -4.0]
-
-
 def test_an_idle_optimizer_does_not_collect_passes_without_end(monkeypatch):
     monkeypatch.setattr(ledgers, "_MOST_PASSES", 3)
     model, busy, idle = row("O1", count=2, **DYNAMIC)

@@ -149,16 +149,6 @@ def test_copies_and_pickles_of_the_optimizer(level):
         twin.step()
 
 
-@pytest.mark.parametrize("level", MASTERED)
-def test_plain_backward_and_step_go_through_the_masters(level):
-    model, optimizer = row(level, loss_scale=1.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(torch.full((1, 2), 2.0**-step)).sum().backward()
-        optimizer.step()
-    assert value(model) == [-1.75, -1.75]
-
-
 def test_masters_start_from_unrounded_weights():
     model = net()
     weights = [p.detach().clone() for p in model.parameters()]
@@ -177,17 +167,6 @@ def test_optimizer_state_from_before_is_kept():
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     assert same(moments, [optimizer.state[p]["exp_avg"] for p in amp.master_params(optimizer)])
     train(model, optimizer, batches(1))
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_initialised_again_for_the_next_fold(level):
-    model, optimizer = start(level)
-    train(model, optimizer, batches(1))
-    weights = {k: v.clone() for k, v in model.state_dict().items()}
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in weights.items())
-    train(model, optimizer, batches(1))
-    assert len(model._forward_pre_hooks) == 1
 
 
 def test_at_most_one_host_read_per_step(monkeypatch):

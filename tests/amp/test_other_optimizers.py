@@ -217,17 +217,6 @@ def test_a_step_of_the_optimizer_inside_of_a_wrapper_reaches_the_model(level):
     outer.inner.step()
 
 
-@pytest.mark.parametrize("make", [Wrapper, SteppingWrapper])
-@pytest.mark.parametrize("level", ["O1", *MASTERED])
-def test_wrappers_are_stepped(level, make):
-    model, outer = row(level, make)
-    for _ in range(2):
-        outer.zero_grad()
-        block(model, outer)
-        outer.step()
-    assert value(model) == [-2.0, -2.0]
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_scheduler_of_the_optimizer_inside_of_a_wrapper_stays_silent(level):
     model, outer = row(level, SteppingWrapper, loss_scale=None, init_scale=8.0)

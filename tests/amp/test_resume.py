@@ -324,46 +324,28 @@ def test_a_file_of_nvidias_apex_is_resumed(level, moments, weights, new_zip, ord
 # -- what cannot be loaded ------------------------------------------------------------------------
 
 
-def broken(change, saved):
-    saved = copy.deepcopy(saved)
-    change(saved)
-    return saved
+BROKEN = {  # by the key that the error names
+    "4.weight": lambda model: model["4.weight"][:, 1:],  # of another shape
+    "0.bias": None,  # missing
+    "nobody.weight": lambda model: torch.ones(1),
+    "0.weight": lambda model: "not a tensor",
+}
 
 
-def of_another_shape(saved):
-    saved["model"]["4.weight"] = saved["model"]["4.weight"][:, 1:]
-
-
-def without_a_key(saved):
-    del saved["model"]["0.bias"]
-
-
-def with_a_foreign_key(saved):
-    saved["model"]["nobody.weight"] = torch.ones(1)
-
-
-def not_a_tensor(saved):
-    saved["model"]["0.weight"] = "a string"
-
-
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        (of_another_shape, "4.weight"),
-        (without_a_key, "0.bias"),
-        (with_a_foreign_key, "nobody.weight"),
-        (not_a_tensor, "0.weight"),
-    ],
-)
+@pytest.mark.parametrize("key", BROKEN)
 @pytest.mark.parametrize(("level", "trained"), [("O0", 2), ("O2", 0), ("O2", 2), ("O3", 2)])
-def test_a_model_that_loads_in_part_stays_one_model(level, trained, change, key):
+def test_a_model_that_loads_in_part_stays_one_model(level, trained, key):
     """torch names the key and loads the rest; masters, weights and state dict agree on what."""
     saved, _ = saved_and_after(level, "adam")
     model = net(7)
     model, optimizer = start(level, model, OPTIMIZERS["adam"](model.parameters()))
     train(model, optimizer, trained, seed=5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    bad = broken(change, saved)["model"]
+    bad = dict(saved["model"])
+    if BROKEN[key]:
+        bad[key] = BROKEN[key](bad)
+    else:
+        del bad[key]
     with pytest.raises(RuntimeError, match=key):
         model.load_state_dict(bad)
     wanted = {
@@ -381,25 +363,23 @@ def test_a_model_that_loads_in_part_stays_one_model(level, trained, change, key)
     assert_model_holds(level, saved["model"], model, optimizer)
 
 
-def with_another_group(saved):
-    saved["optimizer"]["param_groups"].append({"params": [6]})
+def with_another_group(groups):
+    groups.append({"params": [6]})
 
 
-def with_fewer_params(saved):
-    saved["optimizer"]["param_groups"][0]["params"].pop()
+def with_fewer_params(groups):
+    groups[0]["params"].pop()
 
 
-def without_groups(saved):
-    del saved["optimizer"]["param_groups"]
-
-
-@pytest.mark.parametrize("change", [with_another_group, with_fewer_params, without_groups])
+@pytest.mark.parametrize("change", [with_another_group, with_fewer_params, list.clear])
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_an_optimizer_that_does_not_load_goes_on_as_before(level, change):
     saved, after = saved_and_after(level, "adam")
     model, optimizer = resume(level, "adam", saved, FIRST)
-    with pytest.raises((ValueError, KeyError), match="param"):
-        optimizer.load_state_dict(broken(change, saved)["optimizer"])
+    bad = copy.deepcopy(saved["optimizer"])
+    change(bad["param_groups"])
+    with pytest.raises(ValueError, match="param"):
+        optimizer.load_state_dict(bad)
     go_on(level, model, optimizer)
     assert_equal(everything(model, optimizer), after)
 

@@ -154,15 +154,6 @@ def scale_now():
     return amp.state_dict()["loss_scaler0"]["loss_scale"]
 
 
-def slots(optimizer):
-    """Every tensor in an optimizer's state, in the order of its parameters."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for _, slot in sorted(optimizer.state.get(param, {}).items()):
-                if slot is not None:
-                    yield torch.as_tensor(slot)
-
-
 # -- a device that the host does not wait for ------------------------------------------------------
 
 
