@@ -25,20 +25,32 @@ OWNED = {  # the parameters of each optimizer
 
 
 class Scale:
-    """A dynamic scale."""
+    """The rule of a dynamic scale, in float32 as on any device."""
 
-    def __init__(self, value, window, floor, ceiling):
-        self.value, self.window, self.floor, self.ceiling = value, window, floor, ceiling
-        self.clean, self.steps = 0, 0  # since the last change, and ever
+    def __init__(self, value, window, floor, ceiling, growth=2.0, backoff=0.5, hysteresis=1):
+        self.value, self.window, self.hysteresis = value, window, hysteresis
+        self.floor, self.ceiling = rounded(floor), rounded(ceiling)
+        self.growth, self.backoff = rounded(growth), rounded(backoff)
+        self.clean, self.bad = 0, 0  # steps since the last change, overflows in a row
+        self.steps = 0  # ever
 
     def finish_pass(self, overflow):
+        self.bad = self.bad + 1 if overflow else 0
         if overflow:
-            self.value, self.clean = max(self.value / 2, self.floor), 0
+            self.clean = 0
+        if overflow and self.bad >= self.hysteresis:
+            self.value = max(rounded(self.value * self.backoff), self.floor)
 
     def count(self):
         self.clean, self.steps = self.clean + 1, self.steps + 1
         if self.clean >= self.window:
-            self.value, self.clean = min(self.value * 2, self.ceiling), 0
+            grown = max(rounded(self.value * self.growth), self.floor)
+            self.value, self.clean = min(grown, self.ceiling), 0
+
+
+def rounded(value):
+    """A number in float32."""
+    return torch.tensor(value, dtype=torch.float32).item()
 
 
 class Static(Scale):

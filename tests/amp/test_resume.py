@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from apex import amp
 from apex.optimizers import FusedAdam, FusedNovoGrad
 from apex.parallel import LARC
-from tests.amp.training import MASTERED, batches, net, same
+from tests.amp.training import MASTERED, batches, copies, net, same
 from tests.amp.training import train as train_on
+from tests.checkpoints import assert_equal
 
 LEVELS = {
     "O0": {"opt_level": "O0"},
@@ -78,31 +79,13 @@ def checkpoint(model, optimizer):
     return torch.load(file, weights_only=True)
 
 
-def tensors(value, path=""):
-    """Every tensor and number in nested containers, as tensors, by where it is."""
-    if isinstance(value, (torch.Tensor, float, int)):
-        return {path: torch.as_tensor(value)}
-    items = value.items() if isinstance(value, dict) else enumerate(value or ())
-    found = {}
-    for name, item in () if isinstance(value, str) else items:
-        found.update(tensors(item, f"{path}.{name}".removeprefix(".")))
-    return found
-
-
 def everything(model, optimizer):
     """All that a training consists of, copied: its checkpoint, its masters, its 16-bit weights."""
-    parts = {
+    return {
         "checkpoint": checkpoint(model, optimizer),
-        "stepped": list(amp.master_params(optimizer)),
-        "computed with": [*model.parameters(), *model.buffers()],
+        "stepped": copies(amp.master_params(optimizer)),
+        "computed with": copies([*model.parameters(), *model.buffers()]),
     }
-    return {name: tensor.detach().clone() for name, tensor in tensors(parts).items()}
-
-
-def assert_equal(left, right):
-    assert left.keys() == right.keys()
-    assert [n for n in left if left[n].dtype != right[n].dtype] == []
-    assert [n for n in left if not torch.equal(left[n], right[n])] == []
 
 
 def go_on(level, model, optimizer):
@@ -158,9 +141,9 @@ def test_the_ten_steps_hold_growth_and_a_skip(level):
     saved, after = saved_and_after(level, "adam")
     assert saved["amp"]["loss_scaler0"] == {"loss_scale": 2.0**11, "unskipped": 2}
     # 5 land, and with the 2 before them make two growths and 1; a skip; 4 make a growth and 1
-    assert after["checkpoint.amp.loss_scaler0.loss_scale"] == 2.0**13
-    assert after["checkpoint.amp.loss_scaler0.unskipped"] == 1
-    assert after["checkpoint.optimizer.state.0.step"] == 14
+    after = after["checkpoint"]
+    assert after["amp"]["loss_scaler0"] == {"loss_scale": 2.0**13, "unskipped": 1}
+    assert after["optimizer"]["state"][0]["step"] == 14
 
 
 def test_hysteresis_is_resumed_between_two_overflows():
@@ -178,7 +161,7 @@ def test_hysteresis_is_resumed_between_two_overflows():
     half_way(model, optimizer)
     saved = checkpoint(model, optimizer)
     after = rest(model, optimizer)
-    assert after["checkpoint.amp.loss_scaler0.loss_scale"] == 2.0**9
+    assert after["checkpoint"]["amp"]["loss_scaler0"]["loss_scale"] == 2.0**9
     amp.reset()
     assert_equal(rest(*resume("O2", "adam", saved, ORDERS[0], **settings)), after)
 

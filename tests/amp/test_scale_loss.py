@@ -156,19 +156,6 @@ def test_scales_out_of_range_are_refused_at_once(options):
         row("O2", **options)
 
 
-def test_writes_to_the_state_take_effect_at_once():
-    model, optimizer = row("O1", loss_scale="dynamic")
-    scaler = amp._amp_state.loss_scalers[0]
-    scaler._loss_scale = 2**10  # an int, as in the wild
-    scaler._scale_seq_len = 1
-    loss = model(torch.ones(1, 2)).sum() + 1
-    with amp.scale_loss(loss, optimizer) as scaled:
-        assert torch.equal(scaled, loss * 2.0**10)
-        scaled.backward()
-    optimizer.step()
-    assert scaler._loss_scale == scaler.loss_scale() == 2.0**11
-
-
 def test_flags_of_an_overflow_can_be_read():
     model, optimizer = row("O1", loss_scale="dynamic")
     scaler = amp._amp_state.loss_scalers[0]

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -17,30 +16,7 @@ from apex.amp.scaler import (
     scale_check_overflow_python,
     unscale_,
 )
-
-
-class Rule:
-    """The scale rule, in float32 as on any device."""
-
-    def __init__(self, start, window, floor, ceiling, growth, backoff, hysteresis):
-        self.scale, self.clean, self.hits = np.float32(start), 0, 0
-        self.window, self.hysteresis = window, hysteresis
-        self.floor, self.ceiling = np.float32(floor), np.float32(ceiling)
-        self.growth, self.backoff = np.float32(growth), np.float32(backoff)
-
-    def finish_pass(self, overflow):
-        if not overflow:
-            self.hits = 0
-            return
-        self.clean, self.hits = 0, self.hits + 1
-        if self.hits >= self.hysteresis:
-            self.scale = max(self.scale * self.backoff, self.floor)
-
-    def land(self):
-        self.clean += 1
-        if self.clean >= self.window:
-            grown = max(self.scale * self.growth, self.floor)
-            self.scale, self.clean = min(grown, self.ceiling), 0
+from tests.amp.sequences import Scale
 
 
 class ScalerMachine(RuleBasedStateMachine):
@@ -66,7 +42,7 @@ class ScalerMachine(RuleBasedStateMachine):
             backoff_factor=backoff,
             hysteresis=hysteresis,
         )
-        self.rule = Rule(start, window, floor, 2.0**24, growth, backoff, hysteresis)
+        self.rule = Scale(start, window, floor, 2.0**24, growth, backoff, hysteresis)
         self.waiting = False
 
     @rule(overflow=st.booleans())
@@ -83,12 +59,12 @@ class ScalerMachine(RuleBasedStateMachine):
     @rule()
     def step(self):
         self.scaler.count_step()
-        self.rule.land()
+        self.rule.count()
 
     @rule(scale=st.sampled_from([0.25, 3.0, 2.0**20]))
     def written_by_hand(self, scale):
         self.scaler._loss_scale = scale
-        self.rule.scale = np.float32(scale)
+        self.rule.value = scale
 
     @rule(clean=st.integers(0, 9))
     def restored(self, clean):
@@ -98,7 +74,7 @@ class ScalerMachine(RuleBasedStateMachine):
     @invariant()
     def equal(self):
         if hasattr(self, "scaler"):
-            assert self.scaler.loss_scale() == float(self.rule.scale)
+            assert self.scaler.loss_scale() == self.rule.value
             assert self.scaler._unskipped == self.rule.clean
 
 
