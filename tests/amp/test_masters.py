@@ -120,17 +120,18 @@ def test_without_masters_two_calls_add_up():
 @pytest.mark.parametrize("clamp", ["data", "no_grad"])
 @pytest.mark.parametrize("level", ["O1", *MASTERED])
 def test_reading_changes_nothing(level, clamp):
+    def nothing():
+        pass
+
+    def everything():
+        model.state_dict()
+        amp.state_dict()
+        list(amp.master_params(optimizer))
+        optimizer.state_dict()
+
     ends = []
-    for reads in (False, True):
+    for read in (nothing, everything):
         model, optimizer = row(level, functools.partial(torch.optim.SGD, momentum=0.9), lr=1e-4)
-
-        def read():
-            if reads:  # noqa: B023  # called at once
-                model.state_dict()  # noqa: B023
-                amp.state_dict()
-                list(amp.master_params(optimizer))  # noqa: B023
-                optimizer.state_dict()  # noqa: B023
-
         for _ in range(3):
             optimizer.zero_grad()
             block(model, optimizer, delay_unscale=True)
