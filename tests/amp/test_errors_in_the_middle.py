@@ -84,10 +84,11 @@ def test_an_error_out_of_the_step_ends_the_step(level, fused):
     assert value(model) == [-4.0, -4.0]
 
 
+@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_no_memory_for_unscaling(level, monkeypatch):
+def test_no_memory_for_unscaling(level, delayed, monkeypatch):
     model, optimizer = row(level)
-    block(model, optimizer)
+    block(model, optimizer, delay_unscale=delayed)
 
     def no_memory(*args):
         raise torch.OutOfMemoryError("no memory")
@@ -96,12 +97,13 @@ def test_no_memory_for_unscaling(level, monkeypatch):
         patch.setattr(ledgers, "unscale_into", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             block(model, optimizer, 5.0)
-    optimizer.step()  # the pass before
-    assert value(model) == [-1.0, -1.0]
+    optimizer.step()  # the pass before, unless the one that failed continued it
+    assert value(model) == ([0.0, 0.0] if delayed else [-1.0, -1.0])
     optimizer.zero_grad()
+    before = value(model)[0]
     block(model, optimizer)
     optimizer.step()
-    assert value(model) == [-2.0, -2.0]
+    assert value(model) == [before - 1.0] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")  # torch advises against
