@@ -227,6 +227,16 @@ def test_step_pre_hooks_see_unscaled_gradients(level):
     assert value(model) == [-0.25, -0.25]
 
 
+def test_clipping_by_the_largest_element():
+    model, optimizer = one("O1", fused_step=True)
+    with on("reference"):
+        block(model, optimizer, 3.0)
+        assert amp.clip_grad_norm_(optimizer, 1.5, torch.inf) == 3.0
+        optimizer.step()
+    expected = torch.full((1, 2), -1.5)
+    assert_close_to_largest(model.weight.detach(), expected, CLIPPED)
+
+
 def test_clipping_can_insist_on_a_finite_norm():
     model, optimizer = start("O1", fused_step=True)
     with on("reference"):
