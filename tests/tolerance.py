@@ -49,9 +49,6 @@ CLIPPED = 4e-6
 # Largest over four seeds: 4.5e-7 of the largest element.
 THREE_STEPS = 1e-6
 
-# A moving average over 20 steps in float32: each rounds by half an ulp (2**-24) of the value.
-AVERAGED = 20 * 2.0**-24
-
 # Float32 images of 8x8 resampled with coordinates in [-1, 1] against their exact pixels: each
 # coordinate is off by a rounding or two, times 4 pixels. Largest over 200 seeds: 4.8e-7.
 RESAMPLED = 1e-6

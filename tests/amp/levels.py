@@ -1,9 +1,8 @@
-"""What tests of amp share: the levels, a small network and its batches, and equality of bits."""
+"""The levels, and what tests of one level need."""
 
 import math
 
 import torch
-from torch import nn
 
 from apex import amp
 
@@ -38,25 +37,6 @@ def poison(model):
 def product():
     """The type that a matrix product has here."""
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 16, 5))
-
-
-def batches(count, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        x = torch.randn(8, 1, 6, 6, generator=generator)
-        yield x, torch.randint(0, 5, (8,), generator=generator)
-
-
-def same(left, right):
-    """Whether two sequences of tensors are equal bit for bit."""
-    left, right = list(left), list(right)
-    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 def assert_same(left, right):

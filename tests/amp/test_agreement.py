@@ -20,10 +20,9 @@ from apex.optimizers import FusedAdam
 from tests.amp import agreement_programs as programs
 from tests.amp import sharded_programs
 from tests.amp.agreement_programs import SCALE, Case
-from tests.amp.levels import same
 from tests.amp.ranks import Pair
 from tests.amp.sharded_programs import BAD, Parallel, Sharded
-from tests.amp.test_fused_step import no_reads
+from tests.amp.training import no_waits, same
 from tests.ranks import RankError
 from tests.tolerance import PARALLEL, assert_close_to_largest
 
@@ -267,7 +266,7 @@ def test_the_host_waits_for_no_agreement(in_shards, fused):
     optimizer = FusedAdam(model.parameters())
     group = None if in_shards else dist.group.WORLD
     amp.initialize(model, optimizer, verbosity=0, fused_step=fused, process_group=group)
-    with no_reads(), mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
+    with no_waits(), mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
         for _ in range(3):
             optimizer.zero_grad()
             loss = torch.zeros((), device="meta", requires_grad=True) * 1.0

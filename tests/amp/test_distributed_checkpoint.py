@@ -8,7 +8,7 @@ from torch import nn
 
 from apex import amp
 from apex.optimizers import FusedAdam
-from tests.amp.levels import same
+from tests.amp.training import same
 
 pytestmark = pytest.mark.dist
 MAKERS = [

@@ -12,7 +12,8 @@ from torch import nn
 from apex import amp, fp16_utils
 from apex.amp.casting import cpu_float16
 from apex.bench.precision import precision
-from tests.amp.levels import cast, same, start
+from tests.amp.levels import cast, start
+from tests.amp.training import same
 from tests.tolerance import ROUNDED_ONCE
 
 

@@ -16,7 +16,8 @@ from apex.amp.handle import NoOpHandle
 from apex.amp.opt import OptimWrapper
 from apex.optimizers import FusedAdam
 from apex.parallel import LARC
-from tests.amp.levels import batches, net, poison, same
+from tests.amp.levels import poison
+from tests.amp.training import batches, net, same
 
 
 def sgd(params):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.amp.levels import batches, net
+from tests.amp.training import batches, net
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from apex import amp
-from tests.amp.levels import HALF, LEVELS, MODEL, cast, same, start, train_step
+from tests.amp.levels import HALF, LEVELS, MODEL, cast, start, train_step
+from tests.amp.training import same
 
 COMPUTES = {"O0": torch.float32, **HALF, **MODEL}
 

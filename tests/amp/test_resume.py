@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from apex import amp
 from apex.optimizers import FusedAdam, FusedNovoGrad
 from apex.parallel import LARC
-from tests.amp.hand import Hand, batches, net, same
+from tests.amp.training import MASTERED, batches, copies, net, same
+from tests.amp.training import train as train_on
+from tests.checkpoints import assert_equal
 
 LEVELS = {
     "O0": {"opt_level": "O0"},
@@ -32,6 +34,7 @@ LEVELS = {
     "O5": {"opt_level": "O5"},
     "O5 dynamic": {"opt_level": "O5", "loss_scale": "dynamic"},
 }
+WEIGHTS = [name for name, _ in net().named_parameters()]
 PLAIN = ["O0", "O1", "O2", "O3", "O4", "O5"]
 DYNAMIC = ["O1", "O2", "O2 bfloat16", "O5 dynamic"]
 
@@ -40,21 +43,15 @@ OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
     "adam": functools.partial(torch.optim.Adam, lr=1e-2, eps=EPS, weight_decay=1e-3),
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, eps=EPS, amsgrad=True),
-    "adagrad": functools.partial(
-        torch.optim.Adagrad, lr=1e-2, eps=EPS, initial_accumulator_value=0.1
-    ),
-    "rmsprop": functools.partial(
-        torch.optim.RMSprop, lr=1e-3, eps=EPS, momentum=0.5, centered=True
-    ),
     "fused adam": functools.partial(FusedAdam, lr=1e-2, weight_decay=1e-3),
     "fused novograd": functools.partial(FusedNovoGrad, lr=1e-2),
-    "lbfgs": functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3, history_size=4),
 }
-CASES = [
-    (level, name)
-    for level, name in itertools.product(LEVELS, OPTIMIZERS)
-    # A closure cannot be skipped: refused. At O3 its 1 / (y @ s) overflows float16.
-    if not (name == "lbfgs" and level in (*DYNAMIC, "O3"))
+CASES = [  # all levels; O2 with all optimizers, others where moments are not float32 or a skip is
+    *((level, "adam") for level in LEVELS),
+    *(("O2", name) for name in OPTIMIZERS if name != "adam"),
+    *(("O3", name) for name in ("sgd", "fused adam", "fused novograd")),
+    ("O5 dynamic", "adamw"),
+    ("O1", "fused adam"),
 ]
 ORDERS = [
     order
@@ -70,23 +67,7 @@ def start(level, model, optimizer, **options):
 
 def train(model, optimizer, count, seed, poisoned=None):
     """``count`` steps; the gradients of step number ``poisoned`` get an inf."""
-    for number, (x, y) in enumerate(batches(count, seed)):
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled:
-                scaled.backward()
-            return scaled.detach()
-
-        if isinstance(optimizer, torch.optim.LBFGS):
-            optimizer.step(closure)
-            continue
-        optimizer.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled:
-            scaled.backward()
-            if number == poisoned:
-                model[4].bias.grad[2] = math.inf
-        optimizer.step()
+    train_on(model, optimizer, batches(count, seed), poisoned)
 
 
 def checkpoint(model, optimizer):
@@ -98,31 +79,13 @@ def checkpoint(model, optimizer):
     return torch.load(file, weights_only=True)
 
 
-def tensors(value, path=""):
-    """Every tensor and number in nested containers, as tensors, by where it is."""
-    if isinstance(value, (torch.Tensor, float, int)):
-        return {path: torch.as_tensor(value)}
-    items = value.items() if isinstance(value, dict) else enumerate(value or ())
-    found = {}
-    for name, item in () if isinstance(value, str) else items:
-        found.update(tensors(item, f"{path}.{name}".removeprefix(".")))
-    return found
-
-
 def everything(model, optimizer):
     """All that a training consists of, copied: its checkpoint, its masters, its 16-bit weights."""
-    parts = {
+    return {
         "checkpoint": checkpoint(model, optimizer),
-        "stepped": list(amp.master_params(optimizer)),
-        "computed with": [*model.parameters(), *model.buffers()],
+        "stepped": copies(amp.master_params(optimizer)),
+        "computed with": copies([*model.parameters(), *model.buffers()]),
     }
-    return {name: tensor.detach().clone() for name, tensor in tensors(parts).items()}
-
-
-def assert_equal(left, right):
-    assert left.keys() == right.keys()
-    assert [n for n in left if left[n].dtype != right[n].dtype] == []
-    assert [n for n in left if not torch.equal(left[n], right[n])] == []
 
 
 def go_on(level, model, optimizer):
@@ -130,11 +93,11 @@ def go_on(level, model, optimizer):
 
 
 @functools.cache
-def saved_and_after(level, name, saved_after=5, **options):
+def saved_and_after(level, name):
     """A checkpoint, and everything ten steps later in the run that was never interrupted."""
     model = net(0)
-    model, optimizer = start(level, model, OPTIMIZERS[name](model.parameters()), **options)
-    train(model, optimizer, saved_after, seed=2)
+    model, optimizer = start(level, model, OPTIMIZERS[name](model.parameters()))
+    train(model, optimizer, 5, seed=2)
     saved = checkpoint(model, optimizer)
     go_on(level, model, optimizer)
     after = everything(model, optimizer)
@@ -163,32 +126,27 @@ def check(level, name, order):
 
 @pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=str)
 def test_a_resumed_run_is_the_run(number, case):
-    """Each level and optimizer in two of the twelve orders, so that each order is in ten cases."""
+    """In one of the twelve orders each."""
     check(*case, ORDERS[number % 12])
-    amp.reset()
-    check(*case, ORDERS[(number + 5) % 12])
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("order", ORDERS, ids=" ".join)
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_every_order(case, order):
-    check(*case, order)
+def test_in_every_order_with_masters(order):
+    check("O2", "adam", order)
 
 
-@pytest.mark.parametrize("level", DYNAMIC)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_ten_steps_hold_growth_and_a_skip(level):
     """Else the tests above would show less than they say."""
     saved, after = saved_and_after(level, "adam")
     assert saved["amp"]["loss_scaler0"] == {"loss_scale": 2.0**11, "unskipped": 2}
     # 5 land, and with the 2 before them make two growths and 1; a skip; 4 make a growth and 1
-    assert after["checkpoint.amp.loss_scaler0.loss_scale"] == 2.0**13
-    assert after["checkpoint.amp.loss_scaler0.unskipped"] == 1
-    assert after["checkpoint.optimizer.state.0.step"] == 14
+    after = after["checkpoint"]
+    assert after["amp"]["loss_scaler0"] == {"loss_scale": 2.0**13, "unskipped": 1}
+    assert after["optimizer"]["state"][0]["step"] == 14
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_hysteresis_is_resumed_between_two_overflows(level):
+def test_hysteresis_is_resumed_between_two_overflows():
     def half_way(model, optimizer):
         train(model, optimizer, 3, seed=2, poisoned=2)
         assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**10  # not yet
@@ -199,39 +157,16 @@ def test_hysteresis_is_resumed_between_two_overflows(level):
 
     settings = {"growth_interval": 100, "hysteresis": 2}
     model = net(0)
-    model, optimizer = start(level, model, OPTIMIZERS["adam"](model.parameters()), **settings)
+    model, optimizer = start("O2", model, OPTIMIZERS["adam"](model.parameters()), **settings)
     half_way(model, optimizer)
     saved = checkpoint(model, optimizer)
     after = rest(model, optimizer)
-    assert after["checkpoint.amp.loss_scaler0.loss_scale"] == 2.0**9
+    assert after["checkpoint"]["amp"]["loss_scaler0"]["loss_scale"] == 2.0**9
     amp.reset()
-    assert_equal(rest(*resume(level, "adam", saved, ORDERS[0], **settings)), after)
+    assert_equal(rest(*resume("O2", "adam", saved, ORDERS[0], **settings)), after)
 
 
 # -- from level to level --------------------------------------------------------------------------
-
-
-class HalfHand(Hand):
-    """O3 by hand: everything in float16, no masters, no scale."""
-
-    def __init__(self, model, make_optimizer):
-        super().__init__(copy.deepcopy(model).half(), make_optimizer, "O3")
-
-    def loss(self, x, y):
-        return F.cross_entropy(self.model(x.half()).float(), y)
-
-
-def hand_from(level, name, saved):
-    """A run of ``level`` by hand, from what was saved."""
-    model = net(7)
-    model.load_state_dict(saved["model"])
-    make = OPTIMIZERS[name]
-    hand = HalfHand(model, make) if level == "O3" else Hand(model, make, level, window=3)
-    hand.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
-    if hand.scale:
-        entry = saved["amp"]["loss_scaler0"]
-        hand.scale.value, hand.scale.clean = entry["loss_scale"], entry["unskipped"]
-    return hand
 
 
 def stored(value, level):
@@ -242,15 +177,21 @@ def stored(value, level):
     return value.half().float() if level == "O3" else value.float()
 
 
-def assert_arrived(level, saved, model, optimizer):
+def assert_model_holds(level, wanted, model, optimizer):
+    """``wanted`` is in the state dict, the masters and the weights."""
     state = model.state_dict()
-    assert state.keys() == saved["model"].keys()
-    assert all(torch.equal(state[k], stored(v, level)) for k, v in saved["model"].items())
-    if level in ("O2", "O5"):
-        wide = [saved["model"][name].float() for name, _ in model.named_parameters()]
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[k], stored(v, level)) for k, v in wanted.items())
+    wide = [wanted[name].float() for name, _ in model.named_parameters()]
+    if level in MASTERED:
         assert same(amp.master_params(optimizer), wide)
-        weights = [w.to(p.dtype) for w, p in zip(wide, model.parameters(), strict=True)]
-        assert same(model.parameters(), weights)
+    assert same(
+        model.parameters(), [w.to(p.dtype) for w, p in zip(wide, model.parameters(), strict=True)]
+    )
+
+
+def assert_arrived(level, saved, model, optimizer):
+    assert_model_holds(level, saved["model"], model, optimizer)
     groups = zip(saved["optimizer"]["param_groups"], optimizer.param_groups, strict=True)
     for then, now in groups:
         assert now["lr"] == then["lr"]
@@ -267,44 +208,23 @@ def assert_arrived(level, saved, model, optimizer):
         assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
 
 
-def assert_goes_on_as(hand, model, optimizer):
-    """Six steps, one of them poisoned, against the run written by hand."""
-
-    def poison(model):
-        model[4].bias.grad[2] = math.inf
-
-    for number, (x, y) in enumerate(batches(6, seed=4)):
-        spoil = poison if number == 3 and hand.scale else None
-        loss, by_hand = F.cross_entropy(model(x).float(), y), hand.loss(x, y)
-        assert torch.equal(loss, by_hand)
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-            if spoil:
-                spoil(model)
-        optimizer.step()
-        hand.zero_grad()
-        hand.backward(by_hand, spoil)
-        assert hand.step() == bool(spoil)
-        assert same(amp.master_params(optimizer), hand.params)
-    if hand.scale:
-        entry = amp.state_dict()["loss_scaler0"]
-        assert (entry["loss_scale"], entry["unskipped"]) == (hand.scale.value, hand.scale.clean)
-
-
 FIRST = ("initialize", "model", "optimizer", "amp")
 LAST = ("optimizer", "model", "initialize", "amp")
 
 
-@pytest.mark.parametrize("order", [FIRST, LAST], ids=["initialize first", "initialize last"])
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [("sgd", LAST), ("adamw", FIRST)],
+    ids=["initialize last", "initialize first"],
+)
 @pytest.mark.parametrize("after", PLAIN)
-@pytest.mark.parametrize("before", PLAIN)
+@pytest.mark.parametrize("before", ["O0", "O2", "O3"])
 def test_what_is_saved_at_one_level_goes_on_at_another(before, after, name, order):
     saved, _ = saved_and_after(before, name)
     model, optimizer = resume(after, name, saved, order)
     assert_arrived(after, saved, model, optimizer)
-    assert_goes_on_as(hand_from(after, name, saved), model, optimizer)
+    train(model, optimizer, 1, seed=4)
+    assert amp.stepped(optimizer)
 
 
 # -- files of NVIDIA's Apex -----------------------------------------------------------------------
@@ -312,11 +232,11 @@ def test_what_is_saved_at_one_level_goes_on_at_another(before, after, name, orde
 OLD_GROUP = ("lr", "betas", "eps", "weight_decay", "amsgrad")  # of Adam in the torch of 2019
 
 
-def old_file(moments, *, weights=torch.float32, new_zip=True):
+def old_file(moments, *, weights, new_zip):
     """What ``torch.save`` wrote of a run at O2 of NVIDIA's Apex, read again.
 
-    Weights are those of the float16 model, in float32; steps are ints; parameters are numbered
-    by their ``id``; groups have the keys of their day.
+    Weights are those of the float16 model, in float32 if amp wrote them; steps are ints; parameters
+    are numbered by their ``id``; groups have the keys of their day.
     """
     model = net(3)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, eps=EPS)
@@ -359,125 +279,90 @@ def old_file(moments, *, weights=torch.float32, new_zip=True):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("new_zip", [True, False], ids=["zip", "before zip"])
-@pytest.mark.parametrize("moments", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("level", PLAIN)
-def test_a_file_of_nvidias_apex_is_resumed(level, moments, new_zip):
-    saved = old_file(moments, new_zip=new_zip)
-    model, optimizer = resume(level, "adam", saved, FIRST)
-    assert_arrived(level, saved, model, optimizer)
-    assert optimizer.param_groups[0]["lr"] == 5e-3
-    assert_goes_on_as(hand_from(level, "adam", saved), model, optimizer)
+HALF, FLOAT = torch.float16, torch.float32
 
 
-@pytest.mark.parametrize("order", [FIRST[:3], LAST[:3]], ids=["after", "before"])
-@pytest.mark.parametrize("level", PLAIN)
-def test_a_file_of_the_fp16_optimizer_is_resumed(level, order):
-    """Its model was float16 outright, its optimizer's dict one level down, its scale an object."""
-    old = old_file(torch.float32, weights=torch.float16)
-    wrapped = {"optimizer_state_dict": old["optimizer"], "overflow": False}
-    saved = {
-        "model": old["model"],
-        "optimizer": wrapped["optimizer_state_dict"],
-        "amp": {"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 0}},  # as initialize made it
-    }
+@pytest.mark.parametrize(
+    ("level", "moments", "weights", "new_zip", "order"),
+    [
+        ("O0", HALF, FLOAT, True, FIRST),
+        ("O1", FLOAT, FLOAT, False, FIRST),
+        ("O2", FLOAT, FLOAT, True, FIRST),
+        ("O2", HALF, FLOAT, False, LAST),
+        ("O2", FLOAT, HALF, True, FIRST),  # of the FP16_Optimizer, whose model was float16
+        ("O1", FLOAT, HALF, True, LAST),
+        ("O3", HALF, FLOAT, True, FIRST),
+        ("O5", FLOAT, FLOAT, False, FIRST),
+    ],
+)
+def test_a_file_of_nvidias_apex_is_resumed(level, moments, weights, new_zip, order):
+    saved = old_file(moments, weights=weights, new_zip=new_zip)
     model, optimizer = resume(level, "adam", saved, order)
     assert_arrived(level, saved, model, optimizer)
-    assert_goes_on_as(hand_from(level, "adam", saved), model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+    train(model, optimizer, 1, seed=4)
+    assert amp.stepped(optimizer)
 
 
 # -- what cannot be loaded ------------------------------------------------------------------------
 
 
-def broken(change, saved):
-    saved = copy.deepcopy(saved)
-    change(saved)
-    return saved
+BROKEN = {  # by the key that the error names
+    "4.weight": lambda model: model["4.weight"][:, 1:],  # of another shape
+    "0.bias": None,  # missing
+    "nobody.weight": lambda model: torch.ones(1),
+    "0.weight": lambda model: "not a tensor",
+}
 
 
-def of_another_shape(saved):
-    saved["model"]["4.weight"] = saved["model"]["4.weight"][:, 1:]
-
-
-def without_a_key(saved):
-    del saved["model"]["0.bias"]
-
-
-def with_a_foreign_key(saved):
-    saved["model"]["nobody.weight"] = torch.ones(1)
-
-
-def not_a_tensor(saved):
-    saved["model"]["0.weight"] = "a string"
-
-
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        (of_another_shape, "4.weight"),
-        (without_a_key, "0.bias"),
-        (with_a_foreign_key, "nobody.weight"),
-        (not_a_tensor, "0.weight"),
-    ],
-)
-@pytest.mark.parametrize("trained", [0, 2])
-@pytest.mark.parametrize("level", PLAIN)
-def test_a_model_that_loads_in_part_stays_one_model(level, trained, change, key):
+@pytest.mark.parametrize("key", BROKEN)
+@pytest.mark.parametrize(("level", "trained"), [("O0", 2), ("O2", 0), ("O2", 2), ("O3", 2)])
+def test_a_model_that_loads_in_part_stays_one_model(level, trained, key):
     """torch names the key and loads the rest; masters, weights and state dict agree on what."""
     saved, _ = saved_and_after(level, "adam")
     model = net(7)
     model, optimizer = start(level, model, OPTIMIZERS["adam"](model.parameters()))
     train(model, optimizer, trained, seed=5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    bad = broken(change, saved)["model"]
+    bad = dict(saved["model"])
+    if BROKEN[key]:
+        bad[key] = BROKEN[key](bad)
+    else:
+        del bad[key]
     with pytest.raises(RuntimeError, match=key):
         model.load_state_dict(bad)
-    state = model.state_dict()
-    for name, value in state.items():
-        fits = isinstance(bad.get(name), torch.Tensor) and bad[name].shape == value.shape
-        assert torch.equal(value, saved["model"][name] if fits else before[name])
-    named = dict(model.named_parameters())
-    wide = {name: state[name] for name in named}
-    if level in ("O2", "O5"):
-        assert same(amp.master_params(optimizer), wide.values())
-    assert same(named.values(), [w.to(named[name].dtype) for name, w in wide.items()])
-    for _ in range(2):  # steps that move nothing must not bring anything back
-        for group in optimizer.param_groups:
-            group["lr"] = group["weight_decay"] = 0.0
-        train(model, optimizer, 1, seed=6)
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in wide.items())
+    wanted = {
+        name: bad[name]
+        if isinstance(bad.get(name), torch.Tensor) and bad[name].shape == value.shape
+        else value
+        for name, value in before.items()
+    }
+    assert_model_holds(level, wanted, model, optimizer)
+    for group in optimizer.param_groups:  # steps that move nothing must not bring anything back
+        group["lr"] = group["weight_decay"] = 0.0
+    train(model, optimizer, 2, seed=6)
+    assert all(torch.equal(model.state_dict()[name], wanted[name]) for name in WEIGHTS)
     model.load_state_dict(saved["model"])
-    assert_model_is(saved, model, optimizer, level)
+    assert_model_holds(level, saved["model"], model, optimizer)
 
 
-def assert_model_is(saved, model, optimizer, level):
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in saved["model"].items())
-    if level in ("O2", "O5"):
-        wide = [saved["model"][name] for name, _ in model.named_parameters()]
-        assert same(amp.master_params(optimizer), wide)
+def with_another_group(groups):
+    groups.append({"params": [6]})
 
 
-def with_another_group(saved):
-    saved["optimizer"]["param_groups"].append({"params": [6]})
+def with_fewer_params(groups):
+    groups[0]["params"].pop()
 
 
-def with_fewer_params(saved):
-    saved["optimizer"]["param_groups"][0]["params"].pop()
-
-
-def without_groups(saved):
-    del saved["optimizer"]["param_groups"]
-
-
-@pytest.mark.parametrize("change", [with_another_group, with_fewer_params, without_groups])
-@pytest.mark.parametrize("level", PLAIN)
+@pytest.mark.parametrize("change", [with_another_group, with_fewer_params, list.clear])
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_an_optimizer_that_does_not_load_goes_on_as_before(level, change):
     saved, after = saved_and_after(level, "adam")
     model, optimizer = resume(level, "adam", saved, FIRST)
-    with pytest.raises((ValueError, KeyError), match="param"):
-        optimizer.load_state_dict(broken(change, saved)["optimizer"])
+    bad = copy.deepcopy(saved["optimizer"])
+    change(bad["param_groups"])
+    with pytest.raises(ValueError, match="param"):
+        optimizer.load_state_dict(bad)
     go_on(level, model, optimizer)
     assert_equal(everything(model, optimizer), after)
 
@@ -493,12 +378,17 @@ GOOD = {"loss_scale": 2.0, "unskipped": 1}
         ("loss_scaler-1", GOOD),
         ("loss_scaler01", GOOD),
         ("loss_scaler\N{ARABIC-INDIC DIGIT ONE}", GOOD),
-        ("xloss_scaler0", GOOD),
+        ("foreign", {}),
         (0, GOOD),
         ("loss_scaler1", None),
         ("loss_scaler1", []),
         ("loss_scaler1", [("loss_scale", 2.0), ("unskipped", 1)]),
+        ("loss_scaler1", 3.0),
         ("loss_scaler1", {"unskipped": 1}),
+        ("loss_scaler1", {"loss_scale": 4.0}),
+        ("loss_scaler1", {**GOOD, "loss_scale": math.nan}),
+        ("loss_scaler1", {**GOOD, "loss_scale": 0.0}),
+        ("loss_scaler1", {**GOOD, "loss_scale": "x"}),
         ("loss_scaler1", {**GOOD, "loss_scale": math.inf}),
         ("loss_scaler1", {**GOOD, "loss_scale": -2.0}),
         ("loss_scaler1", {**GOOD, "loss_scale": 10**400}),
@@ -518,11 +408,6 @@ def test_a_bad_entry_is_refused_by_name_before_anything_is_changed(key, entry):
     with pytest.raises(RuntimeError, match=f'"{key}"'):
         amp.load_state_dict({"loss_scaler0": GOOD, key: entry})
     assert amp.state_dict() == before
-
-
-def test_a_fused_optimizer_loaded_before_initialize():
-    """At O3 weights are float16, and its moments stay float32."""
-    check("O3", "fused adam", ("optimizer", "model", "initialize", "amp"))
 
 
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, LARC], ids=["alone", "in LARC"])

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.amp.levels import batches, net, same, start
+from tests.amp.levels import start
+from tests.amp.training import batches, net, same
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from apex import amp
-from tests.amp.levels import same
+from tests.amp.training import same
 
 
 @pytest.mark.filterwarnings("ignore:.*in 16 bits already")

@@ -1,22 +1,18 @@
 """Whoever writes to a master writes to its weight, and the other way round."""
 
-import contextlib
 import copy
 import functools
-import warnings
 
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from apex import amp
+from tests.amp.training import HALF, MASTERED
 
-MASTERED = ["O2", "O5"]
-CAST = ["O2", "O3", "O5"]
-HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+CAST = list(HALF)
 VALUE = 0.3  # of weights at first; 0.6 and 1.2 are exact doubles of it in every dtype
-
-
+mastered = pytest.mark.parametrize("level", MASTERED)
 still = functools.partial(torch.optim.SGD, lr=0.0)
 
 
@@ -61,7 +57,7 @@ def unseen(master):
 
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("write", [in_place, other_memory])
-@pytest.mark.parametrize("level", MASTERED)
+@mastered
 def test_a_written_master_reaches_the_next_forward(level, write, stepped):
     model, optimizer = start(level)
     if stepped:
@@ -73,7 +69,7 @@ def test_a_written_master_reaches_the_next_forward(level, write, stepped):
 
 
 @pytest.mark.parametrize("write", [in_place, other_memory, unseen])
-@pytest.mark.parametrize("level", MASTERED)
+@mastered
 def test_a_master_that_was_handed_out_counts_as_written(level, write):
     model, optimizer = start(level)
     step(model, optimizer)
@@ -84,7 +80,7 @@ def test_a_master_that_was_handed_out_counts_as_written(level, write):
     assert output(model) == expected(level, 2 * VALUE)
 
 
-@pytest.mark.parametrize("level", MASTERED)
+@mastered
 def test_weights_that_were_given_other_memory_are_taken_over(level):
     model, optimizer = start(level)
     step(model, optimizer)
@@ -96,7 +92,7 @@ def test_weights_that_were_given_other_memory_are_taken_over(level):
     assert torch.equal(model.state_dict()["weight"], torch.full((1, 4), 0.5))
 
 
-@pytest.mark.parametrize("level", MASTERED)
+@mastered
 def test_both_written_alike_keep_the_master(level):
     model, optimizer = start(level)
     (master,) = optimizer.param_groups[0]["params"]
@@ -109,7 +105,7 @@ def test_both_written_alike_keep_the_master(level):
     assert torch.equal(model.weight, wanted.to(HALF[level]))
 
 
-@pytest.mark.parametrize("level", MASTERED)
+@mastered
 def test_both_written_differently_take_the_weight_and_warn(level):
     model, optimizer = start(level)
     (master,) = optimizer.param_groups[0]["params"]
@@ -120,105 +116,6 @@ def test_both_written_differently_take_the_weight_and_warn(level):
         output(model)
     assert torch.equal(master, torch.tensor([[0.1, 0.25, 0.5, 1.0]]))
     assert torch.equal(model.weight, master.to(HALF[level]))
-
-
-class Perturbing(torch.optim.Optimizer):
-    """Sharpness-aware minimization as published: a step of the base after a second gradient."""
-
-    def __init__(self, params, base):
-        self.base = base(params)
-        super().__init__(self.base.param_groups, {})
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def first_step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["before"] = p.data.clone()
-                p.add_(p.grad, alpha=0.5)
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = self.state[p]["before"]
-        self.base.step()
-
-    def step(self, closure=None):
-        raise AssertionError("first_step and second_step are called")
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
-def test_sharpness_aware_minimization(level, whole):
-    amp.reset()
-    torch.manual_seed(0)
-    model = torch.nn.Linear(2, 1, bias=False)
-    torch.nn.init.constant_(model.weight, 1.0)
-    outer = Perturbing(model.parameters(), functools.partial(torch.optim.SGD, lr=0.25))
-    given = outer if whole else outer.base
-    amp.initialize(model, given, opt_level=level, loss_scale=8.0, verbosity=0)
-
-    def backward():
-        loss = model(torch.ones(1, 2)).float().square().sum()  # (a + b) ** 2: gradients 2 (a + b)
-        with amp.scale_loss(loss, given) as scaled_loss:
-            scaled_loss.backward()
-        return loss.item()
-
-    outer.zero_grad()
-    assert backward() == 4.0
-    outer.first_step()  # weights 1 + 0.5 * 4
-    assert backward() == 36.0
-    outer.second_step()  # 1 - 0.25 * 12
-    assert model.state_dict()["weight"].tolist() == [[-2.0, -2.0]]
-    assert output_of(model) == -4.0
-
-
-def output_of(model):
-    with torch.no_grad():
-        return model(torch.ones(1, 2)).item()
-
-
-class Lookahead:
-    """Every second step copies an average into the optimizer's weights."""
-
-    def __init__(self, optimizer):
-        self.optimizer, self.number = optimizer, 0
-        self.param_groups = optimizer.param_groups
-        self.slow = None
-
-    def step(self):
-        params = [p for group in self.param_groups for p in group["params"]]
-        if self.slow is None:
-            self.slow = [p.detach().clone() for p in params]
-        self.optimizer.step()
-        self.number += 1
-        with torch.no_grad():
-            for p, slow in zip(params, self.slow, strict=True) if self.number % 2 == 0 else ():
-                p.copy_(slow.lerp_(p, 0.5))
-
-    def __getattr__(self, name):
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("level", ["O0", *MASTERED])
-def test_lookahead(level, whole):
-    amp.reset()
-    model = torch.nn.Linear(4, 1, bias=False)
-    torch.nn.init.constant_(model.weight, 1.0)
-    ahead = Lookahead(torch.optim.SGD(model.parameters(), lr=0.25))
-    given = ahead if whole else ahead.optimizer
-    amp.initialize(model, given, opt_level=level, loss_scale=8.0, verbosity=0)
-    for wanted in (0.75, 0.75, 0.5, 0.5):
-        given.zero_grad()
-        with amp.scale_loss(model(torch.ones(1, 4)).sum(), given) as loss:
-            loss.backward()
-        ahead.step()
-        assert output(model) == 4 * wanted
 
 
 # -- entries of model.state_dict() ------------------------------------------------------------
@@ -262,7 +159,7 @@ def test_an_entry_is_dropped_when_the_weight_is_written(level):
     assert torch.equal(entry, torch.ones(1, 4)) == (level != "O3")  # there it is nobody's now
 
 
-@pytest.mark.parametrize("level", MASTERED)
+@mastered
 def test_an_entry_is_a_copy_where_a_write_was_not_seen(level):
     model, optimizer = start(level)
     step(model, optimizer)
@@ -289,7 +186,7 @@ def test_a_lookup_of_state_by_a_weight_breaks_no_checkpoint(level):
 # -- around ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", MASTERED)
+@mastered
 def test_a_compiled_model_sees_the_write_after_zero_grad(level):
     model, optimizer = start(level)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -300,7 +197,7 @@ def test_a_compiled_model_sees_the_write_after_zero_grad(level):
 
 
 @pytest.mark.parametrize("hold", ["grad", "detached", "another's", "numpy"])
-@pytest.mark.parametrize("level", MASTERED)
+@mastered
 def test_a_gradient_that_the_program_keeps_is_not_overwritten(level, hold):
     model, optimizer = start(level)
     other = torch.nn.Parameter(torch.zeros(1, 4))
@@ -318,18 +215,6 @@ def test_a_gradient_that_the_program_keeps_is_not_overwritten(level, hold):
     kept = other.grad if kept is None else torch.as_tensor(kept)
     assert torch.equal(kept, torch.ones(1, 4))
     assert torch.equal(master.grad, torch.full((1, 4), 3.0))
-
-
-@pytest.mark.parametrize("level", MASTERED)
-def test_nothing_is_said_in_a_usual_loop(level):
-    model, optimizer = start(level, functools.partial(torch.optim.SGD, lr=0.1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            step(model, optimizer)
-            with contextlib.suppress(StopIteration):
-                next(amp.master_params(optimizer))
-            model.load_state_dict(model.state_dict())
 
 
 def test_masters_of_one_of_two_optimizers_that_were_handed_out():

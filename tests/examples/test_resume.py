@@ -145,19 +145,14 @@ def step_of(path):
 
 
 MOMENTS = {  # what happens, and the step of the checkpoint that must be there then
-    "before the first step": (["scaling.scale_loss", 1], 0),
     "as a block ends": (["scaling.__exit__", 7], 4),
     "in backward": (["_tensor.backward", 10], 8),
     "in a step": (["optimizer._after_step", 3], 0),
-    "in the scheduler": (["lr_scheduler.get_lr", 10], 8),
-    "as saving begins": (["train.save", 2], 4),
     "at the first byte": (["byte", 2, 1], 4),
     "in the middle of the file": (["byte", 2, 20_000], 4),
-    "in the middle of the first file": (["byte", 1, 20_000], 0),
     "before the flush to disk": (["posix.fsync", 3], 8),
     "before the renaming": (["posix.replace", 2], 4),
     "after the renaming": (["posix.replace done", 2], 8),
-    "before the last renaming": (["posix.replace", 3], 8),
 }
 
 
@@ -172,7 +167,7 @@ def test_killed_at_a_moment_and_resumed(run, untouched, moment, tmp_path):
     assert os.listdir(tmp_path) == ["checkpoint.pt"]
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_killed_again_and_again(run, untouched, level, tmp_path):
     """Each life ends at its 9,000th event, whatever that is, or at its second save."""
     path = tmp_path / "checkpoint.pt"
@@ -188,21 +183,6 @@ def test_killed_again_and_again(run, untouched, level, tmp_path):
     assert len(steps) > 3
     assert run(path, level) == DONE
     assert_equal(load(path), untouched(level))
-
-
-@pytest.mark.slow
-def test_killed_from_outside(run, untouched, tmp_path):
-    """As a user does it: a process of its own, and a signal to it."""
-    path = tmp_path / "checkpoint.pt"
-    words = [sys.executable, str(EXAMPLE), str(path), "--opt-level", "O2", *SHORT]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as first:
-        for line in first.stdout:
-            if line.startswith("step 6 "):
-                first.send_signal(signal.SIGKILL)
-    assert first.returncode == KILLED
-    assert step_of(path) in (4, 8)
-    assert run(path, "O2") == DONE
-    assert_equal(load(path), untouched("O2"))
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(run, untouched, tmp_path):
