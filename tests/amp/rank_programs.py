@@ -236,6 +236,18 @@ def two_overflows_of_one_pass(rank, level, hysteresis):
     return _end(pair[0])
 
 
+def a_scale_loaded_on_rank_0(rank, level, wrap):
+    model, optimizer = _start(level)
+    if rank == 0:
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 5}})
+    wrapper = (DistributedDataParallel if wrap == "torch" else parallel.DistributedDataParallel)(
+        model
+    )
+    _train(wrapper, optimizer, rank, 2)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 1024.0, "unskipped": 7}
+    return _end(optimizer)
+
+
 def in_a_group_of_one(rank, level):
     """DistributedDataParallel reduces in a group of its own; the program over all ranks."""
     model, optimizer = _start(level)

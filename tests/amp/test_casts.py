@@ -637,3 +637,15 @@ def test_backward_functions_written_in_python_are_not_cast():
     with amp.scale_loss(model(torch.ones(2, 2)).sum(), optimizer) as scaled:
         scaled.backward()
     assert seen == [torch.float16, torch.float32]
+
+
+def test_a_step_makes_the_casts_stale_that_a_programs_own_block_has_cached():
+    model = nn.Linear(4, 1, bias=False)
+    model, optimizer = levels.start("O0", model, lr=1.0)
+    x = torch.ones(1, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        with amp.scale_loss(F.linear(x, model.weight).sum(), optimizer) as loss:
+            loss.backward()
+        before = F.linear(x, model.weight)  # its cast is cached
+        optimizer.step()
+        assert before - F.linear(x, model.weight) > 3.0

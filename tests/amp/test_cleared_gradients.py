@@ -101,3 +101,19 @@ def test_bare_backward_with_gradients_zeroed_in_place(level, order):
         if order == "after":
             model.zero_grad(set_to_none=False)
     assert value(model) == [-3.0, -3.0]
+
+
+def test_zeros_in_one_of_two_edited_gradients_drop_nothing():
+    layers = [torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False)]
+    model = torch.nn.Sequential(*layers)
+    for layer in layers:
+        torch.nn.init.ones_(layer.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    block(model, optimizer)
+    layers[0].weight.grad.zero_()
+    layers[1].weight.grad.mul_(1.0)
+    with pytest.warns(UserWarning, match="were changed after scale_loss"):
+        optimizer.step()
+    assert layers[0].weight.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert layers[1].weight.tolist() == [[-1.0, -1.0]]

@@ -397,3 +397,16 @@ THREADS = """
 
 def test_initialize_and_reset_beside_threads_that_train():
     assert min(map(int, run_program(THREADS))) > 1
+
+
+def test_off_hands_gradients_of_convolutions_to_torch(monkeypatch):
+    x, weight = torch.randn(2, 3, 6, 6).half(), torch.randn(4, 3, 3, 3).half().requires_grad_()
+    widened, own = [], cpu_float16._rounded
+    monkeypatch.setattr(cpu_float16, "_rounded", lambda found: widened.append(found) or own(found))
+    on()
+    F.conv2d(x, weight).sum().backward()
+    assert widened
+    amp.reset()
+    widened.clear()
+    F.conv2d(x, weight).sum().backward()
+    assert not widened

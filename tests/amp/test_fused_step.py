@@ -445,3 +445,13 @@ def test_a_wrapper_of_gradients_is_left_to_torch():
     with on("reference"):
         assert takes([torch.ones(2)])
         assert not takes([torch.ones(2).as_subclass(Wrapper)])
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_passes_before_a_fused_step_add_up(passes):
+    """No batchnorm: there are no gradients beside those of masters."""
+    model, optimizer = row("O2", FusedSGD, fused_step=True)
+    for number in range(passes):
+        block(model, optimizer, number + 1.0)
+    optimizer.step()
+    assert value(model) == [-sum(range(passes + 1))] * 2

@@ -239,3 +239,20 @@ def test_a_parameter_shared_later_is_stepped_by_both(level):
     for number, optimizer in enumerate((first, second), 1):
         optimizer.step()
         assert value(model) == [-number, -number]
+
+
+def test_a_weight_put_into_a_group_in_anothers_place_gets_a_master():
+    model, optimizer = row("O2")
+    other = torch.nn.Parameter(model.weight.detach().clone())
+    model.weight, optimizer.param_groups[0]["params"][0] = other, other
+    block(model, optimizer)
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"][0].dtype == torch.float32
+    assert value(model) == [-1.0, -1.0]
+
+
+def test_zero_grad_takes_its_argument_by_position():
+    model, optimizer = row("O2")
+    block(model, optimizer)
+    optimizer.zero_grad(False)
+    assert torch.equal(model.weight.grad, torch.zeros(1, 2).half())

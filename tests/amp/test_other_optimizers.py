@@ -220,3 +220,14 @@ def test_a_scheduler_of_the_optimizer_inside_of_a_wrapper_stays_silent(level):
         outer.step()
         scheduler.step()  # a warning here would fail the test
     assert value(model) == [-0.5, -0.5]
+
+
+def test_a_warm_up_from_zero_may_take_more_steps_than_are_watched():
+    model, optimizer = row("O2", ThroughData, lr=0.0)
+    for _ in range(12):
+        block(model, optimizer)
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    block(model, optimizer)
+    optimizer.step()
+    assert value(model) == [-1.0, -1.0]

@@ -256,3 +256,23 @@ def test_disabled_yields_the_very_same_loss():
             assert scaled is loss
         other = nn.Linear(1, 1)  # also after another training has begun
         amp.initialize(other, torch.optim.SGD(other.parameters(), lr=1.0), verbosity=0)
+
+
+def test_skipped_steps_are_counted_in_a_row():
+    model, optimizer = row("O1", loss_scale="dynamic", max_skipped_steps=3)
+    for x in (math.inf, math.inf, 1.0, math.inf, math.inf):
+        optimizer.zero_grad()
+        block(model, optimizer, x)
+        optimizer.step()
+    block(model, optimizer, math.inf)
+    with pytest.raises(RuntimeError, match="3 steps in a row"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("loss_scale", [8.0, 1.0])
+def test_a_float64_loss_stays_float64(loss_scale):
+    model, optimizer = row("O0", loss_scale=loss_scale)
+    loss = model(torch.ones(1, 2)).double().sum() + 1 / 3
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.dtype == torch.float64
+        assert scaled.item() == loss_scale / 3

@@ -413,3 +413,12 @@ def test_a_model_released_without_its_optimizer_is_trained_on(level):
     assert {p.dtype for p in before} == {torch.float32}
     loss_of(run.model, run.optimizer)
     assert not any(map(torch.equal, before, run.model.parameters()))
+
+
+def test_a_superseded_optimizer_stays_refused_whatever_is_initialised_later():
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    first, *rest = (torch.optim.SGD(one.parameters(), lr=0.0) for one in (model, model, other))
+    for one, optimizer in ((model, first), (model, rest[0]), (other, rest[1])):
+        amp.initialize(one, optimizer, opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match="another amp.initialize"):
+        first.step()

@@ -235,3 +235,29 @@ def test_masters_of_one_of_two_optimizers_that_were_handed_out():
     (master,) = amp.master_params(optimizers[1])
     unseen(master)
     assert output(model) > 1.4 * before
+
+
+class Clamped(torch.nn.Linear):
+    """Clamps what it loads."""
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        with torch.no_grad():
+            self.weight.clamp_(max=0.1)
+
+
+def test_a_module_that_alters_what_it_loads_keeps_the_altered_values():
+    model = Clamped(4, 1, bias=False)
+    optimizer = still(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    model.load_state_dict({"weight": torch.full((1, 4), 0.7)})
+    for _ in range(2):
+        step(model, optimizer)
+        assert output(model) == expected("O2", 0.1)
+
+
+def test_a_write_through_data_before_the_first_step_is_kept():
+    model, optimizer = start("O2")
+    model.weight.data.fill_(2.0)
+    step(model, optimizer)
+    assert output(model) == 8.0
