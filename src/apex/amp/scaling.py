@@ -80,9 +80,6 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
         scaler = _scaler_of(states, loss, self._loss_id)
         wide = loss if loss.dtype == torch.float64 else loss.float()
         if scaler._static == 1.0 and not any([state.use_masters for state in states]):
-            for state in states:
-                if state.ledger.scaled is not None:
-                    state.ledger.unscale_delayed()
             self._off = casting.off()
             self._off.__enter__()
             return wide

@@ -71,9 +71,6 @@ class State(enum.Enum):
     FOR_STEP = enum.auto()
 
 
-_SCALED = (State.DELAYED, State.FOR_STEP)
-
-
 @dataclass(eq=False, slots=True)
 class Pass:
     """One backward pass, or several delayed ones that accumulate in the same gradients.
@@ -169,7 +166,7 @@ class Pass:
         fused = ledger.fused
         if fused is None or len(self.ledgers) > 1 or ledger.training.sharing or ledger.stash:
             return False
-        if ledger.before is State.DELAYED or not fused.takes():
+        if not fused.takes():
             return False
         fused.keep(self.scale)
         return True
@@ -403,8 +400,6 @@ class Ledger:
         self.is_unreduced = False
         if self.params.weights:
             self.params.zero_grad(set_to_none=set_to_none)
-        if self.state in _SCALED:
-            self.scaled, self.state = None, State.UNSCALED
 
     def take_for_step(self) -> ScaledStep | None:
         """What a fused step reads, and ``UNSCALED`` from now on; ``None`` where it reads grads."""
