@@ -245,7 +245,7 @@ class Pairs:
         if not compare and seen_rows == [master.noted for master in self.masters]:
             self._seen, self._number = now, _newest
             return
-        rounded, self._kept = Pairs([], []), None  # the weights may be on another device now
+        rounded = Pairs([], [])
         with torch.no_grad():
             for row, seen in zip(self._rows, seen_rows, strict=True):
                 weight, _, master = row
@@ -255,6 +255,7 @@ class Pairs:
                 is_weight_written |= compare and not counts_as_written
                 if is_weight_written and (master.is_stepped or is_written):
                     _take_over(weight, master, both=is_written)
+                    self._kept = None  # the weight may be on another device now
                 elif is_weight_written:
                     table.pop(weight)
                 elif counts_as_written:
