@@ -196,26 +196,52 @@ def test_a_compiled_model_sees_the_write_after_zero_grad(level):
     assert compiled(torch.ones(1, 4)).item() == expected(level, 2 * VALUE)
 
 
-@pytest.mark.parametrize("hold", ["grad", "detached", "another's", "numpy"])
+def in_another(grad):
+    other = torch.nn.Parameter(torch.zeros(1, 4))
+    other.grad = grad
+    return other
+
+
+HOLDS = {  # what the program keeps, and how it reads that
+    "grad": (lambda grad: grad, lambda grad: grad),
+    "detached": (torch.Tensor.detach, lambda grad: grad),
+    "another's": (in_another, lambda other: other.grad),
+    "numpy": (torch.Tensor.numpy, torch.as_tensor),
+    "storage": (torch.Tensor.untyped_storage, lambda storage: torch.empty(0).set_(storage)),
+    "shared": (lambda grad: grad.share_memory_().detach(), lambda grad: grad),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS)
 @mastered
 def test_a_gradient_that_the_program_keeps_is_not_overwritten(level, hold):
     model, optimizer = start(level)
     step(model, optimizer)  # the first one compares all values and keeps no memory
-    other = torch.nn.Parameter(torch.zeros(1, 4))
     optimizer.zero_grad()
     with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as loss:
         loss.backward()
     (master,) = amp.master_params(optimizer)
-    other.grad = master.grad if hold == "another's" else None
-    kept = {"grad": lambda: master.grad, "numpy": lambda: master.grad.numpy()}
-    kept = kept.get(hold, lambda: master.grad.detach())() if hold != "another's" else None
+    take, read = HOLDS[hold]
+    kept = take(master.grad)
     optimizer.step()
     optimizer.zero_grad()
     with amp.scale_loss(model(torch.full((1, 4), 3.0)).sum(), optimizer) as loss:
         loss.backward()
-    kept = other.grad if kept is None else torch.as_tensor(kept)
-    assert torch.equal(kept, torch.ones(1, 4))
+    assert read(kept).flatten().tolist() == [1.0] * 4
     assert torch.equal(master.grad, torch.full((1, 4), 3.0))
+
+
+def test_a_master_whose_weight_left_the_groups_is_still_looked_at():
+    layers = [torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = still([{"params": [layer.weight]} for layer in layers])
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    step(model, optimizer)
+    entry = model.state_dict()["1.weight"]
+    del optimizer.param_groups[1]
+    step(model, optimizer)
+    entry.zero_()
+    assert output(model) == 0.0
 
 
 def test_masters_of_one_of_two_optimizers_that_were_handed_out():

@@ -172,6 +172,7 @@ class ForwardRecord:
         self.handed_out: dict[int, Pairs] = {}
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._pairs = Pairs([], [])  # of the model
+        self._masters = self._pairs.masters
         self._changes = -1  # of the table, when they were looked up
         self._had_grad = True  # whether the last noted forward was one with gradients
         self._traced: bool | None = None  # what a compiled forward has noted
@@ -207,7 +208,8 @@ class ForwardRecord:
     def reconcile(self) -> None:
         """Call :meth:`~apex.amp.gradients.masters.Pairs.reconcile` for all weights of the model."""
         model = None if self._model is None else self._model()
-        if self._changes != table.changes and model is not None:
+        is_old = self._changes != table.changes or self._pairs.masters is not self._masters
+        if is_old and model is not None:
             self._changes = table.changes
             both = [(w, table.get(w)) for w in (*model.parameters(), *model.buffers())]
             rows = [(weight, master) for weight, master in both if master is not None]
@@ -218,6 +220,7 @@ class ForwardRecord:
                     break
             else:
                 self._pairs = Pairs([weight for weight, _ in rows], [master for _, master in rows])
+            self._masters = self._pairs.masters  # an optimizer's groups may change
         if self._pairs.weights:
             self._pairs.reconcile()
 

@@ -51,6 +51,7 @@ Sharers = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they
 
 _VERSION = operator.attrgetter("_version")
 _GRAD = operator.attrgetter("grad")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 _WITH_MEMORY = {*OWN_MEMORY, type(None)}
 
@@ -530,7 +531,8 @@ class _Kept:
     """Small float32 gradients whose memory is kept from pass to pass.
 
     It is used again when nothing else holds a tensor or its memory. Owners are then: of a tensor
-    the list here and one in C++, of its storage the tensor and the storage in the list here.
+    the list here and one in C++, of its storage the tensor and the storage in the list here. Memory
+    that was shared with another process has another address.
     """
 
     def __init__(self, grads: Sequence[torch.Tensor], masters: Sequence[Master]) -> None:
@@ -539,15 +541,19 @@ class _Kept:
         both = zip(grads, self.is_small, strict=True)
         self.tensors = [_empty_float32(grad) for grad, is_small in both if is_small]
         self._storages = [tensor.untyped_storage() for tensor in self.tensors]
-        self._addresses = [storage._cdata for storage in self._storages]
+        self._in_c = [storage._cdata for storage in self._storages]
+        self._addresses = _addresses(self.tensors)
 
     def are_free(self) -> bool:
         """Whether nothing else holds them."""
         count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
         return (
             set(map(sys.getrefcount, self.tensors)) <= {_IN_A_LIST}
+            and set(map(sys.getrefcount, self._storages)) <= {_IN_A_LIST}
             and set(map(count, self.tensors)) <= {1}
-            and set(map(_compat.storage_use_count, self._addresses)) <= {2}
+            and set(map(_compat.storage_use_count, self._in_c)) <= {2}
+            and _addresses(self.tensors) == self._addresses
+            and not any(map(_REQUIRES_GRAD, self.tensors))
         )
 
 
