@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from apex import amp
+from apex.amp.gradients import masters
 from tests.amp.training import HALF, MASTERED
 
 CAST = list(HALF)
@@ -229,6 +230,16 @@ def test_a_gradient_that_the_program_keeps_is_not_overwritten(level, hold):
         loss.backward()
     assert read(kept).flatten().tolist() == [1.0] * 4
     assert torch.equal(master.grad, torch.full((1, 4), 3.0))
+
+
+@mastered
+def test_a_gradient_that_nobody_keeps_gives_its_memory_to_the_next_pass(level, monkeypatch):
+    made, own = [], masters._empty_float32
+    monkeypatch.setattr(masters, "_empty_float32", lambda grad: made.append(1) or own(grad))
+    model, optimizer = start(level)
+    for _ in range(5):
+        step(model, optimizer)
+    assert len(made) == 2  # the first step compares all values and keeps no memory
 
 
 def test_a_master_whose_weight_left_the_groups_is_still_looked_at():

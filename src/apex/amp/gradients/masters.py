@@ -58,9 +58,6 @@ _WITH_MEMORY = {*OWN_MEMORY, type(None)}
 _numbers = itertools.count(1)
 _newest = 0  # the number of the last note
 
-# What sys.getrefcount says of an object that only a list holds.
-_IN_A_LIST = next(map(sys.getrefcount, [object()]))
-
 # Elements up to which the memory of a master's gradient is kept between steps. To allocate it costs
 # 1.3 us a tensor, as much as to fill 2**14 elements; larger ones would only cost memory.
 _MOST_KEPT = 2**14
@@ -530,9 +527,8 @@ def _take_over(weight: torch.Tensor, master: Master, *, both: bool) -> None:
 class _Kept:
     """Small float32 gradients whose memory is kept from pass to pass.
 
-    It is used again when nothing else holds a tensor or its memory. Owners are then: of a tensor
-    the list here and one in C++, of its storage the tensor and the storage in the list here. Memory
-    that was shared with another process has another address.
+    It is used again when nothing else holds a tensor or its memory: when they have as many owners,
+    in Python and in C++, as at first. Memory that was shared with another process has moved.
     """
 
     def __init__(self, grads: Sequence[torch.Tensor], masters: Sequence[Master]) -> None:
@@ -542,19 +538,18 @@ class _Kept:
         self.tensors = [_empty_float32(grad) for grad, is_small in both if is_small]
         self._storages = [tensor.untyped_storage() for tensor in self.tensors]
         self._in_c = [storage._cdata for storage in self._storages]
-        self._addresses = _addresses(self.tensors)
+        self._at_first = self._state()
+
+    def _state(self) -> tuple[Any, ...]:
+        tensors, in_c = self.tensors, self._in_c
+        count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
+        in_python = list(map(sys.getrefcount, tensors)), list(map(sys.getrefcount, self._storages))
+        owners = *in_python, list(map(count, tensors)), list(map(_compat.storage_use_count, in_c))
+        return *owners, _addresses(tensors), list(map(_REQUIRES_GRAD, tensors))
 
     def are_free(self) -> bool:
         """Whether nothing else holds them."""
-        count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
-        return (
-            set(map(sys.getrefcount, self.tensors)) <= {_IN_A_LIST}
-            and set(map(sys.getrefcount, self._storages)) <= {_IN_A_LIST}
-            and set(map(count, self.tensors)) <= {1}
-            and set(map(_compat.storage_use_count, self._in_c)) <= {2}
-            and _addresses(self.tensors) == self._addresses
-            and not any(map(_REQUIRES_GRAD, self.tensors))
-        )
+        return self._state() == self._at_first
 
 
 def _empty_float32(grad: torch.Tensor) -> torch.Tensor:
