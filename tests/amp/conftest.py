@@ -14,6 +14,18 @@ def _autocast_state():
     )
 
 
+@pytest.fixture
+def _group():
+    """A process group of this process alone."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _reset():
     before = _autocast_state()

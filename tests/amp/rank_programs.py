@@ -284,16 +284,6 @@ def beside_the_wrapper(rank, level):
     return _end(optimizer)
 
 
-def clipped_before_the_synchronising_pass(rank, level):
-    """Gradients of a pass under no_sync() cannot be reduced any more once they are unscaled."""
-    model, optimizer = _start(level)
-    wrapper = DistributedDataParallel(model)
-    with wrapper.no_sync():
-        _block(wrapper(_inputs(rank, 0)).float().square().mean(), optimizer)
-    amp.clip_grad_norm_(optimizer, 1.0)
-    _block(wrapper(_inputs(rank, 1)).float().square().mean(), optimizer)
-
-
 def joined(rank, level):
     """Uneven inputs, which end with a broadcast of 16-bit weights."""
     model, optimizer = _start(level)

@@ -1,5 +1,6 @@
 """State dicts of models and scalers; runs that go on are in ``test_resume.py``."""
 
+import functools
 import gc
 
 import pytest
@@ -7,36 +8,18 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.amp.training import MASTERED, batches, net, train
+from tests.amp.training import MASTERED, batches, initialized, net, train
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-
-
-def build(level, seed=0, **options):
-    model = net(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
 def equal(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_model_state_is_float32_and_loads_without_amp(level):
-    model, optimizer = build(level)
-    train(model, optimizer, batches(2))
-    state = model.state_dict()
-    assert {v.dtype for v in state.values() if v.is_floating_point()} == {torch.float32}
-    net(5).load_state_dict(state)
-    masters = {id(p): p for p in amp.master_params(optimizer)}
-    if level in MASTERED:
-        assert state["0.weight"].data_ptr() in {p.data_ptr() for p in masters.values()}
-
-
 @pytest.mark.parametrize("level", MASTERED)
 def test_weights_loaded_in_mid_training_are_respected(level):
-    model, optimizer = build(level)
+    model, optimizer = initialized(level, functools.partial(torch.optim.Adam, lr=1e-2))
     train(model, optimizer, batches(2))
     other = net(9).state_dict()
     model.load_state_dict(other)
@@ -49,7 +32,7 @@ def test_weights_loaded_in_mid_training_are_respected(level):
 
 
 def test_amp_state_is_plain_and_ordered():
-    _ = build("O1", num_losses=2)
+    _ = initialized("O1", num_losses=2)
     amp._amp_state.loss_scalers[1]._loss_scale = 8
     amp._amp_state.loss_scalers[1]._unskipped = 3
     saved = amp.state_dict()
@@ -64,7 +47,7 @@ def test_amp_state_is_plain_and_ordered():
 
 
 def test_loading_goes_by_the_number_in_the_key():
-    _ = build("O1", num_losses=2)
+    _ = initialized("O1", num_losses=2)
     amp.load_state_dict(
         {
             "loss_scaler1": {"loss_scale": 4.0, "unskipped": 1},
@@ -75,7 +58,7 @@ def test_loading_goes_by_the_number_in_the_key():
 
 
 def test_another_number_of_losses_warns_with_both_numbers():
-    _ = build("O1", num_losses=2)
+    _ = initialized("O1", num_losses=2)
     entry = {"loss_scale": 4.0, "unskipped": 1}
     with pytest.warns(UserWarning, match=r"1 entries, while 2"):
         amp.load_state_dict({"loss_scaler1": entry})
@@ -85,19 +68,19 @@ def test_another_number_of_losses_warns_with_both_numbers():
 
 
 def test_a_state_that_is_no_dict_is_refused():
-    _ = build("O1")
+    _ = initialized("O1")
     with pytest.raises(TypeError, match="was a list"):
         amp.load_state_dict([])
 
 
 def test_a_dynamic_state_does_not_make_a_static_scale_dynamic():
-    _ = build("O0")
+    _ = initialized("O0")
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 7}})
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
 
 
 def test_disabled_needs_no_branches():
-    _ = build("O1", enabled=False)
+    _ = initialized("O1", enabled=False)
     saved = amp.state_dict()
     assert saved == {}
     amp.load_state_dict(saved)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import apex
@@ -27,29 +26,19 @@ from tests.amp.training import (
     Plain,
     backward,
     batches,
-    block,
     copies,
     grads_of,
+    initialized,
     net,
-    row,
     same,
     scale_now,
+    scaled_backward,
+    sgd,
     spoil,
     train,
-    value,
 )
 
 SCALED = pytest.mark.parametrize("level", ["O1", "O2"])
-
-
-def sgd(params, lr=0.1):
-    return torch.optim.SGD(params, lr=lr)
-
-
-def start(level, **kwargs):
-    model = net()
-    optimizer = sgd(model.parameters())
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
 
 
 # -- initialize -----------------------------------------------------------------------------------
@@ -71,27 +60,12 @@ def test_options_from_the_command_line(words, kept, scale):
     parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
     parser.add_argument("--loss-scale", type=str, default=None)
     args = parser.parse_args(words)
-    model = net()
-    model, optimizer = amp.initialize(
-        model,
-        sgd(model.parameters()),
-        opt_level=args.opt_level,
-        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
-        loss_scale=args.loss_scale,
-        verbosity=0,
-    )
+    options = {"keep_batchnorm_fp32": args.keep_batchnorm_fp32, "loss_scale": args.loss_scale}
+    model, _ = initialized(args.opt_level, **options)
     assert model[1].weight.dtype == (torch.float32 if kept else torch.float16)
     options = amp._amp_state.opt_properties
     assert options.loss_scale == scale
     assert type(options.loss_scale) is type(scale)
-
-
-@pytest.mark.parametrize("scale", ["dynamic", 128.0, 128, "128", 1, True])
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_every_kind_of_loss_scale(level, scale):
-    start(level, loss_scale=scale)
-    expected = 65536.0 if scale == "dynamic" else float(scale)
-    assert amp._amp_state.loss_scalers[0].loss_scale() == expected
 
 
 def test_a_list_of_one_model_comes_back_as_that_list():
@@ -99,23 +73,6 @@ def test_a_list_of_one_model_comes_back_as_that_list():
     optimizer = sgd(models[0].parameters())
     [model], optimizer = amp.initialize(models, optimizer, opt_level="O1", verbosity=0)
     assert model is models[0]
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_one_program_with_a_switch(flag):
-    model = net()
-    plain = Plain(model, sgd, "O2" if flag else "O0")
-    optimizer = sgd(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, enabled=flag, opt_level="O2", verbosity=0)
-    for x, y in batches(3):
-        loss = F.cross_entropy(model(x), y)
-        with amp.scale_loss(loss, optimizer, delay_unscale=False) as loss:
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        plain.step((x, y), treat=lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0))
-    assert same(amp.master_params(optimizer), plain.params)
 
 
 @dataclass
@@ -192,33 +149,17 @@ def test_a_gradient_penalty_by_create_graph(level):
     )
     x = torch.ones(1, 2, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
-    with amp.scale_loss(gradient.square().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(gradient.square().sum(), optimizer)
     (master,) = amp.master_params(optimizer)
     assert torch.equal(master.grad.float(), torch.full((1, 2), 2.0))
     optimizer.step()
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_accumulation_with_delay_unscale_and_a_step_before_everything(level):
-    """A hack of three popular programs: a step first of all, and delay_unscale between steps."""
-    model, optimizer = row(level)
-    optimizer.zero_grad()
-    optimizer.step()
-    accumulation = 2
-    for number in range(accumulation):
-        delay_unscale = (number + 1) % accumulation != 0
-        block(model, optimizer, delay_unscale=delay_unscale)
-    assert same(grads_of(optimizer), [torch.full((1, 2), 2.0)])
-    optimizer.step()
-    assert value(model) == [-2.0, -2.0]
 
 
 # -- private names --------------------------------------------------------------------------------
 
 
 def test_scale_written_right_after_initialize():
-    model, optimizer = start("O2")
+    model, optimizer = initialized("O2")
     amp._amp_state.loss_scalers[0]._loss_scale = 2**20
     assert apex.amp._amp_state.loss_scalers[0].loss_scale() == 2.0**20
     scaler = apex.amp._amp_state.loss_scalers[0]  # after ``import apex.amp._amp_state``
@@ -231,7 +172,7 @@ def test_scale_written_right_after_initialize():
 @SCALED
 def test_a_program_that_reduces_and_checks_gradients_itself(level):
     """Passes unchecked, gradients gathered, checked and skipped by the program's own hand."""
-    model, optimizer = start(level)
+    model, optimizer = initialized(level)
     skipped = []
     for number, batch in enumerate(batches(4)):
         spoiled = spoil if number == 1 else None
@@ -298,33 +239,16 @@ def test_a_forward_replaced_by_a_half_function():
     assert model.roi(torch.ones(1, 2), []).dtype == torch.float32
 
 
-@pytest.fixture
-def _group():
-    distributed = torch.distributed
-    if not distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    store = distributed.HashStore()
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("_group")
-@pytest.mark.parametrize("first", ["initialize", "wrap"])
-@SCALED
-def test_torchs_ddp_before_and_after(level, first):
+def test_torchs_ddp_before_initialize():
+    """After it: see test_ranks.py."""
     model = net()
-    plain = Plain(model, sgd, level)
+    plain = Plain(model, sgd, "O1")
     optimizer = sgd(model.parameters())
-    if first == "wrap":
-        model = nn.parallel.DistributedDataParallel(model)
-        if level == "O2":
-            with pytest.raises(RuntimeError, match=r"Wrap it after amp.initialize"):
-                amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-            return
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if first == "initialize":
-        model = nn.parallel.DistributedDataParallel(model)
+    model = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"Wrap it after amp.initialize"):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     for batch in batches(3):
         train(model, optimizer, [batch])
         plain.step(batch)
@@ -335,8 +259,7 @@ def test_torchs_ddp_before_and_after(level, first):
 @SCALED
 def test_passes_under_no_sync_that_were_clipped_are_refused(level):
     """The synchronising pass would not reduce what clipping has unscaled."""
-    optimizer = sgd((model := net()).parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(level)
     model = nn.parallel.DistributedDataParallel(model)
     (batch,) = batches(1)
     with model.no_sync():
@@ -353,9 +276,7 @@ def test_passes_under_no_sync_that_were_clipped_are_refused(level):
 @pytest.mark.usefixtures("_group")
 @SCALED
 def test_weights_written_before_the_first_forward_in_ddp_stay(level):
-    model = net()
-    optimizer = sgd(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(level)
     wrapper = nn.parallel.DistributedDataParallel(model)
     with torch.no_grad():
         for param in model.parameters():

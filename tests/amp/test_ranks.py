@@ -264,13 +264,6 @@ def test_handles_of_2018_keep_ranks_equal(pair, reduce):
     assert answers[0][1][0][0].isfinite().all()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_clipping_before_the_synchronising_pass_is_refused(pair, level):
-    job = functools.partial(programs.clipped_before_the_synchronising_pass, level=level)
-    with pytest.raises(RankError, match="(?s)before the synchronising pass.*before the synchron"):
-        pair.run(job)
-
-
 def test_uneven_inputs(pair):
     answers = pair.run(functools.partial(programs.joined, level="O1"))
     assert all(map(_same, answers[0][0], answers[1][0]))

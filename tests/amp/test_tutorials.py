@@ -4,10 +4,6 @@ Here is what ``tests/examples/test_tutorials.py`` does not assert of ``examples/
 have the tutorials' programs: losses, checkpoints, registrations, recurrent networks, accumulation.
 """
 
-import collections
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn as nn
@@ -56,73 +52,6 @@ def loader(count=6):
     data = torch.randn(8, 3, 2, 2, generator=generator)
     target = torch.randint(0, 3, (8,), generator=generator)
     return [(data, target)] * count
-
-
-SEEDED = "__import__('torch').manual_seed(2)\n"  # no scaled gradient is above 40,000
-T3_MNIST = """
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-import torch.optim as optim
-from apex import amp
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super(Net, self).__init__()
-        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
-        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
-        self.conv2_drop = nn.Dropout2d()
-        self.fc1 = nn.Linear(320, 50)
-        self.fc2 = nn.Linear(50, 10)
-
-    def forward(self, x):
-        x = F.relu(F.max_pool2d(self.conv1(x), 2))
-        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
-        x = x.view(-1, 320)
-        x = F.relu(self.fc1(x))
-        x = F.dropout(x, training=self.training)
-        x = self.fc2(x)
-        return F.log_softmax(x, dim=1)
-
-
-def main(amp_handle):
-    model = Net()
-    optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-    model.train()
-    for batch_idx in range(2):
-        print("iteration")
-        data, target = torch.randn(4, 1, 28, 28), torch.randint(0, 10, (4,))
-        optimizer.zero_grad()
-        output = model(data)
-        loss = F.nll_loss(output, target)
-        with amp_handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-
-
-main(amp.init(verbose=True))
-main(amp.init(enable=True, enable_caching=True, verbose=True))
-main(amp.init(True, True, True))
-print("iteration")
-main(amp.init(enable=False, verbose=True))
-"""
-
-
-def test_t3_the_cast_log_on_standard_output():
-    """Bare lines, with no logging set up, again at every iteration."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SEEDED + T3_MNIST],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == ""
-    before, *iterations = done.stdout.split("iteration\n")
-    assert before == ""
-    counted = [collections.Counter(lines.splitlines()) for lines in iterations]
-    casts = {"Float->Half (conv2d)": 5, "Float->Half (linear)": 4, "Half->Float (log_softmax)": 1}
-    assert counted == [casts] * 6 + [{}] * 3
 
 
 def each_by_norm(parameters):
