@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from apex import amp
-from tests.amp.training import HALF, MASTERED
+from tests.amp.training import HALF, MASTERED, scaled_backward
 
 CAST = list(HALF)
 VALUE = 0.3  # of weights at first; 0.6 and 1.2 are exact doubles of it in every dtype
@@ -27,8 +27,7 @@ def start(level, make=still):
 
 def step(model, optimizer):
     optimizer.zero_grad()
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as loss:
-        loss.backward()
+    scaled_backward(model(torch.ones(1, 4)).sum(), optimizer)
     optimizer.step()
 
 
@@ -202,16 +201,14 @@ def test_a_gradient_that_the_program_keeps_is_not_overwritten(level, hold):
     model, optimizer = start(level)
     other = torch.nn.Parameter(torch.zeros(1, 4))
     optimizer.zero_grad()
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as loss:
-        loss.backward()
+    scaled_backward(model(torch.ones(1, 4)).sum(), optimizer)
     (master,) = amp.master_params(optimizer)
     other.grad = master.grad if hold == "another's" else None
     kept = {"grad": lambda: master.grad, "numpy": lambda: master.grad.numpy()}
     kept = kept.get(hold, lambda: master.grad.detach())() if hold != "another's" else None
     optimizer.step()
     optimizer.zero_grad()
-    with amp.scale_loss(model(torch.full((1, 4), 3.0)).sum(), optimizer) as loss:
-        loss.backward()
+    scaled_backward(model(torch.full((1, 4), 3.0)).sum(), optimizer)
     kept = other.grad if kept is None else torch.as_tensor(kept)
     assert torch.equal(kept, torch.ones(1, 4))
     assert torch.equal(master.grad, torch.full((1, 4), 3.0))
@@ -226,8 +223,7 @@ def test_masters_of_one_of_two_optimizers_that_were_handed_out():
         torch.nn.init.constant_(layer.weight, VALUE)
     optimizers = [still(layer.parameters()) for layer in layers]
     amp.initialize(model, optimizers, opt_level="O2", loss_scale=8.0, verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizers) as loss:
-        loss.backward()
+    scaled_backward(model(torch.ones(1, 4)).sum(), optimizers)
     for one in optimizers:
         one.step()
     before = output(model)
