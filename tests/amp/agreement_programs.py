@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex import amp
 from apex.amp.gradients import overflow
 from apex.optimizers import FusedAdam
+from tests.amp.training import copies, scale_now
 
 RANKS = (0, 1)
 SCALE, WINDOW = 2.0**8, 2  # two clean steps let the scale grow
@@ -80,10 +81,6 @@ def _poison(model):
     model[2].weight.grad.view(-1)[4] = math.inf
 
 
-def copies(tensors):
-    return [tensor.detach().clone() for tensor in tensors]
-
-
 @contextlib.contextmanager
 def devices(case):
     """Count all-reduces; with ``deferred`` let kernels decide on the CPU too."""
@@ -108,32 +105,20 @@ def halves(rank, case):
     amp.reset()
     model = net(rank)
     optimizer = (adam if case.adam else sgd)(model.parameters())
-    amp.initialize(
-        model,
-        optimizer,
-        opt_level="O0",
-        loss_scale="dynamic",
-        init_scale=SCALE,
-        growth_interval=WINDOW,
-        num_losses=case.losses,
-        hysteresis=case.hysteresis,
-        verbosity=0,
-        fused_step=case.fused,
-        process_group=groups(case.group, rank),
-    )
+    scaling = {"loss_scale": "dynamic", "init_scale": SCALE, "growth_interval": WINDOW}
+    scaling |= {"num_losses": case.losses, "hysteresis": case.hysteresis}
+    options = {"fused_step": case.fused, "process_group": groups(case.group, rank)}
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0, **scaling, **options)
     steps, calls = [], []
     with devices(case) as spy:
         for step in range(case.steps):
             optimizer.zero_grad()
             for number in range(case.passes):
                 loss, is_bad = _loss(case, rank, step, number, model)
-                with amp.scale_loss(
-                    loss,
-                    optimizer,
-                    loss_id=number % case.losses,
-                    delay_unscale=case.delay and number < case.passes - 1,
-                    delay_overflow_check=case.unchecked,
-                ) as scaled:
+                options = {"delay_unscale": case.delay and number < case.passes - 1}
+                options |= {"delay_overflow_check": case.unchecked}
+                loss_id = number % case.losses
+                with amp.scale_loss(loss, optimizer, loss_id, **options) as scaled:
                     scaled.backward()
                     if is_bad:
                         _poison(model)
@@ -202,10 +187,6 @@ def _block(models, optimizers, poison=None):
         scaled.backward()
         if poison is not None:
             _poison(poison)
-
-
-def scale_now():
-    return amp.state_dict()["loss_scaler0"]["loss_scale"]
 
 
 def two_optimizers(rank):

@@ -200,25 +200,6 @@ def after_forwards_that_nobody_used(rank, level):
     return _end(optimizer)
 
 
-def partly_ignored(rank, level):
-    """DistributedDataParallel leaves a layer to the program, which reduces it after the block."""
-    model, optimizer = _start(level)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, ["1.weight", "1.bias"]
-    )
-    wrapper = DistributedDataParallel(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        with amp.scale_loss(wrapper(_inputs(rank, step)).float().square().mean(), optimizer) as s:
-            s.backward()
-            if rank == step == 1:
-                model[1].weight.grad.fill_(math.inf)
-        for param in list(amp.master_params(optimizer))[2:]:
-            dist.all_reduce(param.grad)
-        optimizer.step()
-    return _end(optimizer)
-
-
 def two_overflows_of_one_pass(rank, level, hysteresis):
     """Both optimizers of a pass find the inf that was reduced: the scale backs off once."""
     model, pair = _two_optimizers(level, hysteresis=hysteresis)
@@ -248,38 +229,38 @@ def a_scale_loaded_on_rank_0(rank, level, wrap):
     return _end(optimizer)
 
 
-def in_a_group_of_one(rank, level):
-    """DistributedDataParallel reduces in a group of its own; the program over all ranks."""
+def partly_reduced(rank, level, what):
+    """The program reduces, after the block, gradients that DistributedDataParallel does not.
+
+    A layer is "ignored", a weight is "beside" the model, or the wrapper has a "group of one".
+    """
     model, optimizer = _start(level)
-    groups = [dist.new_group([number]) for number in range(dist.get_world_size())]
+    factor, groups = nn.Parameter(torch.ones(())), [None, None]
+    if what == "ignored":
+        names = ["1.weight", "1.bias"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    elif what == "beside":
+        optimizer = torch.optim.SGD([*model.parameters(), factor], lr=0.1)
+        amp.reset()
+        options = {"loss_scale": "dynamic", "init_scale": 128.0, "verbosity": 0}
+        amp.initialize(model, optimizer, opt_level=level, **options)
+    else:
+        groups = [dist.new_group([number]) for number in range(dist.get_world_size())]
     wrapper = DistributedDataParallel(model, process_group=groups[rank])
-    for step in range(3):
-        optimizer.zero_grad()
-        x = _inputs(rank, step) * (math.inf if rank == step == 1 else 1.0)
-        _block(wrapper(x).float().square().mean(), optimizer)
-        _all_reduce(optimizer)
-        optimizer.step()
-    return _end(optimizer)
-
-
-def beside_the_wrapper(rank, level):
-    """A weight of the optimizer is not in the model, and is reduced by hand."""
-    amp.reset()
-    torch.manual_seed(0)
-    model, factor = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([*model.parameters(), factor], lr=0.1)
-    amp.initialize(
-        model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic", init_scale=128.0
-    )
-    wrapper = DistributedDataParallel(model)
     for step in range(3):
         optimizer.zero_grad()
         loss = factor * wrapper(_inputs(rank, step)).float().square().mean()
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
             if rank == step == 1:
-                factor.grad.fill_(math.inf)
-        dist.all_reduce(factor.grad)
+                (factor if what == "beside" else model[1].weight).grad.fill_(math.inf)
+        reduced = amp.master_params(optimizer)
+        if what == "ignored":
+            reduced = list(reduced)[2:]
+        elif what == "beside":
+            reduced = [factor]
+        for param in reduced:
+            dist.all_reduce(param.grad)
         optimizer.step()
     return _end(optimizer)
 

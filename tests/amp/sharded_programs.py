@@ -22,21 +22,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from apex import amp
-from tests.amp.agreement_programs import (
-    RANKS,
-    SCALE,
-    WINDOW,
-    Step,
-    adam,
-    copies,
-    devices,
-    groups,
-    labelled,
-    net,
-    recipes,
-    scale_now,
-    sgd,
-)
+from tests.amp import agreement_programs as agreement
+from tests.amp.agreement_programs import RANKS, SCALE, WINDOW, Step, adam, labelled, net, sgd
+from tests.amp.training import copies, scale_now
 
 # -- one model in shards ---------------------------------------------------------------------------
 
@@ -83,7 +71,7 @@ def sharded(rank, case):
     amp.reset()
     model, optimizer = _sharded_model(case)
     steps, calls = [], []
-    with devices(case) as spy:
+    with agreement.devices(case) as spy:
         for step in range(case.steps):
             _sharded_step(case, model, optimizer, rank, step)
             whole = [param.full_tensor() for param in model.parameters()]
@@ -156,7 +144,7 @@ def sharded_by_fsdp1(rank, group, level):
     amp.reset()
     model = FullyShardedDataParallel(net(0), device_id=torch.device("cpu"))
     optimizer = sgd(model.parameters())
-    group = groups(group, rank)
+    group = agreement.groups(group, rank)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, process_group=group)
     found = []
     for step in range(3):
@@ -252,7 +240,7 @@ def parallel(rank, case):
 
 def sharded_recipe(rank, page, folder):
     """Shards of a training that goes on and of one that was saved and loaded, and dtypes."""
-    names = recipes(page, "FSDP2 and DTensor")
+    names = agreement.recipes(page, "FSDP2 and DTensor")
 
     def made():
         amp.reset()

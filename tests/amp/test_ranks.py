@@ -228,10 +228,7 @@ PROGRAMS = [
             programs.a_part_is_wrapped,
             programs.reduced_before_each_step,
             programs.after_forwards_that_nobody_used,
-            programs.partly_ignored,
             programs.dropped_by_the_program,
-            programs.in_a_group_of_one,
-            programs.beside_the_wrapper,
         )
     ),
     *(
@@ -239,8 +236,13 @@ PROGRAMS = [
         for program in (
             programs.another_forward_under_no_sync,
             programs.reduced_before_each_step,
-            programs.partly_ignored,
-            programs.beside_the_wrapper,
+        )
+    ),
+    *(
+        functools.partial(programs.partly_reduced, level=level, what=what)
+        for level, what in (
+            *(("O2", "ignored"), ("O2", "beside"), ("O2", "group of one")),
+            *(("O1", "ignored"), ("O1", "beside")),
         )
     ),
 ]
