@@ -116,14 +116,6 @@ def test_a_job_says_it_once(pair):
     assert second == []
 
 
-@pytest.mark.parametrize("group", [-100, "world", [0, 1]])
-def test_what_is_no_group_is_refused(group):
-    model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"process_group was .*mesh.get_group\(name\)"):
-        amp.initialize(model, process_group=group, verbosity=0)
-    assert not model._forward_pre_hooks
-
-
 @pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
 def test_the_recipe_for_two_halves_of_a_model(pair):
     weights, scale = programs.pipeline_by_hand()

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from apex import amp
+from tests.amp.levels import LEVELS, cast, start
 from tests.amp.training import MASTERED, batches, initialized, net, train
-
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
 def equal(left, right):
@@ -48,12 +47,9 @@ def test_amp_state_is_plain_and_ordered():
 
 def test_loading_goes_by_the_number_in_the_key():
     _ = initialized("O1", num_losses=2)
-    amp.load_state_dict(
-        {
-            "loss_scaler1": {"loss_scale": 4.0, "unskipped": 1},
-            "loss_scaler0": {"loss_scale": 2.0, "unskipped": 0, "something": "new"},
-        }
-    )
+    saved = {"loss_scaler1": {"loss_scale": 4.0, "unskipped": 1}}
+    saved["loss_scaler0"] = {"loss_scale": 2.0, "unskipped": 0, "something": "new"}
+    amp.load_state_dict(saved)
     assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [2.0, 4.0]
 
 
@@ -95,7 +91,7 @@ def test_extra_state_and_frozen_weights_pass_through():
             self.note = state["note"]
 
     for level in LEVELS:
-        model = amp.initialize(Extra(2, 2), opt_level=level, verbosity=0)
+        model = cast(level, Extra(2, 2))
         state = model.state_dict()
         assert state["_extra_state"] == {"note": "kept"}
         model.load_state_dict(state)
@@ -107,13 +103,8 @@ def test_extra_state_and_frozen_weights_pass_through():
 
 
 def two_trainings(**options):
-    made = []
-    for scale in (32.0, 64.0):
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, init_scale=scale, verbosity=0, **options)
-        made.append((model, optimizer))
-    return made
+    scales = (32.0, 64.0)
+    return [start("O1", nn.Linear(2, 2), init_scale=scale, **options) for scale in scales]
 
 
 def test_each_training_is_saved_and_loaded_by_its_optimizers():
@@ -164,9 +155,7 @@ def test_several_trainings_without_a_newest_initialize_are_left_out_with_a_warni
     amp.initialize(*newest, enabled=False)
     assert scale_of(amp.state_dict()) == 32.0  # the only one
     wrapped = of_a_handle(scale)
-    with pytest.warns(
-        UserWarning, match=r"several trainings are alive, and this leaves all .*\(\.\."
-    ):
+    with pytest.warns(UserWarning, match=r"several trainings are alive, and this leaves .*\(\.\."):
         assert amp.state_dict() == {}
     with (
         pytest.warns(UserWarning, match="nothing was loaded.*initialize"),

@@ -1,5 +1,6 @@
 """Clipping gradients between a block and a step, ``amp.stepped``, and torch's own scaler."""
 
+import functools
 import math
 
 import pytest
@@ -14,23 +15,15 @@ from tests.amp.training import (
     block,
     copies,
     grads_of,
+    initialized,
     net,
     row,
     same,
+    sgd,
     spoil,
     train,
     value,
 )
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1)
-
-
-def start(level, **options):
-    model = net()
-    optimizer = sgd(model.parameters())
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
 def of_masters(optimizer, *args):
@@ -60,7 +53,7 @@ def by_value(optimizer, limit):
     ],
 )
 def test_clipping_by_norm_equals_the_one_in_plain_torch(level, clip, norm_type, overflow):
-    model, optimizer = start(level)
+    model, optimizer = initialized(level)
     plain = Plain(net(), sgd, level)
     overflow = overflow and level in ("O1", "O2")
     norms = []
@@ -140,9 +133,7 @@ def test_clipping_takes_the_optimizer(clip):
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("fused", [None, True])
 def test_torchs_scaler_is_refused_where_there_are_masters(fused, unscale):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialized("O2", functools.partial(sgd, fused=fused))
     scaler = amp.GradScaler("cpu")
     ((x, y),) = batches(1)
     before = copies(amp.master_params(optimizer))

@@ -23,7 +23,6 @@ from tests.amp.training import (
     copies,
     grads_of,
     initialized,
-    net,
     no_waits,
     row,
     same,
@@ -157,14 +156,6 @@ def test_sgd_asks_for_scaled_gradients_by_its_own_argument(bad):
         results.append((weights, amp.state_dict()))
     assert same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
-
-
-def test_fused_step_is_refused_with_an_optimizer_that_cannot():
-    model = net()
-    pair = [FusedSGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[4].parameters(), lr=0.1)]
-    with pytest.raises(RuntimeError, match="fused_step=True was given with SGD"):
-        amp.initialize(model, pair, verbosity=0, fused_step=True)
-    assert not hasattr(pair[0], "_amp_stash")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

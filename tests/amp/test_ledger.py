@@ -186,12 +186,8 @@ class Case(Sequence):
 
 
 CASES = [  # float32 weights: static, dynamic, without a scale; masters of both types
-    ("O0", 128.0),
-    ("O1", "dynamic"),
-    ("O4", 1.0),
-    ("O2", "dynamic"),
-    ("O2", 128.0),
-    ("O5", 1.0),
+    *(("O0", 128.0), ("O1", "dynamic"), ("O4", 1.0)),
+    *(("O2", "dynamic"), ("O2", 128.0), ("O5", 1.0)),
 ]
 OTHERS = [("O0", "dynamic"), ("O1", 64.0), ("O4", "dynamic"), ("O5", "dynamic")]
 DYNAMIC = [case for case in CASES if case[1] == "dynamic"]

@@ -98,12 +98,8 @@ def test_passes_that_are_reduced_after_the_last_block_back_off_once(pair, level,
 @pytest.mark.parametrize(
     ("level", "way"),
     [
-        ("O0", "no_sync"),
-        ("O3", "no_sync"),
-        ("O3", "delayed"),
-        ("O4", "in_the_body"),
-        ("O5", "no_sync_delayed"),
-        ("O5", "after_the_block"),
+        *(("O0", "no_sync"), ("O3", "no_sync"), ("O3", "delayed"), ("O4", "in_the_body")),
+        *(("O5", "no_sync_delayed"), ("O5", "after_the_block")),
     ],
 )
 def test_at_the_levels_whose_scale_is_1(pair, level, way):
@@ -111,12 +107,8 @@ def test_at_the_levels_whose_scale_is_1(pair, level, way):
 
 
 STARTS = [
-    *(("O2", start) for start in ("seeds", "rank0_before", "rank0_after")),
-    ("O2", "all_before"),
-    ("O5", "all_after"),
-    ("O1", "seeds"),
-    ("O1", "rank0_after"),
-    ("O3", "all_after"),
+    *(("O2", start) for start in ("seeds", "rank0_before", "rank0_after", "all_before")),
+    *(("O5", "all_after"), ("O1", "seeds"), ("O1", "rank0_after"), ("O3", "all_after")),
 ]
 
 
@@ -233,10 +225,7 @@ PROGRAMS = [
     ),
     *(
         functools.partial(program, level="O1")  # without masters the gradients are the model's own
-        for program in (
-            programs.another_forward_under_no_sync,
-            programs.reduced_before_each_step,
-        )
+        for program in (programs.another_forward_under_no_sync, programs.reduced_before_each_step)
     ),
     *(
         functools.partial(programs.partly_reduced, level=level, what=what)

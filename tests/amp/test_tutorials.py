@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from apex import amp
-from tests.amp.training import same
+from tests.amp.training import scaled_backward
 
 
 @pytest.mark.filterwarnings("ignore:.*in 16 bits already")
@@ -30,8 +30,7 @@ def test_t5_autocast_with_a_scheduler(level):
         with amp.autocast(dtype=torch.bfloat16 if level == "bfloat16 model" else None):
             loss = F.cross_entropy(model(data).float(), target)
         if level == "float16 model at O2":
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, optimizer)
             optimizer.step()
         else:
             scaler.scale(loss).backward()
@@ -52,38 +51,3 @@ def loader(count=6):
     data = torch.randn(8, 3, 2, 2, generator=generator)
     target = torch.randint(0, 3, (8,), generator=generator)
     return [(data, target)] * count
-
-
-def each_by_norm(parameters):
-    for param in parameters:
-        torch.nn.utils.clip_grad_norm_(param, max_norm=0.1)
-
-
-def normalized(parameters):
-    for param in parameters:
-        param.grad.data = param.grad.data / (param.grad.data.norm() + 1e-6)
-
-
-def by_value(parameters):
-    torch.nn.utils.clip_grad_value_(parameters, clip_value=0.01)
-
-
-@pytest.mark.parametrize("treat", [each_by_norm, normalized, by_value])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_t5_what_is_done_to_gradients_before_a_step(level, treat):
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for data, target in loader(3):
-        optimizer.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(data), target), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        params = list(amp.master_params(optimizer))
-        copies = [p.detach().clone().requires_grad_() for p in params]
-        for copied, param in zip(copies, params, strict=True):
-            copied.grad = param.grad.clone()
-        treat(params)
-        optimizer.step()
-        treat(copies)
-        torch.optim.SGD(copies, lr=0.1).step()
-        assert same(params, copies)
