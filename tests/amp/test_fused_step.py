@@ -92,18 +92,12 @@ def train(level, how, path, fused, each=1, bad=None, make=FusedAdam):
 
 
 RUNS = [  # level, clipping, passes in a step, the pass that overflows, optimizer, kernels
-    ("O0", "none", 1, None, "adam", "reference"),
-    ("O1", "none", 1, 2, "adam", "reference"),
-    ("O1", "amp", 2, 2, "adam", "reference"),
+    *((level, "none", 1, None, "adam", "reference") for level in ("O0", "O3", "O5")),
+    *(("O1", how, 1, 2, "adam", "reference") for how in ("none", "value")),
+    *(("O1", how, 2, bad, "adam", "reference") for how, bad in (("amp", 2), ("read", None))),
     ("O1", "torch", 1, None, "adam", "reference"),
-    ("O1", "read", 2, None, "adam", "reference"),
-    ("O1", "value", 1, 2, "adam", "reference"),
-    ("O2", "none", 2, 2, "adam", "reference"),
-    ("O2", "amp", 1, 2, "adam", "reference"),
-    ("O2", "torch", 2, None, "adam", "reference"),
-    ("O2", "value", 1, None, "adam", "reference"),
-    ("O3", "none", 1, None, "adam", "reference"),
-    ("O5", "none", 1, None, "adam", "reference"),
+    *(("O2", how, 2, bad, "adam", "reference") for how, bad in (("none", 2), ("torch", None))),
+    *(("O2", how, 1, bad, "adam", "reference") for how, bad in (("amp", 2), ("value", None))),
     ("O5", "amp", 2, None, "adam", "reference"),
     *((level, "none", 1, 2, name, "reference") for level in ("O1", "O2") for name in [*MAKERS][1:]),
     ("O1", "amp", 1, 2, "adam", "triton"),

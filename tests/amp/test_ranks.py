@@ -205,8 +205,6 @@ def _assert_same_end(answers):
 PROGRAMS = [
     functools.partial(programs.recomputed_under_no_sync, level="O1", use_reentrant=False),
     functools.partial(programs.recomputed_under_no_sync, level="O2", use_reentrant=True),
-    functools.partial(programs.reduced_by_hand, level="O1", delay_overflow_check=True),
-    functools.partial(programs.reduced_by_hand, level="O2", delay_overflow_check=True),
     functools.partial(programs.evaluated_first, level="O2", throughout=False),
     functools.partial(programs.evaluated_first, level="O2", throughout=True),
     functools.partial(programs.a_scale_loaded_on_rank_0, level="O1", wrap="torch"),
@@ -217,6 +215,7 @@ PROGRAMS = [
         functools.partial(program, level="O2")
         for program in (
             programs.another_forward_under_no_sync,
+            programs.reduced_by_hand,
             programs.a_part_is_wrapped,
             programs.reduced_before_each_step,
             programs.after_forwards_that_nobody_used,
@@ -225,7 +224,11 @@ PROGRAMS = [
     ),
     *(
         functools.partial(program, level="O1")  # without masters the gradients are the model's own
-        for program in (programs.another_forward_under_no_sync, programs.reduced_before_each_step)
+        for program in (
+            programs.another_forward_under_no_sync,
+            programs.reduced_by_hand,
+            programs.reduced_before_each_step,
+        )
     ),
     *(
         functools.partial(programs.partly_reduced, level=level, what=what)

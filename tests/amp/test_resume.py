@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from apex import amp
 from apex.optimizers import FusedAdam, FusedNovoGrad
 from apex.parallel import LARC
-from tests.amp.training import MASTERED, batches, copies, net, reloaded, same
+from tests.amp.training import MASTERED, batches, copies, net, reloaded, same, scale_now
 from tests.amp.training import train as train_on
 from tests.checkpoints import assert_equal
 
@@ -144,10 +144,6 @@ def test_the_ten_steps_hold_growth_and_a_skip(level):
 
 
 def test_hysteresis_is_resumed_between_two_overflows():
-    def half_way(model, optimizer):
-        train(model, optimizer, 3, seed=2, poisoned=2)
-        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**10  # not yet
-
     def rest(model, optimizer):
         train(model, optimizer, 2, seed=3, poisoned=0)
         return everything(model, optimizer)
@@ -155,7 +151,8 @@ def test_hysteresis_is_resumed_between_two_overflows():
     settings = {"growth_interval": 100, "hysteresis": 2}
     model = net(0)
     model, optimizer = start("O2", model, OPTIMIZERS["adam"](model.parameters()), **settings)
-    half_way(model, optimizer)
+    train(model, optimizer, 3, seed=2, poisoned=2)
+    assert scale_now() == 2.0**10  # not yet
     saved = checkpoint(model, optimizer)
     after = rest(model, optimizer)
     assert after["checkpoint"]["amp"]["loss_scaler0"]["loss_scale"] == 2.0**9
