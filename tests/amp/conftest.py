@@ -26,6 +26,15 @@ def _group():
     distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two ranks, for the tests of a file."""
+    from tests.amp.ranks import Pair
+
+    with Pair(tmp_path_factory.mktemp("ranks")) as both:
+        yield both
+
+
 @pytest.fixture(autouse=True)
 def _reset():
     before = _autocast_state()

@@ -20,7 +20,6 @@ from apex.optimizers import FusedAdam
 from tests.amp import agreement_programs as programs
 from tests.amp import sharded_programs
 from tests.amp.agreement_programs import SCALE, Case
-from tests.amp.ranks import Pair
 from tests.amp.sharded_programs import BAD, Parallel, Sharded
 from tests.amp.training import no_waits, same
 from tests.ranks import RankError
@@ -34,12 +33,6 @@ def _float16_computes_in_float32():
 
 pytestmark = pytest.mark.dist
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    with Pair(tmp_path_factory.mktemp("ranks")) as both:
-        yield both
 
 
 def _assert_steps(found, expected):

@@ -130,6 +130,28 @@ def test_clipping_takes_the_optimizer(clip):
         clip(parameters, 1.0)
 
 
+@pytest.mark.parametrize("level", [None, "O0", "O1"])
+def test_torchs_scaler_with_amps_autocast(level):
+    """Which is that of O1 before any initialize."""
+    model = net()
+    plain, optimizer = Plain(model, sgd, level or "O1", scale=2.0**10), sgd(model.parameters())
+    if level:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scaler = amp.GradScaler("cpu", init_scale=2.0**10)
+    for number, (x, y) in enumerate(batches(3)):
+        bad = spoil if number == 1 and level != "O0" else None
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x).float(), y)
+        scaler.scale(loss).backward()
+        if bad:
+            bad(model)
+        scaler.step(optimizer)
+        scaler.update()
+        plain.step((x, y), spoil=bad)
+        assert same(model.parameters(), plain.params)
+
+
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("fused", [None, True])
 def test_torchs_scaler_is_refused_where_there_are_masters(fused, unscale):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.amp import rank_programs as programs
-from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, Cell, Pair
+from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, Cell
 from tests.ranks import RankError
 
 pytestmark = pytest.mark.dist
@@ -33,12 +33,6 @@ CELLS = [  # each way at O2, where there are masters, and at another level
     Cell("O2", "after_the_block_delayed", "first"),
     Cell("O3", "after_the_block_delayed", "last"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    with Pair(tmp_path_factory.mktemp("ranks")) as both:
-        yield both
 
 
 def _ids(cell):
