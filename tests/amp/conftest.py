@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from apex import amp
+from apex.amp.gradients import overflow
+from tests.amp.training import Delayed
 
 
 def _autocast_state():
@@ -24,6 +26,13 @@ def _group():
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
+
+
+@pytest.fixture
+def runs_behind(monkeypatch):
+    """Treat the CPU as a device that runs behind the host."""
+    monkeypatch.setattr(overflow, "runs_behind", lambda device: True)
+    monkeypatch.setattr(overflow, "AsyncCopy", Delayed)
 
 
 @pytest.fixture(scope="module")

@@ -274,8 +274,7 @@ def with_the_handle_of_2018(rank, reduce):
     if reduce != "by hand":
         wrap = DistributedDataParallel if reduce == "torch" else parallel.DistributedDataParallel
         wrapper = wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = handle.wrap_optimizer(optimizer, num_loss=2)
+    optimizer = handle.wrap_optimizer(_sgd(model.parameters()), num_loss=2)
     steps = []
     for step in range(3):
         optimizer.zero_grad()
@@ -287,8 +286,7 @@ def with_the_handle_of_2018(rank, reduce):
             ) as scaled:
                 scaled.backward()
         if reduce == "by hand":
-            for param in model.parameters():
-                dist.all_reduce(param.grad)
+            _all_reduce(optimizer)
         optimizer.step()
         weights = copies(model.parameters())
         scales = [e["loss_scale"] for e in amp.state_dict(optimizers=optimizer).values()]

@@ -254,10 +254,7 @@ def test_a_whole_step_never_waits(name, level, fused, path):
 
 
 @pytest.fixture
-def lagging(monkeypatch):
-    """Treat the CPU as a device that runs behind the host."""
-    monkeypatch.setattr(overflow, "runs_behind", lambda device: True)
-    monkeypatch.setattr(overflow, "AsyncCopy", Delayed)
+def lagging(runs_behind, monkeypatch):
     monkeypatch.setattr(Delayed, "arrived", False)
 
 

@@ -22,7 +22,7 @@ DEFAULTS = {
 }
 
 
-def pair():
+def made():
     model = nn.Linear(2, 2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -50,7 +50,7 @@ def test_properties_are_checked():
 
 def test_return_shapes():
     for level in ("O1", "O2"):
-        model, optimizer = pair()
+        model, optimizer = made()
         assert cast(level, model) is model
         assert amp.initialize(model, None, opt_level=level, verbosity=0) is model
         assert amp.initialize(models=model, optimizers=[], verbosity=0) == (model, [])
@@ -65,7 +65,7 @@ def test_return_shapes():
 
 
 def test_an_optimizer_passed_twice_and_an_old_wrapper():
-    model, optimizer = pair()
+    model, optimizer = made()
     with pytest.raises(ValueError, match="passed twice"):
         amp.initialize(model, [optimizer, optimizer], verbosity=0)
 
@@ -217,7 +217,7 @@ def test_a_cast_model_that_was_converted_back_says_what_to_do():
 
 
 def test_old_workers():
-    model, optimizer = pair()
+    model, optimizer = made()
     properties = opt_levels["O2"](Properties())
     model, optimizer = _initialize(model, optimizer, properties, 2)
     assert model.weight.dtype == torch.float16

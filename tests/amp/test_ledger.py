@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from apex import amp
-from apex.amp.gradients import overflow
 from apex.amp.gradients.ledger import State
 from apex.ops import _runtime
 from apex.optimizers import FusedSGD
 from tests.amp.sequences import NOT_FUSED, OWNED, Scale, Sequence, Static, check, equal
-from tests.amp.training import Delayed, no_waits
+from tests.amp.training import no_waits
 
 LR = 2.0**-5
 
@@ -240,13 +239,6 @@ def test_rare_sequences(case, name, fused):
     with _runtime.use("reference"):
         sequence = Case(*case, "one" if fused else "two", fused_sgd, fused=fused)
         sequence.run([*RARE[name], ("step", 0), ("step", 1)])
-
-
-@pytest.fixture
-def runs_behind(monkeypatch):
-    """The CPU as a device that runs behind the host."""
-    monkeypatch.setattr(overflow, "runs_behind", lambda device: True)
-    monkeypatch.setattr(overflow, "AsyncCopy", Delayed)
 
 
 @kinds

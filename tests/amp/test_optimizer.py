@@ -226,8 +226,7 @@ def test_masters_that_come_back_to_their_group_are_trained(level):
 def test_a_parameter_shared_later_is_stepped_by_both(level):
     model = nn.Linear(2, 1)
     nn.init.zeros_(model.weight)
-    first = torch.optim.SGD([model.weight], lr=1.0)
-    second = torch.optim.SGD([model.bias], lr=1.0)
+    first, second = [torch.optim.SGD([param], lr=1.0) for param in model.parameters()]
     amp.initialize(model, [first, second], opt_level=level, verbosity=0, loss_scale=8.0)
     second.add_param_group({"params": [model.weight]})
     block(model, [first, second])
