@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from apex import amp
 from apex.amp.gradients import overflow
 from apex.optimizers import FusedAdam
+from tests.amp.sequences import Scale
+from tests.amp.training import copies, scale_now, scaled_backward
 
 RANKS = (0, 1)
 SCALE, WINDOW = 2.0**8, 2  # two clean steps let the scale grow
@@ -80,10 +82,6 @@ def _poison(model):
     model[2].weight.grad.view(-1)[4] = math.inf
 
 
-def copies(tensors):
-    return [tensor.detach().clone() for tensor in tensors]
-
-
 @contextlib.contextmanager
 def devices(case):
     """Count all-reduces; with ``deferred`` let kernels decide on the CPU too."""
@@ -108,32 +106,20 @@ def halves(rank, case):
     amp.reset()
     model = net(rank)
     optimizer = (adam if case.adam else sgd)(model.parameters())
-    amp.initialize(
-        model,
-        optimizer,
-        opt_level="O0",
-        loss_scale="dynamic",
-        init_scale=SCALE,
-        growth_interval=WINDOW,
-        num_losses=case.losses,
-        hysteresis=case.hysteresis,
-        verbosity=0,
-        fused_step=case.fused,
-        process_group=groups(case.group, rank),
-    )
+    scaling = {"loss_scale": "dynamic", "init_scale": SCALE, "growth_interval": WINDOW}
+    scaling |= {"num_losses": case.losses, "hysteresis": case.hysteresis}
+    options = {"fused_step": case.fused, "process_group": groups(case.group, rank)}
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0, **scaling, **options)
     steps, calls = [], []
     with devices(case) as spy:
         for step in range(case.steps):
             optimizer.zero_grad()
             for number in range(case.passes):
                 loss, is_bad = _loss(case, rank, step, number, model)
-                with amp.scale_loss(
-                    loss,
-                    optimizer,
-                    loss_id=number % case.losses,
-                    delay_unscale=case.delay and number < case.passes - 1,
-                    delay_overflow_check=case.unchecked,
-                ) as scaled:
+                options = {"delay_unscale": case.delay and number < case.passes - 1}
+                options |= {"delay_overflow_check": case.unchecked}
+                loss_id = number % case.losses
+                with amp.scale_loss(loss, optimizer, loss_id, **options) as scaled:
                     scaled.backward()
                     if is_bad:
                         _poison(model)
@@ -150,21 +136,17 @@ def halves_by_hand(case):
     """Both models in one float32 training; the steps of each."""
     models = [net(rank) for rank in RANKS]
     optimizers = [(adam if case.adam else sgd)(model.parameters()) for model in models]
-    scale, clean, hits, steps = SCALE, 0, 0, ([], [])
+    scale, steps = Scale(SCALE, WINDOW, 1.0, 2.0**24, hysteresis=case.hysteresis), ([], [])
     for step in range(case.steps):
-        finite = [_unscaled_by_hand(case, models[rank], rank, step, scale) for rank in RANKS]
+        finite = [_unscaled_by_hand(case, models[rank], rank, step, scale.value) for rank in RANKS]
         taken = all(finite)
         for model, optimizer in zip(models, optimizers, strict=True) if taken else ():
             if case.clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
             optimizer.step()
-        clean, hits = (clean + 1, 0) if taken else (0, hits + 1)
-        if hits >= case.hysteresis:
-            scale = scale / 2
-        if clean == WINDOW:
-            scale, clean = scale * 2, 0
+        scale.finish_step(taken)
         for rank, model in enumerate(models):
-            steps[rank].append(Step(copies(model.parameters()), scale, taken))
+            steps[rank].append(Step(copies(model.parameters()), scale.value, taken))
     return steps
 
 
@@ -202,10 +184,6 @@ def _block(models, optimizers, poison=None):
         scaled.backward()
         if poison is not None:
             _poison(poison)
-
-
-def scale_now():
-    return amp.state_dict()["loss_scaler0"]["loss_scale"]
 
 
 def two_optimizers(rank):
@@ -251,8 +229,7 @@ def dropped(rank):
     """A batch that overflowed on rank 1 is dropped; rank 0 has no gradients of it."""
     (model,), (optimizer,) = _start(rank)
     if rank == 0:
-        with amp.scale_loss(torch.zeros((), requires_grad=True) * 1.0, optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(torch.zeros((), requires_grad=True) * 1.0, optimizer)
     else:
         _block([model], optimizer, model)
     optimizer.zero_grad()

@@ -5,6 +5,7 @@ import math
 import torch
 
 from apex import amp
+from tests.amp.training import scaled_backward
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}  # levels that cast functions, and to what
@@ -23,8 +24,7 @@ def cast(level, model, **options):
 
 
 def train_step(model, optimizer, x):
-    with amp.scale_loss(model(x).float().square().sum(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(x).float().square().sum(), optimizer)
     optimizer.step()
     optimizer.zero_grad()
 

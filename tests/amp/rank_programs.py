@@ -12,13 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp, parallel
+from tests.amp.training import copies, scaled_backward
 
 
-def _start(level, seed=0, layers=2, **options):
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _start(level, seed=0, make=lambda model: _sgd(model.parameters()), **options):
     amp.reset()
     torch.manual_seed(seed)
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = make(model)
     options = {"loss_scale": "dynamic", "init_scale": 128.0, **options}
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
@@ -27,24 +32,14 @@ def _inputs(rank, step):
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * rank + step))
 
 
-def _block(loss, optimizer, **options):
-    with amp.scale_loss(loss, optimizer, **options) as scaled:
-        scaled.backward()
-
-
 def _end(optimizer):
-    params = [p.detach().clone() for p in amp.master_params(optimizer)]
+    params = copies(amp.master_params(optimizer))
     return params, amp.state_dict()["loss_scaler0"], amp.stepped(optimizer)
 
 
 def _two_optimizers(level, **options):
     """Two layers, each with an optimizer of its own."""
-    amp.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
-    options = {"loss_scale": "dynamic", "init_scale": 128.0, **options}
-    return amp.initialize(model, pair, opt_level=level, verbosity=0, **options)
+    return _start(level, make=lambda model: [_sgd(part.parameters()) for part in model], **options)
 
 
 def _all_reduce(optimizer):
@@ -55,7 +50,7 @@ def _all_reduce(optimizer):
 def _train(wrapper, optimizer, rank, steps):
     for step in range(steps):
         optimizer.zero_grad()
-        _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
+        scaled_backward(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
         optimizer.step()
 
 
@@ -65,8 +60,8 @@ def _train_twice_a_step(forward, wrapper, optimizer, rank):
         optimizer.zero_grad()
         first, second = (_inputs(rank, 2 * step + n).requires_grad_() for n in range(2))
         with wrapper.no_sync():
-            _block(forward(first).float().square().mean(), optimizer)
-        _block(forward(second).float().square().mean(), optimizer)
+            scaled_backward(forward(first).float().square().mean(), optimizer)
+        scaled_backward(forward(second).float().square().mean(), optimizer)
         optimizer.step()
     return _end(optimizer)
 
@@ -97,8 +92,8 @@ def another_forward_under_no_sync(rank, level):
         optimizer.zero_grad()
         with wrapper.no_sync():
             loss = wrapper(_inputs(rank, 2 * step)).float().square().mean()
-            _block(loss + 0.0 * model(torch.ones(1, 4)).float().sum(), optimizer)
-        _block(wrapper(_inputs(rank, 2 * step + 1)).float().square().mean(), optimizer)
+            scaled_backward(loss + 0.0 * model(torch.ones(1, 4)).float().sum(), optimizer)
+        scaled_backward(wrapper(_inputs(rank, 2 * step + 1)).float().square().mean(), optimizer)
         optimizer.step()
     return _end(optimizer)
 
@@ -114,14 +109,14 @@ def a_part_is_wrapped(rank, level):
     return _train_twice_a_step(model, part, optimizer, rank)
 
 
-def reduced_by_hand(rank, level, delay_overflow_check):
+def reduced_by_hand(rank, level):
     """An overflow on one rank arrives on the others after the block."""
     model, optimizer = _start(level)
     for step in range(3):
         optimizer.zero_grad()
         x = _inputs(rank, step) * (math.inf if rank == step == 1 else 1.0)
         loss = model(x).float().square().mean()
-        _block(loss, optimizer, delay_overflow_check=delay_overflow_check)
+        scaled_backward(loss, optimizer, delay_overflow_check=True)
         _all_reduce(optimizer)
         optimizer.step()
         if step == 1:
@@ -153,7 +148,7 @@ def dropped_by_the_program(rank, level):
     for step in range(4):
         optimizer.zero_grad()
         x = _inputs(rank, step) * (math.inf if rank == 1 and step < 3 else 1.0)
-        _block(model(x).float().square().mean(), optimizer)
+        scaled_backward(model(x).float().square().mean(), optimizer)
         _all_reduce(optimizer)
         if torch.isfinite(amp.clip_grad_norm_(optimizer, 1.0)):
             optimizer.step()
@@ -192,29 +187,10 @@ def after_forwards_that_nobody_used(rank, level):
         with torch.no_grad():
             wrapper(_inputs(rank, 30 + step))
         optimizer.zero_grad()
-        _block(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
+        scaled_backward(wrapper(_inputs(rank, step)).float().square().mean(), optimizer)
         ledger = optimizer._amp_stash.ledger
         assert ledger.scaled is None
         assert all(param.grad is not None for param in amp.master_params(optimizer))
-        optimizer.step()
-    return _end(optimizer)
-
-
-def partly_ignored(rank, level):
-    """DistributedDataParallel leaves a layer to the program, which reduces it after the block."""
-    model, optimizer = _start(level)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, ["1.weight", "1.bias"]
-    )
-    wrapper = DistributedDataParallel(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        with amp.scale_loss(wrapper(_inputs(rank, step)).float().square().mean(), optimizer) as s:
-            s.backward()
-            if rank == step == 1:
-                model[1].weight.grad.fill_(math.inf)
-        for param in list(amp.master_params(optimizer))[2:]:
-            dist.all_reduce(param.grad)
         optimizer.step()
     return _end(optimizer)
 
@@ -248,50 +224,32 @@ def a_scale_loaded_on_rank_0(rank, level, wrap):
     return _end(optimizer)
 
 
-def in_a_group_of_one(rank, level):
-    """DistributedDataParallel reduces in a group of its own; the program over all ranks."""
-    model, optimizer = _start(level)
-    groups = [dist.new_group([number]) for number in range(dist.get_world_size())]
+def partly_reduced(rank, level, what):
+    """The program reduces, after the block, gradients that DistributedDataParallel does not.
+
+    A layer is "ignored", a weight is "beside" the model, or the wrapper has a "group of one".
+    """
+    factor, groups = nn.Parameter(torch.ones(())), [None, None]
+    beside = [factor] if what == "beside" else []
+    model, optimizer = _start(level, make=lambda model: _sgd([*model.parameters(), *beside]))
+    if what == "ignored":
+        names = ["1.weight", "1.bias"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    elif what == "group of one":
+        groups = [dist.new_group([number]) for number in range(dist.get_world_size())]
     wrapper = DistributedDataParallel(model, process_group=groups[rank])
-    for step in range(3):
-        optimizer.zero_grad()
-        x = _inputs(rank, step) * (math.inf if rank == step == 1 else 1.0)
-        _block(wrapper(x).float().square().mean(), optimizer)
-        _all_reduce(optimizer)
-        optimizer.step()
-    return _end(optimizer)
-
-
-def beside_the_wrapper(rank, level):
-    """A weight of the optimizer is not in the model, and is reduced by hand."""
-    amp.reset()
-    torch.manual_seed(0)
-    model, factor = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([*model.parameters(), factor], lr=0.1)
-    amp.initialize(
-        model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic", init_scale=128.0
-    )
-    wrapper = DistributedDataParallel(model)
     for step in range(3):
         optimizer.zero_grad()
         loss = factor * wrapper(_inputs(rank, step)).float().square().mean()
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
             if rank == step == 1:
-                factor.grad.fill_(math.inf)
-        dist.all_reduce(factor.grad)
+                (factor if beside else model[1].weight).grad.fill_(math.inf)
+        params = list(amp.master_params(optimizer))
+        for param in beside or (params[2:] if what == "ignored" else params):
+            dist.all_reduce(param.grad)
         optimizer.step()
     return _end(optimizer)
-
-
-def clipped_before_the_synchronising_pass(rank, level):
-    """Gradients of a pass under no_sync() cannot be reduced any more once they are unscaled."""
-    model, optimizer = _start(level)
-    wrapper = DistributedDataParallel(model)
-    with wrapper.no_sync():
-        _block(wrapper(_inputs(rank, 0)).float().square().mean(), optimizer)
-    amp.clip_grad_norm_(optimizer, 1.0)
-    _block(wrapper(_inputs(rank, 1)).float().square().mean(), optimizer)
 
 
 def joined(rank, level):
@@ -316,8 +274,7 @@ def with_the_handle_of_2018(rank, reduce):
     if reduce != "by hand":
         wrap = DistributedDataParallel if reduce == "torch" else parallel.DistributedDataParallel
         wrapper = wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = handle.wrap_optimizer(optimizer, num_loss=2)
+    optimizer = handle.wrap_optimizer(_sgd(model.parameters()), num_loss=2)
     steps = []
     for step in range(3):
         optimizer.zero_grad()
@@ -329,10 +286,9 @@ def with_the_handle_of_2018(rank, reduce):
             ) as scaled:
                 scaled.backward()
         if reduce == "by hand":
-            for param in model.parameters():
-                dist.all_reduce(param.grad)
+            _all_reduce(optimizer)
         optimizer.step()
-        weights = [p.detach().clone() for p in model.parameters()]
+        weights = copies(model.parameters())
         scales = [e["loss_scale"] for e in amp.state_dict(optimizers=optimizer).values()]
         steps.append((weights, scales, amp.stepped(optimizer)))
     amp.reset()

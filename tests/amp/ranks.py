@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp, parallel
 from apex.amp.casting import cpu_float16
+from tests.amp.sequences import Scale
 from tests.ranks import Ranks
 
 HAS_MASTERS = ("O2", "O5")
@@ -143,7 +144,7 @@ class ByHand:
     def __init__(self, cell, model):
         self.level, self.model, self.dynamic = cell.level, model, cell.dynamic
         self.dtype = torch.bfloat16 if cell.level in ("O4", "O5") else torch.float16
-        self.scale, self.clean = (SCALE if cell.dynamic else 1.0), 0
+        self.scale = Scale(SCALE if cell.dynamic else 1.0, WINDOW, 1.0, 2.0**24)
         self.masters = {}
         if cell.level == "O3":
             model.to(self.dtype)
@@ -162,7 +163,7 @@ class ByHand:
 
     def backward(self, loss, *, last, delay, reduced):
         """Add to ``.grad`` in place, in the weight's own dtype; the last pass unscales the sum."""
-        factor = 1.0 if self.level == "O0" else self.scale
+        factor = 1.0 if self.level == "O0" else self.scale.value
         (loss * factor).backward()
         _all_reduce(reduced)
         if not last:
@@ -194,16 +195,12 @@ class ByHand:
                 for param, master in self.masters.items():
                     param.copy_(master)
         if self.dynamic:
-            self.clean = self.clean + 1 if taken else 0
-            if not taken:
-                self.scale /= 2
-            elif self.clean == WINDOW:
-                self.scale, self.clean = self.scale * 2, 0
+            self.scale.finish_step(taken)
         self.model.zero_grad()  # optimizer.zero_grad() reaches the masters alone
         return taken
 
     def scaler(self):
-        return self.scale, self.clean
+        return self.scale.value, self.scale.clean
 
 
 def _start(cell, rank, side):

@@ -41,6 +41,12 @@ class Scale:
         if overflow and self.bad >= self.hysteresis:
             self.value = max(rounded(self.value * self.backoff), self.floor)
 
+    def finish_step(self, taken):
+        """Of one pass."""
+        self.finish_pass(not taken)
+        if taken:
+            self.count()
+
     def count(self):
         self.clean, self.steps = self.clean + 1, self.steps + 1
         if self.clean >= self.window:

@@ -3,7 +3,6 @@
 By hand, or alone, one process has the whole model and all batches.
 """
 
-import contextlib
 import copy
 import math
 from typing import Any, NamedTuple
@@ -22,21 +21,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from apex import amp
-from tests.amp.agreement_programs import (
-    RANKS,
-    SCALE,
-    WINDOW,
-    Step,
-    adam,
-    copies,
-    devices,
-    groups,
-    labelled,
-    net,
-    recipes,
-    scale_now,
-    sgd,
-)
+from tests.amp import agreement_programs as agreement
+from tests.amp.agreement_programs import RANKS, SCALE, WINDOW, Step, adam, labelled, net, sgd
+from tests.amp.sequences import Scale
+from tests.amp.training import copies, scale_now
 
 # -- one model in shards ---------------------------------------------------------------------------
 
@@ -60,9 +48,7 @@ BAD = 1  # the step
 
 
 def _sharded_batch(rank, step, number):
-    generator = torch.Generator().manual_seed(100 * rank + 10 * step + number)
-    x = torch.randn(6, 4, generator=generator)
-    return x, torch.randint(0, 3, (6,), generator=generator)
+    return next(labelled(100 * rank + 10 * step + number, 1))
 
 
 def _sharded_model(case):
@@ -83,7 +69,7 @@ def sharded(rank, case):
     amp.reset()
     model, optimizer = _sharded_model(case)
     steps, calls = [], []
-    with devices(case) as spy:
+    with agreement.devices(case) as spy:
         for step in range(case.steps):
             _sharded_step(case, model, optimizer, rank, step)
             whole = [param.full_tensor() for param in model.parameters()]
@@ -111,7 +97,7 @@ def _sharded_step(case, model, optimizer, rank, step):
 
 def sharded_by_hand(case):
     """The same in one process with the whole model: the steps."""
-    model, scale, clean, steps = net(0), SCALE, 0, []
+    model, scale, steps = net(0), Scale(SCALE, WINDOW, 1.0, 2.0**24), []
     optimizer = (adam if case.adam else sgd)(model.parameters())
     for step in range(case.steps):
         sums = [torch.zeros_like(param) for param in model.parameters()]
@@ -119,19 +105,17 @@ def sharded_by_hand(case):
             mine = [torch.zeros_like(param) for param in sums]
             for number in range(case.passes):
                 x, y = _sharded_batch(rank, step, number)
-                torch._foreach_add_(mine, _gradients_by_hand(case, model, x, y, scale))
+                torch._foreach_add_(mine, _gradients_by_hand(case, model, x, y, scale.value))
             torch._foreach_add_(sums, mine)
         taken = step != BAD
         if taken:
             for param, total in zip(model.parameters(), sums, strict=True):
-                param.grad = total / len(RANKS) / scale
+                param.grad = total / len(RANKS) / scale.value
             if case.clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
             optimizer.step()
-        scale, clean = (scale, clean + 1) if taken else (scale / 2, 0)
-        if clean == WINDOW:
-            scale, clean = scale * 2, 0
-        steps.append(Step(copies(model.parameters()), scale, taken))
+        scale.finish_step(taken)
+        steps.append(Step(copies(model.parameters()), scale.value, taken))
     return steps
 
 
@@ -141,11 +125,8 @@ def _gradients_by_hand(case, model, x, y, scale):
     if case.dtype is not None:
         model, x = model.to(case.dtype), x.to(case.dtype)
     model.zero_grad()
-    casts = contextlib.nullcontext()
-    if case.level in ("O1", "O4"):
-        dtype = torch.float16 if case.level == "O1" else torch.bfloat16
-        casts = torch.autocast("cpu", dtype)
-    with casts:
+    dtype = torch.float16 if case.level == "O1" else torch.bfloat16
+    with torch.autocast("cpu", dtype, enabled=case.level in ("O1", "O4")):
         out = model(x)
     (F.cross_entropy(out.float(), y) * scale).backward()
     return [param.grad.float() for param in model.parameters()]
@@ -156,7 +137,7 @@ def sharded_by_fsdp1(rank, group, level):
     amp.reset()
     model = FullyShardedDataParallel(net(0), device_id=torch.device("cpu"))
     optimizer = sgd(model.parameters())
-    group = groups(group, rank)
+    group = agreement.groups(group, rank)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, process_group=group)
     found = []
     for step in range(3):
@@ -252,7 +233,7 @@ def parallel(rank, case):
 
 def sharded_recipe(rank, page, folder):
     """Shards of a training that goes on and of one that was saved and loaded, and dtypes."""
-    names = recipes(page, "FSDP2 and DTensor")
+    names = agreement.recipes(page, "FSDP2 and DTensor")
 
     def made():
         amp.reset()

@@ -20,7 +20,6 @@ from apex.optimizers import FusedAdam
 from tests.amp import agreement_programs as programs
 from tests.amp import sharded_programs
 from tests.amp.agreement_programs import SCALE, Case
-from tests.amp.ranks import Pair
 from tests.amp.sharded_programs import BAD, Parallel, Sharded
 from tests.amp.training import no_waits, same
 from tests.ranks import RankError
@@ -34,12 +33,6 @@ def _float16_computes_in_float32():
 
 pytestmark = pytest.mark.dist
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    with Pair(tmp_path_factory.mktemp("ranks")) as both:
-        yield both
 
 
 def _assert_steps(found, expected):
@@ -114,14 +107,6 @@ def test_a_job_says_it_once(pair):
         "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 64.0"
     ]
     assert second == []
-
-
-@pytest.mark.parametrize("group", [-100, "world", [0, 1]])
-def test_what_is_no_group_is_refused(group):
-    model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"process_group was .*mesh.get_group\(name\)"):
-        amp.initialize(model, process_group=group, verbosity=0)
-    assert not model._forward_pre_hooks
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from apex import amp
 from tests.amp import levels
 from tests.amp.levels import LEVELS, MODEL
+from tests.amp.training import scaled_backward
 
 
 def start(level, kind=nn.Sequential):
@@ -69,8 +69,7 @@ def test_conversions_that_swap_weights(level):
     for _ in range(2):
         model.load_state_dict({"weight": torch.zeros(1, 2)})
         model.double().float()
-        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(torch.ones(1, 2)).float().sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
         assert model.weight.tolist() == [[-0.5, -0.5]]

@@ -12,6 +12,7 @@ from torch import nn
 from apex import amp
 from apex.amp import _speech
 from tests.amp import levels
+from tests.amp.training import scaled_backward
 
 from .functions import calls, convert
 
@@ -52,8 +53,7 @@ def lines(capsys, monkeypatch):
 def iterate(model, optimizer):
     loss = F.nll_loss(model(torch.randn(2, 1, 28, 28)), torch.tensor([1, 2]))
     optimizer.zero_grad()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(loss, optimizer)
     optimizer.step()
     return loss.detach()
 

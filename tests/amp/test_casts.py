@@ -1,6 +1,7 @@
 """Where casts hold: threads, regions, levels side by side, recomputation, caches."""
 
 import contextlib
+import functools
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from apex import amp
 from apex.amp.casting import state as casts
 from tests.amp import levels
 from tests.amp.levels import HALF, LEVELS, MODEL, assert_same, product, train_step
+from tests.amp.training import scaled_backward
 
 
 class Net(nn.Module):
@@ -112,7 +114,7 @@ def test_casts_are_off_in_step(level):
 
     model = Net()
     optimizer = Watching(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     start("O1")
     optimizer.step()
     assert seen == [torch.float32]
@@ -162,18 +164,13 @@ def test_each_model_keeps_its_level_whatever_came_later(first, second):
 
 @pytest.mark.parametrize(("outer", "inner"), PAIRS)
 def test_a_model_inside_a_model(outer, inner):
-    class Outer(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = [model]  # not a submodule: at its own level, initialised on its own
-            self.linear = nn.Linear(1, 1)
-
-        def forward(self, x):
-            return torch.is_autocast_enabled("cpu"), self.model[0](x), product()
+    class Outer(nn.Linear):
+        def forward(self, x):  # not a submodule: at its own level, initialised on its own
+            return torch.is_autocast_enabled("cpu"), within(x), product()
 
     within, _ = start(inner)
     within.eval()
-    around, _ = start(outer, Outer(within))
+    around, _ = start(outer, Outer(1, 1))
     x = torch.randn(3, 6)
     if outer == "O2":
         x = x.half().float()
@@ -188,17 +185,13 @@ def test_a_model_inside_a_model(outer, inner):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
 def test_a_model_that_calls_itself(level):
-    class Recursive(nn.Module):  # as a tree-LSTM is
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
+    class Recursive(nn.Linear):  # as a tree-LSTM is
         def forward(self, depth):
             if depth:
                 self(depth - 1)
             return product()
 
-    model, _ = start(level, Recursive())
+    model, _ = start(level, Recursive(2, 2))
     start("O4" if level == "O1" else "O1")
     before = state()
     assert model(2) == HALF.get(level, torch.float32)
@@ -210,17 +203,13 @@ def test_a_model_that_calls_itself(level):
     [("O0", {}, torch.float16), ("O1", {"enabled": False}, torch.float32)],
 )
 def test_torchs_own_region_inside_a_model(level, options, dtype):
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Own(nn.Linear):
         def forward(self, x):
             with torch.autocast("cpu", dtype=torch.float16, **options):
-                y = self.linear(x)
+                y = super().forward(x)
                 return y.dtype, y.softmax(-1).dtype
 
-    model, _ = start(level, Own())
+    model, _ = start(level, Own(4, 4))
     assert model(torch.randn(2, 4)) == (dtype, dtype)
 
 
@@ -228,6 +217,7 @@ def test_torchs_own_region_inside_a_model(level, options, dtype):
 
 
 def torchs_own():
+    torch.manual_seed(0)
     half = torch.rand(3, 4).half()
     with torch.autocast("cpu", dtype=torch.float16):
         return [
@@ -242,31 +232,27 @@ def torchs_own():
 
 
 def test_torchs_own_autocast_keeps_its_meaning():
-    def with_seed():
-        torch.manual_seed(0)
-        return torchs_own()
-
-    plain = with_seed()
+    plain = torchs_own()
     assert [t.dtype for t in plain] == [torch.float16] * 5 + [torch.float32] * 2
     for level in ("O0", "O2", "O1"):
         start(level)
         if level == "O1":  # here the thread's casts are amp's
             start("O0")
-        assert_same(with_seed(), plain)
+        assert_same(torchs_own(), plain)
     amp.reset()
-    assert_same(with_seed(), plain)
+    assert_same(torchs_own(), plain)
 
 
 # -- exceptions -----------------------------------------------------------------------------------
 
 
-class Failing(nn.Module):
+class Failing(nn.Linear):
     def __init__(self, error):
-        super().__init__()
-        self.linear, self.error = nn.Linear(6, 4), error
+        super().__init__(6, 4)
+        self.error = error
 
     def forward(self, x):
-        self.linear(x)
+        super().forward(x)
         raise self.error
 
 
@@ -305,17 +291,13 @@ def test_a_forward_cut_short_by_an_interrupt_is_ended_by_what_comes_next(level):
             assert product() == torch.float32
         assert state() == before
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(6, 4)
-
+    class Outer(nn.Linear):
         def forward(self, x):
             with pytest.raises(KeyboardInterrupt):
                 broken(x)
-            return self.linear(x)
+            return super().forward(x)
 
-    model, _ = start("O1", Outer())
+    model, _ = start("O1", Outer(6, 4))
     before = state()
     model(torch.randn(2, 6))
     assert state() == before
@@ -337,6 +319,12 @@ def test_casts_cut_short_by_an_interrupt_do_not_come_back(end):
 # -- recomputation --------------------------------------------------------------------------------
 
 
+def backward(loss, optimizer, elsewhere):
+    """Here, or in another thread."""
+    run = functools.partial(scaled_backward, loss, optimizer)
+    in_thread(run) if elsewhere else run()
+
+
 @pytest.mark.parametrize("ambient", [None, "O0", "O4", "thread"])
 @pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
@@ -350,11 +338,7 @@ def test_checkpoint_recomputes_at_the_models_level(level, recompute, ambient):
         y, s = model(x)
         loss = (y.float().square() * s).sum()
 
-        def backward():
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-
-        in_thread(backward) if ambient == "thread" else backward()
+        backward(loss, optimizer, ambient == "thread")
         return [y, s, x.grad, *[p.grad for p in model.parameters()]]
 
     assert_same(train(recompute), train(None))
@@ -391,11 +375,7 @@ def test_a_later_training_leaves_recomputation_alone(later, reentrant, thread):
         if other is not None:  # its graph is run through in the same backward
             loss = loss + 0 * other(x.detach().requires_grad_()).float().square().mean()
 
-        def backward():
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-
-        in_thread(backward) if thread else backward()
+        backward(loss, optimizer, thread)
         return [x.grad, *[p.grad for p in model.parameters()]]
 
     assert_same(gradients(True), gradients(False))
@@ -454,17 +434,13 @@ def test_initialize_in_torchs_autocast_block_leaves_it_alone(level, enabled):
     assert product() == torch.float32
 
 
-def _replace_data(model, _):
-    model.linear.weight.data = model.linear.weight.data * 3
-
-
 # -- cached weight casts --------------------------------------------------------------------------
 
 
 CHANGES = {
     "step": lambda model, optimizer: train_step(lambda x: model(x)[0], optimizer, torch.ones(3, 6)),
     "in place": lambda model, _: model.linear.weight.detach().mul_(3),
-    "data": _replace_data,
+    "data": lambda model, _: setattr(model.linear.weight, "data", model.linear.weight.data * 3),
     "data in place": lambda model, _: model.linear.weight.data.mul_(3),
     "load": lambda model, _: model.load_state_dict(
         {name: value * 3 for name, value in model.state_dict().items()}
@@ -510,8 +486,7 @@ def test_evaluation_before_training_leaves_gradients_whole():
             for mode in (torch.no_grad, torch.inference_mode) if evaluate else ():
                 with mode():
                     model(x)
-            with amp.scale_loss(model(x)[0].float().square().sum(), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(model(x)[0].float().square().sum(), optimizer)
             ends.append([p.grad for p in amp.master_params(optimizer)])
         assert_same(*ends)
 
@@ -526,8 +501,6 @@ def region(**options):
 
 
 UNCAST = (torch.float32, torch.float16)
-
-
 REGION = {  # of a type; softmax in bfloat16 as torch.autocast has it on a CPU
     None: UNCAST,
     torch.float16: (torch.float16, torch.float32),
@@ -553,15 +526,11 @@ def test_autocast_follows_the_level(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_autocast_in_a_model_follows_the_models_level(level):
-    class Region(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
+    class Region(nn.Linear):
         def forward(self):
             return region()
 
-    model, _ = start(level, Region())
+    model, _ = start(level, Region(2, 2))
     for ambient in ("O4", "O0", "O2"):
         start(ambient)
         assert model() == REGION[HALF.get(level)]
@@ -589,9 +558,6 @@ def test_autocast_nests_and_survives_exceptions():
     with pytest.raises(KeyboardInterrupt):
         cut_short()
     assert product() == torch.float32
-
-
-def test_autocast_refuses_other_types():
     with pytest.raises(ValueError, match=r"torch\.float32.*torch\.float16, torch\.bfloat16"):
         amp.autocast(dtype=torch.float32).__enter__()
 
@@ -634,8 +600,7 @@ def test_backward_functions_written_in_python_are_not_cast():
             return Product.apply(super().forward(x).float())
 
     model, optimizer = start("O1", Model(2, 2))
-    with amp.scale_loss(model(torch.ones(2, 2)).sum(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(torch.ones(2, 2)).sum(), optimizer)
     assert seen == [torch.float16, torch.float32]
 
 
@@ -644,8 +609,7 @@ def test_a_step_makes_the_casts_stale_that_a_programs_own_block_has_cached():
     model, optimizer = levels.start("O0", model, lr=1.0)
     x = torch.ones(1, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        with amp.scale_loss(F.linear(x, model.weight).sum(), optimizer) as loss:
-            loss.backward()
+        scaled_backward(F.linear(x, model.weight).sum(), optimizer)
         before = F.linear(x, model.weight)  # its cast is cached
         optimizer.step()
         assert before - F.linear(x, model.weight) > 3.0

@@ -1,5 +1,6 @@
 """State dicts of models and scalers; runs that go on are in ``test_resume.py``."""
 
+import functools
 import gc
 
 import pytest
@@ -7,36 +8,17 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.amp.training import MASTERED, batches, net, train
-
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-
-
-def build(level, seed=0, **options):
-    model = net(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+from tests.amp.levels import LEVELS, cast, start
+from tests.amp.training import MASTERED, batches, initialized, net, train
 
 
 def equal(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_model_state_is_float32_and_loads_without_amp(level):
-    model, optimizer = build(level)
-    train(model, optimizer, batches(2))
-    state = model.state_dict()
-    assert {v.dtype for v in state.values() if v.is_floating_point()} == {torch.float32}
-    net(5).load_state_dict(state)
-    masters = {id(p): p for p in amp.master_params(optimizer)}
-    if level in MASTERED:
-        assert state["0.weight"].data_ptr() in {p.data_ptr() for p in masters.values()}
-
-
 @pytest.mark.parametrize("level", MASTERED)
 def test_weights_loaded_in_mid_training_are_respected(level):
-    model, optimizer = build(level)
+    model, optimizer = initialized(level, functools.partial(torch.optim.Adam, lr=1e-2))
     train(model, optimizer, batches(2))
     other = net(9).state_dict()
     model.load_state_dict(other)
@@ -49,7 +31,7 @@ def test_weights_loaded_in_mid_training_are_respected(level):
 
 
 def test_amp_state_is_plain_and_ordered():
-    _ = build("O1", num_losses=2)
+    _ = initialized("O1", num_losses=2)
     amp._amp_state.loss_scalers[1]._loss_scale = 8
     amp._amp_state.loss_scalers[1]._unskipped = 3
     saved = amp.state_dict()
@@ -64,18 +46,15 @@ def test_amp_state_is_plain_and_ordered():
 
 
 def test_loading_goes_by_the_number_in_the_key():
-    _ = build("O1", num_losses=2)
-    amp.load_state_dict(
-        {
-            "loss_scaler1": {"loss_scale": 4.0, "unskipped": 1},
-            "loss_scaler0": {"loss_scale": 2.0, "unskipped": 0, "something": "new"},
-        }
-    )
+    _ = initialized("O1", num_losses=2)
+    saved = {"loss_scaler1": {"loss_scale": 4.0, "unskipped": 1}}
+    saved["loss_scaler0"] = {"loss_scale": 2.0, "unskipped": 0, "something": "new"}
+    amp.load_state_dict(saved)
     assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [2.0, 4.0]
 
 
 def test_another_number_of_losses_warns_with_both_numbers():
-    _ = build("O1", num_losses=2)
+    _ = initialized("O1", num_losses=2)
     entry = {"loss_scale": 4.0, "unskipped": 1}
     with pytest.warns(UserWarning, match=r"1 entries, while 2"):
         amp.load_state_dict({"loss_scaler1": entry})
@@ -85,19 +64,19 @@ def test_another_number_of_losses_warns_with_both_numbers():
 
 
 def test_a_state_that_is_no_dict_is_refused():
-    _ = build("O1")
+    _ = initialized("O1")
     with pytest.raises(TypeError, match="was a list"):
         amp.load_state_dict([])
 
 
 def test_a_dynamic_state_does_not_make_a_static_scale_dynamic():
-    _ = build("O0")
+    _ = initialized("O0")
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 7}})
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
 
 
 def test_disabled_needs_no_branches():
-    _ = build("O1", enabled=False)
+    _ = initialized("O1", enabled=False)
     saved = amp.state_dict()
     assert saved == {}
     amp.load_state_dict(saved)
@@ -112,7 +91,7 @@ def test_extra_state_and_frozen_weights_pass_through():
             self.note = state["note"]
 
     for level in LEVELS:
-        model = amp.initialize(Extra(2, 2), opt_level=level, verbosity=0)
+        model = cast(level, Extra(2, 2))
         state = model.state_dict()
         assert state["_extra_state"] == {"note": "kept"}
         model.load_state_dict(state)
@@ -124,13 +103,8 @@ def test_extra_state_and_frozen_weights_pass_through():
 
 
 def two_trainings(**options):
-    made = []
-    for scale in (32.0, 64.0):
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, init_scale=scale, verbosity=0, **options)
-        made.append((model, optimizer))
-    return made
+    scales = (32.0, 64.0)
+    return [start("O1", nn.Linear(2, 2), init_scale=scale, **options) for scale in scales]
 
 
 def test_each_training_is_saved_and_loaded_by_its_optimizers():
@@ -181,9 +155,7 @@ def test_several_trainings_without_a_newest_initialize_are_left_out_with_a_warni
     amp.initialize(*newest, enabled=False)
     assert scale_of(amp.state_dict()) == 32.0  # the only one
     wrapped = of_a_handle(scale)
-    with pytest.warns(
-        UserWarning, match=r"several trainings are alive, and this leaves all .*\(\.\."
-    ):
+    with pytest.warns(UserWarning, match=r"several trainings are alive, and this leaves .*\(\.\."):
         assert amp.state_dict() == {}
     with (
         pytest.warns(UserWarning, match="nothing was loaded.*initialize"),

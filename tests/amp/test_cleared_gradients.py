@@ -9,7 +9,17 @@ import torch
 
 from apex import amp
 from apex.amp.gradients import ledger as ledgers
-from tests.amp.training import MASTERED, batches, block, copies, grads_of, net, row, same, value
+from tests.amp.training import (
+    MASTERED,
+    batches,
+    block,
+    copies,
+    grads_of,
+    initialized,
+    row,
+    same,
+    value,
+)
 from tests.amp.training import backward as one_pass
 
 LEVELS = ["O0", "O1", "O2", "O5"]
@@ -19,9 +29,7 @@ DYNAMIC = {"loss_scale": "dynamic", "init_scale": 8.0}
 @pytest.mark.parametrize("set_to_none", [True, False, None])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_zero_grad(level, set_to_none):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(level)
     (batch,) = batches(1)
     one_pass(model, optimizer, batch)
     first = copies(grads_of(optimizer))

@@ -1,5 +1,6 @@
 """Clipping gradients between a block and a step, ``amp.stepped``, and torch's own scaler."""
 
+import functools
 import math
 
 import pytest
@@ -14,23 +15,15 @@ from tests.amp.training import (
     block,
     copies,
     grads_of,
+    initialized,
     net,
     row,
     same,
+    sgd,
     spoil,
     train,
     value,
 )
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1)
-
-
-def start(level, **options):
-    model = net()
-    optimizer = sgd(model.parameters())
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
 def of_masters(optimizer, *args):
@@ -60,7 +53,7 @@ def by_value(optimizer, limit):
     ],
 )
 def test_clipping_by_norm_equals_the_one_in_plain_torch(level, clip, norm_type, overflow):
-    model, optimizer = start(level)
+    model, optimizer = initialized(level)
     plain = Plain(net(), sgd, level)
     overflow = overflow and level in ("O1", "O2")
     norms = []
@@ -137,12 +130,32 @@ def test_clipping_takes_the_optimizer(clip):
         clip(parameters, 1.0)
 
 
+@pytest.mark.parametrize("level", [None, "O0", "O1"])
+def test_torchs_scaler_with_amps_autocast(level):
+    """Which is that of O1 before any initialize."""
+    model = net()
+    plain, optimizer = Plain(model, sgd, level or "O1", scale=2.0**10), sgd(model.parameters())
+    if level:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scaler = amp.GradScaler("cpu", init_scale=2.0**10)
+    for number, (x, y) in enumerate(batches(3)):
+        bad = spoil if number == 1 and level != "O0" else None
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x).float(), y)
+        scaler.scale(loss).backward()
+        if bad:
+            bad(model)
+        scaler.step(optimizer)
+        scaler.update()
+        plain.step((x, y), spoil=bad)
+        assert same(model.parameters(), plain.params)
+
+
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("fused", [None, True])
 def test_torchs_scaler_is_refused_where_there_are_masters(fused, unscale):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialized("O2", functools.partial(sgd, fused=fused))
     scaler = amp.GradScaler("cpu")
     ((x, y),) = batches(1)
     before = copies(amp.master_params(optimizer))

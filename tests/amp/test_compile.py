@@ -10,6 +10,7 @@ from torch import nn
 
 from apex import _compat, amp
 from tests.amp.levels import assert_same, start
+from tests.amp.training import scaled_backward
 
 
 class Net(nn.Module):
@@ -97,8 +98,7 @@ def test_training(level):
         for _ in range(3):
             y, s = forward(torch.randn(4, 1, 4, 4))
             loss = F.mse_loss(y, torch.ones_like(y)) + s.float().square().sum()
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())

@@ -15,11 +15,8 @@ from tests.amp.training import block, copies, grads_of, row, same, value
 @pytest.mark.parametrize(
     ("level", "error"),
     [
-        ("O0", ValueError),
-        ("O1", KeyboardInterrupt),
-        ("O1", ValueError),
-        ("O2", KeyboardInterrupt),
-        ("O3", ValueError),
+        *(("O0", ValueError), ("O1", ValueError), ("O3", ValueError)),
+        *(("O1", KeyboardInterrupt), ("O2", KeyboardInterrupt)),
     ],
 )
 def test_an_exception_in_the_block_leaves_everything_as_before(level, error):
@@ -112,10 +109,8 @@ def test_a_graph_on_gradients_is_refused_where_they_are_unscaled(level):
     model, optimizer = row(level)
     nn.init.ones_(model.weight)
     loss = model(torch.ones(1, 2)).float().square().sum()
-    with (
-        pytest.raises(RuntimeError, match="does not unscale their graph"),
-        amp.scale_loss(loss, optimizer) as scaled_loss,
-    ):
+    raises = pytest.raises(RuntimeError, match="does not unscale their graph")
+    with raises, amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward(create_graph=True)
     assert model.weight.grad is None
     optimizer.step()

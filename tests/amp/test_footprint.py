@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from tests.amp.training import scaled_backward
 
 LEVELS = ("O0", "O1", "O2")
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
@@ -81,8 +82,7 @@ def test_the_table_is_what_is_found_and_reset_takes_all_of_it_off(level):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
     column = LEVELS.index(level)
     assert counted(model, optimizer, before) == {n: row[column] for n, row in table().items()}
-    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(torch.ones(1, 2)).float().sum(), optimizer)
     optimizer.step()
     amp.reset()
     assert snapshot(model, optimizer) == before

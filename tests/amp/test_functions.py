@@ -11,18 +11,18 @@ from apex import amp
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from tests.amp import levels
 from tests.amp.levels import HALF, cast, start
+from tests.amp.training import scaled_backward
 
 from .functions import calls, convert
 
 
 def same(left, right):
     """Assert equality of what may be no tensors."""
-    assert [one for one in left if not isinstance(one, torch.Tensor)] == [
-        one for one in right if not isinstance(one, torch.Tensor)
-    ]
-    levels.assert_same(
-        *([t for t in side if isinstance(t, torch.Tensor)] for side in (left, right))
-    )
+    for one, other in zip(left, right, strict=True):
+        if isinstance(one, torch.Tensor):
+            levels.assert_same([one], [other])
+        else:
+            assert one == other
 
 
 def begin(level):
@@ -48,14 +48,14 @@ def each(kind):
     )
 
 
-def run(key, args):
+def run(key, args, before=tuple):
     """The function's result and the gradient of its first argument, where it has one."""
     space, name = key
     first = args[0]
     if isinstance(first, torch.Tensor) and first.is_floating_point():
         first = first.clone().requires_grad_()
         args = (first, *args[1:])
-    result = getattr(space, name)(*args)
+    result = getattr(space, name)(*before(args))
     if not isinstance(result, torch.Tensor) or not result.requires_grad:
         return result, None
     with amp.disable_casts():
@@ -65,16 +65,7 @@ def run(key, args):
 
 def by_hand(key, args, dtype):
     """The same with the cast as an operation of its own."""
-    space, name = key
-    first = args[0]
-    if not isinstance(first, torch.Tensor):
-        return getattr(space, name)(*convert(args, dtype)), None
-    first = first.clone().requires_grad_()
-    result = getattr(space, name)(*convert((first, *args[1:]), dtype))
-    if not isinstance(result, torch.Tensor) or not result.requires_grad:
-        return result, None
-    result.sum().backward()
-    return result.detach(), first.grad
+    return run(key, args, lambda given: convert(given, dtype))
 
 
 def test_the_calls_cover_the_lists():
@@ -265,20 +256,14 @@ def test_double_meets_narrower_tensors_as_in_torch(other):
 
 @pytest.mark.parametrize("level", HALF)
 def test_prelu_and_bilinear_layers_meet_their_float32_weights(level):
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.prelu, self.bilinear = nn.PReLU(), nn.Bilinear(2, 2, 3)
-
+    class Twice(nn.Bilinear):
         def forward(self, x):
-            x = self.prelu(x)
-            return x.dtype, self.bilinear(x, x)
+            return super().forward(x, x)
 
-    model, optimizer = start(level, Both())
-    dtype, out = model(torch.randn(4, 2, dtype=HALF[level]))
-    assert dtype == HALF[level]
-    with amp.scale_loss(out.float().sum(), optimizer) as scaled:
-        scaled.backward()
+    model, optimizer = start(level, nn.Sequential(nn.PReLU(), Twice(2, 2, 3)))
+    x = torch.randn(4, 2, dtype=HALF[level])
+    assert model[0](x).dtype == HALF[level]
+    scaled_backward(model(x).float().sum(), optimizer)
     assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in model.parameters())
 
 

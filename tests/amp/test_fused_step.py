@@ -1,6 +1,7 @@
 """Scaling, clipping and stepping together: the same numbers, fewer passes, nobody waits."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import pytest
@@ -21,10 +22,11 @@ from tests.amp.training import (
     block,
     copies,
     grads_of,
-    net,
+    initialized,
     no_waits,
     row,
     same,
+    scaled_backward,
     spoil,
     value,
 )
@@ -44,9 +46,7 @@ def on(path):
 
 
 def start(level, make=FusedAdam, **options):
-    model = net()
-    optimizer = make(model.parameters(), lr=1e-2, eps=1e-2)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return initialized(level, functools.partial(make, lr=1e-2, eps=1e-2), **options)
 
 
 def one(level, **options):
@@ -92,18 +92,12 @@ def train(level, how, path, fused, each=1, bad=None, make=FusedAdam):
 
 
 RUNS = [  # level, clipping, passes in a step, the pass that overflows, optimizer, kernels
-    ("O0", "none", 1, None, "adam", "reference"),
-    ("O1", "none", 1, 2, "adam", "reference"),
-    ("O1", "amp", 2, 2, "adam", "reference"),
+    *((level, "none", 1, None, "adam", "reference") for level in ("O0", "O3", "O5")),
+    *(("O1", how, 1, 2, "adam", "reference") for how in ("none", "value")),
+    *(("O1", how, 2, bad, "adam", "reference") for how, bad in (("amp", 2), ("read", None))),
     ("O1", "torch", 1, None, "adam", "reference"),
-    ("O1", "read", 2, None, "adam", "reference"),
-    ("O1", "value", 1, 2, "adam", "reference"),
-    ("O2", "none", 2, 2, "adam", "reference"),
-    ("O2", "amp", 1, 2, "adam", "reference"),
-    ("O2", "torch", 2, None, "adam", "reference"),
-    ("O2", "value", 1, None, "adam", "reference"),
-    ("O3", "none", 1, None, "adam", "reference"),
-    ("O5", "none", 1, None, "adam", "reference"),
+    *(("O2", how, 2, bad, "adam", "reference") for how, bad in (("none", 2), ("torch", None))),
+    *(("O2", how, 1, bad, "adam", "reference") for how, bad in (("amp", 2), ("value", None))),
     ("O5", "amp", 2, None, "adam", "reference"),
     *((level, "none", 1, 2, name, "reference") for level in ("O1", "O2") for name in [*MAKERS][1:]),
     ("O1", "amp", 1, 2, "adam", "triton"),
@@ -145,9 +139,8 @@ def test_sgd_asks_for_scaled_gradients_by_its_own_argument(bad):
         with on("reference"):
             for number, batch in enumerate(batches(6)):
                 optimizer.zero_grad()
-                backward(
-                    model, optimizer, batch, spoil if number == bad else None, loss_id=number % 2
-                )
+                spoiled = spoil if number == bad else None
+                backward(model, optimizer, batch, spoiled, loss_id=number % 2)
                 kept += stays_scaled(optimizer)
                 if number == 4:  # a second loss on top, with the other scale
                     backward(model, optimizer, batch, loss_id=1)
@@ -157,14 +150,6 @@ def test_sgd_asks_for_scaled_gradients_by_its_own_argument(bad):
         results.append((weights, amp.state_dict()))
     assert same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
-
-
-def test_fused_step_is_refused_with_an_optimizer_that_cannot():
-    model = net()
-    pair = [FusedSGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[4].parameters(), lr=0.1)]
-    with pytest.raises(RuntimeError, match="fused_step=True was given with SGD"):
-        amp.initialize(model, pair, verbosity=0, fused_step=True)
-    assert not hasattr(pair[0], "_amp_stash")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -214,6 +199,14 @@ def test_a_second_pass_finds_the_first_one_clipped(fused):
     assert_close_to_largest(model.weight.detach(), expected, CLIPPED)
 
 
+def test_clipping_can_insist_on_a_finite_norm():
+    model, optimizer = one("O1", fused_step=True)
+    with on("reference"):
+        block(model, optimizer, torch.inf)
+        with pytest.raises(RuntimeError, match="total norm of the gradients is inf"):
+            amp.clip_grad_norm_(optimizer, 0.1, error_if_nonfinite=True)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_step_pre_hooks_see_unscaled_gradients(level):
     def clamp(optimizer, args, kwargs):
@@ -233,16 +226,8 @@ def test_clipping_by_the_largest_element():
         block(model, optimizer, 3.0)
         assert amp.clip_grad_norm_(optimizer, 1.5, torch.inf) == 3.0
         optimizer.step()
-    expected = torch.full((1, 2), -1.5)
-    assert_close_to_largest(model.weight.detach(), expected, CLIPPED)
-
-
-def test_clipping_can_insist_on_a_finite_norm():
-    model, optimizer = start("O1", fused_step=True)
-    with on("reference"):
-        backward(model, optimizer, *batches(1), spoil)
-        with pytest.raises(RuntimeError, match="total norm of the gradients is inf"):
-            amp.clip_grad_norm_(optimizer, 0.1, error_if_nonfinite=True)
+        expected = torch.full((1, 2), -1.5)
+        assert_close_to_largest(model.weight.detach(), expected, CLIPPED)
 
 
 # -- a device that the host does not wait for ------------------------------------------------------
@@ -253,25 +238,15 @@ def test_clipping_can_insist_on_a_finite_norm():
 )
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_whole_step_never_waits(name, level, fused, path):
+    options = {"loss_scale": "dynamic", "num_losses": 2, "fused_step": fused}
     with torch.device("meta"):
-        model = net()
-    optimizer = MAKERS[name](model.parameters(), lr=1e-2, eps=1e-2)
-    model, optimizer = amp.initialize(
-        model,
-        optimizer,
-        opt_level=level,
-        loss_scale="dynamic",
-        num_losses=2,
-        verbosity=0,
-        fused_step=fused,
-    )
+        model, optimizer = start(level, MAKERS[name], **options)
     with on(path), no_waits():
         for _ in range(3):
             optimizer.zero_grad()
             for loss_id in range(2):
                 loss = model(torch.empty(8, 1, 6, 6, device="meta")).float().sum()
-                with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
-                    scaled.backward()
+                scaled_backward(loss, optimizer, loss_id=loss_id)
             amp.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
     if name not in ("sgd", "adagrad"):
@@ -279,10 +254,7 @@ def test_a_whole_step_never_waits(name, level, fused, path):
 
 
 @pytest.fixture
-def lagging(monkeypatch):
-    """Treat the CPU as a device that runs behind the host."""
-    monkeypatch.setattr(overflow, "runs_behind", lambda device: True)
-    monkeypatch.setattr(overflow, "AsyncCopy", Delayed)
+def lagging(runs_behind, monkeypatch):
     monkeypatch.setattr(Delayed, "arrived", False)
 
 
@@ -293,9 +265,7 @@ def fused_adamw(params, lr, eps):
 @pytest.mark.parametrize("make", [FusedAdam, fused_adamw], ids=["ours", "torch's"])
 @pytest.mark.parametrize(("level", "each"), [("O1", 2), ("O2", 1)])
 def test_a_device_that_decides_gives_the_same_run(level, each, make, lagging, monkeypatch):
-    with mock.patch.object(
-        overflow.Overflow, "read", side_effect=AssertionError("the host waited")
-    ):
+    with mock.patch.object(overflow.Overflow, "read", side_effect=AssertionError("it waited")):
         late = train(level, "none", None, False, each, bad=2, make=make)
     monkeypatch.undo()
     read = train(level, "none", None, False, each, bad=2, make=make)

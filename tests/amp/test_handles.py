@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 import pickle
 import random
@@ -75,12 +76,17 @@ def small(lr=1.0):
     return model, torch.optim.SGD(model.parameters(), lr=lr), torch.ones(2, 3)
 
 
-def block(wrapped, model, x, bad=False):
-    """One pass of a wrapped optimizer."""
-    with wrapped.scale_loss(model(x).float().mean()) as scaled_loss:
+def backward(block, model, bad=False):
+    """One pass in a block of either kind."""
+    with block as scaled_loss:
         scaled_loss.backward()
         if bad:
             poison(model)
+
+
+def block(wrapped, model, x, bad=False):
+    """One pass of a wrapped optimizer."""
+    backward(wrapped.scale_loss(model(x).float().mean()), model, bad)
 
 
 # -- one loss: handle.scale_loss ------------------------------------------------------------------
@@ -106,10 +112,8 @@ def test_one_loss(program):
     handle = amp.init()
     for letter, (x, y) in zip(program, batches(len(program)), strict=True):
         if letter in "bx":
-            with handle.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled_loss:
-                scaled_loss.backward()
-                if letter == "x":
-                    poison(model)
+            loss = F.cross_entropy(model(x), y)
+            backward(handle.scale_loss(loss, optimizer), model, letter == "x")
             plain.backward(x, y, bad=letter == "x")
         elif letter == "s":
             optimizer.step()
@@ -129,14 +133,11 @@ def test_one_loss_for_several_optimizers():
     handle = amp.init()
     optimizers = [optimizer for _, optimizer, _ in pairs]
     model, _, x = pairs[0]
-    with handle.scale_loss(model(x).float().mean(), optimizers) as scaled_loss:
-        scaled_loss.backward()
+    backward(handle.scale_loss(model(x).float().mean(), optimizers), model)
     assert torch.equal(model.bias.grad, torch.full((2,), 0.5))
     for model, optimizer, x in pairs:
-        with handle.scale_loss(model(x).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            if model is pairs[1][0]:
-                poison(model)
+        loss = model(x).float().mean()
+        backward(handle.scale_loss(loss, optimizer), model, bad=model is pairs[1][0])
     for optimizer in optimizers:
         optimizer.step()
     assert [amp.stepped(optimizer) for optimizer in optimizers] == [True, False]
@@ -148,11 +149,10 @@ def test_a_half_loss_is_scaled_in_float32():
     handle = amp.init()
     loss = model(x)[0, 0] * 0 + 2
     assert loss.dtype == torch.float16
-    with handle.scale_loss(loss, optimizer) as scaled_loss:
-        assert (scaled_loss.dtype, scaled_loss.item()) == (torch.float32, 2 * 65536.0)
     wrapped = amp.init(loss_scale=65536.0).wrap_optimizer(small()[1])
-    with wrapped.scale_loss(loss) as scaled_loss:
-        assert (scaled_loss.dtype, scaled_loss.item()) == (torch.float32, 2 * 65536.0)
+    for scaling in (handle.scale_loss(loss, optimizer), wrapped.scale_loss(loss)):
+        with scaling as scaled_loss:
+            assert (scaled_loss.dtype, scaled_loss.item()) == (torch.float32, 2 * 65536.0)
 
 
 # -- several losses: handle.wrap_optimizer --------------------------------------------------------
@@ -165,10 +165,8 @@ def test_random_programs_of_two_wrapped_optimizers(make):
     handle = amp.init()
     models = [net(0), net(1)]
     plain = [Plain(net(number), make, 2 - number) for number in range(2)]
-    optimizers = [
-        handle.wrap_optimizer(make(model.parameters()), num_loss=number)
-        for model, number in zip(models, (2, 1), strict=True)
-    ]
+    made = [make(model.parameters()) for model in models]
+    optimizers = [handle.wrap_optimizer(made[0], 2), handle.wrap_optimizer(made[1])]
     skipped = 0
     data = batches(60)
     for _ in range(20):
@@ -177,10 +175,8 @@ def test_random_programs_of_two_wrapped_optimizers(make):
                 x, y = next(data)
                 bad = chance.random() < 0.15
                 exact.backward(x, y, index, bad)
-                with optimizer.scale_loss(F.cross_entropy(model(x), y) * (index + 1)) as scaled:
-                    scaled.backward()
-                    if bad:
-                        poison(model)
+                loss = F.cross_entropy(model(x), y) * (index + 1)
+                backward(optimizer.scale_loss(loss), model, bad)
                 if chance.random() < 0.1:  # drops what this loss gave
                     to_none = chance.random() < 0.5
                     optimizer.zero_grad(set_to_none=to_none)
@@ -292,10 +288,9 @@ def test_a_closure_while_the_handle_is_inactive(way):
         assert scales(wrapped) == [2.0**15]
 
 
-@pytest.mark.parametrize("kwargs", [{"enabled": False}, {"enable": False}])
-def test_disabled_handle_passes_everything_through(kwargs):
+def test_disabled_handle_passes_everything_through():
     model, optimizer, x = small()
-    handle = amp.init(**kwargs)
+    handle = amp.init(enabled=False)
     assert isinstance(handle, NoOpHandle)
     assert (handle.is_active(), handle.has_cache, handle.verbose) == (False, False, False)
     loss = F.mse_loss(model(x), torch.zeros(2, 2))
@@ -346,8 +341,7 @@ def test_a_new_handle_takes_an_optimizer_over():
         wrapped.zero_grad()
     amp.reset()
     assert "step" not in vars(optimizer)
-    with wrapped.scale_loss(model(x).mean()) as scaled_loss:
-        scaled_loss.backward()
+    block(wrapped, model, x)
     assert torch.equal(model.bias.grad, torch.full((2,), 0.5))
 
 
@@ -358,15 +352,11 @@ def test_a_new_handle_takes_an_optimizer_over():
 def test_schedulers(made):
     """They refused the original's. The first step is skipped, of which nothing may warn."""
     model, optimizer, x = small(lr=1.0)
-    make = torch.optim.lr_scheduler.LambdaLR
-    if made == "of the optimizer before":
-        scheduler = make(optimizer, lambda epoch: 0.5**epoch)
+    make = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    scheduler = make(optimizer) if made == "of the optimizer before" else None
     wrapped = amp.init().wrap_optimizer(optimizer)
     assert isinstance(wrapped, torch.optim.Optimizer)
-    if made != "of the optimizer before":
-        scheduler = make(
-            wrapped if made == "of the wrapper" else optimizer, lambda epoch: 0.5**epoch
-        )
+    scheduler = scheduler or make(wrapped if made == "of the wrapper" else optimizer)
     step_lr = torch.optim.lr_scheduler.StepLR(wrapped, 2, gamma=0.1)
     for number in range(3):
         wrapped.zero_grad()
@@ -383,20 +373,15 @@ def test_what_is_the_optimizers():
     wrapped = amp.init().wrap_optimizer(optimizer)
     wrapped.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
     assert len(optimizer.param_groups) == 2
-    assert (repr(wrapped), wrapped.state, wrapped.defaults) == (
-        repr(optimizer),
-        optimizer.state,
-        optimizer.defaults,
-    )
+    for of in (repr, lambda one: one.state, lambda one: one.defaults):
+        assert of(wrapped) == of(optimizer)
     assert wrapped._optimizer is wrapped.optim is optimizer
     optimizer.own = 3
     assert wrapped.own == 3
     with pytest.raises(AttributeError, match="own_not"):
         _ = wrapped.own_not
-    assert [*amp.master_params(wrapped)] == [
-        *model.parameters(),
-        *wrapped.param_groups[1]["params"],
-    ]
+    params = [*model.parameters(), *wrapped.param_groups[1]["params"]]
+    assert [*amp.master_params(wrapped)] == params
 
 
 def train(model, wrapped, numbers):
@@ -404,10 +389,7 @@ def train(model, wrapped, numbers):
         x, y = next(batches(1, seed=number))
         for index in range(2):
             loss = F.cross_entropy(model(x), y) * (index + 1)
-            with wrapped.scale_loss(loss) as scaled_loss:
-                scaled_loss.backward()
-                if (number, index) in ((1, 1), (4, 0)):
-                    poison(model)
+            backward(wrapped.scale_loss(loss), model, bad=(number, index) in ((1, 1), (4, 0)))
         wrapped.step()
         wrapped.zero_grad()
 
@@ -486,8 +468,7 @@ def test_errors_of_a_handle_beside_initialize_and_of_open_blocks():
         handle.scale_loss(loss, optimizer).__enter__()
     with pytest.raises(RuntimeError, match="num_losses=... in initialize"):
         handle.wrap_optimizer(optimizer)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(amp.scale_loss(loss, optimizer), model)
     optimizer.step()
 
 
@@ -508,8 +489,7 @@ def test_errors():
         handle.scale_loss(loss, 3).__enter__()
     with pytest.raises(TypeError, match="loss was a tensor of torch.int64"):
         handle.scale_loss(torch.ones(1, dtype=torch.int64), optimizer).__enter__()
-    with handle.scale_loss(loss, optimizer) as scaled_loss:  # none of these has changed it
-        scaled_loss.backward()
+    backward(handle.scale_loss(loss, optimizer), model)  # none of these has changed it
     wrapped = handle.wrap_optimizer(optimizer)
     with pytest.raises(RuntimeError, match="wrapped optimizer's own"):
         handle.scale_loss(loss, optimizer).__enter__()

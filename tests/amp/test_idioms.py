@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import apex
@@ -27,29 +26,19 @@ from tests.amp.training import (
     Plain,
     backward,
     batches,
-    block,
     copies,
     grads_of,
+    initialized,
     net,
-    row,
     same,
     scale_now,
+    scaled_backward,
+    sgd,
     spoil,
     train,
-    value,
 )
 
 SCALED = pytest.mark.parametrize("level", ["O1", "O2"])
-
-
-def sgd(params, lr=0.1):
-    return torch.optim.SGD(params, lr=lr)
-
-
-def start(level, **kwargs):
-    model = net()
-    optimizer = sgd(model.parameters())
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
 
 
 # -- initialize -----------------------------------------------------------------------------------
@@ -71,51 +60,12 @@ def test_options_from_the_command_line(words, kept, scale):
     parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
     parser.add_argument("--loss-scale", type=str, default=None)
     args = parser.parse_args(words)
-    model = net()
-    model, optimizer = amp.initialize(
-        model,
-        sgd(model.parameters()),
-        opt_level=args.opt_level,
-        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
-        loss_scale=args.loss_scale,
-        verbosity=0,
-    )
+    options = {"keep_batchnorm_fp32": args.keep_batchnorm_fp32, "loss_scale": args.loss_scale}
+    model, _ = initialized(args.opt_level, **options)
     assert model[1].weight.dtype == (torch.float32 if kept else torch.float16)
     options = amp._amp_state.opt_properties
     assert options.loss_scale == scale
     assert type(options.loss_scale) is type(scale)
-
-
-@pytest.mark.parametrize("scale", ["dynamic", 128.0, 128, "128", 1, True])
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_every_kind_of_loss_scale(level, scale):
-    start(level, loss_scale=scale)
-    expected = 65536.0 if scale == "dynamic" else float(scale)
-    assert amp._amp_state.loss_scalers[0].loss_scale() == expected
-
-
-def test_a_list_of_one_model_comes_back_as_that_list():
-    models = [net()]
-    optimizer = sgd(models[0].parameters())
-    [model], optimizer = amp.initialize(models, optimizer, opt_level="O1", verbosity=0)
-    assert model is models[0]
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_one_program_with_a_switch(flag):
-    model = net()
-    plain = Plain(model, sgd, "O2" if flag else "O0")
-    optimizer = sgd(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, enabled=flag, opt_level="O2", verbosity=0)
-    for x, y in batches(3):
-        loss = F.cross_entropy(model(x), y)
-        with amp.scale_loss(loss, optimizer, delay_unscale=False) as loss:
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        plain.step((x, y), treat=lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0))
-    assert same(amp.master_params(optimizer), plain.params)
 
 
 @dataclass
@@ -125,21 +75,26 @@ class Program:
     make: Any = sgd
     passes: int = 1  # accumulated in a step
     clip: float = math.inf
+    treat: Any = None  # what else is done to gradients
     spoiled: int = -1  # the step whose gradients overflow
     decay: float = 1.0  # of the learning rate after each step
     written: float = 0.0  # what is written to the scale before the second step
 
 
+def normalized(params):
+    for param in params:
+        param.grad.data = param.grad.data / (param.grad.data.norm() + 1e-6)
+
+
 PROGRAMS = {
+    "normalizes": Program(treat=normalized),
     "accumulates, clips": Program(passes=3, clip=0.1),
     "overflows with a scheduler": Program(torch.optim.Adam, spoiled=1, decay=0.5),
     "overflows in accumulation": Program(passes=2, spoiled=2, clip=0.1, decay=0.5),
     "writes the scale": Program(
         functools.partial(torch.optim.AdamW, amsgrad=True), written=2.0**8, spoiled=3
     ),
-    "nesterov": Program(
-        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), spoiled=2
-    ),
+    "nesterov": Program(functools.partial(sgd, momentum=0.9, nesterov=True), spoiled=2),
     "rmsprop": Program(functools.partial(torch.optim.RMSprop, momentum=0.5), passes=2),
 }
 
@@ -152,10 +107,8 @@ def test_a_program_equals_the_one_in_plain_torch(level, program):
     optimizer = program.make(model.parameters())
     options = {"init_scale": 2.0**10, "growth_interval": 2, "verbosity": 0}
     amp.initialize(model, optimizer, opt_level=level, **options)
-    schedulers = [
-        torch.optim.lr_scheduler.ExponentialLR(one, program.decay)
-        for one in (optimizer, plain.optimizer)
-    ]
+    make = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=program.decay)
+    schedulers = [make(one) for one in (optimizer, plain.optimizer)]
     is_dynamic = level in ("O1", "O2")
     for step in range(5):
         if step == 1 and program.written and is_dynamic:
@@ -164,14 +117,16 @@ def test_a_program_equals_the_one_in_plain_torch(level, program):
         passes = list(batches(program.passes, seed=step))
         for batch in passes:
             backward(model, optimizer, batch, spoiled)
-        amp.clip_grad_norm_(optimizer, program.clip)
+        if program.treat is None:
+            amp.clip_grad_norm_(optimizer, program.clip)
+        else:
+            program.treat(list(amp.master_params(optimizer)))
         optimizer.step()
         optimizer.zero_grad()
-        taken = plain.step(
-            *passes,
-            spoil=spoiled,
-            treat=lambda params: torch.nn.utils.clip_grad_norm_(params, program.clip),
+        treat = program.treat or functools.partial(
+            torch.nn.utils.clip_grad_norm_, max_norm=program.clip
         )
+        taken = plain.step(*passes, spoil=spoiled, treat=treat)
         assert amp.stepped(optimizer) == taken == (spoiled is None)
         for scheduler in schedulers:
             scheduler.step()
@@ -192,33 +147,17 @@ def test_a_gradient_penalty_by_create_graph(level):
     )
     x = torch.ones(1, 2, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
-    with amp.scale_loss(gradient.square().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(gradient.square().sum(), optimizer)
     (master,) = amp.master_params(optimizer)
     assert torch.equal(master.grad.float(), torch.full((1, 2), 2.0))
     optimizer.step()
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_accumulation_with_delay_unscale_and_a_step_before_everything(level):
-    """A hack of three popular programs: a step first of all, and delay_unscale between steps."""
-    model, optimizer = row(level)
-    optimizer.zero_grad()
-    optimizer.step()
-    accumulation = 2
-    for number in range(accumulation):
-        delay_unscale = (number + 1) % accumulation != 0
-        block(model, optimizer, delay_unscale=delay_unscale)
-    assert same(grads_of(optimizer), [torch.full((1, 2), 2.0)])
-    optimizer.step()
-    assert value(model) == [-2.0, -2.0]
 
 
 # -- private names --------------------------------------------------------------------------------
 
 
 def test_scale_written_right_after_initialize():
-    model, optimizer = start("O2")
+    model, optimizer = initialized("O2")
     amp._amp_state.loss_scalers[0]._loss_scale = 2**20
     assert apex.amp._amp_state.loss_scalers[0].loss_scale() == 2.0**20
     scaler = apex.amp._amp_state.loss_scalers[0]  # after ``import apex.amp._amp_state``
@@ -231,7 +170,7 @@ def test_scale_written_right_after_initialize():
 @SCALED
 def test_a_program_that_reduces_and_checks_gradients_itself(level):
     """Passes unchecked, gradients gathered, checked and skipped by the program's own hand."""
-    model, optimizer = start(level)
+    model, optimizer = initialized(level)
     skipped = []
     for number, batch in enumerate(batches(4)):
         spoiled = spoil if number == 1 else None
@@ -298,33 +237,16 @@ def test_a_forward_replaced_by_a_half_function():
     assert model.roi(torch.ones(1, 2), []).dtype == torch.float32
 
 
-@pytest.fixture
-def _group():
-    distributed = torch.distributed
-    if not distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    store = distributed.HashStore()
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("_group")
-@pytest.mark.parametrize("first", ["initialize", "wrap"])
-@SCALED
-def test_torchs_ddp_before_and_after(level, first):
+def test_torchs_ddp_before_initialize():
+    """After it: see test_ranks.py."""
     model = net()
-    plain = Plain(model, sgd, level)
+    plain = Plain(model, sgd, "O1")
     optimizer = sgd(model.parameters())
-    if first == "wrap":
-        model = nn.parallel.DistributedDataParallel(model)
-        if level == "O2":
-            with pytest.raises(RuntimeError, match=r"Wrap it after amp.initialize"):
-                amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-            return
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if first == "initialize":
-        model = nn.parallel.DistributedDataParallel(model)
+    model = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"Wrap it after amp.initialize"):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     for batch in batches(3):
         train(model, optimizer, [batch])
         plain.step(batch)
@@ -335,8 +257,7 @@ def test_torchs_ddp_before_and_after(level, first):
 @SCALED
 def test_passes_under_no_sync_that_were_clipped_are_refused(level):
     """The synchronising pass would not reduce what clipping has unscaled."""
-    optimizer = sgd((model := net()).parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(level)
     model = nn.parallel.DistributedDataParallel(model)
     (batch,) = batches(1)
     with model.no_sync():
@@ -353,9 +274,7 @@ def test_passes_under_no_sync_that_were_clipped_are_refused(level):
 @pytest.mark.usefixtures("_group")
 @SCALED
 def test_weights_written_before_the_first_forward_in_ddp_stay(level):
-    model = net()
-    optimizer = sgd(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(level)
     wrapper = nn.parallel.DistributedDataParallel(model)
     with torch.no_grad():
         for param in model.parameters():

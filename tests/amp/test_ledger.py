@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from apex import amp
-from apex.amp.gradients import overflow
 from apex.amp.gradients.ledger import State
 from apex.ops import _runtime
 from apex.optimizers import FusedSGD
 from tests.amp.sequences import NOT_FUSED, OWNED, Scale, Sequence, Static, check, equal
-from tests.amp.training import Delayed, no_waits
+from tests.amp.training import no_waits
 
 LR = 2.0**-5
 
@@ -186,12 +185,8 @@ class Case(Sequence):
 
 
 CASES = [  # float32 weights: static, dynamic, without a scale; masters of both types
-    ("O0", 128.0),
-    ("O1", "dynamic"),
-    ("O4", 1.0),
-    ("O2", "dynamic"),
-    ("O2", 128.0),
-    ("O5", 1.0),
+    *(("O0", 128.0), ("O1", "dynamic"), ("O4", 1.0)),
+    *(("O2", "dynamic"), ("O2", 128.0), ("O5", 1.0)),
 ]
 OTHERS = [("O0", "dynamic"), ("O1", 64.0), ("O4", "dynamic"), ("O5", "dynamic")]
 DYNAMIC = [case for case in CASES if case[1] == "dynamic"]
@@ -244,13 +239,6 @@ def test_rare_sequences(case, name, fused):
     with _runtime.use("reference"):
         sequence = Case(*case, "one" if fused else "two", fused_sgd, fused=fused)
         sequence.run([*RARE[name], ("step", 0), ("step", 1)])
-
-
-@pytest.fixture
-def runs_behind(monkeypatch):
-    """The CPU as a device that runs behind the host."""
-    monkeypatch.setattr(overflow, "runs_behind", lambda device: True)
-    monkeypatch.setattr(overflow, "AsyncCopy", Delayed)
 
 
 @kinds

@@ -1,25 +1,20 @@
 """Nothing is kept alive by amp."""
 
+import functools
 import gc
 import weakref
 
 import pytest
-import torch
 
 from apex import amp
-from tests.amp.training import batches, net
+from tests.amp.training import batches, initialized, sgd, train
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_models_optimizers_and_masters_are_freed(level):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for x, y in batches(2):
-        with amp.scale_loss(torch.nn.functional.cross_entropy(model(x), y), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+    model, optimizer = initialized(level, functools.partial(sgd, momentum=0.9))
+    train(model, optimizer, batches(2))
     watched = [weakref.ref(o) for o in (model, optimizer, *amp.master_params(optimizer))]
-    del model, optimizer, x, y, scaled
+    del model, optimizer
     gc.collect()
     assert [reference() for reference in watched] == [None] * len(watched)

@@ -1,6 +1,7 @@
 """What an initialised optimizer can still do."""
 
 import copy
+import functools
 import pickle
 import warnings
 
@@ -17,19 +18,19 @@ from tests.amp.training import (
     batches,
     block,
     copies,
+    initialized,
     net,
     row,
     same,
+    scaled_backward,
+    sgd,
     train,
     value,
 )
 
 
-def start(level, make=None, **kwargs):
-    model = net()
-    make = make or (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
-    optimizer = make(model.parameters())
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
+def start(level, make=None, **options):
+    return initialized(level, make or functools.partial(sgd, momentum=0.9), **options)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["scheduler first", "scheduler last"])
@@ -37,12 +38,11 @@ def start(level, make=None, **kwargs):
 def test_schedulers_stay_silent(level, before):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if before:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    make = functools.partial(torch.optim.lr_scheduler.StepLR, optimizer, 1, 0.5)
+    scheduler = make() if before else None
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert optimizer.step.__func__  # a bound method: torch's schedulers ask for it
-    if not before:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler = scheduler or make()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # a first step that is skipped must count as taken
@@ -102,8 +102,7 @@ def test_groups_added_and_weights_unfrozen_later_are_trained(level):
     optimizer.add_param_group({"params": layers[2].parameters(), "lr": 0.25})
     layers[0].weight.requires_grad_(True)
     x = torch.ones(1, 2, dtype=layers[0].weight.dtype)
-    with amp.scale_loss(sum(layer(x).sum() for layer in layers), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(sum(layer(x).sum() for layer in layers), optimizer)
     optimizer.step()
     begun = torch.tensor(0.3)
     late = begun.to(layers[2].weight.dtype).float()  # its master begins with the rounded weight
@@ -150,11 +149,8 @@ def test_copies_and_pickles_of_the_optimizer(level):
 
 
 def test_masters_start_from_unrounded_weights():
-    model = net()
-    weights = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    assert same(weights, amp.master_params(optimizer))
+    _, optimizer = start("O2")
+    assert same(net().parameters(), amp.master_params(optimizer))
 
 
 def test_optimizer_state_from_before_is_kept():
@@ -187,8 +183,7 @@ def test_at_most_one_host_read_per_step(monkeypatch):
         ((x, y),) = batches(1)
         loss = F.cross_entropy(model(x), y)
         reads.clear()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optimizer)
         assert reads == [], level
         optimizer.step()
         assert reads == ["tolist"], level
@@ -231,8 +226,7 @@ def test_masters_that_come_back_to_their_group_are_trained(level):
 def test_a_parameter_shared_later_is_stepped_by_both(level):
     model = nn.Linear(2, 1)
     nn.init.zeros_(model.weight)
-    first = torch.optim.SGD([model.weight], lr=1.0)
-    second = torch.optim.SGD([model.bias], lr=1.0)
+    first, second = [torch.optim.SGD([param], lr=1.0) for param in model.parameters()]
     amp.initialize(model, [first, second], opt_level=level, verbosity=0, loss_scale=8.0)
     second.add_param_group({"params": [model.weight]})
     block(model, [first, second])

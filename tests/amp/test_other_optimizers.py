@@ -8,7 +8,7 @@ import torch
 
 from apex import amp
 from apex.optimizers import FusedSGD
-from tests.amp.training import MASTERED, block, row, value
+from tests.amp.training import MASTERED, block, row, scaled_backward, value
 
 mastered = pytest.mark.parametrize("level", MASTERED)
 
@@ -85,13 +85,17 @@ class Waiting(torch.optim.Optimizer):
                     param.sub_(param.grad)
 
 
-@mastered
-def test_an_optimizer_may_wait_some_steps(level):
-    model, optimizer = row(level, Waiting)
-    for _ in range(7):
+def some_steps(model, optimizer, count):
+    for _ in range(count):
         optimizer.zero_grad()
         block(model, optimizer)
         optimizer.step()
+
+
+@mastered
+def test_an_optimizer_may_wait_some_steps(level):
+    model, optimizer = row(level, Waiting)
+    some_steps(model, optimizer, 7)
     assert value(model) == [-2.0, -2.0]
 
 
@@ -99,9 +103,7 @@ def test_an_optimizer_may_wait_some_steps(level):
 def test_an_optimizer_that_never_changes_anything_is_refused(level):
     model, optimizer = row(level, Waiting)
     optimizer.calls = -100
-    for _ in range(9):
-        block(model, optimizer)
-        optimizer.step()
+    some_steps(model, optimizer, 9)
     block(model, optimizer)
     with pytest.raises(RuntimeError, match="did not change the float32 masters"):
         optimizer.step()
@@ -150,8 +152,7 @@ def test_sharpness_aware_minimization(level, whole):
 
     def backward():
         loss = model(torch.ones(1, 2)).float().square().sum()  # (a + b) ** 2: gradients 2 (a + b)
-        with amp.scale_loss(loss, given) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, given)
         return loss.item()
 
     outer.zero_grad()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.amp import rank_programs as programs
-from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, Cell, Pair
+from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, Cell
 from tests.ranks import RankError
 
 pytestmark = pytest.mark.dist
@@ -33,12 +33,6 @@ CELLS = [  # each way at O2, where there are masters, and at another level
     Cell("O2", "after_the_block_delayed", "first"),
     Cell("O3", "after_the_block_delayed", "last"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    with Pair(tmp_path_factory.mktemp("ranks")) as both:
-        yield both
 
 
 def _ids(cell):
@@ -98,12 +92,8 @@ def test_passes_that_are_reduced_after_the_last_block_back_off_once(pair, level,
 @pytest.mark.parametrize(
     ("level", "way"),
     [
-        ("O0", "no_sync"),
-        ("O3", "no_sync"),
-        ("O3", "delayed"),
-        ("O4", "in_the_body"),
-        ("O5", "no_sync_delayed"),
-        ("O5", "after_the_block"),
+        *(("O0", "no_sync"), ("O3", "no_sync"), ("O3", "delayed"), ("O4", "in_the_body")),
+        *(("O5", "no_sync_delayed"), ("O5", "after_the_block")),
     ],
 )
 def test_at_the_levels_whose_scale_is_1(pair, level, way):
@@ -111,12 +101,8 @@ def test_at_the_levels_whose_scale_is_1(pair, level, way):
 
 
 STARTS = [
-    *(("O2", start) for start in ("seeds", "rank0_before", "rank0_after")),
-    ("O2", "all_before"),
-    ("O5", "all_after"),
-    ("O1", "seeds"),
-    ("O1", "rank0_after"),
-    ("O3", "all_after"),
+    *(("O2", start) for start in ("seeds", "rank0_before", "rank0_after", "all_before")),
+    *(("O5", "all_after"), ("O1", "seeds"), ("O1", "rank0_after"), ("O3", "all_after")),
 ]
 
 
@@ -213,8 +199,6 @@ def _assert_same_end(answers):
 PROGRAMS = [
     functools.partial(programs.recomputed_under_no_sync, level="O1", use_reentrant=False),
     functools.partial(programs.recomputed_under_no_sync, level="O2", use_reentrant=True),
-    functools.partial(programs.reduced_by_hand, level="O1", delay_overflow_check=True),
-    functools.partial(programs.reduced_by_hand, level="O2", delay_overflow_check=True),
     functools.partial(programs.evaluated_first, level="O2", throughout=False),
     functools.partial(programs.evaluated_first, level="O2", throughout=True),
     functools.partial(programs.a_scale_loaded_on_rank_0, level="O1", wrap="torch"),
@@ -225,22 +209,26 @@ PROGRAMS = [
         functools.partial(program, level="O2")
         for program in (
             programs.another_forward_under_no_sync,
+            programs.reduced_by_hand,
             programs.a_part_is_wrapped,
             programs.reduced_before_each_step,
             programs.after_forwards_that_nobody_used,
-            programs.partly_ignored,
             programs.dropped_by_the_program,
-            programs.in_a_group_of_one,
-            programs.beside_the_wrapper,
         )
     ),
     *(
         functools.partial(program, level="O1")  # without masters the gradients are the model's own
         for program in (
             programs.another_forward_under_no_sync,
+            programs.reduced_by_hand,
             programs.reduced_before_each_step,
-            programs.partly_ignored,
-            programs.beside_the_wrapper,
+        )
+    ),
+    *(
+        functools.partial(programs.partly_reduced, level=level, what=what)
+        for level, what in (
+            *(("O2", "ignored"), ("O2", "beside"), ("O2", "group of one")),
+            *(("O1", "ignored"), ("O1", "beside")),
         )
     ),
 ]
@@ -262,13 +250,6 @@ def test_handles_of_2018_keep_ranks_equal(pair, reduce):
     assert scales[0] == [2.0**16] * 2
     assert scales[2][1] == 2.0**15
     assert answers[0][1][0][0].isfinite().all()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_clipping_before_the_synchronising_pass_is_refused(pair, level):
-    job = functools.partial(programs.clipped_before_the_synchronising_pass, level=level)
-    with pytest.raises(RankError, match="(?s)before the synchronising pass.*before the synchron"):
-        pair.run(job)
 
 
 def test_uneven_inputs(pair):

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.amp.levels import assert_same
+from tests.amp.levels import assert_same, start
+from tests.amp.training import scaled_backward
 
 
 def sgd(*groups):
@@ -23,9 +24,8 @@ def inference_weight():
 
 
 WEIGHT = torch.zeros(2, requires_grad=True)
-
-
 HALF, INT8 = torch.float16, torch.int8
+NO_GROUP = r"process_group was .*mesh.get_group\(name\)"
 
 
 # Options, what they raise, and its text.
@@ -48,15 +48,13 @@ REFUSED_OPTIONS = [
     ({"num_losses": 0}, ValueError, "num_losses was 0"),
     ({"max_skipped_steps": 0}, ValueError, "max_skipped_steps was 0"),
     ({"cast_model_outputs": "half"}, TypeError, "cast_model_outputs was 'half'"),
-    ({"process_group": 3}, TypeError, "process_group was"),
-    ({"fused_step": True}, RuntimeError, "fused_step"),
+    *(({"process_group": g}, TypeError, NO_GROUP) for g in (3, -100, "world", [0, 1])),
+    ({"fused_step": True}, RuntimeError, "fused_step=True was given with SGD"),
 ]
 
 
 # What is passed beside a model and its optimizer.
 NO_MODEL, NO_OPTIMIZER = "must be a torch.nn.Module or a list", "must be a single optimizer or a"
-
-
 REFUSED_OBJECTS = [
     ([], [3], TypeError, NO_OPTIMIZER),
     ([], [torch.optim.SGD], TypeError, NO_OPTIMIZER),
@@ -110,8 +108,7 @@ def broken_registration():
 
 
 def block(model, optimizer, **options):
-    with amp.scale_loss(model(torch.randn(4, 3)).float().square().sum(), optimizer, **options) as s:
-        s.backward()
+    scaled_backward(model(torch.randn(4, 3)).float().square().sum(), optimizer, **options)
 
 
 def process():
@@ -225,9 +222,7 @@ def test_a_failing_init_changes_nothing():
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_a_weight_is_added_once(level):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = start(level, nn.Linear(2, 2))
     new = nn.Parameter(torch.zeros(2))
     before = objects(model, optimizer)
     for params in (model.weight, [new, new], (p for p in (new, model.bias))):
@@ -239,9 +234,7 @@ def test_a_weight_is_added_once(level):
 
 
 def test_a_weight_beside_its_master_is_refused():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = start("O2", nn.Linear(2, 2))
     optimizer.param_groups[0]["params"].append(model.weight)
     with pytest.raises(ValueError, match="itself or its float32 master"):
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from apex import amp
 from apex.optimizers import FusedAdam, FusedNovoGrad
 from apex.parallel import LARC
-from tests.amp.training import MASTERED, batches, copies, net, same
+from tests.amp.training import MASTERED, batches, copies, net, reloaded, same, scale_now
 from tests.amp.training import train as train_on
 from tests.checkpoints import assert_equal
 
@@ -72,11 +72,8 @@ def train(model, optimizer, count, seed, poisoned=None):
 
 def checkpoint(model, optimizer):
     """What a program saves, after a trip through a file."""
-    file = io.BytesIO()
-    state = {"model": model, "optimizer": optimizer, "amp": amp}
-    torch.save({name: part.state_dict() for name, part in state.items()}, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    parts = {"model": model, "optimizer": optimizer, "amp": amp}
+    return reloaded({name: part.state_dict() for name, part in parts.items()}, weights_only=True)
 
 
 def everything(model, optimizer):
@@ -147,10 +144,6 @@ def test_the_ten_steps_hold_growth_and_a_skip(level):
 
 
 def test_hysteresis_is_resumed_between_two_overflows():
-    def half_way(model, optimizer):
-        train(model, optimizer, 3, seed=2, poisoned=2)
-        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**10  # not yet
-
     def rest(model, optimizer):
         train(model, optimizer, 2, seed=3, poisoned=0)
         return everything(model, optimizer)
@@ -158,7 +151,8 @@ def test_hysteresis_is_resumed_between_two_overflows():
     settings = {"growth_interval": 100, "hysteresis": 2}
     model = net(0)
     model, optimizer = start("O2", model, OPTIMIZERS["adam"](model.parameters()), **settings)
-    half_way(model, optimizer)
+    train(model, optimizer, 3, seed=2, poisoned=2)
+    assert scale_now() == 2.0**10  # not yet
     saved = checkpoint(model, optimizer)
     after = rest(model, optimizer)
     assert after["checkpoint"]["amp"]["loss_scaler0"]["loss_scale"] == 2.0**9
@@ -252,29 +246,14 @@ def old_file(moments, *, weights, new_zip):
     )
     numbers = {index: 140_000_000_000_000 + 72 * index for index in range(6)}
     now = optimizer.state_dict()
-    old = {
-        "state": {
-            numbers[index]: {
-                "step": int(slots["step"]),
-                "exp_avg": slots["exp_avg"].to(moments),
-                "exp_avg_sq": slots["exp_avg_sq"].to(moments),
-            }
-            for index, slots in now["state"].items()
-        },
-        "param_groups": [
-            {
-                **{key: now["param_groups"][0][key] for key in OLD_GROUP},
-                "params": list(numbers.values()),
-            }
-        ],
-    }
+    group = {key: now["param_groups"][0][key] for key in OLD_GROUP}
+    old = {"state": {}, "param_groups": [{**group, "params": list(numbers.values())}]}
+    for index, slots in now["state"].items():
+        slots = {name: slot.to(moments) for name, slot in slots.items()}
+        old["state"][numbers[index]] = {**slots, "step": int(slots["step"])}
     scalers = OrderedDict(loss_scaler0={"loss_scale": 2.0**12, "unskipped": 2})
-    file = io.BytesIO()
-    torch.save(
-        {"model": states, "optimizer": old, "amp": scalers},
-        file,
-        _use_new_zipfile_serialization=new_zip,
-    )
+    file, saved = io.BytesIO(), {"model": states, "optimizer": old, "amp": scalers}
+    torch.save(saved, file, _use_new_zipfile_serialization=new_zip)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
@@ -368,36 +347,20 @@ def test_an_optimizer_that_does_not_load_goes_on_as_before(level, change):
 
 
 GOOD = {"loss_scale": 2.0, "unskipped": 1}
+NO_SCALES = (math.nan, 0.0, "x", math.inf, -2.0, 10**400, torch.ones(2))
+NO_COUNTS = (math.inf, math.nan, 1.5, -1, None)
 
 
 @pytest.mark.parametrize(
     ("key", "entry"),
     [
-        ("model", GOOD),
-        ("loss_scaler", GOOD),
-        ("loss_scaler-1", GOOD),
-        ("loss_scaler01", GOOD),
+        *((key, GOOD) for key in ("model", 0, "loss_scaler", "loss_scaler-1", "loss_scaler01")),
         ("loss_scaler\N{ARABIC-INDIC DIGIT ONE}", GOOD),
         ("foreign", {}),
-        (0, GOOD),
-        ("loss_scaler1", None),
-        ("loss_scaler1", []),
-        ("loss_scaler1", [("loss_scale", 2.0), ("unskipped", 1)]),
-        ("loss_scaler1", 3.0),
-        ("loss_scaler1", {"unskipped": 1}),
-        ("loss_scaler1", {"loss_scale": 4.0}),
-        ("loss_scaler1", {**GOOD, "loss_scale": math.nan}),
-        ("loss_scaler1", {**GOOD, "loss_scale": 0.0}),
-        ("loss_scaler1", {**GOOD, "loss_scale": "x"}),
-        ("loss_scaler1", {**GOOD, "loss_scale": math.inf}),
-        ("loss_scaler1", {**GOOD, "loss_scale": -2.0}),
-        ("loss_scaler1", {**GOOD, "loss_scale": 10**400}),
-        ("loss_scaler1", {**GOOD, "loss_scale": torch.ones(2)}),
-        ("loss_scaler1", {**GOOD, "unskipped": math.inf}),
-        ("loss_scaler1", {**GOOD, "unskipped": math.nan}),
-        ("loss_scaler1", {**GOOD, "unskipped": 1.5}),
-        ("loss_scaler1", {**GOOD, "unskipped": -1}),
-        ("loss_scaler1", {**GOOD, "unskipped": None}),
+        *(("loss_scaler1", entry) for entry in (None, [], list(GOOD.items()), 3.0)),
+        *(("loss_scaler1", {name: value}) for name, value in GOOD.items()),
+        *(("loss_scaler1", {**GOOD, "loss_scale": scale}) for scale in NO_SCALES),
+        *(("loss_scaler1", {**GOOD, "unskipped": count}) for count in NO_COUNTS),
         ("loss_scaler1", {**GOOD, "overflows": -1}),
     ],
 )

@@ -1,6 +1,7 @@
 """Recurrent layers and cells: 16-bit inside, whatever comes in; float32 weights and gradients."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -28,9 +29,7 @@ from tests.amp.levels import HALF, assert_same, cast, start, train_step
     ],
 )
 def test_layer(kind, level, source, options, packed):
-    module = LAYERS[kind](**options)
-    module.packed = packed
-    check(module, torch.randn(5, 3, 4).to(source), level)
+    check(LAYERS[kind](4, 3, **options), torch.randn(5, 3, 4).to(source), level, packed=packed)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning")
@@ -44,23 +43,20 @@ def test_layer(kind, level, source, options, packed):
     ids=["proj_size", "without bias", "without batch"],
 )
 def test_other_shapes(options, shape):
-    module = nn.LSTM(4, 6, **options)
-    module.packed = False
-    check(module, torch.randn(*shape), "O1")
+    check(nn.LSTM(4, 6, **options), torch.randn(*shape), "O1")
 
 
 def test_unflattened_weights():
     module = nn.LSTM(4, 3, 2)
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
-    module.packed = False
     check(module, torch.randn(5, 3, 4), "O1")
 
 
 class Last(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.recurrent = LAYERS[kind](num_layers=2, bidirectional=True)
+        self.recurrent = LAYERS[kind](4, 3, num_layers=2, bidirectional=True)
 
     def forward(self, x):
         return self.recurrent(x)[0][-1]
@@ -84,18 +80,10 @@ def test_compiled(kind):
     assert_same([torch.compile(model, backend="aot_eager")(x)], [model(x)])
 
 
-LAYERS = {
-    "tanh": lambda **options: nn.RNN(4, 3, nonlinearity="tanh", **options),
-    "relu": lambda **options: nn.RNN(4, 3, nonlinearity="relu", **options),
-    "GRU": lambda **options: nn.GRU(4, 3, **options),
-    "LSTM": lambda **options: nn.LSTM(4, 3, **options),
-}
-CELLS = {
-    "tanh": lambda: nn.RNNCell(4, 3),
-    "relu": lambda: nn.RNNCell(4, 3, nonlinearity="relu"),
-    "GRU": lambda: nn.GRUCell(4, 3),
-    "LSTM": lambda: nn.LSTMCell(4, 3),
-}
+RELU = functools.partial(nn.RNN, nonlinearity="relu")
+RELU_CELL = functools.partial(nn.RNNCell, nonlinearity="relu")
+LAYERS = {"tanh": nn.RNN, "relu": RELU, "GRU": nn.GRU, "LSTM": nn.LSTM}
+CELLS = {"tanh": nn.RNNCell, "relu": RELU_CELL, "GRU": nn.GRUCell, "LSTM": nn.LSTMCell}
 
 
 def autocast_raises(module):
@@ -112,29 +100,29 @@ def flat(result):
     return [tensor for part in result for tensor in flat(part)]
 
 
-def run(module, x, *state):
+def run(module, x, *state, packed):
     """Outputs, and the gradients of input and weights."""
     x = x.clone().requires_grad_()
-    outputs = flat(module(pack_padded_sequence(x, [5, 2, 1]) if module.packed else x, *state))
+    outputs = flat(module(pack_padded_sequence(x, [5, 2, 1]) if packed else x, *state))
     with amp.disable_casts():
         sum(output.float().square().sum() for output in outputs).backward()
     return outputs, x.grad, [p.grad for p in module.parameters()]
 
 
-def check(module, x, level, *state):
+def check(module, x, level, *state, packed=False):
     """Compare with a half copy of the module, which is given half input; at O4 with autocast."""
     dtype = HALF[level]
     cpu_float16.begin(dtype, ["cpu"])
     copied = copy.deepcopy(module)
     if level == "O4" and not autocast_raises(module):
         with torch.autocast("cpu", dtype):
-            want, want_input, want_weights = run(copied, x, *state)
+            want, want_input, want_weights = run(copied, x, *state, packed=packed)
         dtype = want[0].dtype
     else:
         half = [s.to(dtype) for s in state]
-        want, want_input, want_weights = run(copied.to(dtype), x.to(dtype), *half)
+        want, want_input, want_weights = run(copied.to(dtype), x.to(dtype), *half, packed=packed)
     model = amp.initialize(module, opt_level=level, verbosity=0)
-    got, got_input, got_weights = run(model, x, *state)
+    got, got_input, got_weights = run(model, x, *state, packed=packed)
     assert_same(got, want)
     assert got[0].dtype == dtype
     assert_same([got_input], [want_input.to(x.dtype)])
@@ -145,19 +133,13 @@ def check(module, x, level, *state):
 @pytest.mark.parametrize("level", HALF)
 @pytest.mark.parametrize("kind", CELLS)
 def test_cell(kind, level, source):
-    module = CELLS[kind]()
-    module.packed = False
-    check(module, torch.randn(3, 4).to(source), level)
+    check(CELLS[kind](4, 3), torch.randn(3, 4).to(source), level)
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.float16])
 def test_hidden_state_of_either_type(source):
-    module = nn.GRU(4, 3)
-    module.packed = False
-    check(module, torch.randn(5, 3, 4), "O1", torch.randn(1, 3, 3).to(source))
-    cell = nn.GRUCell(4, 3)
-    cell.packed = False
-    check(cell, torch.randn(3, 4), "O1", torch.randn(3, 3).to(source))
+    check(nn.GRU(4, 3), torch.randn(5, 3, 4), "O1", torch.randn(1, 3, 3).to(source))
+    check(nn.GRUCell(4, 3), torch.randn(3, 4), "O1", torch.randn(3, 3).to(source))
 
 
 def test_dropout_between_layers_follows_the_seed():

@@ -19,9 +19,9 @@ from torch import nn
 from apex import amp
 from apex.amp.casting import dispatcher
 from tests.amp import training
-from tests.amp.training import backward, batches, same
+from tests.amp.levels import LEVELS, start
+from tests.amp.training import backward, batches, initialized, same
 
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 MOMENTS = ["in the block", "stepped"]  # each of six caught the same planted bugs
 STEPS = 4
 PATIENCE = 60  # seconds after which a thread that hangs is a failure
@@ -44,11 +44,8 @@ class Run:
         self.scalers = []
 
     def initialize(self, **options):
-        self.model, self.optimizer = amp.initialize(
-            self.model,
-            self.optimizer,
-            **{"opt_level": self.level, "growth_interval": 2, "verbosity": 0, **options},
-        )
+        options = {"opt_level": self.level, "growth_interval": 2, "verbosity": 0, **options}
+        amp.initialize(self.model, self.optimizer, **options)
         self.scalers = amp._amp_state.loss_scalers
         return self
 
@@ -182,9 +179,7 @@ def test_many_trainings_that_begin_in_threads(level, restless):
 
     def body():
         for _ in range(10):
-            model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)])
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            model, _ = start(level, nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)]))
             assert len(model.state_dict()) == 80
 
     in_threads(*[body] * 4)
@@ -201,23 +196,23 @@ def test_an_initialize_that_fails_undoes_nothing_of_another_thread():
                 ahead.wait(0.2)
                 raise ArithmeticError("planted")
 
-    models = [Failing(2, 2), nn.Linear(2, 2)]
-    pair = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    failing, model = Failing(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
     def fail():
         with pytest.raises(ArithmeticError, match="planted"):
-            amp.initialize(models[0], pair[0], opt_level="O2", verbosity=0)
+            start("O2", failing)
 
     def succeed():
         assert begun.wait(PATIENCE)
-        amp.initialize(models[1], pair[1], opt_level="O2", verbosity=0)
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
         ahead.set()
 
     in_threads(fail, succeed)
-    assert models[1].weight.dtype == torch.float16
+    assert model.weight.dtype == torch.float16
     amp.reset()  # finds what belongs to amp
-    assert models[1].weight.dtype == torch.float32
-    assert not hasattr(pair[1], "_amp_stash")
+    assert model.weight.dtype == torch.float32
+    assert not hasattr(optimizer, "_amp_stash")
 
 
 def test_a_thread_waits_while_another_registers_kernels(monkeypatch):
@@ -244,18 +239,11 @@ def test_a_thread_waits_while_another_registers_kernels(monkeypatch):
 # -- a later initialize ---------------------------------------------------------------------------
 
 
-def disabled():
-    return at_level("O1", enabled=False)
-
-
-def at_level(level, **options):
-    other = net(5)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    return amp.initialize(other, optimizer, opt_level=level, verbosity=0, **options)
+disabled = functools.partial(initialized, "O1", enabled=False)
 
 
 def for_the_next_fold():
-    other, optimizer = at_level("O2")
+    other, optimizer = initialized("O2")
     loss_of(other, optimizer)
     return amp.initialize(other, optimizer, opt_level="O1", verbosity=0)
 
@@ -267,11 +255,8 @@ def loss_of(model, optimizer):
 
 LATER = {
     "disabled": disabled,
-    "O0": lambda: at_level("O0"),
-    "O1": lambda: at_level("O1"),
-    "O3": lambda: at_level("O3"),
-    "O5": lambda: at_level("O5"),
     "next fold": for_the_next_fold,
+    **{level: functools.partial(initialized, level) for level in ("O0", "O1", "O3", "O5")},
 }
 
 
@@ -293,15 +278,22 @@ def test_the_same_model_in_every_fold_of_a_cross_validation(level):
     """Each fold is as in a process of its own, and so is a training beside them."""
     beside = Run("O2", 1).initialize()
     moments = beside.moments()
-    model, start = net(0), copy.deepcopy(net(0).state_dict())
+    model, begun = net(0), copy.deepcopy(net(0).state_dict())
     for _ in range(3):
         fold = Run(level, 0, model).initialize()
-        model.load_state_dict(start)
+        model.load_state_dict(begun)
         own = fold.moments()
         while advance(own, "stepped"):
             advance(moments, "stepped")
         assert same(fold.results(), alone(level, 0))
     assert same(beside.results(), alone("O2", 1))
+
+
+def take_over(fresh, run):
+    """Load what a run would save."""
+    fresh.model.load_state_dict(run.model.state_dict())
+    fresh.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    return fresh
 
 
 CHANGES = [("O0", "O1"), ("O1", "O2"), ("O2", "O5"), ("O5", "O3"), ("O3", "O4"), ("O2", "O1")]
@@ -310,10 +302,7 @@ CHANGES = [("O0", "O1"), ("O1", "O2"), ("O2", "O5"), ("O5", "O3"), ("O3", "O4"),
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_initialised_again_at_another_level_is_saved_and_loaded_there(before, after):
     run = Run(before, 0).initialize().train(2)
-    fresh = Run(after, 0)
-    fresh.model.load_state_dict(run.model.state_dict())
-    fresh.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-    fresh.initialize().train()
+    fresh = take_over(Run(after, 0), run).initialize().train()
     run.level = after
     run.initialize().train()
     assert same(run.results(), fresh.results())
@@ -324,11 +313,7 @@ def test_initialised_again_at_another_level_is_saved_and_loaded_there(before, af
 
 def plain_twin(run):
     """A model and an optimizer that amp has never seen, with the values of ``run``."""
-    twin = Run("O0", run.seed)
-    twin.model.load_state_dict(run.model.state_dict())
-    state = copy.deepcopy(run.optimizer.state_dict())
-    twin.optimizer.load_state_dict(state)
-    return twin
+    return take_over(Run("O0", run.seed), run)
 
 
 def train_plainly(run):

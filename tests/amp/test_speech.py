@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from apex import amp
 from apex.amp import _speech
-from tests.amp.levels import poison, start
+from tests.amp.levels import start
+from tests.amp.training import scaled_backward
 
 SCRIPT = """
 import logging, sys, torch
@@ -60,9 +60,7 @@ def test_only_rank_0_speaks(monkeypatch, capsys, is_rank0):
     monkeypatch.setattr(_speech, "logger", logging.Logger("apex.amp"))  # without pytest's handlers
     monkeypatch.setattr(_speech, "is_rank0", lambda: is_rank0)
     model, optimizer = start("O1", nn.Linear(2, 2), verbosity=2)
-    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-        scaled.backward()
-        poison(model)
+    scaled_backward(model(torch.full((1, 2), torch.nan)).sum(), optimizer)
     optimizer.step()
     text = capsys.readouterr().out
     for line in ("Selected optimization level", "Float->Half (linear)", "Gradient overflow"):

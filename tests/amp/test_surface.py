@@ -14,7 +14,8 @@ from apex import amp
 from apex.amp import handle, opt, scaler
 from apex.amp.frontend import Properties, opt_levels
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
-from tests.amp.levels import start
+from tests.amp.levels import cast, start
+from tests.amp.training import scaled_backward
 
 SIGNATURES = {
     amp.initialize: "models, optimizers=None, enabled=True, opt_level='O1', cast_model_type=None, "
@@ -120,15 +121,9 @@ def test_names_in_the_package_itself():
 
 
 def test_blank_properties():
-    assert Properties().options == {
-        "enabled": False,
-        "opt_level": None,
-        "cast_model_type": None,
-        "patch_torch_functions": False,
-        "keep_batchnorm_fp32": None,
-        "master_weights": None,
-        "loss_scale": 1.0,
-    }
+    unset = ("opt_level", "cast_model_type", "keep_batchnorm_fp32", "master_weights")
+    others = {"enabled": False, "patch_torch_functions": False, "loss_scale": 1.0}
+    assert Properties().options == {**dict.fromkeys(unset), **others}
 
 
 WRONG = (RuntimeError, AssertionError, ValueError, TypeError)
@@ -183,11 +178,9 @@ def test_hard_override_stores_what_it_warns_of(monkeypatch):
 
 
 def test_none_means_the_levels_own_and_false_is_an_override():
-    model = amp.initialize(nn.Linear(2, 2), opt_level="O2", master_weights=None, verbosity=0)
+    cast("O2", nn.Linear(2, 2), master_weights=None)
     assert amp._amp_state.opt_properties.master_weights is True
-    model = amp.initialize(
-        nn.Linear(2, 2), opt_level="O2", master_weights=False, cast_model_type=False, verbosity=0
-    )
+    model = cast("O2", nn.Linear(2, 2), master_weights=False, cast_model_type=False)
     assert amp._amp_state.opt_properties.master_weights is False
     assert model.weight.dtype == torch.float32
 
@@ -211,12 +204,8 @@ def test_lists_are_lists_of_the_original_length():
         ("torch", "CASTS"): 16,
         ("torch", "SEQUENCE_CASTS"): 2,
     }
-    assert set(tensor_overrides.FP32_FUNCS) - set(torch_overrides.FP32_FUNCS) == {
-        "__ipow__",
-        "__pow__",
-        "__rpow__",
-        "cpu",
-    }
+    own = set(tensor_overrides.FP32_FUNCS) - set(torch_overrides.FP32_FUNCS)
+    assert own == {"__ipow__", "__pow__", "__rpow__", "cpu"}
 
 
 def test_the_tensor_lists_are_a_snapshot():
@@ -234,9 +223,7 @@ def test_two_overflows_before_a_step_are_one_line_with_the_scale_then(caplog):
     model, optimizer = start("O1", nn.Linear(2, 2), verbosity=1)
     caplog.set_level("INFO")
     for _ in range(2):
-        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
-            scaled.backward()
-            model.weight.grad.fill_(math.inf)
+        scaled_backward(model(torch.full((1, 2), math.inf)).float().sum(), optimizer)
     assert "Gradient overflow" not in caplog.text  # spoken when the step is skipped
     optimizer.step()
     lines = [line for line in caplog.messages if "Gradient overflow" in line]

@@ -8,29 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.amp.levels import start
-from tests.amp.training import batches, net, same
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_weight_unfrozen_later_steps_on_unscaled_gradients(level):
-    model = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    model.weight.requires_grad_(False)
-    model, optimizer = start(level, model, lr=1.0, loss_scale=64.0)
-    model.weight.requires_grad_(True)
-    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert model.state_dict()["weight"].tolist() == [[-1.0, -1.0]]
+from tests.amp.levels import start, train_step
+from tests.amp.training import backward, batches, copies, net, same, scaled_backward
 
 
 def test_the_counter_of_a_static_scale_stands_still():
     model, optimizer = start("O2", nn.Linear(2, 2), loss_scale=2.0)
     for _ in range(3):
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        train_step(model, optimizer, torch.ones(1, 2))
         amp._amp_state.loss_scalers[0].update_scale()  # as programs do that check by themselves
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}}
 
@@ -52,8 +37,7 @@ def test_a_weight_used_twice_gets_the_gradients_of_both_uses():
         F.linear(F.linear(x.half(), half), half).float().sum().backward()
     for _ in range(2):  # the second pass has no stale cast to meet
         optimizer.zero_grad()
-        with amp.scale_loss(model(x).float().sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(x).float().sum(), optimizer)
         assert torch.equal(model.weight.grad, by_hand.grad)
 
 
@@ -61,9 +45,7 @@ def test_a_weight_used_twice_gets_the_gradients_of_both_uses():
 def test_no_gpu_and_no_cudnn_is_needed(level):
     with torch.backends.cudnn.flags(enabled=False):
         model, optimizer = start(level, nn.Linear(2, 2))
-        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        train_step(model, optimizer, torch.ones(1, 2))
     assert model.weight.device.type == "cpu"
 
 
@@ -126,17 +108,6 @@ def test_a_model_on_two_devices(poisoned):
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == expected
 
 
-@pytest.fixture
-def _group():
-    distributed = torch.distributed
-    if not distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    store = distributed.HashStore()
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_accumulation_with_gradients_that_are_views_of_ddps_buckets(level):
@@ -146,10 +117,9 @@ def test_accumulation_with_gradients_that_are_views_of_ddps_buckets(level):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
         for _ in range(2):
             optimizer.zero_grad()
-            for x, y in batches(3):
-                with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-                    scaled.backward()
+            for batch in batches(3):
+                backward(model, optimizer, batch)
             optimizer.step()
-        ends.append([p.detach().clone() for p in amp.master_params(optimizer)])
+        ends.append(copies(amp.master_params(optimizer)))
         amp.reset()
     assert same(*ends)

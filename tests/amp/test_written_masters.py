@@ -9,7 +9,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from apex import amp
 from apex.amp.gradients import masters
-from tests.amp.training import HALF, MASTERED
+from tests.amp.training import HALF, MASTERED, scaled_backward
 
 CAST = list(HALF)
 VALUE = 0.3  # of weights at first; 0.6 and 1.2 are exact doubles of it in every dtype
@@ -28,8 +28,7 @@ def start(level, make=still):
 
 def step(model, optimizer):
     optimizer.zero_grad()
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as loss:
-        loss.backward()
+    scaled_backward(model(torch.ones(1, 4)).sum(), optimizer)
     optimizer.step()
 
 
@@ -219,15 +218,13 @@ def test_a_gradient_that_the_program_keeps_is_not_overwritten(level, hold):
     model, optimizer = start(level)
     step(model, optimizer)  # the first one compares all values and keeps no memory
     optimizer.zero_grad()
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as loss:
-        loss.backward()
+    scaled_backward(model(torch.ones(1, 4)).sum(), optimizer)
     (master,) = amp.master_params(optimizer)
     take, read = HOLDS[hold]
     kept = take(master.grad)
     optimizer.step()
     optimizer.zero_grad()
-    with amp.scale_loss(model(torch.full((1, 4), 3.0)).sum(), optimizer) as loss:
-        loss.backward()
+    scaled_backward(model(torch.full((1, 4), 3.0)).sum(), optimizer)
     assert read(kept).flatten().tolist() == [1.0] * 4
     assert torch.equal(master.grad, torch.full((1, 4), 3.0))
 
@@ -264,8 +261,7 @@ def test_masters_of_one_of_two_optimizers_that_were_handed_out():
         torch.nn.init.constant_(layer.weight, VALUE)
     optimizers = [still(layer.parameters()) for layer in layers]
     amp.initialize(model, optimizers, opt_level="O2", loss_scale=8.0, verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizers) as loss:
-        loss.backward()
+    scaled_backward(model(torch.ones(1, 4)).sum(), optimizers)
     for one in optimizers:
         one.step()
     before = output(model)

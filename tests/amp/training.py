@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 from unittest import mock
 
 import torch
@@ -32,6 +33,22 @@ def batches(count, seed=1):
     for _ in range(count):
         x = torch.randn(8, 1, 6, 6, generator=generator)
         yield x, torch.randint(0, 5, (8,), generator=generator)
+
+
+def scaled_backward(loss, optimizers, **options):
+    with amp.scale_loss(loss, optimizers, **options) as scaled:
+        scaled.backward()
+
+
+def sgd(params, lr=0.1, **options):
+    return torch.optim.SGD(params, lr=lr, **options)
+
+
+def initialized(level, make=sgd, **options):
+    """The net and an optimizer of its parameters, initialised."""
+    model = net()
+    optimizer = make(model.parameters())
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
 def backward(model, optimizer, batch, spoil=None, **options):
@@ -125,8 +142,7 @@ def row(level, make=torch.optim.SGD, count=1, lr=1.0, **options):
 
 
 def block(model, optimizers, x=1.0, **options):
-    with amp.scale_loss(model(torch.full((1, 2), x)).sum(), optimizers, **options) as scaled:
-        scaled.backward()
+    scaled_backward(model(torch.full((1, 2), x)).sum(), optimizers, **options)
 
 
 def value(model):
@@ -148,6 +164,14 @@ def grads_of(optimizer):
 
 def copies(tensors):
     return [tensor.detach().clone() for tensor in tensors]
+
+
+def reloaded(value, weights_only=False):
+    """What a file holds that ``value`` was saved to."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def scale_now():
