@@ -216,7 +216,7 @@ HOLDS = {  # what the program keeps, and how it reads that
 @mastered
 def test_a_gradient_that_the_program_keeps_is_not_overwritten(level, hold):
     model, optimizer = start(level)
-    step(model, optimizer)  # the first one compares all values and keeps no memory
+    step(model, optimizer)
     optimizer.zero_grad()
     scaled_backward(model(torch.ones(1, 4)).sum(), optimizer)
     (master,) = amp.master_params(optimizer)
@@ -236,7 +236,7 @@ def test_a_gradient_that_nobody_keeps_gives_its_memory_to_the_next_pass(level, m
     model, optimizer = start(level)
     for _ in range(5):
         step(model, optimizer)
-    assert len(made) == 2  # the first step compares all values and keeps no memory
+    assert len(made) == 1
 
 
 def test_a_master_whose_weight_left_the_groups_is_still_looked_at():
@@ -296,3 +296,41 @@ def test_a_write_through_data_before_the_first_step_is_kept():
     model.weight.data.fill_(2.0)
     step(model, optimizer)
     assert output(model) == 8.0
+
+
+class Replaces(torch.optim.SGD):
+    """Gives every parameter other memory in each step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = param.data - group["lr"] * param.grad
+
+
+def test_memory_that_a_step_has_freed_and_the_program_gets_again():
+    model = torch.nn.Linear(300, 300, bias=False)
+    optimizer = Replaces(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    (master,) = optimizer.param_groups[0]["params"]
+    for number in range(1, 9):
+        scaled_backward(model(torch.ones(2, 300)).mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        master.data = torch.full((300, 300), float(number))
+        model(torch.ones(1, 300))
+        assert (model.weight == number).all()
+
+
+def test_a_master_of_a_late_group_is_noted():
+    layers = [torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = still(layers[0].parameters())
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    model.state_dict()  # makes a float32 value of the second, too
+    with torch.no_grad():
+        layers[1].weight.fill_(0.5)
+        optimizer.add_param_group({"params": [layers[1].weight]})
+        layers[1].weight.fill_(0.5 + 2.0**-11)  # no warning: the master was not written
+    output(model)
+    assert (optimizer.param_groups[1]["params"][0] == 0.5 + 2.0**-11).all()

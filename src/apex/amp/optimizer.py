@@ -346,7 +346,7 @@ class OptimizerState:
 
     def _after_step(self, *, copied: bool) -> None:
         if copied:  # by the step itself
-            self.params.note_write()
+            self.params.note()
         elif self.params.weights:
             self.params.write()
         self.ledger.after_step()

@@ -42,11 +42,13 @@ def ceilings(device: torch.device) -> dict[str, float]:
         ``flops fp32``, ``flops fp16``, ``flops bf16``, on a GPU ``flops fp32 TF32``, and ``bytes``,
         read and written: each per second.
     """
+    is_on = cpu_float16.is_on()
     with _fp32("ieee"):
         found = {f"flops {name}": _flops(dtype, device) for name, dtype in DTYPES.items()}
     if device.type == "cuda":
         with _fp32("tf32"):
             found["flops fp32 TF32"] = _flops(torch.float32, device)
+    cpu_float16.switch(on=is_on)
     found["bytes"] = 1e9 * copy_gb_s(device, COPIES)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # GiB that this process would keep from those that train

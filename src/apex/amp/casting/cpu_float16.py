@@ -9,7 +9,8 @@ The kernels here stand under dispatch key ``CPU``, below autograd, so they serve
 backward pass and what autograd saves stays float16. They widen the operands, call torch's own
 kernel, and round its result. What is not float16 is passed on to torch's kernel unchanged.
 Recurrent layers are taken whole, above autograd: states between time steps stay float32, and
-float32 is saved for the backward pass.
+float32 is saved for the backward pass. In ``inference_mode`` and in forward-mode derivatives torch
+decomposes them, and each product rounds.
 
 Registered once in a process and never taken off: torch frees a kernel that is taken off, even while
 another thread runs it. :func:`switch` has all of them pass their calls on.
@@ -25,6 +26,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from apex.amp.casting.dispatcher import skip_frames
 
@@ -107,9 +109,8 @@ def _register(library: Any, name: str) -> None:
     make = _recurrent_kernel if overload else _attention_kernel if is_attention else _product_kernel
     kernel = make(call)
     skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
-    library.impl(name, kernel, "CPU", with_keyset=True)
-    if overload:  # else torch would take CPU's for one without derivative
-        library.impl(name, kernel, "AutogradCPU", with_keyset=True)
+    # Under CPU torch.export would take a recurrent layer for an operator without decomposition.
+    library.impl(name, kernel, "AutogradCPU" if overload else "CPU", with_keyset=True)
 
 
 def _product_kernel(call: _Kernel) -> _Kernel:
@@ -151,10 +152,11 @@ def _recurrent_kernel(call: _Kernel) -> _Kernel:
     half = torch.float16
 
     def kernel(keys: Any, first: torch.Tensor, *rest: Any) -> Any:
-        if first.dtype is not half or not _is_on:
+        if first.dtype is not half or not _is_on or forward_ad._current_level >= 0:
             return call(keys, first, *rest)
-        lists = [value for value in rest if isinstance(value, (list, tuple))]
-        if any(tensor.dtype is not half for tensors in lists for tensor in tensors):
+        lists = [value if isinstance(value, (list, tuple)) else [value] for value in rest]
+        others = [t for values in lists for t in values if isinstance(t, torch.Tensor)]
+        if any(tensor.is_floating_point() and tensor.dtype is not half for tensor in others):
             return call(keys, first, *rest)  # torch's own error
         return _rounded(call(keys, first.float(), *map(_wide, rest)))
 

@@ -110,6 +110,7 @@ class Master:
             master.data = weight.detach().to(master.dtype)
         elif master.device != weight.device:
             master.data = master.data.to(weight.device)
+            table.changes += 1
         master.copy_(self.value_for(weight, within=within))
 
     @torch.no_grad()
@@ -125,7 +126,7 @@ class MasterTable:
     """The masters of all 16-bit weights in the process, found from the weight or the master.
 
     Attributes:
-        changes: Counts masters that were added or dropped.
+        changes: Counts masters that were added, dropped or moved to another device.
     """
 
     def __init__(self) -> None:
@@ -211,10 +212,10 @@ class Pairs:
         versions = list(map(_VERSION, weights)), list(map(_VERSION, tensors))
         return versions[0], _addresses(weights), versions[1], _addresses(tensors)
 
-    def note(self, now: tuple[Any, ...] | None = None) -> None:
+    def note(self) -> None:
         """Note that every weight is its rounded master now."""
         global _newest  # noqa: PLW0603
-        self._seen = now or self._now()
+        self._seen = self._now()
         for master, noted in zip(self.masters, zip(*self._seen, strict=True), strict=True):
             master.noted = noted
         self._number = _newest = next(_numbers)
@@ -253,7 +254,6 @@ class Pairs:
                 is_weight_written |= compare and not counts_as_written
                 if is_weight_written and (master.is_stepped or is_written):
                     _take_over(weight, master, both=is_written)
-                    self._kept = None  # the weight may be on another device now
                 elif is_weight_written:
                     table.pop(weight)
                 elif counts_as_written:
@@ -272,14 +272,7 @@ class Pairs:
         if self.weights:
             with torch.no_grad():
                 torch._foreach_copy_(self.weights, self.tensors)
-            self.note_write()
-
-    def note_write(self) -> None:
-        """Note that amp has rounded the masters into the weights, whose memory was seen before."""
-        if not self._seen:
-            return self.note()
-        versions = list(map(_VERSION, self.weights)), list(map(_VERSION, self.tensors))
-        return self.note((versions[0], self._seen[1], versions[1], self._seen[3]))
+            self.note()
 
     def for_kernel(self) -> dict[torch.Tensor, torch.Tensor]:
         """Weights that the kernel of a step can write, by their masters: all, or none."""
@@ -339,7 +332,7 @@ class Pairs:
         if _compat.storage_use_count is None:
             return [_empty_float32(grad) for grad in grads]
         kept = self._kept
-        if kept is None or kept.masters != masters or not kept.are_free():
+        if kept is None or not kept.fits(masters):
             kept = self._kept = _Kept(grads, masters)
         if len(kept.tensors) == len(grads):
             return list(kept.tensors)
@@ -532,7 +525,8 @@ class _Kept:
     """
 
     def __init__(self, grads: Sequence[torch.Tensor], masters: Sequence[Master]) -> None:
-        self.masters = masters  # whose gradients, the larger ones too
+        self._masters = masters  # whose gradients, the larger ones too
+        self._changes = table.changes
         self.is_small = [grad.numel() <= _MOST_KEPT for grad in grads]
         both = zip(grads, self.is_small, strict=True)
         self.tensors = [_empty_float32(grad) for grad, is_small in both if is_small]
@@ -547,9 +541,10 @@ class _Kept:
         owners = *in_python, list(map(count, tensors)), list(map(_compat.storage_use_count, in_c))
         return *owners, _addresses(tensors), list(map(_REQUIRES_GRAD, tensors))
 
-    def are_free(self) -> bool:
-        """Whether nothing else holds them."""
-        return self._state() == self._at_first
+    def fits(self, masters: Sequence[Master]) -> bool:
+        """Whether they are gradients of ``masters`` where these are now, and nothing holds them."""
+        is_same = self._changes == table.changes and self._masters == masters
+        return is_same and self._state() == self._at_first
 
 
 def _empty_float32(grad: torch.Tensor) -> torch.Tensor:

@@ -74,9 +74,10 @@ class Parameters(Pairs):
                 weight = table.weight_of(param) if self._use_masters else None
                 target = param if weight is None else weight
                 if self._use_masters and target.dtype in HALF_TYPES:
-                    if table.get(target) is None:
-                        new.append(target)
+                    before = table.get(target)
                     params[index] = self._master_of(target, full)
+                    if table.get(target) is not before:
+                        new.append(target)
                 else:
                     params[index] = target
                 stepped.append(params[index])
