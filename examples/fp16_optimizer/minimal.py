@@ -27,7 +27,7 @@ def train(
     for step in progress(steps):
         optimizer.zero_grad()
         loss = F.mse_loss(model(x).float(), y)
-        optimizer.backward(loss)  # in the place of loss.backward()
+        optimizer.backward(loss)  # instead of loss.backward()
         optimizer.step()
         if step in (steps[0], steps[-1]):
             print(f"step {step}: loss {loss.item()}")

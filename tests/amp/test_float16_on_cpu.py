@@ -184,7 +184,10 @@ def flat(value):
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")  # of torch, in float32
-@pytest.mark.skipif(cpu_float16.has_float16_instructions(), reason="this CPU needs it in float16")
+@pytest.mark.skipif(
+    cpu_float16.has_float16_instructions(),
+    reason="torch's own kernels run on a CPU with float16 instructions",
+)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_recurrent_layer_is_the_float32_one_rounded_once(name, packed):
@@ -334,8 +337,8 @@ def test_off_gives_torchs_own_numbers():
 # -- the process ----------------------------------------------------------------------------------
 
 
-def run_program(text):
-    program = [sys.executable, "-W", "error", "-c", textwrap.dedent(text)]
+def run_program(text, *words):
+    program = [sys.executable, "-W", "error", "-c", textwrap.dedent(text), *words]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -367,12 +370,12 @@ def test_with_float16_instructions_torchs_products_stay():
 
 
 THREADS = """
-    import threading, time
+    import sys, threading, time
     import torch
     from torch import nn
     from apex import amp
     torch.set_num_threads(1)
-    end = time.monotonic() + 1
+    end = time.monotonic() + float(sys.argv[1])
     counts = [0, 0, 0]
     def train(number, dtype):
         model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 4)).to(dtype)
@@ -396,8 +399,9 @@ THREADS = """
 """
 
 
-def test_initialize_and_reset_beside_threads_that_train():
-    assert min(map(int, run_program(THREADS))) > 1
+@pytest.mark.parametrize("seconds", [1, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_initialize_and_reset_beside_threads_that_train(seconds):
+    assert min(map(int, run_program(THREADS, str(seconds)))) > 1
 
 
 def test_off_hands_gradients_of_convolutions_to_torch(monkeypatch):
@@ -423,9 +427,14 @@ def test_torch_export_still_decomposes_recurrent_layers():
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch.func.jvp
 def test_a_recurrent_layer_in_forward_mode_and_with_other_types():
     on()
-    layer = nn.GRU(4, 5).half()
+    lstm, gru = nn.LSTM(4, 5).half(), nn.GRU(4, 5).half()
     x = torch.randn(3, 2, 4).half()
-    out, tangent = torch.func.jvp(lambda x: layer(x)[0], (x,), (torch.ones_like(x),))
+    out, tangent = torch.func.jvp(lambda x: lstm(x)[0], (x,), (torch.ones_like(x),))
     assert out.dtype == tangent.dtype == torch.float16
-    with pytest.raises((RuntimeError, ValueError)):
-        layer(x, torch.zeros(1, 2, 5, dtype=torch.float64))
+    with pytest.raises((RuntimeError, ValueError), match="dtype|type"):
+        gru(x, torch.zeros(1, 2, 5))
+
+
+def test_on_for_a_module_without_weights():
+    cast("O1", nn.ReLU())
+    assert cpu_float16.is_on()

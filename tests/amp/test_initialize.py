@@ -210,7 +210,9 @@ def test_a_cast_model_that_was_converted_back_says_what_to_do():
     assert torch.equal(model[1].weight, before)
     cast("O2", model)
     model.float()
-    with pytest.raises(RuntimeError, match=r"forward of Sequential: .*Call amp.reset\(\) in the"):
+    with pytest.raises(
+        RuntimeError, match=r"forward of Sequential: .*Call amp.reset\(\) instead of"
+    ):
         model(torch.ones(2, 4))
     amp.reset()
     assert model(torch.ones(2, 4)).dtype == torch.float32

@@ -208,7 +208,6 @@ HOLDS = {  # what the program keeps, and how it reads that
     "another's": (in_another, lambda other: other.grad),
     "numpy": (torch.Tensor.numpy, torch.as_tensor),
     "storage": (torch.Tensor.untyped_storage, lambda storage: torch.empty(0).set_(storage)),
-    "shared": (lambda grad: grad.share_memory_().detach(), lambda grad: grad),
 }
 
 
@@ -237,6 +236,17 @@ def test_a_gradient_that_nobody_keeps_gives_its_memory_to_the_next_pass(level, m
     for _ in range(5):
         step(model, optimizer)
     assert len(made) == 1
+
+
+def test_a_gradient_shared_with_another_process_is_left_to_it():
+    model, optimizer = start("O2")
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaled_backward(model(torch.ones(1, 4)).sum(), optimizer)
+        (master,) = amp.master_params(optimizer)
+        assert not master.grad.is_shared()
+        master.grad.share_memory_()
+        optimizer.step()
 
 
 def test_a_master_whose_weight_left_the_groups_is_still_looked_at():

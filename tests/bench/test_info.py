@@ -267,9 +267,7 @@ def test_a_clone_of_nvidia_s_apex_in_the_current_folder_shadows(tmp_path, monkey
     found = installs.look()
     assert found.shadowed
     assert found.packages[0].project == installs.NVIDIA
-    assert found.advice[0].startswith(
-        f"{tmp_path / 'apex'} (NVIDIA's Apex) is imported in the place"
-    )
+    assert found.advice[0].startswith(f"{tmp_path / 'apex'} (NVIDIA's Apex) is imported instead of")
 
 
 def test_a_package_behind_ours_is_harmless(tmp_path):

@@ -116,7 +116,7 @@ def _raising(*args):
 
 
 def _plant(monkeypatch, tmp_path, kernel, was, becomes):
-    """Put a kernel with a changed line in the place of the kernel of that name."""
+    """Put a kernel with a changed line instead of the kernel of that name."""
     module = pytest.importorskip(f"apex.kernels.{kernel}")
     source = pathlib.Path(module.__file__).read_text(encoding="utf-8")
     assert was in source

@@ -312,7 +312,7 @@ def test_a_backward_that_is_not_the_optimizers_is_seen():
     model, optimizer = start()
     before = [p.clone() for p in model.parameters()]
     loss_of(model).backward()
-    with pytest.raises(RuntimeError, match=r"Call optimizer.backward\(loss\) in the place of"):
+    with pytest.raises(RuntimeError, match=r"Call optimizer.backward\(loss\) instead of"):
         optimizer.step()
     assert_equal(model.parameters(), before)
     with pytest.raises(TypeError, match="loss was a float"):

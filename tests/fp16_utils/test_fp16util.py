@@ -307,7 +307,7 @@ def test_lists_that_do_not_fit(copy, flat):
 
 def test_a_list_in_another_order():
     params, masters = prep_param_lists(mixed())
-    match = r"a master of shape \[4, 3\] in the place of \[5\]"
+    match = r"a master of shape \[4, 3\] instead of \[5\]"
     with pytest.raises(ValueError, match=match):
         master_params_to_model_params(params[::-1], masters)
 

@@ -232,7 +232,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     params = [param for model in model_list for param in model.parameters()]
     newest = _build(training, model_list, params, optimizer_list, cast_model_outputs)
     if properties.casts_anything:
-        cpu_float16.begin(properties.half_dtype, {param.device.type for param in params})
+        devices = {param.device.type for param in params} or state.device_types()
+        cpu_float16.begin(properties.half_dtype, devices)
     if newest is None:
         state.disable_for_thread()
     else:

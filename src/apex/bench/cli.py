@@ -50,7 +50,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "info": Command("apex.bench.info", "what is installed here and which code path runs it"),
-    "bench": Command("apex.bench.command", "what each precision level costs and gives"),
+    "bench": Command("apex.bench.command", "time, memory and accuracy of each precision level"),
     "bench compare": Command("apex.bench.compare", "what got slower between two results files"),
     "bench plot": Command("apex.bench.plot_command", "the plots of earlier results, or of several"),
     "bench kernels": Command(

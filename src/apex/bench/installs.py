@@ -141,7 +141,7 @@ def _package_advice(others: Iterable[Package]) -> list[str]:
     return [
         f"{other.where} ({other.project}) "
         + (
-            "is imported in the place of this one if Python starts in this folder: start Python "
+            "is imported instead of this one if Python starts in this folder: start Python "
             "elsewhere, or rename it, uninstall it, or remove it from PYTHONPATH"
             if other.wins
             else "could be imported, too, but this one comes first: uninstall it if you do not "

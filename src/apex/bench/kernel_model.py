@@ -1,7 +1,7 @@
 """What can be computed for a GPU that is not here: a model, and never a time.
 
 An operation runs through Triton's own JIT, with the kernels compiled for the GPU asked for and a
-driver that computes nothing in the place of the GPU's: it counts the launches, and from registers
+driver that computes nothing instead of the GPU's: it counts the launches, and from registers
 and shared memory of the compiled code follows how many programs fit on a multiprocessor at once.
 The tensors are on the CPU; what torch's own functions would launch beside our kernels is not
 counted.

@@ -29,7 +29,7 @@ FEATURES = 256  # of the narrow side of dense layers
 HEADS = 16
 HEAD = 64  # channels of an attention head
 SCALE = HEAD**-0.5
-MASKED = -10000.0  # what the softmaxes put in the place of a masked logit
+MASKED = -10000.0  # what the softmaxes put instead of a masked logit
 
 Tensor = torch.Tensor
 Sets = dict[str, Callable[[bool], Shapes]]

@@ -119,8 +119,8 @@ class FP16_Optimizer(WrappedOptimizer):
         self._skipped = 0  # steps in a row
         self._params = MasterGroups([], [], [])
         self._params.add_new(init_optimizer)
-        for param in self.all_fp16_params:
-            cpu_float16.begin(param.dtype, [param.device.type])
+        halves = [param for param in self.all_fp16_params if param.dtype == torch.float16]
+        cpu_float16.begin(torch.float16, {param.device.type for param in halves})
         self.maybe_print(
             f"FP16_Optimizer: {len(self.all_fp16_params)} parameters of 16 bits with float32 "
             f"masters; {len(self.all_fp32_from_fp32_params)} others need none."

@@ -358,7 +358,7 @@ def _check_lists(
     wrong = f"{len(found)} masters, and {len(shapes)} are needed"
     if len(found) == len(shapes):
         pairs = zip(found, shapes, strict=True)
-        wrong = next(f"a master of shape {a} in the place of {b}" for a, b in pairs if a != b)
+        wrong = next(f"a master of shape {a} instead of {b}" for a, b in pairs if a != b)
     raise ValueError(
         f"{name}: the masters do not fit the {len(params)} model parameters: {wrong} "
         f"(flat_master={flat}). Pass the two lists of prep_param_lists and its flat_master."

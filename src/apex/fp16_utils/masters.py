@@ -184,7 +184,7 @@ class MasterGroups:
         if any(param.grad is not None and master.grad is None for param, master in both):
             raise RuntimeError(
                 "FP16_Optimizer: step() was called before gradients were copied to the masters. "
-                "Call optimizer.backward(loss) in the place of loss.backward(); or scale the loss "
+                "Call optimizer.backward(loss) instead of loss.backward(); or scale the loss "
                 "by optimizer.loss_scale and call optimizer.update_master_grads() afterwards."
             )
 

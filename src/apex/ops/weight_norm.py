@@ -23,7 +23,7 @@ def norm_except(v: torch.Tensor, dim: int | None = 0) -> torch.Tensor:
         dim: The dimension to keep, negative from the last one; None for a single norm.
 
     Returns:
-        The shape of ``v`` with ones in the place of the other dimensions; 0-dim with None. float64
+        The shape of ``v`` with ones instead of the other dimensions; 0-dim with None. float64
         for float64, else float32.
 
     Raises:

@@ -215,7 +215,7 @@ class FusedOptimizer(StatefulOptimizer):
             noop: One-element tensor; the step is skipped if it is not 0.
             write_grads: Whether the gradients are left multiplied by ``factor``.
             copies: 16-bit weights that also get the new values, by parameter.
-            grads: Gradients in the place of ``param.grad``, by parameter.
+            grads: Gradients instead of ``param.grad``, by parameter.
         """
         if noop is not None and not _runtime.waits(noop.device):
             if noop.item():

@@ -97,7 +97,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
-        """The groups with masters in the place of parameters that have them by now."""
+        """The groups with masters instead of parameters that have them by now."""
         self._follow_written()
         return [
             {**group, "params": [self._so_far(param) for param in group["params"]]}

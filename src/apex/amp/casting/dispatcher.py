@@ -74,7 +74,7 @@ _COMPOSED_ON_CPU = (
 
 def only_apexs(device: str) -> set[str]:
     """Names of the functions that Apex's lists cast on ``device`` and torch's do not."""
-    names = _FLOAT_EVERYWHERE + " cpu"
+    names = _FLOAT_EVERYWHERE + " cpu"  # Tensor.cpu is on Apex's float list
     if device == "cpu":
         names = f"{names} {_FLOAT_ON_CPU} {_PROMOTE_ON_CPU} {_COMPOSED_ON_CPU} addmv addr mv"
     return {name.partition(".")[0] for name in names.split()} - _of_torch

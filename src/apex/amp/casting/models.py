@@ -199,7 +199,7 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
     raise RuntimeError(
         f"forward of {type(model).__name__}: amp.initialize cast its weights to 16 bits, and none "
         "of them is 16-bit any more. Something like model.float() converted them, while amp still "
-        "casts the inputs. Call amp.reset() in the place of model.float(): it gives every model "
+        "casts the inputs. Call amp.reset() instead of model.float(): it gives every model "
         "its float32 weights back and removes the casts. For another level call amp.initialize "
         "again."
     )

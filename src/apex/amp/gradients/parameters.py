@@ -65,7 +65,7 @@ class Parameters(Pairs):
     @torch.no_grad()
     def _replace(self, full: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Give all 16-bit weights in the groups masters, and remember what is there."""
-        stepped, targets, new = [], [], []
+        stepped, targets = [], []
         for group in self.groups():
             if not isinstance(group["params"], list):
                 group["params"] = list(group["params"])
@@ -74,16 +74,14 @@ class Parameters(Pairs):
                 weight = table.weight_of(param) if self._use_masters else None
                 target = param if weight is None else weight
                 if self._use_masters and target.dtype in HALF_TYPES:
-                    before = table.get(target)
                     params[index] = self._master_of(target, full)
-                    if table.get(target) is not before:
-                        new.append(target)
                 else:
                     params[index] = target
                 stepped.append(params[index])
                 targets.append(target)
-        Pairs(new, [master for weight in new if (master := table.get(weight))]).note()
         self._remember(stepped, targets)
+        new = [(weight, master) for weight, _, master in self._rows if master.noted[0] is None]
+        Pairs([weight for weight, _ in new], [master for _, master in new]).note()
         self._changed()
 
     def sync(self, full: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:

@@ -29,7 +29,7 @@ class OldStep(FusedOptimizer):
 
         Args:
             closure: Evaluates the loss again.
-            grads: Gradients in the place of the parameters' own: an iterable for the only group, or
+            grads: Gradients instead of the parameters' own: an iterable for the only group, or
                 a list for each group. ``None`` entries stand for the parameter's own.
             output_params: 16-bit tensors that get the new values too, in the same form.
             scale: What the gradients are divided by.
