@@ -9,8 +9,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 import apex
+from apex import _compat
 
 SRC = pathlib.Path(apex.__file__).parent
 ABOVE_OPS = {  # packages for users: each may use the operations, and its own files
@@ -33,7 +36,8 @@ ALLOWED = {  # package -> other packages it may import
     "bench": {"amp", "kernels", "ops", "fp16_utils", *ABOVE_OPS},
     **{name: {"ops"} for name in ABOVE_OPS},
     "contrib": {"ops", "optimizers", "normalization"},  # the same under older names
-    "optimizers": {"fp16_utils", "ops"},  # FP16_Optimizer, under its name of 2019
+    # FP16_Optimizer, under its name of 2019; attributes by which subclasses step by themselves
+    "optimizers": {"fp16_utils", "multi_tensor_apply", "ops"},
     "transformer": {"contrib", "normalization", "ops"},  # its norms are theirs, marked
     "parallel": {"amp", "ops"},  # the wrapper sends masters to all ranks
 }
@@ -126,6 +130,41 @@ def test_no_two_names_differ_only_in_case():
     for folder in {file.parent for file in _files()}:
         names = [path.name.lower() for path in folder.iterdir()]
         assert len(names) == len(set(names)), folder
+
+
+ON_A_CPU = ("CPU", "SparseCPU", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+
+
+def _only_on_cuda(call):
+    """The overloads of torch's that a call may take, if none of them has a kernel on a CPU."""
+    given = {word.arg for word in call.keywords} - {None}
+    found = []
+    if not (ast.unparse(call.func).startswith("torch.") or hasattr(torch.Tensor, call.func.attr)):
+        return []
+    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{call.func.attr}"):
+        name = f"{schema.name}.{schema.overload_name}".rstrip(".")
+        positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+        named = {argument.name for argument in schema.arguments} - set(positional[: len(call.args)])
+        needed = {argument.name for argument in schema.arguments if argument.is_out}
+        fits = needed <= given <= named and len(call.args) <= len(positional)
+        if fits and torch._C._dispatch_has_kernel(name):
+            found.append(name)
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if any(has(name, key) for name in found for key in ON_A_CPU):
+        return []
+    return [name.removeprefix("aten::") for name in found]
+
+
+def test_what_only_cuda_has_is_listed_and_newer_names_are_asked_for_in_one_file():
+    found = {}
+    for file in [*_files(), *(SRC.parent / "extension_modules").glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                for overload in _only_on_cuda(node):
+                    found.setdefault(overload, set()).add(file.name)
+    assert found.keys() == _compat.CUDA_ONLY.keys()
+    newer = {name for name, release in _compat.CUDA_ONLY.items() if TorchVersion(release) > "2.9"}
+    assert {name: found[name] for name in newer} == dict.fromkeys(newer, {"_compat.py"})
 
 
 def _modules():

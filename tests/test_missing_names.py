@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import apex
+import apex.contrib.multihead_attn
 import apex.contrib.optimizers
 from apex import _missing
 from apex._compat import IS_2_13
@@ -25,7 +26,7 @@ TABLE = {**_missing.NOT_YET, **_missing.OUT_OF_SCOPE}
 
 FMHA = (
     f"apex.contrib.fmha is not in apex {apex.__version__} yet; "
-    "use torch.nn.attention.varlen.varlen_attn"
+    "use torch.nn.attention.varlen.varlen_attn (torch 2.9 lacks it)"
 )
 PYPROF = f"apex.pyprof is not in apex {apex.__version__}; use torch.profiler"
 
@@ -155,6 +156,7 @@ def test_pickles_of_missing_classes():
         ("apex.nonsense", "module 'apex' has no attribute 'nonsense'"),
         ("apex.contrib.nonsense", "module 'apex.contrib' has no attribute 'nonsense'"),
         ("import mlp_cuda_nonsense", "No module named 'mlp_cuda_nonsense'"),
+        ("import fused_adam_cuda", "No module named 'fused_adam_cuda'"),  # see _missing
     ],
 )
 def test_other_names_have_pythons_own_errors(statement, text):

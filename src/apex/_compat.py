@@ -2,7 +2,7 @@
 
 Written for the oldest supported release; what a newer one has is asked for here alone, with the
 release that has it. "2.13" means: 2.13 has it and 2.9 does not. Releases between them take the way
-of 2.9, which works in both.
+of 2.9, which works in both. "2.10" means 2.10 itself.
 """
 
 from typing import Any
@@ -10,7 +10,19 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
+IS_2_10 = TorchVersion(torch.__version__) >= "2.10"
 IS_2_13 = TorchVersion(torch.__version__) >= "2.13"
+
+# What is called of torch's and has a kernel on CUDA alone, not on a CPU -> the release it needs.
+CUDA_ONLY = {
+    "addmm.dtype_out": "2.10",  # before: sum and products in one dtype
+    "batch_norm_backward_elemt": "2.9",
+    "batch_norm_backward_reduce": "2.9",
+    "batch_norm_elemt": "2.9",
+    "batch_norm_stats": "2.9",
+    "mm.dtype": "2.9",
+    "record_stream": "2.9",
+}
 
 # 2.13: Dynamo traces torch.set_autocast_enabled and torch.set_autocast_dtype. torch.autocast it
 # traces in 2.9 too.
@@ -22,6 +34,11 @@ def is_compiling() -> bool:
     if torch.compiler.is_compiling():
         return True
     return not IS_2_13 and torch._guards.TracingContext.try_get() is not None
+
+
+def add_wide_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``total += a @ b`` on CUDA, of 16-bit tensors into float32; only if ``IS_2_10``."""
+    torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def cpu_capabilities() -> dict[str, Any] | None:

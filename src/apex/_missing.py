@@ -17,7 +17,8 @@ statement                               error                         who raises
 
 ``hasattr`` returns False and ``importlib.util.find_spec`` returns None for these names, as usual in
 Python, because programs check before they import. Names that are not in the table get Python's own
-errors. So do missing modules at the top level (``mlp_cuda``).
+errors. So do missing modules at the top level. ``fused_adam_cuda`` stays one of them: fairseq takes
+it, if it can be imported, before ``apex.optimizers.FusedAdam``, and calls it once for each tensor.
 """
 
 import sys
@@ -33,7 +34,7 @@ NOT_YET = {
     "apex.contrib.bottleneck": "torch.nn.Conv2d and torch.nn.BatchNorm2d with torch.compile",
     "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and torch.nn.ReLU with torch.compile",
     "apex.contrib.cudnn_gbn": "torch.nn.SyncBatchNorm",
-    "apex.contrib.fmha": "torch.nn.attention.varlen.varlen_attn",
+    "apex.contrib.fmha": "torch.nn.attention.varlen.varlen_attn (torch 2.9 lacks it)",
     "apex.contrib.groupbn": "torch.nn.BatchNorm2d or torch.nn.SyncBatchNorm, with "
     "model.to(memory_format=torch.channels_last)",
     "apex.contrib.optimizers.distributed_fused_adam": "torch.distributed.fsdp.fully_shard with "
@@ -42,6 +43,18 @@ NOT_YET = {
     "torch.optim.AdamW(fused=True)",
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
 }
+
+# Modules of 2020 with the autograd functions inside of the two layers.
+_ENCDEC_FUNCTIONS = (
+    "apex.contrib.multihead_attn.encdec_multihead_attn_func",
+    "apex.contrib.multihead_attn.fast_encdec_multihead_attn_func",
+    "apex.contrib.multihead_attn.fast_encdec_multihead_attn_norm_add_func",
+)
+_SELF_FUNCTIONS = (
+    "apex.contrib.multihead_attn.fast_self_multihead_attn_func",
+    "apex.contrib.multihead_attn.fast_self_multihead_attn_norm_add_func",
+    "apex.contrib.multihead_attn.self_multihead_attn_func",
+)
 
 OUT_OF_SCOPE = {
     "apex.amp.__version__": "apex.__version__",
@@ -55,6 +68,8 @@ OUT_OF_SCOPE = {
     "apex.amp.utils": "torch.autocast",
     "apex.amp.wrap": "torch.autocast",
     "apex.contrib.gpu_direct_storage": "torch.cuda.gds",
+    **dict.fromkeys(_ENCDEC_FUNCTIONS, "apex.contrib.multihead_attn.EncdecMultiheadAttn"),
+    **dict.fromkeys(_SELF_FUNCTIONS, "apex.contrib.multihead_attn.SelfMultiheadAttn"),
     "apex.contrib.nccl_allocator": "torch.cuda.MemPool and torch.cuda.use_mem_pool",
     "apex.contrib.openfold_triton": "torch.nn.functional.scaled_dot_product_attention and "
     "torch.compile",

@@ -5,15 +5,8 @@ import torch
 
 from apex import amp
 from apex.amp.gradients import overflow
+from tests.amp.levels import autocast_state
 from tests.amp.training import Delayed
-
-
-def _autocast_state():
-    return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-    )
 
 
 @pytest.fixture
@@ -46,8 +39,8 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _reset():
-    before = _autocast_state()
+    before = autocast_state()
     yield
     amp.reset()
     assert torch.is_autocast_enabled("cpu") is False
-    assert _autocast_state() == before
+    assert autocast_state() == before

@@ -39,6 +39,14 @@ def product():
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
+def autocast_state():
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
 def assert_same(left, right):
     """Assert that two sequences of tensors have equal types and bits."""
     for one, other in zip(left, right, strict=True):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from apex import amp
 from apex.amp.casting import state as casts
 from tests.amp import levels
-from tests.amp.levels import HALF, LEVELS, MODEL, assert_same, product, train_step
+from tests.amp.levels import HALF, LEVELS, MODEL, assert_same, autocast_state, product, train_step
 from tests.amp.training import scaled_backward
 
 
@@ -82,13 +82,7 @@ def assert_at(level, model, x=None):
 
 
 def state():
-    return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-        casts.current(),
-        len(casts.thread.forwards),
-    )
+    return *autocast_state(), casts.current(), len(casts.thread.forwards)
 
 
 def in_thread(function):
@@ -422,12 +416,12 @@ def test_initialize_in_torchs_autocast_block_is_refused_where_the_thread_casts(l
     ("level", "enabled"), [*((level, False) for level in LEVELS), ("O0", True), ("O2", True)]
 )
 def test_initialize_in_torchs_autocast_block_leaves_it_alone(level, enabled):
-    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    before = autocast_state()[:2]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
         model, _ = start(level)
         if enabled:
             assert product() == torch.bfloat16
-    assert before == (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    assert autocast_state()[:2] == before
     assert product() == torch.float32
     assert_at(level, model)
     start("O0")

@@ -18,6 +18,7 @@ from tests.amp.training import (
     initialized,
     row,
     same,
+    step,
     value,
 )
 from tests.amp.training import backward as one_pass
@@ -52,8 +53,7 @@ def test_a_batch_that_the_program_drops(level, how):
         model.weight.grad = None
     else:
         model.zero_grad(set_to_none=how == "zero_grad")
-    block(model, optimizer)
-    optimizer.step()
+    step(model, optimizer)
     assert value(model) == [-1.0, -1.0]
 
 
@@ -72,7 +72,7 @@ def test_an_overflow_goes_with_the_batch_that_the_program_drops(level, by_model)
 def test_scaled_gradients_of_the_model_are_gone_when_the_next_forward_begins():
     model, optimizer = row("O2")
     block(model, optimizer)
-    assert model.weight.grad.flatten().tolist() == [8.0, 8.0]  # scaled, to be read, as ever
+    assert model.weight.grad.flatten().tolist() == [8.0, 8.0]  # still scaled
     left = weakref.ref(model.weight.grad)
     optimizer.step()
     model.zero_grad()
@@ -89,8 +89,7 @@ def test_an_idle_optimizer_does_not_collect_passes_without_end(monkeypatch):
     model, busy, idle = row("O1", count=2, **DYNAMIC)
     for _ in range(10):
         model.zero_grad()
-        block(model, busy)
-        busy.step()
+        step(model, busy)
     assert len(idle._amp_stash.ledger.passes) == 4
 
 
@@ -121,7 +120,6 @@ def test_zeros_in_one_of_two_edited_gradients_drop_nothing():
     block(model, optimizer)
     layers[0].weight.grad.zero_()
     layers[1].weight.grad.mul_(1.0)
-    block(model, optimizer)
-    optimizer.step()
+    step(model, optimizer)
     assert layers[0].weight.tolist() == [[-1.0, -1.0], [-1.0, -1.0]]
     assert layers[1].weight.tolist() == [[-3.0, -3.0]]

@@ -24,6 +24,7 @@ from tests.amp.training import (
     train,
     value,
 )
+from tests.tolerance import assert_one_rounding
 
 
 def of_masters(optimizer, *args):
@@ -37,6 +38,39 @@ def of_groups(optimizer, *args):
 
 def by_value(optimizer, limit):
     torch.nn.utils.clip_grad_value_(amp.master_params(optimizer), limit)
+
+
+class Conjugated(torch.nn.Module):
+    """Its gradient, 1, has the negative bit: the sign is not in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x):
+        number = torch.complex(torch.zeros(1), self.weight.float())
+        return x * (number.conj() * 1j).real
+
+
+@pytest.mark.parametrize("clip", [amp.clip_grad_norm_, amp.clip_grad_value_])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_gradients_with_the_negative_bit(level, clip):
+    """Accumulated over three passes, and clipped to 1."""
+    model = Conjugated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    scale = 128.0 if level in ("O1", "O2") else None
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=scale, verbosity=0
+    )
+    for _ in range(3):
+        with amp.scale_loss(model(torch.ones(1)).sum(), optimizer) as scaled:
+            scaled.backward()
+    (weight,) = amp.master_params(optimizer)
+    assert weight.grad.item() == 3.0
+    clip(optimizer, 1.0)
+    assert_one_rounding(weight.grad.resolve_neg(), torch.ones(1, dtype=torch.float64))
+    optimizer.step()
+    assert_one_rounding(weight.detach(), torch.tensor([0.375], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("overflow", [False, True])

@@ -28,6 +28,7 @@ from tests.amp.training import (
     same,
     scaled_backward,
     spoil,
+    step,
     value,
 )
 from tests.tolerance import CLIPPED, assert_close_to_largest
@@ -193,8 +194,7 @@ def test_a_second_pass_finds_the_first_one_clipped(fused):
     with on("reference"):
         block(model, optimizer, 3.0)
         amp.clip_grad_norm_(optimizer, 1.0)
-        block(model, optimizer)
-        optimizer.step()
+        step(model, optimizer)
     expected = torch.full((1, 2), -(0.5**0.5) - 1.0)
     assert_close_to_largest(model.weight.detach(), expected, CLIPPED)
 
@@ -215,8 +215,7 @@ def test_step_pre_hooks_see_unscaled_gradients(level):
 
     model, optimizer = one(level, fused_step=True)
     optimizer.register_step_pre_hook(clamp)
-    block(model, optimizer)
-    optimizer.step()
+    step(model, optimizer)
     assert value(model) == [-0.25, -0.25]
 
 
@@ -341,8 +340,7 @@ def test_after_a_fused_step_passes_find_no_old_gradients(level, limit):
 def test_a_fused_step_frees_the_gradients_taken_or_skipped():
     model, optimizer = one("O1", fused_step=True)
     for x in (1.0, torch.inf):
-        block(model, optimizer, x)
-        optimizer.step()
+        step(model, optimizer, x)
         assert amp.stepped(optimizer) == (x == 1.0)
         assert grads_of(optimizer) == [None]
 
@@ -402,8 +400,7 @@ def test_masters_of_the_optimizers_own_give_way(fused):
         )
     before = model.weight.detach().clone()
     with on("reference"):
-        block(model, optimizer)
-        optimizer.step()
+        step(model, optimizer)
     assert not torch.equal(model.weight, before)
     assert torch.equal(model.weight, next(iter(amp.master_params(optimizer))).half())
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from apex import amp
 from apex.ops import _runtime
-from tests.amp.training import MASTERED, block, row, scaled_backward, value
+from tests.amp.training import MASTERED, block, row, scaled_backward, step, value
 
 mastered = pytest.mark.parametrize("level", MASTERED)
 
@@ -83,14 +83,12 @@ def test_an_optimizer_whose_model_was_initialised_without_it_is_refused(first, s
         pass
     with pytest.raises(RuntimeError, match="Pass both optimizers"):
         one.step()
-    block(model, two)
-    two.step()
+    step(model, two)
     assert value(model) == [-1.0, -1.0]
     amp.initialize(model, [one, two], opt_level=second, loss_scale=8.0, verbosity=0)
     for optimizer in (one, two):
         optimizer.zero_grad()
-        block(model, optimizer)
-        optimizer.step()
+        step(model, optimizer)
     assert value(model) == [-3.0, -3.0]
 
 
@@ -100,8 +98,7 @@ def test_without_masters_two_calls_add_up():
     amp.initialize(model, two, opt_level="O1", loss_scale=8.0, verbosity=0)
     for optimizer in (one, two):
         optimizer.zero_grad()
-        block(model, optimizer)
-        optimizer.step()
+        step(model, optimizer)
     assert value(model) == [-2.0, -2.0]
 
 

@@ -78,3 +78,13 @@ def test_an_lstm_trains_on_every_cpu():
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_apexs_float32_list_has_kernels_once_something_casts_to_float16():
+    def has_kernel():
+        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::gelu", "AutocastCPU")
+
+    cast("O4", nn.Linear(2, 2))
+    assert not has_kernel()
+    cast("O1", nn.Linear(2, 2))
+    assert has_kernel()

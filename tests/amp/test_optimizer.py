@@ -24,6 +24,7 @@ from tests.amp.training import (
     same,
     scaled_backward,
     sgd,
+    step,
     train,
     value,
 )
@@ -215,8 +216,7 @@ def test_masters_that_come_back_to_their_group_are_trained(level):
     listed = list(group["params"])
     for params in ([torch.nn.Parameter(torch.ones(1))], listed):
         group["params"][:] = params
-        block(model, optimizer)
-        optimizer.step()
+        step(model, optimizer)
         assert (value(model) == [-1.0, -1.0]) == (params is listed)
         optimizer.zero_grad()
         model.zero_grad()
@@ -239,8 +239,7 @@ def test_a_weight_put_into_a_group_in_anothers_place_gets_a_master():
     model, optimizer = row("O2")
     other = torch.nn.Parameter(model.weight.detach().clone())
     model.weight, optimizer.param_groups[0]["params"][0] = other, other
-    block(model, optimizer)
-    optimizer.step()
+    step(model, optimizer)
     assert optimizer.param_groups[0]["params"][0].dtype == torch.float32
     assert value(model) == [-1.0, -1.0]
 

@@ -8,7 +8,7 @@ import torch
 
 from apex import amp
 from apex.optimizers import FusedSGD
-from tests.amp.training import MASTERED, block, row, scaled_backward, value
+from tests.amp.training import MASTERED, block, row, scaled_backward, step, value
 
 mastered = pytest.mark.parametrize("level", MASTERED)
 
@@ -64,8 +64,7 @@ def test_no_optimizer_that_steps_its_groups_is_refused(level):
         for lr in (1.0, 0.0):
             model, optimizer = row(level, make, lr=lr)
             for _ in range(2):
-                block(model, optimizer)
-                optimizer.step()
+                step(model, optimizer)
             assert (value(model) == [0.0, 0.0]) == (lr == 0.0)
 
 
@@ -88,8 +87,7 @@ class Waiting(torch.optim.Optimizer):
 def some_steps(model, optimizer, count):
     for _ in range(count):
         optimizer.zero_grad()
-        block(model, optimizer)
-        optimizer.step()
+        step(model, optimizer)
 
 
 @mastered
@@ -217,8 +215,7 @@ def test_a_scheduler_of_the_optimizer_inside_of_a_wrapper_stays_silent(level):
     scheduler = torch.optim.lr_scheduler.ExponentialLR(outer.inner, 0.5)
     for x in (math.inf if level in ("O1", "O2") else 0.0, 1.0):
         outer.zero_grad()
-        block(model, outer, x)
-        outer.step()
+        step(model, outer, x)
         scheduler.step()  # a warning here would fail the test
     assert value(model) == [-0.5, -0.5]
 
@@ -226,9 +223,7 @@ def test_a_scheduler_of_the_optimizer_inside_of_a_wrapper_stays_silent(level):
 def test_a_warm_up_from_zero_may_take_more_steps_than_are_watched():
     model, optimizer = row("O2", ThroughData, lr=0.0)
     for _ in range(12):
-        block(model, optimizer)
-        optimizer.step()
+        step(model, optimizer)
     optimizer.param_groups[0]["lr"] = 1.0
-    block(model, optimizer)
-    optimizer.step()
+    step(model, optimizer)
     assert value(model) == [-1.0, -1.0]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.amp.levels import assert_same, start
+from tests.amp.levels import assert_same, autocast_state, start
 from tests.amp.training import scaled_backward
 
 
@@ -118,9 +118,7 @@ def process():
     return (
         set(keys("AutocastCPU")),
         {(space, name): value for space in spaces for name, value in vars(space).items()},
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
+        autocast_state(),
         dict(vars(amp._amp_state)),
     )
 

@@ -22,6 +22,7 @@ from tests.amp.training import (
     scale_now,
     scaled_backward,
     sgd,
+    step,
     train,
     value,
 )
@@ -68,14 +69,14 @@ def test_a_spoiled_gradient_skips_exactly_that_step(level, number, place, name):
         model.get_parameter(name).grad.view(-1)[place] = number
 
     model, optimizer, plain = start(level)
-    for step, batch in enumerate(batches(4)):
-        spoiled = spoil if step == 2 else None
+    for count, batch in enumerate(batches(4)):
+        spoiled = spoil if count == 2 else None
         before = copies(amp.master_params(optimizer))
         optimizer.zero_grad()
         backward(model, optimizer, batch, spoiled)
         optimizer.step()
-        assert plain.step(batch, spoil=spoiled) == amp.stepped(optimizer) == (step != 2)
-        assert same(before, amp.master_params(optimizer)) == (step == 2)
+        assert plain.step(batch, spoil=spoiled) == amp.stepped(optimizer) == (count != 2)
+        assert same(before, amp.master_params(optimizer)) == (count == 2)
         assert same(amp.master_params(optimizer), plain.params)
     assert scale_now() == plain.scale == 2.0**15
 
@@ -119,8 +120,7 @@ def test_dead_training_says_who_is_to_blame():
 def test_scale_never_reaches_zero():
     model, optimizer = row("O1", loss_scale="dynamic", max_skipped_steps=10**9)
     for _ in range(200):
-        block(model, optimizer, math.nan)
-        optimizer.step()
+        step(model, optimizer, math.nan)
     assert scale_now() == torch.finfo(torch.float32).tiny
 
 
@@ -129,8 +129,7 @@ def test_an_unbounded_scale_stays_finite():
     model, optimizer = row("O0", lr=0.0, loss_scale="dynamic", **options)
     for _ in range(20):
         optimizer.zero_grad()
-        block(model, optimizer, 1e-30)
-        optimizer.step()
+        step(model, optimizer, 1e-30)
     assert scale_now() == 2.0**127
 
 
@@ -234,8 +233,7 @@ def test_skipped_steps_are_counted_in_a_row():
     model, optimizer = row("O1", loss_scale="dynamic", max_skipped_steps=3)
     for x in (math.inf, math.inf, 1.0, math.inf, math.inf):
         optimizer.zero_grad()
-        block(model, optimizer, x)
-        optimizer.step()
+        step(model, optimizer, x)
     block(model, optimizer, math.inf)
     with pytest.raises(RuntimeError, match="3 steps in a row"):
         optimizer.step()

@@ -228,7 +228,7 @@ def test_a_thread_waits_while_another_registers_kernels(monkeypatch):
 
     def second():
         assert begun.wait(PATIENCE)
-        dispatcher.install()
+        dispatcher.install(torch.float16)
         ahead.set()
 
     monkeypatch.setattr(dispatcher, "_register", slow)

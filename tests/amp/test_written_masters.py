@@ -8,10 +8,11 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from apex import amp
-from apex.amp.gradients import masters
-from tests.amp.training import HALF, MASTERED, scaled_backward
+from apex.amp.gradients import kept
+from tests.amp.levels import MODEL
+from tests.amp.training import MASTERED, scaled_backward
 
-CAST = list(HALF)
+CAST = list(MODEL)
 VALUE = 0.3  # of weights at first; 0.6 and 1.2 are exact doubles of it in every dtype
 mastered = pytest.mark.parametrize("level", MASTERED)
 still = functools.partial(torch.optim.SGD, lr=0.0)
@@ -39,7 +40,7 @@ def output(model):
 
 def expected(level, value):
     """The output with all weights at the float32 ``value``."""
-    return 4 * torch.tensor(value).to(HALF[level]).float().item()
+    return 4 * torch.tensor(value).to(MODEL[level]).float().item()
 
 
 def in_place(master):
@@ -102,7 +103,7 @@ def test_both_written_alike_keep_the_master(level):
     wanted = master.clone()
     output(model)
     assert torch.equal(master, wanted)
-    assert torch.equal(model.weight, wanted.to(HALF[level]))
+    assert torch.equal(model.weight, wanted.to(MODEL[level]))
 
 
 @mastered
@@ -115,7 +116,7 @@ def test_both_written_differently_take_the_weight_and_warn(level):
     with pytest.warns(UserWarning, match=r"shape \[1, 4\].*were both written"):
         output(model)
     assert torch.equal(master, torch.tensor([[0.1, 0.25, 0.5, 1.0]]))
-    assert torch.equal(model.weight, master.to(HALF[level]))
+    assert torch.equal(model.weight, master.to(MODEL[level]))
 
 
 # -- entries of model.state_dict() ------------------------------------------------------------
@@ -136,7 +137,7 @@ def test_what_is_written_into_an_entry_is_loaded(level):
 def test_an_average_over_entries_of_a_copy_is_that_of_float32(level):
     model, optimizer = start(level)
     average = copy.deepcopy(model)
-    wanted = torch.full((1, 4), VALUE).to(HALF[level]).float()  # a copy begins with the weights
+    wanted = torch.full((1, 4), VALUE).to(MODEL[level]).float()  # a copy begins with the weights
     for number in range(200):
         with torch.no_grad():
             model.state_dict()["weight"].add_(0.01 * (number % 7))
@@ -146,7 +147,7 @@ def test_an_average_over_entries_of_a_copy_is_that_of_float32(level):
         wanted = 0.999 * wanted + 0.001 * model.state_dict()["weight"]
     assert torch.equal(average.state_dict()["weight"], wanted)
     output(average)
-    assert torch.equal(average.weight, wanted.to(HALF[level]))
+    assert torch.equal(average.weight, wanted.to(MODEL[level]))
 
 
 @pytest.mark.parametrize("level", CAST)
@@ -230,8 +231,8 @@ def test_a_gradient_that_the_program_keeps_is_not_overwritten(level, hold):
 
 @mastered
 def test_a_gradient_that_nobody_keeps_gives_its_memory_to_the_next_pass(level, monkeypatch):
-    made, own = [], masters._empty_float32
-    monkeypatch.setattr(masters, "_empty_float32", lambda grad: made.append(1) or own(grad))
+    made, own = [], kept._empty_float32
+    monkeypatch.setattr(kept, "_empty_float32", lambda grad: made.append(1) or own(grad))
     model, optimizer = start(level)
     for _ in range(5):
         step(model, optimizer)

@@ -11,11 +11,6 @@ from torch import nn
 
 from apex import amp
 
-HALF = {  # dtype of the weights; at O2 and O5 they have float32 masters
-    "O2": torch.float16,
-    "O3": torch.float16,
-    "O5": torch.bfloat16,
-}
 MASTERED = ["O2", "O5"]
 
 
@@ -143,6 +138,11 @@ def row(level, make=torch.optim.SGD, count=1, lr=1.0, **options):
 
 def block(model, optimizers, x=1.0, **options):
     scaled_backward(model(torch.full((1, 2), x)).sum(), optimizers, **options)
+
+
+def step(model, optimizer, x=1.0, **options):
+    block(model, optimizer, x, **options)
+    optimizer.step()
 
 
 def value(model):

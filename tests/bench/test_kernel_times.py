@@ -40,7 +40,7 @@ SETS = (  # of shapes, and what they are replaced by
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(kernel_rows, "WARM_UP", 1)
-    monkeypatch.setitem(layer_modes.COMPILE, "backend", "aot_eager")  # no C++ compiler's minutes
+    monkeypatch.setitem(layer_modes.COMPILE, "backend", "eager")  # no C++ compiler's minutes
     for sets, small in SETS:
         for name in sets:
             monkeypatch.setitem(sets, name, lambda full, small=small: small)

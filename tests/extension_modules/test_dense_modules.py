@@ -1,5 +1,6 @@
 """``mlp_cuda``, ``fused_dense_cuda``, ``fused_weight_gradient_mlp_cuda``: positional functions."""
 
+import contextlib
 import functools
 
 import fused_dense_cuda
@@ -8,10 +9,13 @@ import mlp_cuda
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import apex
+from apex import _compat
 from apex.fused_dense import FusedDenseFunc, FusedDenseGeluDenseFunc
 from apex.mlp import MlpFunction
+from apex.ops import dense
 from tests.tolerance import (
     PRODUCTS,
     TWO_LAYERS,
@@ -105,6 +109,48 @@ def test_weight_gradient_in_float32(dtype, leading):
     assert_close_in_rms(total, exact, PRODUCTS[wide])
     wgrad.wgrad_gemm_accum_fp32(x, dy.reshape(-1, 20), before)  # leading dimensions may differ
     assert torch.equal(before, total)
+
+
+class OnCuda(TorchFunctionMode):
+    """Says that tensors are on CUDA; of products it has those that a release of torch has there."""
+
+    def __init__(self, release):
+        super().__init__()
+        self._release, self.products = release, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func == torch.Tensor.is_cuda.__get__:
+            return True
+        to = kwargs.pop("out_dtype", None)
+        if to is None:
+            return func(*args, **kwargs)
+        self.products.append(func.__name__)
+        if self._release == "2.9" and len({tensor.dtype for tensor in args}) > 1:
+            raise RuntimeError("self and mat2 must have the same dtype")
+        return func(*(tensor.to(to) for tensor in args), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("release", "products"), [("2.9", ["mm"] * 3), ("2.10", ["addmm"]), (None, [])]
+)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_weight_gradient_in_slices(dtype, release, products, monkeypatch):
+    """As on CUDA with that release, and on a CPU: in slices where there is no one call for it."""
+    monkeypatch.setattr(dense, "SLICE", 7)
+    monkeypatch.setattr(_compat, "IS_2_10", release == "2.10")
+    monkeypatch.setattr(torch.version, "hip", None)
+    x, dy, total = (
+        torch.randn(200, 30).to(dtype),
+        torch.randn(200, 20).to(dtype),
+        torch.randn(20, 30),
+    )
+    exact = total.double() + dy.double().T @ x.double()
+    on_cuda = OnCuda(release)
+    with on_cuda if release else contextlib.nullcontext():
+        wgrad.wgrad_gemm_accum_fp32(x, dy, total)
+    assert on_cuda.products == products
+    assert_close_in_rms(total, exact, PRODUCTS[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from apex.fused_dense import FusedDense, FusedDenseFunc, FusedDenseGeluDense
+from apex.fused_dense import (
+    FusedDense,
+    FusedDenseFunc,
+    FusedDenseGeluDense,
+    dense_no_bias_function,
+    fused_dense_function,
+    fused_dense_gelu_dense_function,
+)
 from apex.fused_dense.fused_dense import _dense_no_bias, _fused_dense, _fused_dense_gelu_dense
 from tests.tolerance import PRODUCTS, assert_close_in_rms
 
@@ -66,6 +73,12 @@ def test_torchscript(make):
     file.seek(0)
     assert torch.equal(torch.jit.load(file)(x), module(x))
     assert torch.equal(torch.jit.trace(module, x)(x), module(x))
+
+
+def test_names_of_the_functions_in_2021():
+    assert fused_dense_function is _fused_dense
+    assert dense_no_bias_function is _dense_no_bias
+    assert fused_dense_gelu_dense_function is _fused_dense_gelu_dense
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")

@@ -3,7 +3,7 @@
 torch's ``FakeTensorMode`` has tensors on ``cuda:0`` and ``cuda:1`` with shapes and no memory. What
 it lacks has stand-ins here: the guards, streams and properties of devices, addresses, pinned
 memory, whether a CUDA graph is being captured, and Triton's driver, which notes launches and
-computes nothing (see launched.py). Noted as well are
+computes nothing and refuses what is too large for CUDA (see launched.py). Noted as well are
 
 * uploads: copies to a device from memory that is not pinned, which make the host wait and which a
   capture forbids; so are copies that index with a CPU tensor or a list, and
@@ -95,6 +95,7 @@ class Driver(Hopper):
 
         class Noting(Launcher):
             def __call__(self, x, y, z, stream, *args):
+                super().__call__(x, y, z, stream, *args)
                 tensors = [a for a in tree_leaves(args) if isinstance(a, torch.Tensor)]
                 where = sorted({str(tensor.device) for tensor in tensors})
                 log.launches.append((self.name, where, f"cuda:{devices.current}", stream))

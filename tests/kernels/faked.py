@@ -36,6 +36,7 @@ from apex.optimizers import (
 )
 from apex.parallel import LARC
 from tests.kernels.fake_cuda import fake_cuda
+from tests.kernels.planted import turned
 
 FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 SHAPES = ((9000,), (3, 5), (1,))
@@ -89,10 +90,25 @@ def of_several_dtypes(make):
     return lambda device: make(mixed(device)).step
 
 
-def in_groups(make):
+def in_groups(make, lrs, **attributes):
+    """``attributes`` as in :func:`stepped`."""
+
     def prepare(device):
-        groups = [{"params": parameters(device), "lr": 0.1 * number} for number in (1, 2, 3)]
-        return make(groups).step
+        optimizer = make([{"params": parameters(device), "lr": lr} for lr in lrs])
+        for name, value in attributes.items():
+            setattr(optimizer, name, torch.full((), value, device=device))
+        return optimizer.step
+
+    return prepare
+
+
+def with_gaps(make):
+    """One weight of several lies in memory with gaps: the others stay in the launch."""
+
+    def prepare(device):
+        odd = torch.nn.Parameter(torch.empty(6, 9, device=device)[:, ::2])
+        odd.grad = torch.empty_like(odd)
+        return make([odd, *parameters(device)]).step
 
     return prepare
 
@@ -116,7 +132,9 @@ def optimizers():
         yield name, stepped(make)
         yield f"{name}, scaled", stepped(make, HALF, **scaler)
         yield f"{name}, dtypes", of_several_dtypes(make)
-        yield f"{name}, groups", in_groups(make)
+        yield f"{name}, groups", in_groups(make, (0.1, 0.2, 0.3))
+        yield f"{name}, equal groups", in_groups(make, (0.1, 0.1, 0.1), **scaler)
+        yield f"{name}, gaps", with_gaps(make)
         yield f"{name}, devices", on_both_devices(make)
     for storage in ("low_bits", "kahan", "stochastic"):
         yield f"adam, {storage}", stepped(functools.partial(FusedAdam, storage=storage), BRAIN)
@@ -334,6 +352,7 @@ def tensors():
         yield name, norm(8192, 4096, HALF, False)
         yield f"{name}, from output", norm(8192, 4096, BRAIN, True)
         yield f"{name}, wide", norm(256, 65536, FLOAT, False)
+        yield f"{name}, very wide", norm(1, 3 * 2048 * 2048, HALF, False)
     yield "fast_layer_norm", fast_norm
     yield "group norm", group_norm
     yield "cross-entropy", cross_entropy(4096, 32000)
@@ -347,7 +366,7 @@ def tensors():
 
 
 def planted():
-    """Uploads and waits of every kind, a launch on the wrong device, and an abort."""
+    """Uploads and waits of every kind, launches on the wrong device or too large, and an abort."""
 
     def on_device(function):
         return lambda device: lambda: function(torch.empty(4, device=device))
@@ -370,6 +389,9 @@ def planted():
         on_device(lambda x: torch.zeros(3, pin_memory=True).to(x.device, **pageable)),
     )
     yield "planted: no guard", lambda device: lambda: unguarded(device)
+    yield "planted: grid", launching(copied, (1, 65536))
+    yield "planted: block", launching(copied, (1,), num_warps=64)
+    yield "planted: shared memory", launching(turned, (1,), BLOCK=256, num_warps=16)
     yield "planted: abort", on_device(lambda x: os.abort())
     yield "planted: nothing", kept
 
@@ -383,6 +405,19 @@ def kept(device):
 def copied(x_ptr, y_ptr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     tl.store(y_ptr + lanes, tl.load(x_ptr + lanes))
+
+
+def launching(kernel, grid, **options):
+    def prepare(device):
+        tensors = [torch.empty(65536, device=device) for _ in range(2)]
+
+        def call():
+            with torch.cuda.device(device):
+                kernel[grid](*tensors, **{"BLOCK": 8, **options})
+
+        return call
+
+    return prepare
 
 
 def unguarded(device):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import sys
 from collections.abc import Callable, Iterator
 
@@ -40,13 +41,21 @@ Named = tuple[str, Callable[[], object]]
 launched: list[str] = []
 
 
+LARGEST_GRID = (2**31 - 1, 65535, 65535)  # of CUDA
+
+
 class Launcher:
-    """Stands for the C function that Triton builds for each kernel."""
+    """Stands for the C function that Triton builds for each kernel.
+
+    It refuses a grid that CUDA refuses. Triton compares threads and shared memory with `Hopper`.
+    """
 
     def __init__(self, source, metadata):
         self.name = metadata.name
 
-    def __call__(self, *args):
+    def __call__(self, x, y, z, *args):
+        if any(map(operator.gt, (x, y, z), LARGEST_GRID)):
+            raise RuntimeError(f"{self.name}: grid {(x, y, z)}, allowed is {LARGEST_GRID}")
         launched.append(self.name)
 
 

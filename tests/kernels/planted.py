@@ -113,7 +113,10 @@ def cases(folder):
         folder, "twice", (LOAD, f"{LOAD}; tl.load(pointers[i] + offsets, volatile=True)")
     )
     yield "loaded twice", list_case(twice)
-    yield "not aligned", dataclasses.replace(list_case(multi_tensor, aligned=False), narrow={})
+    yield (
+        "not aligned",
+        dataclasses.replace(list_case(multi_tensor, unaligned=(0, 1, 2)), narrow={}),
+    )
     yield "too wide a claim", dataclasses.replace(sound, tile=2 * sound.tile)
     yield "undeclared read", dataclasses.replace(sound, reads=sound.reads[:1])
     yield "sound row", row_case()

@@ -20,10 +20,11 @@ import apex.kernels
 PLANTED = pathlib.Path(__file__).with_name("planted.py")
 SOURCE = pathlib.Path(apex.__file__).parent.parent
 TARGETS = [
-    pytest.param("sm_80", marks=pytest.mark.exhaustive),
-    "sm_90",
-    pytest.param("sm_100", marks=pytest.mark.exhaustive),
-    pytest.param("gfx942", marks=pytest.mark.exhaustive),
+    pytest.param(("sm_80", "every"), marks=pytest.mark.exhaustive),
+    ("sm_90",),
+    pytest.param(("sm_90", "every"), marks=pytest.mark.exhaustive),
+    pytest.param(("sm_100", "every"), marks=pytest.mark.exhaustive),
+    pytest.param(("gfx942", "every"), marks=pytest.mark.exhaustive),
 ]
 
 
@@ -40,18 +41,38 @@ def program(*words):
     return json.loads(done.stdout)
 
 
-def _compiled(target):
-    return program("-m", "apex", "kernels", "--json", "--target", target)["kernels"]
+# Cases in float16 whose like in bfloat16 is compiled are left out of the default suite: in what is
+# judged the two agreed in all 107 of them (sm_90).
+INSPECT = """
+import json, sys
+from dataclasses import asdict
+from apex.kernels import _inspect
+
+target, every = sys.argv[1], sys.argv[2:] == ["every"]
+cases = list(_inspect.cases())
+known = {(case.name, case.variant) for case in cases}
+chosen = [
+    case
+    for case in cases
+    if every or "fp16" not in case.variant
+    or (case.name, case.variant.replace("fp16", "bf16")) not in known
+]
+print(json.dumps([asdict(_inspect.inspect(case, target)) for case in chosen]))
+"""
+
+
+def _compiled(target, *every):
+    return program("-c", INSPECT, target, *every)
 
 
 def _only_spills(line):
     return len(line["problems"]) == 1 and "spilled" in line["problems"][0]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", TARGETS, ids=" ".join)
 def test_no_kernel_has_a_problem(target):
     """No spills; every tile moved by 128-bit accesses; nothing moved that need not be."""
-    found = _compiled(target)
+    found = _compiled(*target)
     assert found
     # With the pinned compiler none is spilled: 3.5 spills 16 bytes in one kernel, 3.8 spills 8.
     least = 0 if triton.__version__.startswith("3.7.") else 16
@@ -73,8 +94,10 @@ def test_the_main_path_of_lists_is_128_bits_wide():
     }
     # 1024 elements of 4 columns by 128 threads, 16 bytes each; 3 columns are written
     assert adam["fp32 fp32 fp32 fp32"] == ({"128": 8}, {"128": 6}, 28)
-    assert adam["fp16 fp16 fp32 fp32"] == ({"128": 6}, {"128": 5}, 22)
+    assert adam["bf16 bf16 fp32 fp32"] == ({"128": 6}, {"128": 5}, 22)
     assert adam["fp16 fp32 fp32 fp32 fp16 copies"] == ({"128": 7}, {"128": 7}, 28)
+    narrow = "fp16 fp16 fp32 fp32 gradients not aligned"
+    assert adam[narrow] == ({"128": 5, "16": 8}, {"128": 5}, 22)
 
 
 def test_as_many_warps_of_a_norms_backward_are_resident_as_its_launch_assumes():

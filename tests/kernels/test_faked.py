@@ -30,8 +30,11 @@ LAUNCHES = {
     **{f"{name}, scaled": number for name, number in OPTIMIZERS.items()},
     **{f"{name}, dtypes": 3 * number for name, number in OPTIMIZERS.items()},
     **{f"{name}, groups": 3 * number for name, number in OPTIMIZERS.items()},
+    **{f"{name}, gaps": number for name, number in OPTIMIZERS.items()},
     **{f"{name}, devices": 2 * number for name, number in OPTIMIZERS.items()},
     "lamb, groups": 2 + 3 * 3,
+    **{f"{name}, equal groups": number for name, number in OPTIMIZERS.items()},
+    "novograd, equal groups": 3 * 3,
     **dict.fromkeys(("adam, low_bits", "adam, kahan", "adam, stochastic", "adam, masters"), 1),
     "adam, clipped": 3,
     "adam, metered": 2,
@@ -52,9 +55,9 @@ LAUNCHES = {
     **dict.fromkeys(("clip", "clip, largest"), 3),
     "clip, dtypes": 9,
     **{  # one forward, two backward; a wide row's gradients of the weight are a pass of their own
-        f"{norm}{which}": 4 if which == ", wide" else 3
+        f"{norm}{which}": 4 if "wide" in which else 3
         for norm in ("layer norm", "rms norm")
-        for which in ("", ", from output", ", wide")
+        for which in ("", ", from output", ", wide", ", very wide")
     },
     "fast_layer_norm": 3,
     "group norm": 6,
@@ -151,6 +154,9 @@ PLANTED = {
     "planted: pinned": ("waits", "a blocking copy of (3,) to cuda:1"),
     "planted: freed": ("freed", 1),
     "planted: no guard": ("launches", ["copied", ["cuda:1"], "cuda:0", 0x1000]),
+    "planted: grid": ("error", "grid (1, 65536, 1), allowed is (2147483647, 65535, 65535)"),
+    "planted: block": ("error", "threads, Required: 2048, Hardware limit: 1024"),
+    "planted: shared memory": ("error", "shared memory, Required: 262144, Hardware limit: 232448"),
     "planted: abort": ("", ""),
     "planted: nothing": ("", ""),
 }
@@ -163,6 +169,9 @@ def test_what_is_planted_is_found(name, faked):
         assert faked[name].startswith("aborted with -6")
         return
     for number, call, noted in calls(faked[name]):
+        if kind == "error":
+            assert word in noted["error"], (number, call)
+            continue
         found = {key: noted[key] for key in ("uploads", "waits", "launches", "freed") if noted[key]}
         if kind == "freed" and "captured" not in call:
             assert found == {}

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tests.kernels.test_compiled import program
 
 LIST, SUMS = "list_kernel", "segment_kernel"
-GROUP_NORM = [f"group_norm_{part}" for part in ("sums", "stats", "forward")] + [
+GROUP_NORM = [f"group_norm_{part}" for part in ("moments", "stats", "forward")] + [
     f"group_norm_grad_{part}" for part in ("sums", "stats")
 ]
 CROSS_ENTROPY = [f"cross_entropy_{part}" for part in ("sums", "losses", "backward")]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apex.ops import adagrad, adam, cpu_fused, sgd
+from apex.ops import adagrad, adam, cpu_fused, novograd, sgd
 from apex.ops.storage import StepOptions
 from tests.optimizers.common import assert_pooled
 
@@ -15,6 +15,11 @@ ADAM = {
     "weight_decay": 0.1,
     "bias_correction": True,
     "step": 3,
+}
+NOVOGRAD = ADAM | {
+    "reg_inside_moment": False,
+    "grad_averaging": True,
+    "norm_type": 2,
 }
 SGD = {"lr": 0.05, "dampening": 0.1, "weight_decay": 0.1, "wd_after_momentum": False}
 
@@ -34,6 +39,15 @@ def adagrads():
     return adagrad, lambda columns, options: adagrad.adagrad_(columns, numbers, options)
 
 
+def novograds(**options):
+    numbers = novograd.NovoGrad(**NOVOGRAD | options)
+
+    def step(columns, options):
+        novograd.novograd_(columns, torch.full((len(SHAPES),), 0.5), numbers, options)
+
+    return novograd, step
+
+
 STEPS = {  # the module, its step, how many states
     "adam": (*adams(adam_w_mode=False), 2),
     "adamw": (*adams(adam_w_mode=True), 2),
@@ -41,6 +55,9 @@ STEPS = {  # the module, its step, how many states
     "momentum": (*sgds(momentum=0.9, nesterov=False), 1),
     "nesterov": (*sgds(momentum=0.9, nesterov=True), 1),
     "adagrad": (*adagrads(), 1),
+    "novograd": (*novograds(), 1),
+    "novograd, decay in the moment": (*novograds(reg_inside_moment=True), 1),
+    "novograd, whole gradients": (*novograds(grad_averaging=False), 1),
 }
 HALF = (torch.float16, torch.bfloat16)
 WIDE = torch.float32

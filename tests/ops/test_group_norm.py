@@ -325,6 +325,25 @@ def test_a_large_mean_does_not_cancel_the_variance():
     assert_close_in_rms(y, F.group_norm(x.double(), 4), 100 / 0.01)
 
 
+@NEEDS_TRITON
+@pytest.mark.parametrize("place", [0, 100, 132])
+def test_an_outlier_does_not_cancel_the_variance(place, monkeypatch):
+    """A marker, or a broken sensor; in one program and several, joined in one step and several."""
+    from apex.kernels import group_norm as kernels
+
+    monkeypatch.setattr(kernels, "TILE", 256)
+    x = torch.randn(1, 24, 7, 19)
+    x.flatten(2)[..., place] = 1e4
+    x, others = x.contiguous(memory_format=LAST), torch.arange(133) != place
+    exact = F.group_norm(x.double(), 3).flatten(2)[..., others]
+    for programs, joined in ((1, 1024), (1000, 1024), (1000, 8)):
+        monkeypatch.setattr(kernels, "PROGRAMS", programs)
+        monkeypatch.setattr(kernels, "JOINED", joined)
+        with _runtime.use("triton"):
+            y = group_norm(x, 3)
+        assert_close_in_rms(y.flatten(2)[..., others], exact, GROUP_NORM)
+
+
 @pytest.mark.exhaustive
 @NEEDS_TRITON
 @dtypes

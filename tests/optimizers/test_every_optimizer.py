@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import inspect
 import io
 import pickle
@@ -9,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp, optimizers
 from apex.contrib import optimizers as contrib
@@ -153,57 +155,91 @@ def test_copies_get_the_new_values(make, path):
 # -- memory layouts ------------------------------------------------------------------------------
 
 
-def transposed():
-    return torch.nn.Parameter(torch.randn(6, 9).t())
-
-
-def strided():
-    return torch.nn.Parameter(torch.randn(6, 9)[:, ::2])
-
-
-def channels_last():
-    return torch.nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
-
-
-def channels_last_3d():
-    return torch.nn.Parameter(torch.randn(2, 3, 4, 5, 2).to(memory_format=torch.channels_last_3d))
-
-
-LAYOUTS = [  # with the gradient's in the same one or contiguous; the first two for every optimizer
-    (strided, True),
-    (channels_last, False),
-    (strided, False),
-    (channels_last, True),
-    (transposed, False),
-    (channels_last_3d, False),
-]
-LAYOUT_CASES = [
-    (make, layout, contiguous)
-    for name, make in EVERY.items()
-    for layout, contiguous in LAYOUTS[: None if name == "FusedAdam" else 2]
+# Shape, strides of the weight, strides of its gradient; the first five in one order without gaps.
+LAYOUTS = [
+    ((7,), (1,), (1,)),
+    ((9, 6), (1, 9), (1, 9)),
+    ((4, 3, 5), (1, 20, 4), (1, 20, 4)),
+    ((3, 1, 4), (1, 7, 3), (1, 3, 3)),  # a dimension of one element may have any stride
+    ((2, 3, 4, 5), (60, 1, 15, 3), (60, 1, 15, 3)),
+    ((2, 3, 4, 5), (60, 1, 15, 3), (60, 20, 5, 1)),
+    ((9, 6), (1, 9), (6, 1)),
+    ((9, 5), (10, 2), (5, 1)),
+    ((9, 5), (10, 2), (10, 2)),
 ]
 
 
+@every
 @paths
-@pytest.mark.parametrize(("make", "layout", "grad_is_contiguous"), LAYOUT_CASES)
-def test_layouts(make, path, layout, grad_is_contiguous):
-    param = layout()
-    twin = torch.nn.Parameter(param.detach().contiguous())
-    odd, plain = make([param]), make([twin])
-    stride = param.stride()
+@pytest.mark.parametrize("chosen", [range(9), range(5, 9)], ids=["all", "odd"])
+def test_layouts(make, path, chosen, monkeypatch):
+    """Any strides; those in one order without gaps stay in one launch."""
+    layouts = [LAYOUTS[number] for number in chosen]
+    twins = parameters(shapes=[shape for shape, _, _ in layouts])
+    params = [
+        torch.nn.Parameter(_strided(twin.detach(), strides))
+        for twin, (_, strides, _) in zip(twins, layouts, strict=True)
+    ]
+    odd, plain = make(params), make(twins)
+    launched = []
+    if path == "triton":
+        kernels = importlib.import_module("apex.kernels.multi_tensor")
+        launch = kernels.launch
+
+        def noted(layout, tables, *args, **kwargs):
+            launched.append((layout.tensors, len(tables)))
+            return launch(layout, tables, *args, **kwargs)
+
+        monkeypatch.setattr(kernels, "launch", noted)
     for number in range(2):
-        give_grads([twin], number)
-        param.grad = twin.grad.clone() if grad_is_contiguous else _strided_as(twin.grad, param)
+        give_grads(twins, number)
+        for param, twin, (_, _, strides) in zip(params, twins, layouts, strict=True):
+            param.grad = _strided(twin.grad, strides)
         with on(path):
-            odd.step()
             plain.step()
-    assert param.stride() == stride
-    assert_one_rounding(param.detach(), twin.detach().double())
+            launched.clear()
+            odd.step()
+    steps = [tensors for tensors, columns in launched if columns > 1]
+    assert {*steps} == ({5} if path == "triton" and len(layouts) == 9 else set())
+    for param, twin, (_, strides, _) in zip(params, twins, layouts, strict=True):
+        assert param.stride() == strides
+        assert_one_rounding(param.detach(), twin.detach().double())
 
 
-def _strided_as(grad, param):
-    out = torch.empty_strided(param.shape, param.stride())
-    return out.copy_(grad)
+def _strided(values, strides):
+    return torch.empty_strided(values.shape, strides).copy_(values)
+
+
+def _negated(values):
+    """The same values with the negative bit: memory has the other signs, with gaps."""
+    return torch.complex(torch.zeros_like(values), -values).conj().imag
+
+
+@every
+@paths
+@pytest.mark.parametrize("shapes", [((4, 3), (1,)), ((1,), (1, 1))], ids=str)
+def test_gradients_with_the_negative_bit(make, path, shapes):
+    """One element is contiguous all the same. What is written has its sign, too."""
+    twins, params = (parameters(shapes=(*shapes, (5,))) for _ in range(2))
+    give_grads(twins, 0)
+    held = [_negated(twin.grad) for twin in twins[:-1]]
+    for param, grad in zip(params, [*held, twins[-1].grad.clone()], strict=True):
+        param.grad = grad
+    with on(path):
+        make(twins).step_scaled(0.5, write_grads=True)
+        make(params).step_scaled(0.5, write_grads=True)
+    assert all(grad.is_neg() for grad in held)
+    for param, twin in zip(params, twins, strict=True):
+        for found, wanted in ((param, twin), (param.grad, twin.grad)):
+            assert_one_rounding(found.detach().resolve_neg(), wanted.detach().double())
+
+
+@every
+def test_parameters_with_the_negative_bit_are_refused(make):
+    param = torch.nn.Parameter(_negated(torch.ones(1)))
+    with pytest.raises(RuntimeError, match=r"Make the parameter of `data.resolve_neg\(\)`"):
+        make([param])
+    make([torch.nn.Parameter(param.detach().resolve_neg())])
 
 
 # -- what surrounds a step -----------------------------------------------------------------------
@@ -310,6 +346,100 @@ def test_steps_on_a_device_without_memory(make, dtype):
         optimizer.step()
     del optimizer.grad_scale, optimizer.found_inf
     optimizer.step()
+
+
+# -- groups of equal numbers -----------------------------------------------------------------------
+
+
+class Functions(TorchDispatchMode):
+    """Counts functions of torch; views are nothing that a device runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def updates_of(optimizer):
+    """Record how many parameters each update steps from here on."""
+    found, update = [], optimizer._update
+
+    def recorded(group, bucket, options):
+        found.append(len(bucket.params))
+        update(group, bucket, options)
+
+    optimizer._update = recorded
+    return found
+
+
+@every
+@paths
+def test_groups_of_equal_numbers_are_stepped_together(make, path):
+    """As before, bit for bit; NovoGrad's groups have norms of their own."""
+    expected, params = parameters(), parameters()
+    lr = torch.tensor(0.05)  # is equal to itself only
+    rates = [0.03, lr, 0.03, lr, 0.05, 0.03]
+    alone = make([{"params": [p], "lr": rate} for p, rate in zip(expected, rates, strict=True)])
+    alone._joins_groups = False
+    optimizer = make([{"params": [p], "lr": rate} for p, rate in zip(params, rates, strict=True)])
+    optimizer.param_groups[2]["name"] = "a key of the program's own"
+    updates = updates_of(optimizer)
+    assert same(train(alone, expected, range(2), path), train(optimizer, params, range(2), path))
+    assert updates == 2 * ([1] * 6 if isinstance(optimizer, FusedNovoGrad) else [3, 2, 1])
+
+
+@every
+@pytest.mark.parametrize("lags", [False, True])
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_groups_that_have_counted_other_steps(make, path, lags):
+    """On the host they are stepped apart; a device's kernels read a step for each tensor."""
+    results = []
+    for joins in (False, True):
+        params = parameters()
+        optimizer = make([{"params": [param]} for param in params[:3]])
+        optimizer._joins_groups = optimizer._joins_groups and joins
+        updates = updates_of(optimizer)
+        for number in range(4):
+            give_grads(params, number)
+            if number == 2:
+                optimizer.add_param_group({"params": params[3:]})
+            with lagging_device(path) if lags and joins else on(path):
+                optimizer.step_scaled(0.5, torch.tensor(float(number == 1)))
+        results.append(values(params))
+        steps = [int(group["step"]) for group in optimizer.param_groups if "step" in group]
+        assert steps in ([], [3, 3, 3, 2])
+    assert same(*results)
+    if optimizer._joins_groups:
+        last = [3, 3] if steps and not lags else [6]
+        assert updates[-len(last) :] == last
+
+
+@pytest.mark.parametrize(
+    ("name", "lrs"), [("FusedAdam", "equal"), ("FusedAdam", "different"), ("FusedLAMB", "equal")]
+)
+def test_small_kernels_of_a_step_that_can_be_skipped(name, lrs, monkeypatch):
+    """As many for eight groups as for two: each would be a launch beside the kernels."""
+    kernels = pytest.importorskip("apex.kernels.multi_tensor")
+
+    def launched(layout, *_, sums=(), **__):
+        return torch.zeros(len(sums), layout.tensors) if sums else None
+
+    monkeypatch.setattr(kernels, "launch", launched)
+    found = []
+    for groups in (2, 8):
+        params = parameters(shapes=[(5,)] * 8)
+        each = [{"params": [*params[n::groups]], "lr": 0.1} for n in range(groups)]
+        for number, group in enumerate(each if lrs == "different" else ()):
+            group["lr"] = 0.1 + number
+        optimizer = EVERY[name](each)
+        give_grads(params, 0)
+        with lagging_device("triton"):
+            for _ in range(2):
+                with Functions() as functions:
+                    optimizer.step_scaled(torch.tensor(0.5), torch.tensor(0.0))
+        found.append(functions.count)
+    assert found[0] == found[1] <= 40
 
 
 # -- state that does not fit -----------------------------------------------------------------------

@@ -170,6 +170,13 @@ def test_a_file_of_nvidias_apex_loads():
     checkpoints.assert_equal(other.state_dict(), before)
 
 
+def test_flat_masters_are_refused():
+    _, optimizer = start()
+    assert not hasattr(optimizer, "fp32_groups_flat")
+    with pytest.raises(AttributeError, match="Use fp32_groups, a list of masters for each group"):
+        optimizer.fp32_groups_flat[0].zero_()
+
+
 def test_a_state_without_its_keys_changes_nothing():
     model, optimizer = start(dynamic_loss_scale=True)
     train(model, optimizer, range(2))

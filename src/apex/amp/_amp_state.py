@@ -16,6 +16,8 @@ import torch
 
 from apex.amp import _speech
 
+_NAMES = ("AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err")
+
 
 class AmpState:
     """Bag of attributes; those of a training appear with the first ``initialize``."""
@@ -25,40 +27,16 @@ class AmpState:
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
 
-    # The package attribute ``apex.amp._amp_state`` is this instance, so that after
-    # ``import apex.amp._amp_state as m`` these are what ``m.name`` finds.
-    @staticmethod
-    def warn_or_err(msg: str) -> None:
-        """See :func:`warn_or_err`."""
-        warn_or_err(msg)
-
-    @staticmethod
-    def maybe_print(msg: str, rank0: bool = False) -> None:
-        """See :func:`maybe_print`."""
-        maybe_print(msg, rank0)
-
-    @staticmethod
-    def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
-        """See :func:`master_params`."""
-        return master_params(optimizer)
-
-    @property
-    def _amp_state(self) -> AmpState:
-        return self
-
-    @property
-    def AmpState(self) -> type:  # the class's own name
-        """The class of this object."""
-        return type(self)
+    def __getattr__(self, name: str) -> Any:
+        # The package attribute ``apex.amp._amp_state`` is this instance, so that after
+        # ``import apex.amp._amp_state as m`` the names of the module are found here.
+        if name in _NAMES:
+            return globals()[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def forget(self) -> None:
         """Drop everything a training has left here."""
-        for name in (
-            "opt_properties",
-            "min_loss_scale",
-            "max_loss_scale",
-            "handle",
-        ):
+        for name in ("opt_properties", "min_loss_scale", "max_loss_scale", "handle"):
             self.__dict__.pop(name, None)
         self.forget_scalers()
 

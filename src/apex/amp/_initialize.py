@@ -43,15 +43,7 @@ def _initialize(
     num_losses: int = 1,
     cast_model_outputs: torch.dtype | None = None,
 ) -> Any:
-    """Run ``initialize`` with the options in ``properties``.
-
-    Args:
-        models: As for ``initialize``.
-        optimizers: As for ``initialize``.
-        properties: Options, with ``opt_level`` set.
-        num_losses: As for ``initialize``.
-        cast_model_outputs: As for ``initialize``.
-    """
+    """Run ``initialize`` with the options in ``properties``, which has a level."""
     options = dict(properties.options)
     if not properties.by_list:
         options["patch_torch_functions"] = None

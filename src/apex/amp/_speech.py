@@ -16,10 +16,9 @@ logger = logging.getLogger("apex.amp")
 
 def is_rank0() -> bool:
     """Whether this process is rank 0, or not part of a process group."""
-    distributed = getattr(torch, "distributed", None)
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return True
-    return bool(distributed.get_rank() == 0)
+    distributed = torch.distributed
+    has_group = distributed.is_available() and distributed.is_initialized()
+    return not has_group or distributed.get_rank() == 0
 
 
 def say(message: str, level: int = logging.INFO) -> None:

@@ -299,9 +299,9 @@ def _wanted(dtype: torch.dtype | None) -> Casts | None:
         options = getattr(_amp_state, "opt_properties", None)
         if state.thread.forwards or (options is not None and not options.casts_anything):
             return None  # inside a model of another level; or at O0, or disabled
-        dispatcher.install()
         casts = rules.casts_for(torch.float16 if options is None else options.half_dtype)
     if dtype is not None and dtype != casts.dtype:
         casts = Casts(dtype, casts.rules, casts.log)
+    dispatcher.install(casts.dtype)
     cpu_float16.begin(casts.dtype, state.device_types()[-1:])
     return casts

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from apex.amp._amp_state import _amp_state
-from apex.amp.optimizer import state_of, states
+from apex.amp.optimizer import state_of
 from apex.amp.scaler import HITS, LossScaler
-from apex.amp.training import Training, is_disabled
+from apex.amp.training import Training, is_disabled, managed
 
 _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 
@@ -77,9 +77,10 @@ def _newest(called: str) -> Training | None:
 
 def _others(newest: Training | None) -> list[Training]:
     """The trainings that are alive beside ``newest``."""
+    states = [optimizer._amp_stash for optimizer in list(managed)]
     found = {
         id(state.training): state.training
-        for state in states()
+        for state in states
         if state.training is not newest
         and not state.superseded
         and (newest is None or state.can_skip())

@@ -87,10 +87,8 @@ def check_groups(
 ) -> None:
     """Refuse groups that amp cannot step, or that have a weight twice, as itself or its master.
 
-    Args:
-        optimizer: The optimizer.
-        added: Groups that it is about to get as well, as ``add_param_group`` takes them.
-        call: Who was given them.
+    ``added`` are groups that the optimizer is about to get as well, as ``add_param_group`` takes
+    them. ``call`` is who was given them.
 
     Raises:
         TypeError: A group is no dict with tensors as its ``params``.
@@ -213,7 +211,10 @@ def refuse_copies(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) 
     It has none of the models' weights, but tensors of the same shapes as the trainable weights of
     one that no optimizer of the call has. Other tensors, such as a loss's, may well be alone.
     """
-    stepped = [list(map(_weight_of, _in_groups(optimizer))) for optimizer in optimizers]
+    stepped = [
+        [_weight_of(param) for group in optimizer.param_groups for param in group["params"]]
+        for optimizer in optimizers
+    ]
     known = {id(param) for model in models for param in model.parameters()}
     ids = {id(weight) for weights in stepped for weight in weights}
     for optimizer, weights in zip(optimizers, stepped, strict=True):
@@ -230,10 +231,6 @@ def refuse_copies(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) 
                     "of another copy, or masters that were copied. Make an optimizer of this "
                     "model's parameters(), and give it the old one's state by load_state_dict()."
                 )
-
-
-def _in_groups(optimizer: Any) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _weight_of(param: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,11 @@ from apex.amp.optimizer import state_of
 from apex.ops.columns import OWN_MEMORY, local
 
 
-def _collected(optimizer: Any) -> list[torch.Tensor]:
-    """The tensors that ``optimizer`` steps, with their gradients unscaled and in place."""
+def _collected(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """The tensors that ``optimizer`` steps, with their gradients unscaled and in place.
+
+    And the gradients, placed as their DTensors; ``None`` where no tensor is one.
+    """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"amp.clip_grad_norm_ and amp.clip_grad_value_ take an optimizer; they were given "
@@ -25,17 +28,15 @@ def _collected(optimizer: Any) -> list[torch.Tensor]:
     state = state_of(optimizer)
     if state is not None:
         state.collect()
-    return list(master_params(optimizer))
-
-
-def _placed_grads(params: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """The gradients, placed as their DTensors; ``None`` where no tensor is one."""
-    if OWN_MEMORY.issuperset(map(type, params)):
-        return None
+    params = list(master_params(optimizer))
+    both = [(param, param.grad) for param in params if param.grad is not None]
+    grads = [grad for _, grad in both]
+    # torch's functions refuse lists with a tensor that has the negative bit.
+    if OWN_MEMORY.issuperset(map(type, params)) and not any(map(torch.Tensor.is_neg, grads)):
+        return params, None
     from apex.ops.placements import placed
 
-    both = [(param, param.grad) for param in params if param.grad is not None]
-    return [*placed("amp's clipping", [param for param, _ in both], [grad for _, grad in both])]
+    return params, [*placed("amp's clipping", [param for param, _ in both], grads)]
 
 
 def clip_grad_norm_(
@@ -68,13 +69,11 @@ def clip_grad_norm_(
         TypeError: ``optimizer`` is not an optimizer.
     """
     state = state_of(optimizer)
-    norm = None
     if state is not None and norm_type == 2.0:
         norm = state.clip_fused(max_norm, error_if_nonfinite=error_if_nonfinite)
-    if norm is not None:
-        return norm
-    params = _collected(optimizer)
-    grads = _placed_grads(params)
+        if norm is not None:
+            return norm
+    params, grads = _collected(optimizer)
     if grads is not None:
         from apex.ops.clip import clip_
 
@@ -94,8 +93,7 @@ def clip_grad_value_(optimizer: Any, clip_value: float) -> None:
     Raises:
         RuntimeError: A ``scale_loss`` block of the optimizer is open.
     """
-    params = _collected(optimizer)
-    grads = _placed_grads(params)
+    params, grads = _collected(optimizer)
     if grads is None:
         torch.nn.utils.clip_grad_value_(params, clip_value)
         return

@@ -19,11 +19,12 @@ import torch
 from apex.amp.optimizer import OptimizerState, state_of
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
-# Function, and at which position it is given the optimizer or the optimizers.
+# Function, and at which position it is given the optimizer or the optimizers; None: it makes state.
 _WRAPPED = {
     "_get_optim_state_dict": 1,
     "_split_optim_state_dict": 1,
     "_unflatten_optim_state_dict": 0,
+    "_init_optim_state": None,
 }
 _originals: dict[str, Any] = {}
 
@@ -38,15 +39,6 @@ def install() -> None:
         if function is not None:
             _originals[name] = function
             setattr(module, name, _with_model_parameters(function, position))
-    initialise = getattr(module, "_init_optim_state", None)
-    if initialise is not None:
-        _originals["_init_optim_state"] = initialise
-        module._init_optim_state = _unless_swapped(initialise)  # type: ignore[attr-defined]
-
-
-def is_installed() -> bool:
-    """Whether torch's functions are wrapped now."""
-    return bool(_originals)
 
 
 def uninstall() -> None:
@@ -58,7 +50,10 @@ def uninstall() -> None:
         setattr(module, name, function)
 
 
-def _with_model_parameters(function: Any, position: int) -> Any:
+def _with_model_parameters(function: Any, position: int | None) -> Any:
+    if position is None:
+        return _unless_swapped(function)
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         given = args[position]

@@ -7,6 +7,7 @@ models belong to the thread, because a loss computed there is to be cast too.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
@@ -14,15 +15,15 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 import torch
 
 from apex.amp import checks, distributed_checkpoint, handle
-from apex.amp import optimizer as managing
 from apex.amp._amp_state import _amp_state
 from apex.amp.casting import cpu_float16, dispatcher, rules, state
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
+from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.scaler import LossScaler
-from apex.amp.training import Training, forget_disabled, managed, note_disabled
+from apex.amp.training import Training, disabled, managed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -231,13 +232,13 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     )
     params = [param for model in model_list for param in model.parameters()]
     newest = _build(training, model_list, params, optimizer_list, cast_model_outputs)
+    known, devices = state.device_types(), {param.device.type for param in params}
     if properties.casts_anything:
-        devices = {param.device.type for param in params} or state.device_types()
-        cpu_float16.begin(properties.half_dtype, devices)
+        cpu_float16.begin(properties.half_dtype, devices or known)
     if newest is None:
         state.disable_for_thread()
     else:
-        newest.activate(state.devices_of(params) or state.device_types())
+        newest.activate(tuple(device for device in known if device in devices) or known)
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = properties  # type: ignore[attr-defined]
     _amp_state.min_loss_scale = min_loss_scale  # type: ignore[attr-defined]
@@ -277,9 +278,9 @@ def _build(
             modules.prepare(model, properties, casts, cast_model_outputs)
         training.add_models(models, [modules.forward_record(model) for model in models])
         for optimizer in optimizers:
-            managing.OptimizerState(optimizer, training, bool(properties.master_weights), full)
+            OptimizerState(optimizer, training, bool(properties.master_weights), full)
         for optimizer in optimizers:
-            _retype_state(optimizer, managing.halves_of(optimizer))
+            _retype_state(optimizer, _halves_of(optimizer))
     return newest
 
 
@@ -288,8 +289,8 @@ def _supersede(
 ) -> None:
     """Mark optimizers that are not passed again with their models, where masters are involved."""
     given = set(map(id, optimizers))
-    for other in managing.optimizers_with(params):
-        record = managing.state_of(other)
+    for other in _optimizers_with(params):
+        record = state_of(other)
         if record is not None and id(other) not in given:
             record.superseded |= record.use_masters or bool(properties.master_weights)
 
@@ -297,10 +298,10 @@ def _supersede(
 def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
     """Make plain torch again of what amp has changed; leave anything else alone."""
     listed = [model for model in models if isinstance(model, torch.nn.Module)]
-    others = managing.optimizers_with([param for model in listed for param in model.parameters()])
-    stepped = [(o, managing.halves_of(o)) for o in (*optimizers, *others)]
+    others = _optimizers_with([param for model in listed for param in model.parameters()])
+    stepped = [(o, _halves_of(o)) for o in (*optimizers, *others)]
     for optimizer in optimizers:
-        record = managing.state_of(optimizer)
+        record = state_of(optimizer)
         if record is not None:
             record.detach()
     for model in listed:
@@ -308,6 +309,20 @@ def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
             modules.undo(model)
     for optimizer, weights in stepped:
         _retype_state(optimizer, weights)
+
+
+def _optimizers_with(weights: Iterable[torch.Tensor]) -> list[Any]:
+    """The managed optimizers that step one of ``weights``."""
+    ids = set(map(id, weights))
+    return [one for one in list(managed) if not one._amp_stash.params.ids.isdisjoint(ids)]
+
+
+def _halves_of(optimizer: Any) -> list[torch.Tensor]:
+    """The weights that amp has cast to 16 bits and ``optimizer`` steps itself, without masters."""
+    record = state_of(optimizer)
+    if record is None or record.training.properties.cast_model_type not in HALF_TYPES:
+        return []
+    return [param for param in record.params.in_groups() if param.dtype in HALF_TYPES]
 
 
 def _retype_state(optimizer: Any, params: Iterable[Any]) -> None:
@@ -346,9 +361,10 @@ def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
     with lock:
         _release(map(checks.inner, listed[0]), listed[1])
         for optimizer in listed[1]:
-            note_disabled(optimizer)
+            with contextlib.suppress(TypeError):  # anything may be passed here
+                disabled.add(optimizer)
         newest = getattr(_amp_state, "training", None)
-        if newest is not None and managing.is_over(newest):
+        if newest is not None and newest.is_over():
             _amp_state.forget_scalers()
     return models if optimizers is None else (models, optimizers)
 
@@ -362,12 +378,12 @@ def reset() -> None:
     """
     state.disable_for_thread()
     with lock:
-        _release(list(modules.prepared()), managed())
+        _release(modules.prepared(), list(managed))
         rules.restore()
         dispatcher.uninstall()
         cpu_float16.switch(on=False)
         distributed_checkpoint.uninstall()
-    forget_disabled()
+    disabled.clear()
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
     _amp_state.forget()

@@ -90,12 +90,10 @@ class AmpHandle:
     def make_casts(self, dtype: torch.dtype, *, allow_banned: bool = False) -> Casts:
         """Build function casts, with the registrations; they are not switched on yet.
 
-        Args:
-            dtype: The 16-bit type.
-            allow_banned: Cast banned functions to float32 instead of refusing them.
+        See :func:`~apex.amp.casting.rules.casts_for`.
         """
         self._casts = rules.casts_for(dtype, rules.registered(), allow_banned=allow_banned)
-        dispatcher.install()
+        dispatcher.install(dtype)
         if self._verbose:
             self._casts.log = CastLog()
         return self._casts

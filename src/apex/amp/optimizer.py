@@ -12,12 +12,10 @@ SAM call it.
 
 from __future__ import annotations
 
-import functools
-import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -25,13 +23,13 @@ from torch.optim import optimizer as torch_optimizer
 from apex.amp import checks
 from apex.amp.casting import state as casts
 from apex.amp.gradients import overflow as overflows
-from apex.amp.gradients.accumulation import stored_values
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.gradients.overflow import Overflow
 from apex.amp.gradients.parameters import Parameters
-from apex.amp.policy import HALF_TYPES
-from apex.amp.training import Training, managed, register, unregister
+from apex.amp.gradients.step_check import StepCheck
+from apex.amp.replaced import Replaced
+from apex.amp.training import Training, managed
 from apex.ops.storage import ScaledStep
 
 _PATCHED = ("step", "zero_grad", "add_param_group")
@@ -90,7 +88,7 @@ class OptimizerState:
         self._replaced = Replaced(optimizer, methods, attributes)
         self._inner_step = self._replaced.inner["step"]
         self._replaced.watch(optimizer, weakref.ref(self))
-        register(optimizer)
+        managed.add(optimizer)
 
     def _find_models_and_sharers(self) -> None:
         self.training.find_shared()
@@ -100,7 +98,7 @@ class OptimizerState:
     def detach(self) -> None:
         """Give the optimizer its own methods back, and the model's weights in its groups."""
         optimizer = self._optimizer()
-        unregister(optimizer)
+        managed.discard(optimizer)
         if optimizer is None or not self._replaced.is_on:
             return
         self.ledger.unscale_delayed(check=False)
@@ -110,14 +108,13 @@ class OptimizerState:
 
     # -- what scale_loss, clipping and readers need --------------------------------------------
 
-    def refuse_superseded(self) -> None:
-        """Raise if the model was initialised again without this optimizer."""
-        if self.superseded:
-            raise RuntimeError(
-                "amp: the model of this optimizer went through another amp.initialize, which made "
-                "new masters of its weights. Pass both optimizers in one call: "
-                "amp.initialize(model, [first, second], ...)."
-            )
+    def refuse_superseded(self) -> NoReturn:
+        """Raise: the model was initialised again without this optimizer."""
+        raise RuntimeError(
+            "amp: the model of this optimizer went through another amp.initialize, which made new "
+            "masters of its weights. Pass both optimizers in one call: "
+            "amp.initialize(model, [first, second], ...)."
+        )
 
     def _is_open(self) -> bool:
         """Whether a block is open, of this optimizer or of one that shares a parameter."""
@@ -140,7 +137,7 @@ class OptimizerState:
             return None
         return fused.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
 
-    def unscale(self) -> None:
+    def unscale(self) -> None:  # LARC calls it, too
         """Let a reader find gradients as they will be stepped; inside a block they are scaled."""
         if self.ledger.state is State.FOR_STEP:
             self.ledger.unscale_delayed()
@@ -181,13 +178,15 @@ class OptimizerState:
         if passes and self._can_defer(passes):
             noop = self.overflow.defer(passes)
         else:
-            report = self.overflow.read(passes) if passes else None
+            report = self.overflow.read(passes)
             if report is not None:
                 self._skip(report, passes, is_fused=is_fused)
                 return None
-            self.overflow.note_taken()
-        if self._is_fused:
-            options = self._options(options, noop)
+        if options is not None:
+            options = replace(options, noop=noop)
+        elif self._is_fused:
+            copies = self.params.for_kernel() if self.params.weights else None
+            options = ScaledStep(1.0, noop, copies) if copies or noop is not None else None
         copied = False
         try:
             with casts.off():
@@ -198,13 +197,6 @@ class OptimizerState:
                 ledger.fused.free()
             self._after_step(copied=copied)
         return result
-
-    def _options(self, options: ScaledStep | None, noop: torch.Tensor | None) -> ScaledStep | None:
-        """What an optimizer of :mod:`apex.optimizers` is handed for its step."""
-        if options is not None:
-            return replace(options, noop=noop)
-        copies = self.params.for_kernel() if self.params.weights else None
-        return ScaledStep(1.0, noop, copies) if copies or noop is not None else None
 
     def _collect(self) -> list[Pass]:
         """Bring gradients to where the step looks for them; the passes that they are of."""
@@ -312,10 +304,9 @@ class OptimizerState:
             )
         passes = self._collect()
         self.ledger.passes = []
-        report = self.overflow.read(passes) if passes else None
+        report = self.overflow.read(passes)
         self._inner_is_skipped = report is not None
         if report is None:
-            self.overflow.note_taken()
             return
         self._skip(report, passes, is_fused=False)
         for param in self.params.stepped:
@@ -393,196 +384,7 @@ class OptimizerState:
         return list(self.params.plain)
 
 
-class Replaced:
-    """The methods and attributes that amp puts on one optimizer, and takes off again.
-
-    Args:
-        optimizer: The optimizer.
-        methods: What replaces its own methods of these names.
-        attributes: What is set beside them.
-    """
-
-    def __init__(
-        self, optimizer: Any, methods: Mapping[str, Any], attributes: Mapping[str, Any]
-    ) -> None:
-        self.inner = {name: getattr(optimizer, name) for name in methods}
-        self._before = {n: v for n, v in vars(optimizer).items() if n in {*methods, *attributes}}
-        self._attributes = list(attributes)
-        self._hooks: list[Any] = []
-        self.is_on = True
-        for name, method in methods.items():
-            setattr(optimizer, name, types.MethodType(self._replacement(name, method), optimizer))
-        for name, value in attributes.items():
-            setattr(optimizer, name, value)
-
-    def _replacement(self, name: str, method: Any) -> Any:
-        """A function instead of the optimizer's ``name``, marked like the original.
-
-        The marks are those by which torch's schedulers know a step that they have wrapped.
-        """
-        inner = self.inner[name]
-
-        @functools.wraps(getattr(inner, "__func__", inner))
-        def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
-            # a scheduler may still hold this after the optimizer was released
-            return (method if self.is_on else inner)(*args, **kwargs)
-
-        return replacement
-
-    def take_off(self, optimizer: Any) -> None:
-        """Give the optimizer its own methods and attributes back."""
-        self.is_on = False
-        for hook in self._hooks:
-            hook.remove()
-        wrapped = [
-            n for n in self.inner if not isinstance(vars(optimizer).get(n), types.MethodType)
-        ]
-        for name in (*self.inner, *self._attributes):
-            if name in wrapped:
-                continue  # wrapped by other code since: what that code holds calls through now
-            if name in self._before:
-                setattr(optimizer, name, self._before[name])
-            else:
-                vars(optimizer).pop(name, None)
-
-    def watch(self, optimizer: Any, record: weakref.ref[OptimizerState]) -> None:
-        """Put hooks on state dicts, and on steps of the optimizers inside of a wrapper."""
-
-        def before(inner: Any, args: Any, kwargs: Any) -> None:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args has the optimizer
-            if (state := record()) is not None:
-                state.before_inner_step(inner, has_closure=closure is not None)
-
-        def after(inner: Any, args: Any, kwargs: Any) -> None:
-            if (state := record()) is not None:
-                state.after_inner_step()
-
-        def forget_lookups(_: Any) -> None:
-            if (state := record()) is not None:
-                state.params.forget_lookups()
-
-        inside = optimizers_inside(optimizer)
-        for one in inside:
-            self._hooks.append(one.register_step_pre_hook(before))
-            self._hooks.append(one.register_step_post_hook(after))
-        for one in (optimizer, *inside):
-            if hasattr(one, "register_state_dict_pre_hook"):
-                self._hooks.append(one.register_state_dict_pre_hook(forget_lookups))
-
-
-def optimizers_inside(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Torch's optimizers inside of a wrapper, or of a wrapper in it, with the same groups."""
-    found: list[torch.optim.Optimizer] = []
-    wrappers = [optimizer]
-    for wrapper in wrappers:
-        for inner in list(getattr(wrapper, "__dict__", {}).values()):
-            is_known = any(inner is other for other in wrappers)
-            if is_known or getattr(inner, "param_groups", None) is not optimizer.param_groups:
-                continue
-            wrappers.append(inner)
-            if isinstance(inner, torch.optim.Optimizer):
-                found.append(inner)
-    return found
-
-
-class StepCheck:
-    """The first steps of an optimizer, watched: does it step the masters in its groups?
-
-    Some optimizers step another list of parameters: one that they keep, or that of an optimizer
-    inside (ZeroRedundancyOptimizer). Then the masters stay as they are and nothing trains. This is
-    checked from the first step that is not skipped, until a step has changed a master. Versions are
-    not enough for that, because many published optimizers write through ``.data``. A few optimizers
-    wait some steps before they change anything. On a GPU the checked steps wait for the device and
-    cannot be captured in a CUDA graph: warm up first.
-
-    Args:
-        optimizer: The optimizer.
-        params: What it is to step.
-    """
-
-    most_steps = 10  # without a change, where nothing else was stepped instead
-
-    def __init__(self, optimizer: Any, params: Parameters) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._params = params
-        self._watched: list[tuple[torch.Tensor, int, tuple[int, float]]] = []
-        self._unchanged = 0  # steps
-
-    def begin(self) -> None:
-        """Remember the masters that the step should change."""
-        masters = set(map(id, self._params.tensors))
-        self._watched = [
-            (param, param._version, _fingerprint(param))
-            for group in getattr(self._optimizer(), "param_groups", ())
-            if group.get("lr") is None or float(group["lr"]) != 0.0  # else no change is expected
-            for param in group["params"]
-            if id(param) in masters and param.grad is not None and not param.is_meta
-        ]
-
-    def end(self, level: str) -> bool:
-        """Say whether a master has changed; raise if one should have and none has.
-
-        Raises:
-            RuntimeError: No version and no fingerprint has changed, although gradients were not
-                zero; and model weights were stepped instead, or it is so for many steps.
-        """
-        if any([param._version != version for param, version, _ in self._watched]):
-            return True
-        if any([_fingerprint(param) != before for param, _, before in self._watched]):
-            return True
-        grads = [param.grad for param, _, _ in self._watched]
-        if not any([grad is not None and bool(stored_values(grad).any()) for grad in grads]):
-            return False
-        self._unchanged += 1
-        if self._params.are_equal() and self._unchanged < self.most_steps:
-            return False
-        self._params.write()  # whatever was stepped instead
-        name = type(self._optimizer()).__name__
-        raise RuntimeError(
-            f"amp: {name}.step() did not change the float32 masters that amp put into its "
-            f"param_groups at {level}, so the model would not train. It seems to step another list "
-            "of parameters, or another optimizer that it contains. Pass amp.initialize an "
-            "optimizer that steps its param_groups, or use O1 or O4, which have no masters."
-        )
-
-
-def _fingerprint(param: torch.Tensor) -> tuple[int, float]:
-    """Numbers that change with the bits of a float32 tensor; no copy of it is made."""
-    value = param.detach()
-    norm = torch.linalg.vector_norm(value, dtype=torch.float64)
-    return int(value.view(torch.int32).sum(dtype=torch.int64)), float(norm)
-
-
-# -- optimizers and their records ------------------------------------------------------------------
-
-
 def state_of(optimizer: Any) -> OptimizerState | None:
     """Return amp's record of ``optimizer``, or ``None`` if it was never initialised."""
     state = getattr(optimizer, "_amp_stash", None)
     return state if isinstance(state, OptimizerState) else None
-
-
-def states() -> list[OptimizerState]:
-    """The records of all optimizers that are managed."""
-    return [state for optimizer in managed() if (state := state_of(optimizer)) is not None]
-
-
-def optimizers_with(weights: Iterable[torch.Tensor]) -> list[Any]:
-    """The managed optimizers that step one of ``weights``."""
-    ids = set(map(id, weights))
-    return [one for one in managed() if not one._amp_stash.params.ids.isdisjoint(ids)]
-
-
-def halves_of(optimizer: Any) -> list[torch.Tensor]:
-    """The weights that amp has cast to 16 bits and ``optimizer`` steps itself, without masters."""
-    state = state_of(optimizer)
-    if state is None or state.training.properties.cast_model_type not in HALF_TYPES:
-        return []
-    return [param for param in state.params.in_groups() if param.dtype in HALF_TYPES]
-
-
-def is_over(training: Training) -> bool:
-    """Whether none of its optimizers, or of its models where it has none, is left to amp."""
-    if not training.has_optimizers:
-        return not training.has_models()
-    return not any([state.training is training for state in states()])

@@ -10,6 +10,7 @@ need no loss scaling.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -70,7 +71,7 @@ class Properties:
     @property
     def by_list(self) -> bool:
         """Whether the level is one that casts functions, not the model."""
-        return self.opt_level in LISTED_LEVELS
+        return self.opt_level in ("O1", "O4")
 
     @property
     def half_dtype(self) -> torch.dtype:
@@ -84,9 +85,6 @@ class Properties:
     def casts_anything(self) -> bool:
         """Whether anything at all is to compute in 16 bits."""
         return bool(self.enabled) and (self.casts_functions or self.cast_model_type in HALF_TYPES)
-
-
-LISTED_LEVELS = ("O1", "O4")
 
 
 def _check_cast_model_type(properties: Properties, value: Any) -> Any:
@@ -161,77 +159,68 @@ _CHECKS = {
 class _Level:
     """A named set of options; calling it writes them into a ``Properties``.
 
-    ``defaults`` has the values of the options that :data:`_CHECKS` names, in that order.
+    ``defaults`` has the values of the options that :data:`_CHECKS` names, in that order. ``more``
+    is the docstring.
     """
 
-    name: str
     brief: str
     more: str
     defaults: tuple[Any, ...]
 
+    def __init_subclass__(cls) -> None:
+        cls.more = inspect.cleandoc(cls.__doc__ or "")
+
     def __call__(self, properties: Properties) -> Properties:
         properties.enabled = True
-        properties.opt_level = self.name
+        properties.opt_level = type(self).__name__
         for option, value in zip(_CHECKS, self.defaults, strict=True):
             setattr(properties, option, value)
         return properties
 
 
 class O0(_Level):
-    """Pure float32."""
+    """The model computes in float32: the baseline for accuracy."""
 
-    name = "O0"
     brief = "O0:  Pure FP32 training.\n"
-    more = "The model computes in float32: the baseline for accuracy."
     defaults = (torch.float32, False, None, False, 1.0)
 
 
 class O1(_Level):
-    """Automatic casts around torch functions, in float16."""
+    """Matrix products and convolutions run in float16, what needs range or precision in float32.
 
-    name = "O1"
+    Weights stay float32.
+    """
+
     brief = "O1:  Insert automatic casts around PyTorch functions and Tensor methods.\n"
-    more = (
-        "Weights stay float32. Matrix products and convolutions run in float16, "
-        "functions that need range or precision in float32."
-    )
     defaults = (None, True, None, None, "dynamic")
 
 
 class O2(_Level):
-    """A float16 model with float32 batchnorm and float32 master weights."""
+    """The model computes in float16 except batchnorm; the optimizer steps float32 masters."""
 
-    name = "O2"
     brief = "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n"
-    more = "The model computes in float16 except batchnorm; the optimizer steps float32 masters."
     defaults = (torch.float16, False, True, True, "dynamic")
 
 
 class O3(_Level):
-    """Pure float16."""
+    """The model and the optimizer work in float16: the baseline for speed, often unstable."""
 
-    name = "O3"
     brief = "O3:  Pure FP16 training."
-    more = "The model and the optimizer work in float16: the baseline for speed, often unstable."
     defaults = (torch.float16, False, False, False, 1.0)
 
 
 class O4(_Level):
-    """O1 in bfloat16."""
+    """O1 with bfloat16, whose range is float32's: no loss scaling is needed."""
 
-    name = "O4"
     brief = "O4:  Insert automatic casts to BFLOAT16 around PyTorch functions and Tensor methods.\n"
-    more = "O1 with bfloat16, whose range is float32's: no loss scaling is needed."
     defaults = (None, True, None, None, 1.0)
 
 
 class O5(_Level):
-    """O2 in bfloat16."""
+    """O2 with bfloat16, whose range is float32's: no loss scaling is needed."""
 
-    name = "O5"
     brief = "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.\n"
-    more = "O2 with bfloat16, whose range is float32's: no loss scaling is needed."
     defaults = (torch.bfloat16, False, True, True, 1.0)
 
 
-opt_levels: dict[str, _Level] = {level.name: level() for level in (O3, O2, O1, O0, O4, O5)}
+opt_levels: dict[str, _Level] = {level.__name__: level() for level in (O3, O2, O1, O0, O4, O5)}

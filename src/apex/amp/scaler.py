@@ -42,17 +42,6 @@ HUGE = 2.0**127  # largest power of two in float32
 SCALE, CLEAN, HITS, STEPS = range(4)  # indices into a scaler's numbers, see the top of this file
 
 
-def _apply_overflow(
-    state: torch.Tensor, found: torch.Tensor, backoff: float, floor: float, hysteresis: int
-) -> torch.Tensor:
-    """The state after a pass."""
-    scale, clean, hits, steps = state.unbind()
-    bad = found != 0
-    hits = torch.where(bad, hits + 1, 0.0)
-    lower = torch.where(hits >= hysteresis, (scale * backoff).clamp_min(floor), scale)
-    return torch.stack((torch.where(bad, lower, scale), torch.where(bad, 0.0, clean), hits, steps))
-
-
 class LossScaler:
     """One loss scale, dynamic or static.
 
@@ -219,19 +208,13 @@ class LossScaler:
         self._found = None
 
     def finish_pass(
-        self,
-        found: torch.Tensor | None,
-        *,
-        check: bool = True,
-        before: torch.Tensor | None = None,
+        self, found: torch.Tensor, *, check: bool = True, before: torch.Tensor | None = None
     ) -> None:
         """Take the flag of a pass, from :func:`unscale_`, and back off if it is set; nothing waits.
 
         With ``check=False`` the scale stays, and the next check counts this flag too. ``before`` is
         the flag with which the same pass was finished before.
         """
-        if found is None:
-            return
         if before is not None:
             found = found * (1.0 - before.to(found))
         self._found = found
@@ -244,10 +227,13 @@ class LossScaler:
         is_clean = self._waits_for_nothing and not found.item()
         if is_clean and (before is not None or not self._state[HITS].item()):
             return  # the usual case: nothing changes
-        state = _apply_overflow(
-            self._state, found, self._backoff_factor, self._floor, self._hysteresis
-        )
-        self._state = state if before is None else torch.where(found != 0, state, self._state)
+        scale, clean, hits, steps = self._state.unbind()
+        bad = found != 0
+        hits = torch.where(bad, hits + 1, 0.0)
+        lower = (scale * self._backoff_factor).clamp_min(self._floor)
+        scale = torch.where(bad & (hits >= self._hysteresis), lower, scale)
+        state = torch.stack((scale, torch.where(bad, 0.0, clean), hits, steps))
+        self._state = state if before is None else torch.where(bad, state, self._state)
 
     @property
     def steps(self) -> torch.Tensor:
@@ -259,9 +245,8 @@ class LossScaler:
     ) -> None:
         """Count a step, unless another was counted after ``since``; grow when there were enough.
 
-        Args:
-            taken: Whether it was taken, where only the device knows: 0-dim, bool.
-            since: :attr:`steps` at the pass that the step is for.
+        ``taken`` says whether it was, where only the device knows: 0-dim, bool. ``since`` is
+        :attr:`steps` at the pass that the step is for.
         """
         if self._static is not None:
             return

@@ -85,8 +85,9 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
             return wide
         ledgers = [state.ledger for state in states]
         index = self._loss_id % len(states[0].training.loss_scalers)
-        this = Pass(scaler, index, scaler.scale_on(loss.device), ledgers, wide.detach()).begin()
+        this = Pass(scaler, index, ledgers, wide.detach())
         try:
+            this = this.begin()
             self._off = casting.off()
             self._off.__enter__()
             scale = this.scale
@@ -110,12 +111,17 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
         if kind is not None:
             this.abandon()
             return
-        try:
-            for ledger in this.ledgers:
-                _refuse_graph(ledger.params.targets)
-        except BaseException:
+        grads = [weight.grad for ledger in this.ledgers for weight in ledger.params.targets]
+        if any([grad is not None and grad.requires_grad for grad in grads]):
             this.abandon()
-            raise
+            raise RuntimeError(
+                "amp.scale_loss: backward(create_graph=True) was called in the block. Unscaling "
+                "gradients does not unscale their graph, so a penalty on p.grad would be scaled. "
+                "Take them outside of the block, of a scaled loss, so that none is too small for "
+                "16 bits, and divide: scale = 2.0**16; grads = torch.autograd.grad(loss * scale, "
+                "params, create_graph=True); grads = [g.float() / scale for g in grads]. Add the "
+                "penalty on them to the loss that goes through amp.scale_loss."
+            )
         try:
             this.end(delayed=self._delayed, check=self._check)
         except BaseException:  # such as out of memory
@@ -184,16 +190,3 @@ def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> Los
             "the losses in one block."
         )
     return scaler
-
-
-def _refuse_graph(weights: Sequence[torch.Tensor]) -> None:
-    """Raise if backward has left a graph on the gradients of ``weights``."""
-    if any([(grad := weight.grad) is not None and grad.requires_grad for weight in weights]):
-        raise RuntimeError(
-            "amp.scale_loss: backward(create_graph=True) was called in the block. Unscaling "
-            "gradients does not unscale their graph, so a penalty on p.grad would be scaled. "
-            "Take them outside of the block, of a scaled loss, so that none is too small for 16 "
-            "bits, and divide: scale = 2.0**16; grads = torch.autograd.grad(loss * scale, params, "
-            "create_graph=True); grads = [g.float() / scale for g in grads]. Add the penalty on "
-            "them to the loss that goes through amp.scale_loss."
-        )

@@ -6,7 +6,6 @@ keeps its training alive (through ``_amp_stash``), never the reverse.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -63,11 +62,6 @@ class Training:
         self._ledgers.append(weakref.ref(ledger))
         self.find_shared()
 
-    @property
-    def has_optimizers(self) -> bool:
-        """Whether it began with optimizers, be they alive or not."""
-        return bool(self._ledgers)
-
     def ledgers(self) -> list[Any]:
         """The ledgers of the optimizers that are alive."""
         return [ledger for reference in self._ledgers if (ledger := reference()) is not None]
@@ -98,9 +92,11 @@ class Training:
                 found |= mine
         return records, found == ids
 
-    def has_models(self) -> bool:
-        """Whether one of its models is alive."""
-        return any(reference() is not None for reference, _ in self._models)
+    def is_over(self) -> bool:
+        """Whether none of its optimizers, or of its models where it has none, is left to amp."""
+        if self._ledgers:
+            return not any([one._amp_stash.training is self for one in list(managed)])
+        return all(reference() is None for reference, _ in self._models)
 
     def name_of(self, weight: torch.Tensor | None) -> str:
         """The name of a model weight, with the model's number when there are several."""
@@ -116,39 +112,13 @@ class Training:
 
 # -- optimizers of the process, weakly held --------------------------------------------------------
 
-_managed: weakref.WeakSet[Any] = weakref.WeakSet()  # that carry a record of amp
-_disabled: weakref.WeakSet[Any] = weakref.WeakSet()  # that a disabled initialize was given
-
-
-def register(optimizer: Any) -> None:
-    """Remember that ``optimizer`` carries a record of amp."""
-    _managed.add(optimizer)
-
-
-def unregister(optimizer: Any) -> None:
-    """Forget what :func:`register` remembers."""
-    _managed.discard(optimizer)
-
-
-def managed() -> list[Any]:
-    """Every optimizer that carries a record of amp."""
-    return list(_managed)
-
-
-def note_disabled(optimizer: Any) -> None:
-    """Remember that ``optimizer`` was passed to an ``initialize`` with ``enabled=False``."""
-    with contextlib.suppress(TypeError):  # anything may be passed to a disabled initialize
-        _disabled.add(optimizer)
+managed: weakref.WeakSet[Any] = weakref.WeakSet()  # that carry a record of amp
+disabled: weakref.WeakSet[Any] = weakref.WeakSet()  # that a disabled initialize was given
 
 
 def is_disabled(optimizer: Any) -> bool:
     """Whether ``optimizer`` was passed to an ``initialize`` with ``enabled=False``."""
     try:
-        return optimizer in _disabled
-    except TypeError:
+        return optimizer in disabled
+    except TypeError:  # anything may be passed to a disabled initialize
         return False
-
-
-def forget_disabled() -> None:
-    """Forget what :func:`note_disabled` remembers."""
-    _disabled.clear()

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from apex.amp.gradients.accumulation import write_zeros
-from apex.amp.gradients.masters import Master, Pairs
+from apex.amp.gradients.masters import Master
+from apex.amp.gradients.pairs import Pairs
 from apex.amp.gradients.parameters import unscale_into
 from apex.ops.placements import is_sharded
 from apex.ops.unscale import multiply_
@@ -35,7 +36,7 @@ class MasterGroups:
     def __init__(self, halves: Groups, masters: Groups, wide: Groups) -> None:
         self.halves, self.masters, self.wide = halves, masters, wide
         self.still_scaled: set[int] = set()
-        self.pairs = Pairs([], [])
+        self.pairs = Pairs([])
         for param in self.all_wide:
             self._watch(param)
         self._pair()
@@ -63,8 +64,8 @@ class MasterGroups:
 
     def _pair(self) -> None:
         self.pairs.reconcile()
-        weights = self.all_halves
-        self.pairs = Pairs(weights, [Master(master) for master in self.all_masters])
+        both = zip(self.all_halves, self.all_masters, strict=True)
+        self.pairs = Pairs([(weight, Master(master)) for weight, master in both])
         self.pairs.note()
 
     def add_new(self, optimizer: Any) -> None:

@@ -7,6 +7,9 @@ from apex.fused_dense.fused_dense import (
     FusedDenseFunc,
     FusedDenseGeluDense,
     FusedDenseGeluDenseFunc,
+    dense_no_bias_function,
+    fused_dense_function,
+    fused_dense_gelu_dense_function,
 )
 
 __all__ = [
@@ -15,6 +18,9 @@ __all__ = [
     "FusedDenseFunc",
     "FusedDenseGeluDense",
     "FusedDenseGeluDenseFunc",
+    "dense_no_bias_function",
+    "fused_dense_function",
+    "fused_dense_gelu_dense_function",
 ]
 
 explain_attributes(__name__)

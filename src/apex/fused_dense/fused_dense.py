@@ -21,6 +21,9 @@ __all__ = [
     "FusedDenseFunc",
     "FusedDenseGeluDense",
     "FusedDenseGeluDenseFunc",
+    "dense_no_bias_function",
+    "fused_dense_function",
+    "fused_dense_gelu_dense_function",
 ]
 
 
@@ -138,6 +141,12 @@ def _fused_dense_gelu_dense(
     """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``."""
     _check_two("FusedDenseGeluDense", input, weight1, bias1, weight2, bias2)
     return dense.gelu_dense(input, weight1, bias1, weight2, bias2)[0]
+
+
+# Their names in 2021.
+fused_dense_function = _fused_dense
+dense_no_bias_function = _dense_no_bias
+fused_dense_gelu_dense_function = _fused_dense_gelu_dense
 
 
 class FusedDense(torch.nn.Linear):

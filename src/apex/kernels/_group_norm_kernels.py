@@ -69,68 +69,84 @@ def _store_sums(partial_ptr, channels, channel, one, two):
 
 
 @triton.jit
-def _joined(
-    partial_ptr, image, channel, inside, channels, parts,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Both sums of a group's channels, over all programs of the image."""
-    one = tl.zeros((PARTS, WIDTH), tl.float32)
-    two = tl.zeros((PARTS, WIDTH), tl.float32)
-    for at in range(0, parts, PARTS):
-        part = at + tl.arange(0, PARTS)
-        mask = (part < parts)[:, None] & inside[None, :]
-        start = (image * parts + part) * 2 * channels
-        pointers = partial_ptr + start[:, None] + channel[None, :]
-        one += tl.load(pointers, mask=mask, other=0.0)
-        two += tl.load(pointers + channels, mask=mask, other=0.0)
-    return tl.sum(one, axis=0), tl.sum(two, axis=0)
+def _pair(partial_ptr, at, image, channel, inside, channels, parts, PARTS: tl.constexpr):
+    """Numbers of programs of an image, from ``at`` on, and both rows that each has stored."""
+    part = at + tl.arange(0, PARTS)
+    mask = (part < parts)[:, None] & inside[None, :]
+    start = (image * parts + part) * 2 * channels
+    pointers = partial_ptr + start[:, None] + channel[None, :]
+    one = tl.load(pointers, mask=mask, other=0.0)
+    return part, one, tl.load(pointers + channels, mask=mask, other=0.0)
 
 
 @triton.jit
-def group_norm_sums(
+def _merged(means, squares, counts, count):
+    """Mean and sum of squared differences from it, of ``count`` numbers, merged along axis 0."""
+    mean = tl.sum(means * counts, axis=0) / count
+    apart = means - mean
+    # The sum above has roundings of a large mean, this one has not.
+    more = tl.sum(apart * counts, axis=0) / count
+    return mean + more, tl.sum(squares + counts * (apart * apart), axis=0)
+
+
+@triton.jit
+def group_norm_moments(
     # data
-    x_ptr, origin_ptr, partial_ptr,
+    x_ptr, partial_ptr,
     # shape
     rows, channels, parts, step,
     # compile-time
     ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over rows of ``x - x[first pixel]`` and of its square, for each channel."""
+    """Mean over a program's rows, and sum of squared differences from it, for each channel.
+
+    Each lane keeps both of what it has seen (Welford); lanes are merged at the end (Chan et al.).
+    9 instructions an element on sm_90, 4.6 a byte of a 16-bit image; by separate roundings 11.
+    """
     image, first, last, channel = _place(parts, rows, step, CHANNELS)
-    origin = origin_ptr + image * rows * channels + channel
-    shift = tl.load(origin, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
-    one = tl.zeros((ROWS, CHANNELS), tl.float32)
-    two = tl.zeros((ROWS, CHANNELS), tl.float32)
+    means = tl.zeros((ROWS, CHANNELS), tl.float32)
+    squares = tl.zeros((ROWS, CHANNELS), tl.float32)
+    seen = 0.0
     for at in range(first, last, ROWS):
         offsets, mask = _tile(image, at, last, rows, channels, channel, ROWS)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        x = tl.where(mask, x - shift, 0.0)
-        one += x
-        two += x * x
-    _store_sums(partial_ptr, channels, channel, tl.sum(one, axis=0), tl.sum(two, axis=0))
+        seen += 1.0
+        share = 1.0 / seen
+        delta = tl.where(mask, x - means, 0.0)
+        means = tl.fma(delta, share, means)
+        squares = tl.fma(delta * delta, 1.0 - share, squares)
+    counts = tl.cdiv(tl.maximum(last - first - tl.arange(0, ROWS), 0), ROWS).to(tl.float32)[:, None]
+    mean, squared = _merged(means, squares, counts, last - first)
+    _store_sums(partial_ptr, channels, channel, mean, squared)
 
 
 @triton.jit
 def group_norm_stats(
     # data
-    origin_ptr, partial_ptr, stats_ptr,
+    partial_ptr, stats_ptr,
     # shape and scalars
-    rows, channels, groups, parts, eps,
+    rows, channels, groups, parts, step, eps,
     # compile-time
     PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Mean and reciprocal deviation of a group, from the sums of its channels."""
+    """Mean and reciprocal deviation of a group, merged from those of programs and channels."""
     image, channel, inside, width = _group(channels, groups, WIDTH)
-    s, q = _joined(partial_ptr, image, channel, inside, channels, parts, PARTS, WIDTH)
-    origin = origin_ptr + image * rows * channels + channel
-    shift = tl.load(origin, mask=inside, other=0.0).to(tl.float32)
-    means = tl.where(inside, shift + s / rows, 0.0)
-    mean = tl.sum(means, axis=0) / width
-    apart = tl.where(inside, means - mean, 0.0)
-    spread = tl.where(inside, q - s * s / rows, 0.0) / rows
-    variance = tl.sum(spread + apart * apart, axis=0) / width
-    # A rounding may leave a constant group a negative variance; a nan is to stay one.
-    variance = tl.where(variance < 0.0, 0.0, variance)
+    means = tl.zeros((PARTS, WIDTH), tl.float32)
+    squares = tl.zeros((PARTS, WIDTH), tl.float32)
+    seen = tl.zeros((PARTS, 1), tl.float32)
+    for at in range(0, parts, PARTS):
+        part, mean, squared = _pair(partial_ptr, at, image, channel, inside, channels, parts, PARTS)
+        count = tl.minimum(tl.maximum(rows - part * step, 0), step).to(tl.float32)[:, None]
+        total = seen + count
+        share = count / tl.maximum(total, 1.0)
+        delta = mean - means
+        means += delta * share
+        squares += squared + delta * (delta * (seen * share))
+        seen = total
+    mean, squared = _merged(means, squares, seen, rows)  # of each channel
+    seen = tl.where(inside, 1.0, 0.0) * rows
+    mean, squared = _merged(mean, squared, seen, rows * 1.0 * width)
+    variance = squared / (rows * 1.0 * width)
     _store_pair(stats_ptr, mean, 1.0 / tl.sqrt_rn(variance + eps))
 
 
@@ -205,7 +221,13 @@ def group_norm_grad_stats(
 ):  # fmt: skip
     """Join partial sums: those of each channel, and the means over a group times the weight."""
     image, channel, inside, width = _group(channels, groups, WIDTH)
-    a, b = _joined(partial_ptr, image, channel, inside, channels, parts, PARTS, WIDTH)
+    one = tl.zeros((PARTS, WIDTH), tl.float32)
+    two = tl.zeros((PARTS, WIDTH), tl.float32)
+    for at in range(0, parts, PARTS):
+        _, a, b = _pair(partial_ptr, at, image, channel, inside, channels, parts, PARTS)
+        one += a
+        two += b
+    a, b = tl.sum(one, axis=0), tl.sum(two, axis=0)
     out = sums_ptr + image * 2 * channels + channel
     tl.store(out, a, mask=inside)
     tl.store(out + channels, b, mask=inside)

@@ -38,7 +38,7 @@ def case(
     flags: tuple[int, ...] = (),
     codec: tuple[Any, Any] = (widened, rounded),
     seeded: bool = False,
-    aligned: bool = True,
+    unaligned: tuple[int, ...] = (),
 ) -> Case:
     """Describe a launch for inspection; the arguments not listed here are those of `launch`.
 
@@ -57,7 +57,7 @@ def case(
         flags: Numbers of new values that set the flag.
         codec: Jitted functions.
         seeded: Whether the codec draws numbers.
-        aligned: Whether every address is a multiple of 16.
+        unaligned: Columns whose addresses are not all multiples of 16.
     """
     dtypes = columns.split()
     by_name = {dtype.name.replace("int", "i"): dtype for dtype in DTYPES.values()}
@@ -93,7 +93,7 @@ def case(
         largest,
         flags,
         codec,
-        aligned,
+        tuple(number not in unaligned for number in range(len(dtypes))),
     )
     behind = [f"tables.{number}[]" for number in range(len(dtypes))]
     narrow = {"blocks_ptr": "one number a program", "numels_ptr": "one number a program"}
@@ -103,8 +103,7 @@ def case(
     }
     narrow |= {"seed_ptr": "a scalar", "noop_ptr": "a scalar", "flag_ptr": "a scalar"}
     narrow |= {"partial_ptr": "a few numbers a program"}
-    if not aligned:
-        narrow |= dict.fromkeys(behind, "addresses are those of their elements")
+    narrow |= {behind[number]: "addresses are those of its elements" for number in unaligned}
     return Case(
         list_kernel,
         update.__name__,

@@ -240,11 +240,11 @@ def row_norm_weight_sums(
     CENTERED: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first stage of weight gradients, some columns of every n-th tile of rows."""
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=2):
+    for tile in tl.range(tl.program_id(1), tl.cdiv(n_rows, ROWS), tl.num_programs(1), num_stages=2):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & inside[None, :]
@@ -264,7 +264,7 @@ def row_norm_weight_sums(
     if FROM_OUTPUT:
         weight = tl.load(weight_ptr + cols, mask=inside, other=1.0).to(tl.float32)
         sums /= _away_from_zero(weight, eps)
-    partial = tl.program_id(0).to(tl.int64) * n_cols + cols
+    partial = tl.program_id(1).to(tl.int64) * n_cols + cols
     tl.store(dweight_ptr + partial, sums, mask=inside)
     if dbias_ptr is not None:
         tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=inside)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._cases import Case
+from apex.kernels._list_cases import case
 from apex.kernels.storage import optimizer_cases
 
 SCALARS = "factor lr beta1 one_minus_beta1 beta2 one_minus_beta2 eps unbias1 unbias2 l2 decay"
@@ -41,3 +42,7 @@ def cases() -> Iterator[Case]:
     """What is inspected."""
     yield from optimizer_cases(adam, states=2, scalars=SCALARS)
     yield from optimizer_cases(adam_eps_inside, states=2, scalars=SCALARS)
+    yield case(
+        adam, "fp32 fp32 fp32 fp32", ((1, 0), (2, 1), (3, 2)), SCALARS,
+        variant="joined groups", on_device="factor", per_tensor="unbias1 unbias2",
+    )  # fmt: skip

@@ -2,12 +2,16 @@
 
 A group is a run of a few channels, often ten: read by groups, a 16-bit image comes in pieces of 20
 bytes. So nothing here walks through groups. Tiles are rows of neighbouring channels, read in 128
-bits whatever the groups are, and summed for each channel; a small kernel joins the channels of a
+bits whatever the groups are, and reduced for each channel; a small kernel joins the channels of a
 group. Forward reads the image twice and writes it once, backward reads two images twice and writes
 one; an image that fits the cache is read from there the second time.
 
-Sums are taken of the difference to the image's first pixel, so that a mean that is large against
-the spread does not cancel away the variance. Every sum has one order: results repeat bit for bit.
+The forward keeps means and sums of squared differences from them, and merges those: neither a mean
+that is large against the spread nor an outlier cancels away the variance. Every sum has one order:
+results repeat bit for bit.
+
+Source: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances", 1979, eq. 2.1.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from apex.kernels._group_norm_kernels import (
     group_norm_forward,
     group_norm_grad_stats,
     group_norm_grad_sums,
+    group_norm_moments,
     group_norm_stats,
-    group_norm_sums,
 )
 
 # Elements of a tile: 16 for each of 128 threads, two 128-bit loads of 16-bit images; with two
@@ -94,10 +98,12 @@ def forward(
     shape = _Shape(x, groups)
     y, stats = allocate(x, weight, bias, groups)
     partial = shape.empty(x, shape.parts, 2, shape.channels)
-    group_norm_sums[shape.grid](
-        x, x, partial, shape.rows, shape.channels, shape.parts, shape.step, **shape.tiles
+    group_norm_moments[shape.grid](
+        x, partial, shape.rows, shape.channels, shape.parts, shape.step, **shape.tiles
     )
-    group_norm_stats[(shape.images * groups,)](x, partial, stats, *shape.sizes, eps, **shape.joins)
+    group_norm_stats[(shape.images * groups,)](
+        partial, stats, *shape.sizes, shape.step, eps, **shape.joins
+    )
     group_norm_forward[shape.grid](
         x, weight, bias, stats, y, *shape.sizes, shape.step, silu, **shape.tiles
     )
@@ -149,7 +155,6 @@ _GATHER = "two numbers of a group, for each channel"
 _CHANNEL = "one number a channel, once for all rows"
 _SUM = "two sums a channel for all rows of a program"
 _NARROW = {
-    "origin_ptr": "one pixel, as the origin of sums",
     "weight_ptr": _CHANNEL, "bias_ptr": _CHANNEL,
     "stats_ptr": _GATHER, "means_ptr": _GATHER,
     "partial_ptr": _SUM, "sums_ptr": _SUM,
@@ -159,7 +164,7 @@ _READS, _WRITES = ("dy_ptr", "x_ptr"), ("y_ptr", "dx_ptr")
 
 def _case(kernel: Any, words: str, kind: str, **constants: Any) -> Case:
     """A case for images of one type; every pointer of the kernel that is not None is there."""
-    images = (*_READS, *_WRITES, "origin_ptr")
+    images = (*_READS, *_WRITES)
     signature = {}
     for name in kernel.arg_names:
         if name.endswith("_ptr"):
@@ -184,11 +189,11 @@ def cases() -> Iterator[Case]:
         for channels in (64, 512):
             tile = {"ROWS": TILE // channels, "CHANNELS": channels}
             words = f"{kind} {channels} channels"
-            yield _case(group_norm_sums, words, kind, **tile)
+            yield _case(group_norm_moments, words, kind, **tile)
             for kernel in (group_norm_forward, group_norm_grad_sums, group_norm_backward):
                 for silu in (False, True):
                     yield _case(kernel, words + " silu" * silu, kind, SILU=silu, **tile)
         plain = {"weight_ptr": None, "bias_ptr": None, "SILU": False}
         yield _case(group_norm_forward, f"{kind} no weight", kind, **plain, **tile)
-        yield _case(group_norm_stats, kind, kind, **joins)
+    yield _case(group_norm_stats, "fp32", "fp32", **joins)
     yield _case(group_norm_grad_stats, "fp32", "fp32", **joins)

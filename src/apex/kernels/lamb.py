@@ -42,6 +42,7 @@ def cases() -> Iterator[Case]:
         )  # fmt: skip
 
     yield term("fp32 fp32 fp32 fp32", (0, 0))
+    yield term("fp32 fp32 fp32 fp32", (0, 0), variant="joined groups", per_tensor="unbias1 unbias2")
     for half in ("fp16", "bf16"):
         yield term(
             f"{half} {half} fp32 fp32 fp32", (0, 0), (4, 0), variant="scratch", write_only=(4,)

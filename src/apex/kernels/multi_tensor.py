@@ -192,7 +192,9 @@ def list_kernel(
         SUMS: Numbers in what ENCODE returned that are to be summed.
         LARGEST: Whether the largest is taken instead of the sum; the values are at least 0.
         FLAGS: Numbers in what ENCODE returned that set the flag to 1 where they are not finite.
-        ALIGNED: Whether every address is a multiple of 16.
+        ALIGNED: For each column whether every address is a multiple of 16. Each combination is
+            compiled when it first occurs. Few do: allocators align, so that only views do not,
+            such as gradients in a bucket.
         CHUNK: Elements of a program, a multiple of BLOCK.
         BLOCK: Elements of a tile.
     """
@@ -206,7 +208,7 @@ def list_kernel(
     left = tl.minimum(tl.load(numels_ptr + tensor) - start, CHUNK).to(tl.int32)
     pointers = ()
     for i in tl.static_range(len(COLUMNS)):
-        pointers = pointers + (_pointer(tables[i], tensor, start, COLUMNS[i], ALIGNED),)
+        pointers = pointers + (_pointer(tables[i], tensor, start, COLUMNS[i], ALIGNED[i]),)
     unnamed = ()
     for i in tl.static_range(len(KINDS)):
         if KINDS[i] == PER_TENSOR:
@@ -260,7 +262,7 @@ def compile_time(
     largest: bool,
     flags: tuple[int, ...],
     codec: tuple[Any, Any],
-    aligned: bool,
+    aligned: tuple[bool, ...],
 ) -> dict[str, Any]:
     """The compile-time arguments of `list_kernel`, for launches and for inspection."""
     return {
@@ -351,7 +353,7 @@ def launch(
                 largest,
                 flags,
                 codec,
-                all(table.aligned for table in tables),
+                tuple(table.aligned for table in tables),
             ),
             **OPTIONS,
         )

@@ -173,7 +173,8 @@ def backward(
                 **ROUNDED,
             )
         if dweight is not None:
-            row_norm_weight_sums[(n_programs, across)](
+            # Columns first: CUDA takes 65,535 programs along the second axis, 8,388,480 columns.
+            row_norm_weight_sums[(across, n_programs)](
                 *data, *partials, n_rows, n_cols, eps, centered, from_output, TILE_ROWS,
                 TILE_COLUMNS, num_warps=TILE_WARPS, **ROUNDED,
             )  # fmt: skip

@@ -7,7 +7,8 @@ An operation computes the same on every path; :meth:`op.__call__` chooses one:
 * **pieces**: PyTorch functions for a part of the rows at a time, in the same ``autograd.Function``,
   for operations that need a backward of their own on a CPU as well;
 * **operator**: ``torch.ops.apex.<name>``, one node of a compiled graph, which runs the kernel. An
-  eager call goes without it: the dispatcher costs 14 us a call, an ``autograd.Function`` 1 us.
+  eager call goes without it: the dispatcher costs 14 us a call, an ``autograd.Function`` 1 us. The
+  compiler cannot fuse it with its neighbours: see ``compiles_to_operator``.
 
 From the schema follow the operator and its backward, their functions for fake tensors, what is
 saved, gradients of gradients (of the definition), vmap over a backward, and the autocast rule.
@@ -68,6 +69,9 @@ class op:  # lower case, like torch.autocast: used as a function
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
         takes: Whether the kernel takes the first argument as it lies in memory; if not, the
             definition does.
+        compiles_to_operator: Whether ``torch.compile`` for a GPU gets the operator for these
+            arguments. If not, it gets the definition, which it fuses with what is around. Which of
+            them moves fewer bytes is in docs/performance.md.
     """
 
     def __init__(
@@ -84,11 +88,13 @@ class op:  # lower case, like torch.autocast: used as a function
         autocast: Literal["half", "float", "leave"] = "leave",
         contiguous: bool = True,
         takes: Callable[[torch.Tensor], bool] = lambda x: True,
+        compiles_to_operator: Callable[..., bool] = lambda *args: True,
     ) -> None:
         self.name, arguments, results = _parsed(schema)
         self.definition, self.grads, self.least, self.pieces = definition, grads, least, pieces
         self.gradient = gradient
         self.autocast, self.contiguous, self.takes = autocast, contiguous, takes
+        self.compiles_to_operator = compiles_to_operator
         self._kernel_file = self.name if kernel is None else kernel
         self.names = list(arguments)
         self.tensors = [name for name, kind in arguments.items() if kind.startswith("Tensor")]
@@ -156,7 +162,8 @@ class op:  # lower case, like torch.autocast: used as a function
         if _runtime.transformed() or not all(map(_runtime.is_plain, args)):
             return True
         if torch.compiler.is_compiling():  # whatever the size, which would be a guard
-            return not (self.own_backward or (_compiles(x) and self.takes(x)))
+            opaque = _compiles(x) and self.takes(x) and self.compiles_to_operator(*args)
+            return not (self.own_backward or opaque)
         if x.numel() == 0:
             return True
         if self.own_backward or self._fuses(x, self.least):
@@ -325,7 +332,7 @@ class op:  # lower case, like torch.autocast: used as a function
 
 
 def _compiles(x: torch.Tensor) -> bool:
-    """Whether a compiled graph gets the operator: the compiler fuses definitions on a CPU."""
+    """Whether a compiled graph may get an operator: on a CPU it always gets the definition."""
     forced = _runtime.forced()
     return forced == "triton" or (x.is_cuda and _runtime.HAS_TRITON and forced is None)
 

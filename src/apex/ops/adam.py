@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -74,11 +74,56 @@ ADAM = Update(reference, "adam:adam", AdamScalars)
 ADAM_EPS_INSIDE = Update(reference_eps_inside, "adam:adam_eps_inside", AdamScalars)
 
 
-def unbiased(beta: float, step: int | torch.Tensor) -> Scalar:
+@dataclass(frozen=True, eq=False)
+class StepCounts:
+    """Which step this is for tensors whose groups count on a device.
+
+    Bias corrections are computed for all groups at once: some ten small kernels for a step of the
+    optimizer, where each group would need ten of its own.
+
+    Attributes:
+        counts: float64, a step for each group.
+        runs: The groups of the tensors in order, and how many tensors each has.
+        found: Corrections that are computed already, by beta; shared by all lists of a step.
+    """
+
+    counts: torch.Tensor
+    runs: Sequence[tuple[int, int]] = ()
+    found: dict[float, torch.Tensor] = field(default_factory=dict)
+
+    def of(self, runs: Sequence[tuple[int, int]], device: torch.device) -> StepCounts:
+        """The steps of a list of tensors on ``device``."""
+        if device == self.counts.device:
+            return replace(self, runs=runs)
+        return StepCounts(self.counts.to(device, non_blocking=device.type != "cpu"), runs)
+
+    def unbiased(self, beta: float) -> torch.Tensor:
+        """``1 / (1 - beta ** step)``: one number, or a vector with one for each tensor."""
+        if beta not in self.found:
+            self.found[beta] = _unbiased(beta, self.counts)
+        each = torch.split(self.found[beta], 1)
+        if len(self.runs) == 1:
+            return each[self.runs[0][0]].view(())
+        return torch.cat(
+            [each[group].expand(size) if size > 1 else each[group] for group, size in self.runs]
+        )
+
+
+Step = int | torch.Tensor | StepCounts
+
+
+def unbiased(beta: float, step: Step) -> Scalar:
     """``1 / (1 - beta ** step)``; for a step on a device computed there, in float64."""
+    if isinstance(step, StepCounts):
+        return step.unbiased(beta)
     if isinstance(step, torch.Tensor):
-        return (1 / (1 - beta ** step.reshape(()).double())).float()
+        return _unbiased(beta, step.reshape(()))
     return 1 / (1 - beta**step)
+
+
+def _unbiased(beta: float, steps: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = 1 - beta ** steps.double()
+    return found.reciprocal().float()
 
 
 @dataclass(frozen=True)
@@ -93,7 +138,7 @@ class Adam:
         weight_decay: L2 penalty, or decoupled decay with ``adam_w_mode``.
         adam_w_mode: Which of the two.
         bias_correction: Whether the moments are corrected for their start at 0.
-        step: Which step this is, from 1; a tensor is read on its device.
+        step: Which step this is, from 1; what is counted on a device is read there.
         eps_inside_sqrt: Add ``eps`` to the second moment instead, below the root.
     """
 
@@ -104,7 +149,7 @@ class Adam:
     weight_decay: Scalar
     adam_w_mode: bool
     bias_correction: bool
-    step: int | torch.Tensor
+    step: Step
     eps_inside_sqrt: bool = False
 
     def scalars(self, factor: Scalar) -> AdamScalars:
@@ -142,11 +187,16 @@ def adam_(columns: Sequence[Column], hyper: Adam, options: StepOptions = DEFAULT
     run_stored(update, columns, hyper.scalars(options.factor), options)
 
 
+def for_torch(step: Step, corrects: bool) -> torch.Tensor:
+    """A step for torch's fused kernels on a CPU; without bias corrections the infinite one."""
+    assert not isinstance(step, StepCounts)  # cpu_fused.torch_steps asks
+    number = float(step) if corrects else math.inf
+    return torch.full((), number, dtype=torch.float32, device="cpu")  # tensor() takes twice as long
+
+
 def _torchs(hyper: Adam) -> Callable[..., None]:
     """Torch's fused kernel for float32 columns of the CPU."""
-    step = torch.tensor(
-        float(hyper.step) if hyper.bias_correction else math.inf, dtype=torch.float32, device="cpu"
-    )
+    step = for_torch(hyper.step, hyper.bias_correction)
     fused = torch._fused_adamw_ if hyper.adam_w_mode else torch._fused_adam_
 
     def kernel(grads: _List, params: _List, exp_avgs: _List, exp_avg_sqs: _List) -> None:

@@ -21,6 +21,9 @@ Scalar = float | torch.Tensor
 OWN_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter))  # types of tensors that are no wrappers
 
 _DTYPE, _DEVICE, _IS_CPU = map(attrgetter, ("dtype", "device", "is_cpu"))
+_IS_CONTIGUOUS, _IS_NEG, _STRIDE = (
+    torch.Tensor.is_contiguous, torch.Tensor.is_neg, torch.Tensor.stride,
+)  # fmt: skip
 
 
 def grouped(columns: Sequence[Column]) -> Iterable[tuple[list[int], list[list[torch.Tensor]]]]:
@@ -124,23 +127,35 @@ def set_flag(flag: torch.Tensor, found: torch.Tensor) -> None:
     flag.masked_fill_(here.reshape(()) != 0, 1)
 
 
-def have_one_dense_layout(columns: Sequence[Column]) -> bool:
-    """Whether memory holds the elements of each position in one order, without gaps."""
-    for column in columns:
-        if not all(map(torch.Tensor.is_contiguous, column)):
-            return all(map(_share_dense_layout, zip(*columns, strict=True)))
-    return True
+def odd_positions(columns: Sequence[Column], may_be_neg: int | None = None) -> list[int]:
+    """Positions whose tensors kernels cannot walk by address alone, in order.
+
+    At the others memory holds the elements of all columns in one order, which may be any, without
+    gaps, and with their signs: those of a tensor with the negative bit (``z.conj().imag``) are not
+    in memory.
+
+    Args:
+        columns: The tensors of a position have one shape.
+        may_be_neg: How many columns, from the first, may have the negative bit; ``None`` for all.
+            Looking for it takes 0.1 ms for 1,000 tensors.
+    """
+    if all(all(map(_IS_CONTIGUOUS, column)) for column in columns) and not any(
+        any(map(_IS_NEG, column)) for column in columns[:may_be_neg]
+    ):
+        return []
+    positions = enumerate(zip(*columns, strict=True))
+    return [number for number, position in positions if not _have_one_dense_layout(position)]
 
 
-def _share_dense_layout(position: Sequence[torch.Tensor]) -> bool:
-    first = position[0]
-    if all(tensor.is_contiguous() for tensor in position):
+def _have_one_dense_layout(position: Sequence[torch.Tensor]) -> bool:
+    if any(map(_IS_NEG, position)):
+        return False
+    if all(map(_IS_CONTIGUOUS, position)):
         return True
-    dense = any(
-        first.dim() == dims and first.is_contiguous(memory_format=layout)
-        for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d))
-    )
-    return dense and all(tensor.stride() == first.stride() for tensor in position)
+    if len({*map(_STRIDE, position)}) > 1:  # those of dimensions of one element do not matter
+        position = [*map(torch.squeeze, position)]
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(position[0])
+    return dense and len({*map(_STRIDE, position)}) == 1
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

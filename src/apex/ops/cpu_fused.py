@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import repeat
+from numbers import Real
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import Column, Scalar, have_one_dense_layout
+from apex.ops.columns import Column, odd_positions
 from apex.ops.storage import PARAM, PLAIN, StepOptions
 
 # Elements that are widened at once, 2 MiB of a column. FusedAdam's 10 million bfloat16 weights take
@@ -28,21 +29,25 @@ DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
 Lists = list[list[torch.Tensor]]
 
 
-def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: Scalar) -> bool:
+def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: object) -> bool:
     """Whether :func:`step_` takes them: on a CPU, unmetered, with numbers of the host."""
     if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu:
         return False
     if options.meter is not None:  # these kernels do not count lost updates
         return False
-    tensors = [x for x in (options.factor, options.noop, *numbers) if isinstance(x, torch.Tensor)]
     every = list(columns) if options.extra is None else [*columns, options.extra]
-    known = not any(_runtime.waits(x.device) for x in tensors)
-    return (
-        known and {column[0].dtype for column in every} <= DTYPES and have_one_dense_layout(every)
-    )
+    known = all(map(_is_known, (options.factor, options.noop, *numbers)))
+    known = known and {column[0].dtype for column in every} <= DTYPES
+    return known and not odd_positions(every, options.may_be_neg)
 
 
-@torch.no_grad()
+def _is_known(number: object) -> bool:
+    """Whether the host knows a number without waiting for a device."""
+    if isinstance(number, torch.Tensor):
+        return not _runtime.waits(number.device)
+    return number is None or isinstance(number, Real)
+
+
 def step_(
     kernel: Callable[..., None],
     columns: Sequence[Column],
@@ -108,14 +113,19 @@ def _weights(columns: Sequence[Column], options: StepOptions) -> list[Column]:
 
 
 def batches(columns: Sequence[Column]) -> Iterable[Lists]:
-    """Cut columns of dense tensors into lists of together at most ``PIECE`` elements."""
+    """Cut columns of dense tensors into lists of together at most ``PIECE`` elements.
+
+    A 0-dim tensor belongs to all pieces of the tensors beside it.
+    """
+    if sum(map(torch.Tensor.numel, columns[0])) <= PIECE:
+        yield [list(column) for column in columns]
+        return
     batch: list[tuple[torch.Tensor, ...]] = []
     left = PIECE
     for position in zip(*columns, strict=True):
         positions: Iterable[tuple[torch.Tensor, ...]] = [position]
         if position[0].numel() > PIECE:
-            flat = (x.as_strided((x.numel(),), (1,)) for x in position)
-            positions = zip(*(torch.split(x, PIECE) for x in flat), strict=True)
+            positions = zip(*map(_cut, position), strict=False)
         for piece in positions:
             left -= piece[0].numel()
             if left < 0:
@@ -123,3 +133,7 @@ def batches(columns: Sequence[Column]) -> Iterable[Lists]:
                 batch, left = [], PIECE - piece[0].numel()
             batch.append(piece)
     yield [list(column) for column in zip(*batch, strict=True)]
+
+
+def _cut(x: torch.Tensor) -> Iterable[torch.Tensor]:
+    return torch.split(x.as_strided((x.numel(),), (1,)), PIECE) if x.dim() else repeat(x)

@@ -64,6 +64,7 @@ OP = op(
     reference,
     grads=("logits",),
     least=2**20,  # a guess
+    compiles_to_operator=lambda *args: False,
 )
 
 

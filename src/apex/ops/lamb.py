@@ -23,7 +23,6 @@ without weight decay too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from apex.ops import cpu_fused
-from apex.ops.adam import unbiased
+from apex.ops.adam import Step, for_torch, unbiased
 from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import Codec, Update, Values, run
 from apex.ops.storage import DEFAULT_OPTIONS, PLAIN, StepOptions, run_stored
@@ -91,7 +90,7 @@ class Lamb:
         bias_correction: Whether the moments are corrected for their start at 0.
         grad_averaging: Whether a gradient enters the moment by ``1 - beta1`` or whole.
         use_nvlamb: Whether tensors without weight decay are adapted too.
-        step: Which step this is, from 1; a tensor is read on its device.
+        step: Which step this is, from 1; what is counted on a device is read there.
     """
 
     lr: Scalar
@@ -103,7 +102,7 @@ class Lamb:
     bias_correction: bool
     grad_averaging: bool
     use_nvlamb: bool
-    step: int | torch.Tensor
+    step: Step
 
     def scalars(self, factor: Scalar) -> TermScalars:
         """What the first launch takes."""
@@ -145,7 +144,7 @@ def trusted_rates(
     """
     if not isinstance(adapts, torch.Tensor) and not adapts:
         return lr * torch.ones_like(params)
-    trusted = (params != 0) & (terms != 0)
+    trusted = params.logical_and(terms)
     if isinstance(adapts, torch.Tensor):
         trusted = trusted & (adapts != 0)
     return lr * torch.where(trusted, params / terms, 1.0)
@@ -197,6 +196,7 @@ def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT
         noop=options.noop,
         sums=(3, 4) if hyper.adapts else (),
         codec=codec,
+        may_be_neg=options.may_be_neg,
     )
     if sums is None:
         rates: Scalar = hyper.lr
@@ -225,9 +225,7 @@ def _step_on_cpu(columns: Sequence[Column], hyper: Lamb, options: StepOptions) -
     """
     wide = cpu_fused.as_float32(columns, options)
     factor, decay = float(options.factor), float(hyper.weight_decay)
-    step = torch.tensor(
-        float(hyper.step) if hyper.bias_correction else math.inf, dtype=torch.float32, device="cpu"
-    )
+    step = for_torch(hyper.step, hyper.bias_correction)
     weights = square_sums(wide[1]).sqrt() if hyper.adapts else None
     for grads, params, exp_avgs, exp_avg_sqs in cpu_fused.batches(wide):
         if factor != 1.0:

@@ -40,11 +40,15 @@ from apex.ops.dense import add_product
 
 REDUCTIONS = ("none", "mean", "sum")
 
-# Logits of a piece: at least 16 MiB of float32, so that products stay large enough to be fast
-# (128 rows of 32,768), at most 256 MiB, above which a GPU's products gain nothing; in between an
-# eighth of all. No more than the least in all are left to PyTorch's functions, which are faster
-# then. Derived from sizes; 64 to 512 rows differ by less than 10 % on a CPU.
-LEAST, MOST, SHARE = 2**22, 2**26, 8
+# Rows of a piece: whole tiles of a GPU's products, and at least FEWEST. Each piece reads and writes
+# the weight's gradient in float32: at 1,024 rows those are 256 operations a byte, about what an
+# H100 does while it moves one; at 256 rows memory takes over four times as long as the product.
+TILE, FEWEST = 128, 1024
+# Logits of a piece: at most HUGE for these rows, 512 MiB in 16 bits, 262,144 classes. Above that at
+# least one tile: no more than the weight if that has 128 features. More rows while they are LEAST,
+# 16 MiB of float32, or an eighth of all and at most MOST, 256 MiB. No more than LEAST in all are
+# left to PyTorch's functions, which are faster then. Derived from sizes.
+LEAST, MOST, HUGE, SHARE = 2**22, 2**26, 2**28, 8
 
 
 def reference(
@@ -79,7 +83,8 @@ def _reduced(
 
 def chunk_rows(rows: int, classes: int) -> int:
     """How many rows' logits are made at a time."""
-    return max(1, LEAST // classes, min(MOST // classes, -(-rows // SHARE)))
+    wanted = max(FEWEST, LEAST // classes, min(MOST // classes, -(-rows // SHARE)))
+    return max(TILE, min(wanted, HUGE // classes) // TILE * TILE)
 
 
 def _pieces(

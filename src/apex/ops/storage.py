@@ -214,6 +214,7 @@ class StepOptions:
         extra: The storage's own column; with plain storage 16-bit weights that get the new
             values too.
         meter: Who counts lost updates.
+        may_be_neg: See :func:`apex.ops.columns.odd_positions`.
     """
 
     factor: Scalar = 1.0
@@ -222,6 +223,7 @@ class StepOptions:
     storage: Storage = PLAIN
     extra: Column | None = None
     meter: LostUpdates | None = None
+    may_be_neg: int | None = None
 
 
 DEFAULT_OPTIONS = StepOptions()
@@ -289,6 +291,7 @@ def run_stored(
         sums=sums,
         codec=codec,
         seed=seed,
+        may_be_neg=options.may_be_neg,
     )
     if options.meter is None or found is None:
         return found

@@ -157,7 +157,8 @@ def _square_sums_on_cpu(tensors: Column, factor: float) -> torch.Tensor:
                 values = piece.to(wide) if factor == 1.0 else piece.to(wide) * factor
                 norms.append(torch.linalg.vector_norm(values, dim=1))
                 owners.append(number)
-    short = [x.to(wide) for x in short]
+    if tensors[0].dtype != wide:
+        short = [x.to(wide) for x in short]
     ends = short if factor == 1.0 else torch._foreach_mul(short, factor)
     sums = torch.stack(torch._foreach_norm(ends)).double().square_()
     if norms:

@@ -88,9 +88,11 @@ def inverse(scale: Scalar) -> Scalar:
 def _groups(grads: Column) -> list[list[torch.Tensor]]:
     """Real dense tensors that share memory with ``grads``, in lists of one device and dtype.
 
-    That is what the foreach kernels want. Sparse gradients must be coalesced, unless they are only
-    multiplied. Of a DTensor it is the part on this rank: torch's own kernel would reduce the flag
-    as the first DTensor of a list asks for, and refuse a list with other tensors.
+    That is what the foreach kernels want. Signs are those of the memory, without the negative and
+    the conjugate bit, on which neither products nor flags depend. Sparse gradients must be
+    coalesced, unless they are only multiplied. Of a DTensor it is the part on this rank: torch's
+    own kernel would reduce the flag as the first DTensor of a list asks for, and refuse a list with
+    other tensors.
     """
     if not OWN_MEMORY.issuperset(map(type, grads)):
         grads = [*map(local, grads)]
@@ -104,7 +106,11 @@ def _groups(grads: Column) -> list[list[torch.Tensor]]:
     found = []
     for (_, dtype, layout), group in groups.items():
         values = group if layout == torch.strided else [grad._values() for grad in group]
-        found.append([torch.view_as_real(v) for v in values] if dtype.is_complex else values)
+        if dtype.is_complex:
+            values = [torch.view_as_real(v.conj() if v.is_conj() else v) for v in values]
+        if any(map(torch.Tensor.is_neg, values)):
+            values = [torch._neg_view(v) if v.is_neg() else v for v in values]
+        found.append(values)
     return found
 
 

@@ -12,12 +12,14 @@ kernels read it, and the step count is a tensor that is only incremented if the 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -29,17 +31,10 @@ from apex.ops.placements import placed
 from apex.ops.storage import LostUpdates, ScaledStep, StepOptions
 from apex.optimizers import _groups
 from apex.optimizers._buckets import Bucket, check_places, split
+from apex.optimizers._joined import GroupGrads, count_steps, counted, joined
 from apex.optimizers._state import MASTERED, StatefulOptimizer
 
 _DTYPE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "layout", "grad"))
-
-
-class GroupGrads(NamedTuple):
-    """A group, its parameters that have a gradient, and their gradients."""
-
-    group: dict[str, Any]
-    params: list[torch.Tensor]
-    grads: list[torch.Tensor]
 
 
 class FusedOptimizer(StatefulOptimizer):
@@ -53,7 +48,8 @@ class FusedOptimizer(StatefulOptimizer):
 
     Raises:
         ValueError: No parameters, an unknown key in a group, a number out of range.
-        RuntimeError: A parameter is not a dense float16, bfloat16, float32 or float64 tensor.
+        RuntimeError: A parameter is not a dense float16, bfloat16, float32 or float64 tensor, or
+            has the negative bit.
     """
 
     # If True, torch's GradScaler leaves unscaling and the skip to the step. Programs react to it:
@@ -64,6 +60,8 @@ class FusedOptimizer(StatefulOptimizer):
     _needs_whole = ""
     #: Keys of groups that other optimizers know, and that change what is computed.
     _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
+    #: Whether groups of equal numbers share launches: not where a group has tensors of its own.
+    _joins_groups = True
 
     def __init__(
         self,
@@ -123,6 +121,12 @@ class FusedOptimizer(StatefulOptimizer):
         names = {name for kind in own for name in inspect.signature(kind).parameters}
         names -= {"params", "step", *self.defaults}
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+    @functools.cached_property
+    def _dummy_overflow_buf(self) -> torch.Tensor:
+        """The flag that subclasses with a step of their own hand to ``multi_tensor_applier``."""
+        devices = [param.device for group in self.param_groups for param in group["params"][:1]]
+        return torch.zeros(1, dtype=torch.int32, device=devices[0] if devices else "cpu")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients.
@@ -224,37 +228,43 @@ class FusedOptimizer(StatefulOptimizer):
         if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
             factor = float(factor)
         active = [self._group_grads(group, grads) for group in self.param_groups]
+        together = joined(active, self.defaults if self._joins_groups else None, noop)
+        sizes = [sum(len(params) for _, params, _ in groups) for groups in together]
+        stepped = [param for groups in together for _, params, _ in groups for param in params]
+        gradients = [grad for groups in together for _, _, found in groups for grad in found]
         # All checks before anything changes.
-        for _, params, gradients in active:
-            _groups.check_stored(type(self).__name__, params, self.storage)
-            self._check_grads(gradients)
+        _groups.check_stored(type(self).__name__, stepped, self.storage)
+        self._check_grads(gradients)
         self._follow_written()
         self._prepare_step(active, factor, noop)
         largest = self._largest_norm()
         if largest:
-            every = [grad for _, _, gradients in active for grad in gradients]
+            every = [grad for _, _, found in active for grad in found]
             factor = clipped(every, factor, largest)
-        plan = [
-            (group, [*self._buckets(params, gradients, copies)])
-            for group, params, gradients in active
-            if group["params"]
-        ]
-        for group, buckets in plan:
-            self._advance(group, noop)
-            for bucket in buckets:
-                device = bucket.weights[0].device
-                options = StepOptions(
+        buckets = self._buckets(stepped, gradients, sizes, copies)
+        counters = count_steps(self.param_groups, noop) if self._counts_steps else None
+        everywhere: dict[torch.device, StepOptions] = {}
+        for number, bucket in buckets:
+            device = bucket.weights[0].device
+            if device not in everywhere:
+                everywhere[device] = StepOptions(
                     factor=_on(factor, device),
                     noop=None if noop is None else noop.to(device, non_blocking=True),
                     write_grads=write_grads,
                     storage=self._storage,
-                    extra=bucket.extra,
                     meter=self.lost_updates,
+                    may_be_neg=1,  # gradients; parameters with the bit are refused
                 )
-                if self.lost_updates is not None:
-                    weights = sum(weight.numel() for weight in bucket.weights)
-                    self.lost_updates.add(0.0, weights, options.noop)
-                self._update(group, bucket, options)
+            options = everywhere[device]
+            if bucket.extra is not None:
+                options = replace(options, extra=bucket.extra)
+            if self.lost_updates is not None:
+                weights = sum(weight.numel() for weight in bucket.weights)
+                self.lost_updates.add(0.0, weights, options.noop)
+            group = together[number][0].group
+            if counters is not None:
+                group = counted(together[number], bucket.params, device, counters)
+            self._update(group, bucket, options)
         self._note_versions()
 
     def _group_grads(
@@ -286,28 +296,13 @@ class FusedOptimizer(StatefulOptimizer):
             if grad.is_complex():
                 raise RuntimeError(f"{name} does not support complex gradients.")
 
-    def _advance(self, group: dict[str, Any], noop: torch.Tensor | None) -> None:
-        """Count the step, on the device where it may be skipped there."""
-        if not self._counts_steps:
-            return
-        step = group.get("step", 0)
-        if noop is None and not isinstance(step, torch.Tensor):
-            group["step"] = step + 1
-            return
-        device = group["params"][0].device
-        if not isinstance(step, torch.Tensor):
-            step = torch.full((1,), step, dtype=torch.int32, device=device)
-        elif step.device != device:
-            step = step.to(device, non_blocking=True)
-        taken = 1 if noop is None else (noop.to(device, non_blocking=True) == 0).to(torch.int32)
-        group["step"] = step.add_(taken)
-
     def _buckets(
         self,
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
+        sizes: Sequence[int],
         copies: Mapping[torch.Tensor, torch.Tensor] | None,
-    ) -> Iterable[Bucket]:
+    ) -> Iterable[tuple[int, Bucket]]:
         states = [*map(self.state.__getitem__, params)]
         if self._mastered and not all(map(MASTERED, states)):
             for param in params:
@@ -327,7 +322,7 @@ class FusedOptimizer(StatefulOptimizer):
         columns = [local_parts(grads), weights, *map(local_parts, slots)]
         shapes = {slot: self.slot_shapes.get(slot) for slot in self.slots}
         check_places(type(self).__name__, here, columns, extra, shapes)
-        return split(params, columns, extra)
+        return split(params, columns, extra, sizes)
 
     def columns(self, bucket: Bucket) -> list[list[torch.Tensor]]:
         """Gradients, weights and every state slot."""
@@ -343,19 +338,19 @@ class FusedOptimizer(StatefulOptimizer):
         return 0.0
 
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        """Step one bucket."""
+        """Step one bucket.
+
+        Args:
+            group: The numbers of a group, or of several whose numbers are equal. Its step is a
+                number, or :class:`apex.ops.adam.StepCounts` where a device counts.
+            bucket: What is stepped.
+            options: Scaling, skipping and storage.
+        """
         raise NotImplementedError
 
 
 def _on(value: Scalar, device: torch.device) -> Scalar:
     return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-
-
-def counted(step: int | torch.Tensor, device: torch.device) -> int | torch.Tensor:
-    """A group's step for a kernel: a number, or a tensor on ``device``; the host's is read."""
-    if not isinstance(step, torch.Tensor) or not _runtime.waits(step.device):
-        return int(step)
-    return step.to(device, non_blocking=True)
 
 
 def scalar(value: Any, device: torch.device) -> Scalar:

@@ -45,20 +45,32 @@ def split(
     params: Sequence[torch.Tensor],
     columns: Sequence[Sequence[torch.Tensor]],
     extra: Sequence[torch.Tensor | None] | None,
-) -> Iterable[Bucket]:
+    sizes: Sequence[int],
+) -> Iterable[tuple[int, Bucket]]:
     """Split parameters into buckets.
 
     Args:
         params: The parameters.
         columns: Gradients, weights and every slot.
         extra: What is stored beside each weight, see :class:`Bucket`; ``None`` for nothing at all.
+        sizes: How many parameters each list of joined groups has, one list after the other. Those
+            of a bucket are of one list.
+
+    Yields:
+        The number of the list, and a bucket.
     """
     if extra is None and of_one_kind(columns):
-        listed, gradients, updated, *kept = map(list, [params, *columns])
-        yield Bucket(listed, gradients, updated, kept)
+        start = 0
+        for number, size in enumerate(sizes):
+            part = slice(start, start := start + size)
+            if size:
+                listed, gradients, updated, *kept = [list(x[part]) for x in (params, *columns)]
+                yield number, Bucket(listed, gradients, updated, kept)
         return
     weights = columns[1]
+    owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     kinds = zip(
+        owners,
         map(_DEVICE, weights),
         *(map(_DTYPE, column) for column in columns),
         [None] * len(weights) if extra is None else [x is not None and x.dtype for x in extra],
@@ -71,7 +83,7 @@ def split(
         pick = _picker(chosen, len(weights))
         beside = None if extra is None else [x for x in pick(extra) if x is not None]
         listed, gradients, updated, *kept = map(pick, [params, *columns])
-        yield Bucket(listed, gradients, updated, kept, beside or None)
+        yield owners[chosen[0]], Bucket(listed, gradients, updated, kept, beside or None)
 
 
 def _picker(numbers: Sequence[int], of: int) -> Callable[[Sequence[_T]], list[_T]]:

@@ -116,6 +116,11 @@ def check_params(optimizer: str, params: Any, storage: str, needs_whole: str) ->
                 f"{optimizer} only support fp16 and fp32 (and bf16, fp64); a parameter has "
                 f"{tensor.dtype}."
             )
+        if tensor.is_neg():
+            raise RuntimeError(
+                f"{optimizer}: the sign of a parameter is a bit of the tensor (is_neg()) and not "
+                "in its memory. Make the parameter of `data.resolve_neg()`."
+            )
         check_stored(optimizer, [tensor], storage)
         if needs_whole and is_sharded(tensor):
             raise RuntimeError(

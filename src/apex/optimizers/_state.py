@@ -20,9 +20,9 @@ from apex.optimizers import _checkpoint, _groups
 MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE = attrgetter("shape")
 _EXTRA = {"low_bits": "low_bits", "kahan": "error"}
-# Attributes that a copy does not get: what amp puts on an optimizer, and versions of tensors that
-# are others in the copy.
-_NOT_COPIED = {"_amp_stash", "_scaled_step", "_written"}
+# Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
+# others in the copy, and a flag that a copy makes on the device where it is.
+_NOT_COPIED = {"_amp_stash", "_scaled_step", "_written", "_dummy_overflow_buf"}
 
 
 class StatefulOptimizer(torch.optim.Optimizer):

@@ -117,6 +117,14 @@ class FP16_Optimizer(_base.FP16_Optimizer):
             return self.loss_scaler
         raise AttributeError("a static loss scale has no factor, window and overflows")
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "fp32_groups_flat":  # a copy would lose what is written into it
+            raise AttributeError(
+                "FP16_Optimizer has no fp32_groups_flat: its masters are not joined in one tensor "
+                "for each group. Use fp32_groups, a list of masters for each group."
+            )
+        return super().__getattr__(name)
+
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
         """What the wrapped optimizer steps, by group: masters, and parameters that have none."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
 from apex.ops.adagrad import Adagrad, adagrad_
 from apex.ops.storage import StepOptions
 from apex.optimizers._base import FusedOptimizer, scalar
@@ -43,6 +44,8 @@ class FusedAdagrad(FusedOptimizer):
     narrow_slots = ("sum",)
     _counts_steps = False
     _refused_keys = (*FusedOptimizer._refused_keys, "lr_decay")
+    # Subclasses with a step of their own call these, as in the original.
+    multi_tensor_adagrad = staticmethod(_optimizers.multi_tensor_adagrad)
 
     def __init__(
         self,

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
 from apex.ops.adam import Adam, adam_
 from apex.ops.storage import StepOptions
-from apex.optimizers._base import FusedOptimizer, counted, scalar
+from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
 from apex.optimizers._groups import HALF
 
@@ -57,6 +58,12 @@ class FusedAdam(FusedOptimizer):
 
     slots = ("exp_avg", "exp_avg_sq")
     _not_in_torch = ("bias_correction",)
+    # Subclasses with a step of their own call these, as in the original.
+    multi_tensor_adam = staticmethod(_optimizers.multi_tensor_adam)
+    multi_tensor_adam_capturable = staticmethod(_optimizers.multi_tensor_adam_capturable)
+    multi_tensor_adam_capturable_master = staticmethod(
+        _optimizers.multi_tensor_adam_capturable_master
+    )
 
     def __init__(  # noqa: PLR0913 - the original's signature
         self,
@@ -200,7 +207,7 @@ class FusedAdam(FusedOptimizer):
             weight_decay=scalar(group["weight_decay"], device),
             adam_w_mode=self.adam_w_mode,
             bias_correction=bool(group["bias_correction"]),
-            step=counted(group["step"], device),
+            step=group["step"],
         )
         adam_(self.columns(bucket), numbers, options)
 

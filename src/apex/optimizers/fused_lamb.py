@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from apex.multi_tensor_apply._amp_c import lamb as _lamb
+from apex.multi_tensor_apply._amp_c import scaling as _scaling
 from apex.ops.lamb import Lamb, lamb_
 from apex.ops.storage import StepOptions
 from apex.optimizers._base import FusedOptimizer, scalar
@@ -54,6 +56,9 @@ class FusedLAMB(FusedOptimizer):
     slots = ("exp_avg", "exp_avg_sq")
     narrow_slots = ("exp_avg", "exp_avg_sq")
     _needs_whole = "the norm of a whole tensor"
+    # Subclasses with a step of their own call these, as in the original.
+    multi_tensor_l2norm = staticmethod(_scaling.multi_tensor_l2norm)
+    multi_tensor_lamb = staticmethod(_lamb.multi_tensor_lamb)
 
     def __init__(  # noqa: PLR0913
         self,
@@ -99,7 +104,6 @@ class FusedLAMB(FusedOptimizer):
 
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
-        step = group["step"]
         numbers = Lamb(
             lr=scalar(group["lr"], device),
             beta1=group["betas"][0],
@@ -110,6 +114,6 @@ class FusedLAMB(FusedOptimizer):
             bias_correction=bool(group["bias_correction"]),
             grad_averaging=bool(group["grad_averaging"]),
             use_nvlamb=bool(self.use_nvlamb),
-            step=step.to(device, non_blocking=True) if isinstance(step, torch.Tensor) else step,
+            step=group["step"],
         )
         lamb_(self.columns(bucket), numbers, options)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from apex.multi_tensor_apply._amp_c import lamb as _lamb
+from apex.multi_tensor_apply._amp_c import scaling as _scaling
 from apex.optimizers.fused_lamb import FusedLAMB
 
 
@@ -49,6 +51,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     _keeps_saved_dtypes = True
     _step_supports_amp_scaling = True
+    # Subclasses with a step of their own call these, as in the original.
+    multi_tensor_l2norm = staticmethod(_scaling.multi_tensor_l2norm_mp)
+    multi_tensor_lamb = staticmethod(_lamb.multi_tensor_lamb_mp)  # type: ignore[assignment]
 
     def __init__(  # noqa: PLR0913
         self,

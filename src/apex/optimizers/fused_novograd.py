@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
 from apex.ops.columns import Scalar, joined, taken
 from apex.ops.novograd import UNSET, NovoGrad, novograd_
 from apex.ops.storage import StepOptions
-from apex.optimizers._base import FusedOptimizer, GroupGrads, counted, scalar
+from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
+from apex.optimizers._joined import GroupGrads
 
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
 KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
@@ -57,6 +59,9 @@ class FusedNovoGrad(FusedOptimizer):
     _needs_whole = "the norm of a whole gradient"
     slots = ("exp_avg",)
     narrow_slots = ("exp_avg",)
+    _joins_groups = False  # each has the norms of its tensors
+    # Subclasses with a step of their own call these, as in the original.
+    multi_tensor_novograd = staticmethod(_optimizers.multi_tensor_novograd)
 
     def __init__(  # noqa: PLR0913 - the original's signature
         self,
@@ -195,16 +200,15 @@ class FusedNovoGrad(FusedOptimizer):
             grad_averaging=bool(group["grad_averaging"]),
             norm_type=group["norm_type"],
             bias_correction=bool(group["bias_correction"]),
-            step=counted(group["step"], device),
+            step=group["step"],
         )
         kind = bucket.params[0].dtype
-        members = self._members(group, kind)
-        norms = self._norms(group, kind, len(members))
+        norms = group["exp_avg_sq"][KINDS.index(kind)]
         columns = self.columns(bucket)
-        if len(members) == len(bucket.params):  # the same ones, in the same order
+        if norms.numel() == len(bucket.params):  # of all that were stepped, in the same order
             novograd_(columns, norms, numbers, options)
             return
-        here, others = _split(members, {*bucket.params})
+        here, others = _split(self._members(group, kind), {*bucket.params})
         mine = taken(norms, here).to(device, non_blocking=device.type != "cpu", copy=True)
         novograd_(columns, mine, numbers, options)
         mine = mine.to(norms.device, non_blocking=not norms.is_cpu)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
+from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
 from apex.ops import _runtime
 from apex.ops.columns import Scalar, local
 from apex.ops.sgd import SGD, sgd_
 from apex.ops.storage import StepOptions
-from apex.optimizers._base import FusedOptimizer, GroupGrads, scalar
+from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
+from apex.optimizers._joined import GroupGrads
 
 
 class FusedSGD(FusedOptimizer):
@@ -59,6 +61,8 @@ class FusedSGD(FusedOptimizer):
     _more_state = (*FusedOptimizer._more_state, "first")
     _marks = False  # whether a state may have a "first"
     _counts_steps = False
+    # Subclasses with a step of their own call these, as in the original.
+    multi_tensor_sgd = staticmethod(_optimizers.multi_tensor_sgd)
 
     def __init__(
         self,

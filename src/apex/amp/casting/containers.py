@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,10 +21,6 @@ def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
     Entered are mappings, lists, tuples (named ones too), sets, deques and dataclasses, with
     their types kept. An object that offers ``to`` (a custom batch, a packed sequence) is handed
     to ``fn`` whole. Modules, strings, arrays, iterators and everything else come back untouched.
-
-    Args:
-        value: Anything.
-        fn: Called with a tensor or an object that has ``to``; returns what replaces it.
     """
     return _walk(value, fn, ())
 
@@ -35,7 +31,7 @@ def _walk(value: Any, fn: _Function, path: tuple[Any, ...]) -> Any:
         return fn(value)
     if isinstance(value, (str, bytes, torch.nn.Module, type)) or value is None:
         return value
-    if callable(getattr(value, "to", None)) and not _is_array(value):
+    if callable(getattr(value, "to", None)) and type(value).__module__.split(".")[0] != "numpy":
         return fn(value)
     if any(value is outer for outer in path):  # a container that holds itself
         return value
@@ -49,16 +45,14 @@ def _walk(value: Any, fn: _Function, path: tuple[Any, ...]) -> Any:
     return value
 
 
-def _is_array(value: Any) -> bool:
-    return type(value).__module__.split(".")[0] == "numpy"
+def _changed(items: Iterable[tuple[Any, Any]], fn: _Function, path: tuple[Any, ...]) -> Any:
+    """What ``fn`` gives for the values of ``items``, by key, where it is another object."""
+    rows = [(key, old, _walk(old, fn, path)) for key, old in items]
+    return {key: new for key, old, new in rows if new is not old}
 
 
 def _mapping(value: Any, fn: _Function, path: tuple[Any, ...]) -> Any:
-    changed = {}
-    for key, old in value.items():
-        new = _walk(old, fn, path)
-        if new is not old:
-            changed[key] = new
+    changed = _changed(value.items(), fn, path)
     if not changed:
         return value
     if not hasattr(value, "__setitem__"):  # a read-only view
@@ -70,12 +64,8 @@ def _mapping(value: Any, fn: _Function, path: tuple[Any, ...]) -> Any:
 
 
 def _fields(value: Any, fn: _Function, path: tuple[Any, ...]) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
-        old = getattr(value, field.name, None)
-        new = _walk(old, fn, path)
-        if new is not old:
-            changed[field.name] = new
+    names = [field.name for field in dataclasses.fields(value)]
+    changed = _changed(((name, getattr(value, name, None)) for name in names), fn, path)
     if not changed:
         return value
     result = copy.copy(value)
@@ -95,14 +85,9 @@ def _items(value: Any, fn: _Function, path: tuple[Any, ...]) -> Any:
         return type(value)(*new)
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(new)
-    return _rebuilt(value, new)
-
-
-def _rebuilt(value: Any, new: list[Any]) -> Any:
-    """A subclass: keep its attributes where it can be filled again, else call its type."""
-    result = copy.copy(value)
-    if hasattr(result, "clear") and hasattr(result, "extend"):
-        result.clear()
-        result.extend(new)
-        return result
-    return type(value)(new)
+    if not (hasattr(value, "clear") and hasattr(value, "extend")):
+        return type(value)(new)
+    result = copy.copy(value)  # a subclass, which may have attributes
+    result.clear()
+    result.extend(new)
+    return result

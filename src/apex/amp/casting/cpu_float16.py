@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from apex.amp.casting.dispatcher import skip_frames
+from apex.amp.casting.dispatcher import caster, operator, skip_frames
 
 _Kernel = Callable[..., Any]
 
@@ -37,23 +37,20 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _ATTENTION_GRADIENT = "_scaled_dot_product_flash_attention_for_cpu_backward"
 # Where the CPU has no float16 instructions.
 _PRODUCTS = "convolution mm addmm _addmm_activation bmm baddbmm addbmm mv addmv dot vdot"
-_RECURRENT = (
-    "lstm.input lstm.data gru.input gru.data "
-    "rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"
+_RECURRENT = tuple(
+    f"{layer}.{overload}"
+    for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
 )
 
+_wide = caster(torch.float32, (torch.float16,))
 _lock = threading.Lock()
 _library: Any = None
 _is_on = False
 
 
 def begin(dtype: torch.dtype | None, devices: Collection[str]) -> None:
-    """Have float16 on the CPU compute in float32 from now on, if a training uses it.
-
-    Args:
-        dtype: The 16-bit type of the training.
-        devices: Types of the devices that it uses.
-    """
+    """Have float16 on the CPU compute in float32 from now on, if a training uses them."""
     if dtype == torch.float16 and "cpu" in devices:
         _install()
         switch(on=True)
@@ -75,7 +72,7 @@ def widened() -> tuple[str, ...]:
     always = (_GRADIENT, _ATTENTION, _ATTENTION_GRADIENT)
     if has_float16_instructions():
         return always
-    return (*always, *_PRODUCTS.split(), *_RECURRENT.split())
+    return (*always, *_PRODUCTS.split(), *_RECURRENT)
 
 
 def has_float16_instructions() -> bool:
@@ -100,17 +97,22 @@ def _install() -> None:
 
 
 def _register(library: Any, name: str) -> None:
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    op = operator(name)
     if op is None:
         return
     call = torch.library.get_kernel(op, "CPU").call_boxed
-    is_attention = name in (_ATTENTION, _ATTENTION_GRADIENT)
-    make = _recurrent_kernel if overload else _attention_kernel if is_attention else _product_kernel
+    is_recurrent, is_attention = name in _RECURRENT, name in (_ATTENTION, _ATTENTION_GRADIENT)
+    make = (
+        _recurrent_kernel
+        if is_recurrent
+        else _attention_kernel
+        if is_attention
+        else _product_kernel
+    )
     kernel = make(call)
     skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
     # Under CPU torch.export would take a recurrent layer for an operator without decomposition.
-    library.impl(name, kernel, "AutogradCPU" if overload else "CPU", with_keyset=True)
+    library.impl(name, kernel, "AutogradCPU" if is_recurrent else "CPU", with_keyset=True)
 
 
 def _product_kernel(call: _Kernel) -> _Kernel:
@@ -161,14 +163,6 @@ def _recurrent_kernel(call: _Kernel) -> _Kernel:
         return _rounded(call(keys, first.float(), *map(_wide, rest)))
 
     return kernel
-
-
-def _wide(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype == torch.float16 else value
-    if isinstance(value, (list, tuple)):
-        return [_wide(item) for item in value]
-    return value
 
 
 def _rounded(result: Any) -> Any:

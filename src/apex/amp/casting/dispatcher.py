@@ -9,10 +9,10 @@ In-place functions of Apex's float list cannot give float32: on 16-bit tensors t
 under O1's casts, as in Apex.
 
 A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
-not amp's (:func:`apex.amp.casting.state.current`). To bfloat16 it casts only where
-``torch.autocast`` raises an error (operands of several types, and an LSTM on a CPU without
-bfloat16 instructions): Apex's lists were made for float16, and O4 computes what ``torch.autocast``
-computes. An operator that torch casts is left alone.
+not amp's (:func:`apex.amp.casting.state.current`). Apex's lists were made for float16; bfloat16 is
+cast only where ``torch.autocast`` raises an error (operands of several types, and an LSTM on a CPU
+without bfloat16 instructions), as O4 computes what ``torch.autocast`` computes. A process that
+casts to bfloat16 alone has no other kernels. An operator that torch casts is left alone.
 
 Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp.lists``.
 """
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from apex.amp.casting import state
+from apex.amp.policy import HALF_TYPES
 
 _Cast = Callable[[Any], Any]
 _Make = Callable[[Any, Any], Callable[..., Any]]  # from an operator and a dispatch key, a kernel
@@ -49,9 +50,10 @@ _FLOAT_ON_CPU = (
 )
 _HALF_ON_CPU = (
     "addmv addr mv einsum chain_matmul linalg_multi_dot "
-    "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input "
-    "rnn_relu.data lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+    "gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data "
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 )
+_LSTM = "lstm.input lstm.data"
 _PROMOTE_ON_CPU = "addcdiv addcmul atan2"
 _ONE_TYPE_ON_CPU = "bilinear dot vdot linalg_cross tensordot index_put scatter_add"
 _REFUSED_IN_PLACE = (
@@ -59,10 +61,8 @@ _REFUSED_IN_PLACE = (
     "pow_.Scalar pow_.Tensor cumprod_ cumsum_ renorm_"
 )
 
-_HALF = (torch.float16, torch.bfloat16)
-
-_library: torch.library.Library | None = None
-_of_torch: set[str] = set()  # functions that torch casts in at least one overload
+_libraries: dict[torch.dtype, torch.library.Library] = {}  # what casts to it need in addition
+_ours: set[tuple[str, str]] = set()  # operators that have a kernel of ours, and dispatch keys
 _lock = threading.Lock()
 
 
@@ -74,43 +74,56 @@ _COMPOSED_ON_CPU = (
 
 def only_apexs(device: str) -> set[str]:
     """Names of the functions that Apex's lists cast on ``device`` and torch's do not."""
-    names = _FLOAT_EVERYWHERE + " cpu"  # Tensor.cpu is on Apex's float list
+    names, key = _FLOAT_EVERYWHERE, f"Autocast{device.upper()}"
     if device == "cpu":
-        names = f"{names} {_FLOAT_ON_CPU} {_PROMOTE_ON_CPU} {_COMPOSED_ON_CPU} addmv addr mv"
-    return {name.partition(".")[0] for name in names.split()} - _of_torch
+        names = f"{names} {_FLOAT_ON_CPU} {_PROMOTE_ON_CPU} addmv addr mv"
+    operators = [(name.partition(".")[0], operator(name)) for name in names.split()]
+    torchs = {
+        name
+        for name, op in operators
+        if op is not None and _has_kernel(op, key) and (op.name(), key) not in _ours
+    }
+    rest = f"cpu {_COMPOSED_ON_CPU}" if device == "cpu" else "cpu"  # Tensor.cpu is on the list
+    return {*[name for name, _ in operators], *rest.split()} - torchs
 
 
-def install() -> None:
-    """Register the kernels, once per process; undone by :func:`uninstall`."""
-    global _library  # noqa: PLW0603  # a registration with the dispatcher is process-wide
+def install(dtype: torch.dtype) -> None:
+    """Register the kernels that casts to ``dtype`` need, once per process.
+
+    Undone by :func:`uninstall`.
+    """
     with _lock:  # another thread that initialises must not go on with half of them
-        if _library is not None:
-            return
-        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        for device in state.device_types():
-            key = f"Autocast{device.upper()}"
-            _register(library, _REFUSED_IN_PLACE, key, _refusing_kernel)
-            _register(library, _FLOAT_EVERYWHERE, key, _casting(_to_float))
-            if device == "cpu":
-                _register(library, _FLOAT_ON_CPU, key, _casting(_to_float))
-                _register(library, _HALF_ON_CPU, key, _casting(_to_half))
-                _register(library, _PROMOTE_ON_CPU, key, _casting(_to_widest))
-                _register(library, _ONE_TYPE_ON_CPU, key, _casting(_to_widest, _HALF))
-        _library = library
-
-
-def is_installed() -> bool:
-    """Whether the kernels are registered now."""
-    return _library is not None
+        for needed in (torch.bfloat16, torch.float16):
+            if needed not in _libraries:
+                library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+                _register_all(library, needed)
+                _libraries[needed] = library
+            if needed == dtype:
+                return
 
 
 def uninstall() -> None:
     """Take the kernels back."""
-    global _library  # noqa: PLW0603
     with _lock:
-        if _library is not None:
-            _library._destroy()  # type: ignore[no-untyped-call]
-            _library = None
+        while _libraries:
+            _libraries.popitem()[1]._destroy()  # type: ignore[no-untyped-call]
+        _ours.clear()
+
+
+def _register_all(library: torch.library.Library, dtype: torch.dtype) -> None:
+    """Register what casts to bfloat16 need, or what those to float16 need in addition."""
+    if dtype == torch.bfloat16:
+        _register(library, _ONE_TYPE_ON_CPU, "AutocastCPU", _casting(_to_widest, HALF_TYPES))
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            _register(library, _LSTM, "AutocastCPU", _casting(_to_half, HALF_TYPES))
+        return
+    for device in state.device_types():
+        key = f"Autocast{device.upper()}"
+        _register(library, _REFUSED_IN_PLACE, key, _refusing_kernel)
+        _register(library, _FLOAT_EVERYWHERE, key, _casting(_to_float))
+    _register(library, _FLOAT_ON_CPU, "AutocastCPU", _casting(_to_float))
+    _register(library, f"{_LSTM} {_HALF_ON_CPU}", "AutocastCPU", _casting(_to_half))
+    _register(library, _PROMOTE_ON_CPU, "AutocastCPU", _casting(_to_widest))
 
 
 def _register(library: torch.library.Library, names: str, key: str, kernel: _Make) -> None:
@@ -118,15 +131,20 @@ def _register(library: torch.library.Library, names: str, key: str, kernel: _Mak
     if dispatch_key is None:  # a backend whose autocast has no key of its own
         return
     for name in names.split():
-        base, _, overload = name.partition(".")
-        packet = getattr(torch.ops.aten, base, None)
-        op = getattr(packet, overload or "default", None)
-        if op is None:
-            continue
-        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
-            _of_torch.add(base)
-            continue
-        library.impl(name, kernel(op, dispatch_key), key)  # type: ignore[no-untyped-call]
+        op = operator(name)
+        if op is not None and not _has_kernel(op, key):
+            library.impl(name, kernel(op, dispatch_key), key)  # type: ignore[no-untyped-call]
+            _ours.add((op.name(), key))
+
+
+def operator(name: str) -> Any:
+    """The operator of ``aten``, given as ``name.overload``; ``None`` if torch has none."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
+def _has_kernel(op: Any, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
 def _casting(
@@ -145,10 +163,8 @@ def _casting_kernel(
     keys = torch._C.DispatchKeySet(key)
     below = torch._C._ExcludeDispatchKeyGuard
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
+    is_composite = _has_kernel(op, composite.name)
     device = key.name.removeprefix("Autocast").lower()
-    if op.overloadpacket.__name__ == "lstm" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        dtypes = _HALF
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         # In a trace this thread's casts may be another model's; autocast's type is the traced one.
@@ -173,7 +189,7 @@ def _refusing_kernel(op: Any, key: Any) -> Callable[..., Any]:
     name = op.overloadpacket.__name__
 
     def kernel(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.dtype in _HALF and _is_refused(name):
+        if tensor.dtype in HALF_TYPES and _is_refused(name):
             function = name.removesuffix("_")
             raise NotImplementedError(
                 f"amp: {name} on a {tensor.dtype} tensor, in place: {function} computes in float32 "
@@ -208,7 +224,9 @@ def _floating_tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _floating_tensors(item)
 
 
-def _caster(dtype: torch.dtype, among: tuple[torch.dtype, ...]) -> _Cast:
+def caster(dtype: torch.dtype, among: tuple[torch.dtype, ...]) -> _Cast:
+    """What converts tensors of a type ``among`` these to ``dtype``, in lists and tuples too."""
+
     def convert(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(dtype) if value.dtype in among else value
@@ -222,18 +240,18 @@ def _caster(dtype: torch.dtype, among: tuple[torch.dtype, ...]) -> _Cast:
 def _to_float(arguments: Any) -> _Cast:
     asked = [value for values in arguments for value in values if isinstance(value, torch.dtype)]
     # Whoever names a 16-bit result gets torch's own; some norms refuse a wider input with it.
-    return _caster(torch.float32, () if set(asked) & set(_HALF) else _HALF)
+    return caster(torch.float32, () if set(asked) & set(HALF_TYPES) else HALF_TYPES)
 
 
 def _to_half(arguments: Any) -> _Cast:
     device = next((t.device.type for t in _floating_tensors(arguments)), "cpu")
-    return _caster(torch.get_autocast_dtype(device), (torch.float32, *_HALF))
+    return caster(torch.get_autocast_dtype(device), (torch.float32, *HALF_TYPES))
 
 
 def _to_widest(arguments: Any) -> _Cast:
     dtypes = {tensor.dtype for tensor in _floating_tensors(arguments)}
     widest = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-    return _caster(widest, (torch.float32, *_HALF))
+    return caster(widest, (torch.float32, *HALF_TYPES))
 
 
 def skip_frames(*functions: Any) -> None:

@@ -57,7 +57,7 @@ class CastLog(TorchFunctionMode):
         kwargs = kwargs or {}
         entry = self._watched.get(func)
         if entry is not None:
-            self._note(*entry, args, kwargs)
+            self._watch(*entry, args, kwargs)
         return func(*args, **kwargs)
 
     def start(self) -> None:
@@ -80,12 +80,13 @@ class CastLog(TorchFunctionMode):
         """Note that cached weight casts are gone."""
         self._cached.clear()
 
-    def note_rule(self, name: str, tensors: Iterable[torch.Tensor], target: torch.dtype) -> None:
-        """Log the casts of a call that a rule decides."""
+    def note(self, name: str, tensors: Iterable[torch.Tensor], target: torch.dtype) -> None:
+        """Log the casts of a call."""
         for tensor in tensors:
-            self._line(name, tensor.dtype, target)
+            if tensor.dtype != target:
+                _speech.say(f"{_WORDS[tensor.dtype]}->{_WORDS[target]} ({name})")
 
-    def _note(self, name: str, kind: str, args: tuple[Any, ...], kwargs: Any) -> None:
+    def _watch(self, name: str, kind: str, args: tuple[Any, ...], kwargs: Any) -> None:
         values = [*args, *kwargs.values()]
         if kind == "sequence" or name in _RECURRENT:
             values = [item for v in values for item in (v if isinstance(v, (list, tuple)) else [v])]
@@ -108,10 +109,9 @@ class CastLog(TorchFunctionMode):
             target = torch.float32
         else:
             return
-        for tensor in tensors:
-            if kind == "half" and not self._is_first_use(tensor, target):
-                continue
-            self._line(name, tensor.dtype, target)
+        if kind == "half":
+            tensors = [tensor for tensor in tensors if self._is_first_use(tensor, target)]
+        self.note(name, tensors, target)
 
     def _is_first_use(self, tensor: torch.Tensor, target: torch.dtype) -> bool:
         cacheable = tensor.is_leaf and tensor.requires_grad and torch.is_autocast_cache_enabled()
@@ -121,8 +121,3 @@ class CastLog(TorchFunctionMode):
             return False
         self._cached.add(id(tensor))
         return True
-
-    @staticmethod
-    def _line(name: str, source: torch.dtype, target: torch.dtype) -> None:
-        if source != target:
-            _speech.say(f"{_WORDS[source]}->{_WORDS[target]} ({name})")

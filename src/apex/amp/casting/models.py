@@ -12,9 +12,10 @@ lose nothing.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,21 +55,13 @@ class _Caster:
         return value
 
 
-class _NarrowDouble:
-    """Casts float64 inputs to float32 for a model whose weights are narrower than float64."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, torch.nn.utils.rnn.PackedSequence):
-            is_double = value.data.dtype == torch.float64
-        else:
-            is_double = isinstance(value, torch.Tensor) and value.dtype == torch.float64
-        if not is_double:
-            return value
-        dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
-        return value.to(torch.float32) if dtypes and torch.float64 not in dtypes else value
+def _narrow_double(module: torch.nn.Module, value: Any) -> Any:
+    """A float64 input of a model whose weights are narrower than float64, in float32."""
+    tensor = value.data if isinstance(value, torch.nn.utils.rnn.PackedSequence) else value
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float64:
+        return value
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    return value.to(torch.float32) if dtypes and torch.float64 not in dtypes else value
 
 
 class _Level:
@@ -133,7 +126,7 @@ class _Enter(_Hook):
         level = self.level
         cast: Callable[[Any], Any] | None = level.inputs
         if cast is None and level.casts is not None:
-            cast = _NarrowDouble(module)
+            cast = functools.partial(_narrow_double, module)
         if cast is not None:
             args = tuple([applier(value, cast) for value in args])
             kwargs = {name: applier(value, cast) for name, value in kwargs.items()}
@@ -225,11 +218,8 @@ def prepare(
 ) -> None:
     """Bring ``model`` to its level, in place.
 
-    Args:
-        model: float32 (or, at a level that casts the model, already 16-bit).
-        properties: The options in force.
-        casts: The function casts of the level, or ``None``.
-        cast_model_outputs: dtype of the outputs; ``None`` means float32 where the model is cast.
+    ``model`` is in float32 or, at a level that casts it, in 16 bits already. Outputs are cast to
+    ``cast_model_outputs``; ``None`` means float32 where the model is cast.
     """
     dtype = properties.cast_model_type or None
     outputs = cast_model_outputs
@@ -300,28 +290,28 @@ def _retype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
         parameter.grad = grad.to(dtype)
 
 
+def _levels(model: torch.nn.Module) -> list[_Level]:
+    """The level that ``model`` was prepared for, if it was."""
+    return [h.level for h in model._forward_pre_hooks.values() if isinstance(h, _Enter)]
+
+
 def forward_record(model: torch.nn.Module) -> ForwardRecord:
     """The record of the forwards of a prepared model."""
-    hooks = model._forward_pre_hooks.values()
-    record: ForwardRecord = next(h.level.forwards for h in hooks if isinstance(h, _Enter))
-    return record
+    return _levels(model)[0].forwards
 
 
 def is_prepared(model: torch.nn.Module) -> bool:
     """Whether ``model`` has hooks of amp."""
-    return any(isinstance(hook, _Enter) for hook in model._forward_pre_hooks.values())
+    return bool(_levels(model))
 
 
 @torch.no_grad()
 def undo(model: torch.nn.Module) -> None:
     """Remove amp's hooks from ``model`` and give its weights their float32 values back."""
-    levels = [h.level for h in model._forward_pre_hooks.values() if isinstance(h, _Enter)]
-    was_cast = any(
-        level.inputs is not None and level.inputs.dtype in HALF_TYPES for level in levels
-    )
+    was_cast = any(level.forwards.is_cast for level in _levels(model))
     for module in model.modules():
         if module is model or not is_prepared(module):
-            _remove_hooks(module, keep_level=module is not model)
+            _remove_hooks(module)
         if not was_cast:
             continue
         for parameter in module._parameters.values():
@@ -344,20 +334,18 @@ def _drop(hooks: dict[int, Any], kind: type) -> None:
         del hooks[key]
 
 
-def _remove_hooks(module: torch.nn.Module, *, keep_level: bool) -> None:
+def _remove_hooks(module: torch.nn.Module) -> None:
     for name in _HOOK_TABLES:
         hooks = getattr(module, name, {})
         for key, hook in list(hooks.items()):
             target = getattr(hook, "hook", hook)  # torch wraps load pre-hooks
             target = getattr(target, "__self__", target)
-            if isinstance(target, _OUR_HOOKS) and not (
-                keep_level and isinstance(target, (_Enter, _Leave))
-            ):
+            if isinstance(target, _OUR_HOOKS):
                 del hooks[key]
                 for flags in _HOOK_FLAGS:
                     getattr(module, flags, {}).pop(key, None)
 
 
-def prepared() -> Iterator[torch.nn.Module]:
+def prepared() -> list[torch.nn.Module]:
     """Every model with hooks of amp that still exists."""
-    yield from list(_models)
+    return list(_models)

@@ -100,10 +100,7 @@ def casts_for(
 ) -> Casts:
     """Build the casts of a training from the lists as they are now and the registrations.
 
-    Args:
-        dtype: The 16-bit type.
-        registrations: The user's.
-        allow_banned: Cast the banned functions' arguments to float32 instead of refusing them.
+    ``allow_banned``: cast the banned functions' arguments to float32 instead of refusing them.
 
     Raises:
         TypeError: A registered function cannot be replaced; nothing was changed.
@@ -130,16 +127,11 @@ def casts_for(
     return Casts(dtype, rules)
 
 
-def has_rule(casts: Casts, owner: Any, name: str, kind: str) -> bool:
-    """Whether ``casts`` has this rule for ``owner.name`` already."""
-    key = _key(owner, name)
-    return any(casts.rules.get(k) == Rule(kind) for k in (key, f"{key}@{id(owner):x}"))
-
-
 def warn_of_late_registrations(casts: Casts) -> None:
     """Say which registrations came after ``initialize``."""
     for module, name, kind in registered():
-        if not has_rule(casts, module, name, kind):
+        key = _key(module, name)
+        if Rule(kind) not in (casts.rules.get(k) for k in (key, f"{key}@{id(module):x}")):
             label = getattr(module, "__name__", repr(module))
             warnings.warn(
                 f"amp.register_{kind}_function: {label}.{name} was registered after "
@@ -159,7 +151,7 @@ def _edits(module: Any) -> Iterator[tuple[str, str]]:
 
 def _unpickle(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
     """Make the casts of an unpickled model work in this process, as far as names can be found."""
-    dispatcher.install()
+    dispatcher.install(dtype)
     cpu_float16.begin(dtype, state.device_types()[-1:])
     _patch_checkpoint()
     for key in rules:
@@ -169,11 +161,7 @@ def _unpickle(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
     return Casts(dtype, rules)
 
 
-def _pickle(casts: Casts) -> tuple[Any, ...]:
-    return _unpickle, (casts.dtype, casts.rules)
-
-
-copyreg.pickle(Casts, _pickle)
+copyreg.pickle(Casts, lambda casts: (_unpickle, (casts.dtype, casts.rules)))
 
 
 def restore() -> None:
@@ -324,16 +312,9 @@ def apply(
 ) -> Any:
     """Call ``function`` with its arguments cast as ``rule`` says.
 
-    Only floating tensors on a device whose casts are on take part; float64 is left alone.
-
-    Args:
-        rule: What to do.
-        function: The unwrapped function.
-        casts: The casts in force.
-        args: Positional arguments; lists and tuples are entered, other containers are not.
-        kwargs: Keyword arguments, likewise.
-        name: The function's, for the log.
-        native: Whether the function is torch's, to be run without further casts.
+    Only floating tensors on a device whose casts are on take part; float64 is left alone. Lists and
+    tuples are entered, other containers are not. A ``native`` function, of torch, is run without
+    further casts. The log has ``name``.
 
     Raises:
         NotImplementedError: The function is banned and an argument is 16-bit.
@@ -345,7 +326,7 @@ def apply(
     target = _target(rule, tensors, torch.get_autocast_dtype(device))
     if target is not None:
         if casts.log is not None:
-            casts.log.note_rule(name, tensors, target)
+            casts.log.note(name, tensors, target)
         args = _convert(args, target)
         kwargs = {key: _convert(value, target) for key, value in kwargs.items()}
     if rule.kind == "float" or native:
@@ -356,7 +337,7 @@ def apply(
 
 def _target(rule: Rule, tensors: list[torch.Tensor], half: torch.dtype) -> torch.dtype | None:
     if rule.kind == "banned":
-        if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
+        if any(tensor.dtype in HALF_TYPES for tensor in tensors):
             raise NotImplementedError(rule.message)
         return None
     if rule.kind == "half":

@@ -23,7 +23,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -138,12 +138,6 @@ def device_types() -> tuple[str, ...]:
     return _device_types
 
 
-def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
-    """The device types among ``tensors`` that amp can cast on, sorted."""
-    found = {tensor.device.type for tensor in tensors}
-    return tuple(device for device in device_types() if device in found)
-
-
 # -- which casts are in force ----------------------------------------------------------------------
 
 
@@ -181,13 +175,9 @@ def _is_autograds_thread() -> bool:
 def recompute(
     casts: Casts | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``function`` again in a backward pass, with the casts that its forward had.
+    """Call ``function`` again in a backward pass, with the ``casts`` of its forward.
 
-    Args:
-        casts: What :func:`current` was in the forward.
-        function: What to call, under the autocast state of its forward.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+    torch has put the autocast state of the forward back already.
     """
     before = thread.casts, thread.backward
     thread.casts, thread.backward = casts, torch._C._current_graph_task_id()
@@ -210,15 +200,8 @@ def in_users_block() -> bool:
 def refuse_users_block(call: str, *, switches_on: bool) -> None:
     """Raise if ``call`` would change autocast's state inside a ``torch.autocast`` block.
 
-    The end of such a block puts back the state from before it, and so undoes the change.
-
-    Args:
-        call: The name of the function that the program called.
-        switches_on: Whether it switches this thread's casts on.
-
-    Raises:
-        RuntimeError: This thread's casts are to be switched on inside of an enabled block, or off
-            inside of any.
+    The end of such a block puts back the state from before it, and so undoes the change. Casts may
+    not be switched on inside of an enabled block, nor off inside of any.
     """
     end_interrupted_forwards()
     if thread.forwards or not in_users_block():
@@ -281,10 +264,6 @@ def _traced_change(states: _States) -> Iterator[None]:
         yield from _traced_change(states[1:])
 
 
-def _enabled() -> dict[str, bool]:
-    return {device: torch.is_autocast_enabled(device) for device in device_types()}
-
-
 def _states(enabled: dict[str, bool]) -> _States:
     """States with the dtypes that are in force."""
     return [(device, on, torch.get_autocast_dtype(device)) for device, on in enabled.items()]
@@ -294,7 +273,8 @@ def enable_for_thread(casts: Casts, devices: tuple[str, ...]) -> None:
     """Switch ``casts`` on for all that this thread runs, until :func:`disable_for_thread`."""
     disable_for_thread()
     cache, own = torch.is_autocast_cache_enabled(), (thread.casts, thread.backward, thread.nesting)
-    thread.before = _Saved(None, *own, _states(_enabled()), cache, nested=False)
+    enabled = {device: torch.is_autocast_enabled(device) for device in device_types()}
+    thread.before = _Saved(None, *own, _states(enabled), cache, nested=False)
     _switch(casts, devices)
     thread.nesting = 0  # an enabled block around it was refused
     _defer_to_end_of_off()
@@ -339,12 +319,8 @@ def begin_forward(
 ) -> None:
     """Begin a forward at its own level: ``casts`` on, or with ``None`` all casts off.
 
-    Args:
-        key: What :func:`end_forward` will be called with.
-        casts: The level's casts.
-        devices: Device types to cast on.
-        frame: The frame that runs the forward, for :func:`end_interrupted_forwards`; ``None`` in a
-            trace.
+    :func:`end_forward` is called with the same ``key``. ``frame`` runs the forward, for
+    :func:`end_interrupted_forwards`; ``None`` in a trace.
     """
     if frame is not None and thread.forwards:
         end_interrupted_forwards()
@@ -405,26 +381,23 @@ def forget_weights() -> None:
         thread.casts.log.forget()
 
 
-class _CastsOff:
+class off:  # in lower case, as torch.no_grad
     """Context in which no function is cast; models called inside still compute at their level.
 
     What an ``initialize`` or ``reset`` inside switches on or off comes into force after it.
     """
 
-    def __init__(self) -> None:
-        self.saved: list[dict[str, bool]] = []
-
     def __enter__(self) -> None:
         if thread.forwards:
             end_interrupted_forwards()
         saved = {d: torch.is_autocast_enabled(d) for d in _device_types or device_types()}
-        self.saved.append(saved)
+        self.saved = saved
         thread.blocks.append(saved)
         if True in saved.values() or not _compat.TRACES_SET_AUTOCAST:
             _change(_states(dict.fromkeys(saved, False)))
 
     def __exit__(self, *error: object) -> None:
-        saved = self.saved.pop()
+        saved = self.saved
         thread.blocks[:] = [other for other in thread.blocks if other is not saved]
         if True in saved.values() or not _compat.TRACES_SET_AUTOCAST:
             _undo_change(_states(saved))
@@ -432,13 +405,8 @@ class _CastsOff:
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
         """Inside this context, casts as they were outside of the block."""
-        _change(_states(self.saved[-1]))
+        _change(_states(self.saved))
         try:
             yield
         finally:
-            _undo_change(_states(dict.fromkeys(self.saved[-1], False)))
-
-
-def off() -> _CastsOff:
-    """Switch casts off for a block."""
-    return _CastsOff()
+            _undo_change(_states(dict.fromkeys(self.saved, False)))

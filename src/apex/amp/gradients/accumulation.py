@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -37,6 +37,11 @@ def grads_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [grad for weight in weights if (grad := weight.grad) is not None]
 
 
+def any_grad(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of ``tensors`` has a gradient."""
+    return next((True for tensor in tensors if tensor.grad is not None), False)
+
+
 @torch.no_grad()
 def accumulate(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give each tensor its new gradient, on top of what it has accumulated."""
@@ -48,8 +53,8 @@ def accumulate(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             tensor.grad = grad
         elif grad.is_sparse or now.is_sparse:
             tensor.grad = now + grad
-        elif not OWN_MEMORY.issuperset((type(now), type(grad))):
-            now.add_(grad)  # DTensors, of any meshes and placements
+        elif now.is_neg() or not OWN_MEMORY.issuperset((type(now), type(grad))):
+            now.add_(grad)  # DTensors, of any meshes and placements; signs that are a bit
         else:
             into.append(now)
             new.append(grad)

@@ -1,7 +1,7 @@
 """What amp knows of forwards and of other ranks: who reduces gradients, and who decides together.
 
 **One record for each model** (:class:`ForwardRecord`). As a training forward begins, masters and
-weights are reconciled (:mod:`~apex.amp.gradients.masters`), the scaled gradients that passes have
+weights are reconciled (:mod:`~apex.amp.gradients.pairs`), the scaled gradients that passes have
 left on 16-bit weights are cleared, and it is noted whether a wrapper will reduce the gradients:
 torch's DistributedDataParallel or :class:`apex.parallel.DistributedDataParallel`.
 
@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from apex.amp.gradients.masters import Pairs, table
+from apex.amp.gradients.masters import table
+from apex.amp.gradients.pairs import Pairs
 from apex.ops import flat
 from apex.ops.columns import OWN_MEMORY
 
@@ -45,8 +46,7 @@ class _Active:
 
 def is_initialized() -> bool:
     """Whether a process group was made."""
-    module: Any = getattr(torch, "distributed", None)
-    return module is not None and module.is_available() and module.is_initialized()
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def several_ranks() -> bool:
@@ -108,9 +108,8 @@ def _refuse_join(wrapper: Any) -> None:
 def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
     """Give all ranks of ``group`` the first one's masters, and weights that equal them.
 
-    Args:
-        weights: Model parameters, with and without masters, in the same order on every rank.
-        group: A process group; ``None`` is the default one.
+    ``weights`` with and without masters are in the same order on every rank. ``group`` may be
+    ``None`` for the default one.
     """
     masters = [table.get(weight) for weight in weights]
     rows = [(w, m) for w, m in zip(weights, masters, strict=True) if m is not None]
@@ -120,7 +119,7 @@ def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
     flat.broadcast([w if master is None else master.tensor for w, master in both], group)
     for weight, master in rows:  # .data: a forward may have saved the weight for its backward
         weight.data.copy_(master.tensor)
-    Pairs([weight for weight, _ in rows], [master for _, master in rows]).note()
+    Pairs(rows).note()
 
 
 def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) -> None:
@@ -145,10 +144,8 @@ def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) 
 class ForwardRecord:
     """The forwards of one model. A copied or unpickled model has a record of its own.
 
-    Args:
-        is_cast: Whether the model is cast to 16 bits, so that it may have masters.
-
     Attributes:
+        is_cast: Whether the model is cast to 16 bits, so that it may have masters.
         training: A weak reference to the training of the model, once there is one.
         synchronises: Whether DistributedDataParallel reduces the next backward. It does if one
             forward with gradients since the last reduction ran outside of ``no_sync()``. ``None``
@@ -162,7 +159,7 @@ class ForwardRecord:
     """
 
     def __init__(self, is_cast: bool) -> None:
-        self._is_cast = is_cast
+        self.is_cast = is_cast
         self.training: Any = None
         self.synchronises: bool | None = None
         self.reduces_all = False
@@ -171,7 +168,7 @@ class ForwardRecord:
         self.has_taken: dict[int, Pairs] = {}
         self.handed_out: dict[int, Pairs] = {}
         self._model: weakref.ref[torch.nn.Module] | None = None
-        self._pairs = Pairs([], [])  # of the model
+        self._pairs = Pairs([])  # of the model
         self._masters = self._pairs.masters
         self._changes = -1  # of the table, when they were looked up
         self._had_grad = True  # whether the last noted forward was one with gradients
@@ -182,16 +179,16 @@ class ForwardRecord:
         self._pending: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []  # model and wrapper
 
     def __deepcopy__(self, memo: Any) -> ForwardRecord:
-        return ForwardRecord(self._is_cast)
+        return ForwardRecord(self.is_cast)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ForwardRecord, (self._is_cast,)
+        return ForwardRecord, (self.is_cast,)
 
     def begin(self, model: torch.nn.Module) -> None:
         """Note that a forward of ``model`` begins."""
         if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes it
             return
-        if self._is_cast:
+        if self.is_cast:
             if self._model is None and not getattr(model, "_is_replica", False):
                 self._model = weakref.ref(model)
             while self.handed_out:
@@ -206,7 +203,7 @@ class ForwardRecord:
             self._note_wrappers(model)
 
     def reconcile(self) -> None:
-        """Call :meth:`~apex.amp.gradients.masters.Pairs.reconcile` for all weights of the model."""
+        """Call :meth:`~apex.amp.gradients.pairs.Pairs.reconcile` for all weights of the model."""
         model = None if self._model is None else self._model()
         is_old = self._changes != table.changes or self._pairs.masters is not self._masters
         if is_old and model is not None:
@@ -219,7 +216,7 @@ class ForwardRecord:
                     self._pairs = ledger.params  # notes of its own would have to be compared
                     break
             else:
-                self._pairs = Pairs([weight for weight, _ in rows], [master for _, master in rows])
+                self._pairs = Pairs(rows)
             self._masters = self._pairs.masters  # an optimizer's groups may change
         if self._pairs.weights:
             self._pairs.reconcile()
@@ -232,7 +229,7 @@ class ForwardRecord:
             self._see(inside.module, inside)
         if around is not None:
             self._see(model, around)
-            if self._is_cast:
+            if self.is_cast:
                 _refuse_join(around)
         wrappers = [*self._inside, *([] if around is None else [around])]
         if not wrappers:
@@ -299,10 +296,6 @@ class ForwardRecord:
             traced, self._traced = self._traced, None
             self._note(traced)
 
-    def end_pass(self) -> None:
-        """Note that a pass has used what is noted."""
-        self.is_used = True
-
 
 @_disable_dynamo  # torch.compiler.disable would import Dynamo now
 def _begin(record: ForwardRecord, model: torch.nn.Module) -> None:
@@ -315,12 +308,7 @@ def _begin(record: ForwardRecord, model: torch.nn.Module) -> None:
 def agree_(found_inf: torch.Tensor, ledgers: Iterable[Any]) -> torch.Tensor:
     """Set ``found_inf`` to 1, in place, if it is 1 on one of the ranks that share a model.
 
-    Args:
-        found_inf: Flag of this rank, float32, 0-dim.
-        ledgers: Those of the optimizers whose gradients it is about.
-
-    Returns:
-        ``found_inf``.
+    It is this rank's flag, float32, 0-dim, about the gradients of ``ledgers``.
     """
     if not several_ranks():
         return found_inf
@@ -350,10 +338,6 @@ def is_final(ledgers: Sequence[Any], records: Sequence[ForwardRecord]) -> bool:
     That is so with one rank, and where a DistributedDataParallel over all ranks has reduced all
     gradients. With a ``process_group`` it is never so, because it could be so on some of its ranks
     only: they would reduce at the end of the block, and the others in the step.
-
-    Args:
-        ledgers: Those of the optimizers in the block.
-        records: Of the forwards of their models.
     """
     if any([ledger.training.process_group is not None for ledger in ledgers]):
         return False
@@ -363,20 +347,15 @@ def is_final(ledgers: Sequence[Any], records: Sequence[ForwardRecord]) -> bool:
     return by_wrapper or not several_ranks()
 
 
-def may_forget(ledger: Any, *, had_grads: bool) -> bool:
+def may_forget(ledger: Any) -> bool:
     """Whether passes of a ledger without gradients may be forgotten: the program has cleared them.
 
-    Args:
-        ledger: Of one optimizer.
-        had_grads: Whether its passes have left gradients on this rank.
-
-    Raises:
-        RuntimeError: With a ``process_group``, if they have: ranks whose passes left none cannot
-            see that.
+    With a ``process_group`` it must not have, if the last pass left some on this rank: ranks where
+    it left none cannot see that.
     """
     if ledger.training.process_group is None:
         return True
-    if had_grads:
+    if ledger.had_grads:
         raise RuntimeError(
             "amp: gradients were cleared without a step, and not by optimizer.zero_grad(). With "
             "amp.initialize(process_group=...) all ranks must clear them alike, so that their "

@@ -35,9 +35,6 @@ Factor = torch.Tensor | float
 class FusedGradients:
     """The scaled gradients of one optimizer, from the end of a block to the step.
 
-    Args:
-        params: What the optimizer steps.
-
     Attributes:
         found_inf: Whether one was not finite, once they were measured: float32, 0-dim.
     """
@@ -136,10 +133,7 @@ class FusedGradients:
                 tensor.grad.mul_(clip.to(tensor.grad.device, non_blocking=True))
 
     def options_of_step(self, *, compare: bool) -> tuple[ScaledStep, torch.Tensor | None]:
-        """Hand the gradients to the step as they are.
-
-        Args:
-            compare: Whether to compare all weights with their masters.
+        """Hand the gradients to the step as they are; ``compare`` all weights with their masters.
 
         Returns:
             What the step is given, and whether a gradient was not finite: 0-dim; ``None`` for a

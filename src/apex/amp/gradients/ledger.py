@@ -50,10 +50,9 @@ from dataclasses import dataclass
 import torch
 
 from apex.amp.gradients import distributed
-from apex.amp.gradients.accumulation import Stash, accumulate, grads_of, unshared
+from apex.amp.gradients.accumulation import Stash, accumulate, any_grad, grads_of, unshared
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
-from apex.amp.gradients.masters import any_grad
 from apex.amp.gradients.parameters import Parameters, unscale_into
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
@@ -78,9 +77,9 @@ class Pass:
     Attributes:
         scaler: The loss scaler.
         index: Its number.
-        scale: What the loss was multiplied by: float32, 0-dim, or a float.
         ledgers: Of the optimizers in the block.
         loss: Of the last pass, to tell whether it was finite.
+        scale: What the loss was multiplied by: float32, 0-dim, or a float.
         synchronised: Whether the last pass was outside of ``no_sync()``.
         is_final: Whether the flag is complete after the block, see ``overflow.check_again``.
         found_inf: float32, 0-dim, after unscaling; ``None`` for a static scale.
@@ -90,9 +89,9 @@ class Pass:
 
     scaler: LossScaler
     index: int
-    scale: torch.Tensor | float
     ledgers: list[Ledger]
     loss: torch.Tensor
+    scale: torch.Tensor | float = 1.0
     synchronised: bool = True
     is_final: bool = True
     found_inf: torch.Tensor | None = None
@@ -111,7 +110,8 @@ class Pass:
         before = self.ledgers[0].scaled
         if before is not None and all([ledger.can_continue(self) for ledger in self.ledgers]):
             before.loss = self.loss
-            self._open(stash=False)
+            for ledger in self.ledgers:
+                ledger.open(stash=False)
             return before
         training = self.ledgers[0].training
         for ledger in (*self.ledgers, *training.sharers(self.ledgers)):
@@ -120,17 +120,10 @@ class Pass:
         for ledger in self.ledgers:
             if ledger.passes:
                 ledger.forget_cleared_passes()
-        self.scale = self.scaler.scale_on(self.loss.device)  # it may just have been lowered
-        self._open(stash=True)
+        self.scale = self.scaler.scale_on(self.loss.device)
+        for ledger in self.ledgers:
+            ledger.open(stash=True)
         return self
-
-    def _open(self, *, stash: bool) -> None:
-        try:
-            for ledger in self.ledgers:
-                ledger.open(stash=stash)
-        except BaseException:
-            self.abandon()
-            raise
 
     def abandon(self, *, drop: bool = False) -> None:
         """Leave a block after an error; one in unscaling has to ``drop`` delayed passes too."""
@@ -141,17 +134,15 @@ class Pass:
                 ledger.abandon()
 
     def end(self, *, delayed: bool, check: bool) -> None:
-        """Leave a block: unscale, or leave the gradients scaled.
+        """Leave a block: unscale, or leave the gradients scaled if the program asked for that.
 
-        Args:
-            delayed: Whether the program asked to leave them scaled.
-            check: ``False`` leaves the loss scale alone.
+        ``check=False`` leaves the loss scale alone.
         """
         records = self._records()
         self.synchronised = distributed.are_reduced(records)
         self.is_final = distributed.is_final(self.ledgers, records)
         for record in records:
-            record.end_pass()
+            record.is_used = True
         delayed = delayed or not self.synchronised
         if delayed or (check and self._try_to_keep_scaled()):
             for ledger in self.ledgers:
@@ -174,11 +165,9 @@ class Pass:
     def unscale(self, *, check: bool = True, also: torch.Tensor | None = None) -> None:
         """Unscale the gradients, and tell optimizers and scaler whether all were finite.
 
-        Args:
-            check: As for :meth:`end`.
-            also: Another flag, of gradients that may have been cleared since.
+        ``also`` is another flag, of gradients that may have been cleared since.
         """
-        done: set[int] | None = set() if len(self.ledgers) > 1 else None
+        done: set[int] = set()  # ids of tensors, for optimizers that share some
         flags = [ledger.unscale(self.scale, done) for ledger in self.ledgers]
         found = [flag for flag in (*flags, also) if flag is not None]
         if found:
@@ -255,7 +244,7 @@ class Ledger:
         params = self.params
         params.drop_cleared()
         is_cleared = not (params.has_grads() or params.has_new() or grads_of(params.plain))
-        if is_cleared and distributed.may_forget(self, had_grads=self.had_grads):
+        if is_cleared and distributed.may_forget(self):
             for one in self.passes:
                 if not one.is_final and one.found_inf is not None:  # no step will lower the scale
                     one.scaler.finish_pass(distributed.agree_(one.found_inf, [self]))
@@ -293,27 +282,18 @@ class Ledger:
             target.grad = stash.get(target)
         self.state = State.UNSCALED
 
-    def unscale(
-        self, scale: torch.Tensor | float, done: set[int] | None = None
-    ) -> torch.Tensor | None:
+    def unscale(self, scale: torch.Tensor | float, done: set[int]) -> torch.Tensor | None:
         """Unscale what backward left, and add the stash.
 
-        Args:
-            scale: What the loss was multiplied by.
-            done: ids of tensors that another optimizer of this pass has dealt with; extended.
-                ``None`` when there is no other.
-
-        Returns:
-            The non-finite flag, see :func:`apex.ops.unscale.unscale_`.
+        ``done`` has the ids of tensors that other optimizers of this pass have dealt with, and gets
+        more. Returns the non-finite flag, see :func:`apex.ops.unscale.unscale_`.
         """
         params, sharing = self.params, self.training.sharing
-        if done is None:
-            found_inf, widened = unscale_into(grads_of(params.plain), params, sharing, scale)
-        else:
-            plain = [tensor for tensor in params.plain if id(tensor) not in done]
-            pairs = params.without(done)
-            done.update(map(id, params.targets))
-            found_inf, widened = unscale_into(grads_of(plain), pairs, sharing, scale)
+        plain, pairs = params.plain, params if not done else params.without(done)
+        if done:
+            plain = [tensor for tensor in plain if id(tensor) not in done]
+        done |= params.ids
+        found_inf, widened = unscale_into(grads_of(plain), pairs, sharing, scale)
         if widened:
             accumulate(widened)
         if params.weights:
@@ -341,8 +321,8 @@ class Ledger:
         old = self.scaled
         if old is None or old is not new.ledgers[0].scaled or set(old.ledgers) != set(new.ledgers):
             return False
-        is_same = isinstance(new.scale, float) and new.scale == old.scale
-        if old.scaler is not new.scaler and not is_same:
+        static = new.scaler._static
+        if old.scaler is not new.scaler and (static is None or static != old.scale):
             return False
         return self.fused is None or self.state is State.DELAYED or self.fused.can_continue()
 

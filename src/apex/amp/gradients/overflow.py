@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,11 +31,7 @@ def runs_behind(device: torch.device) -> bool:
 
 
 class AsyncCopy:
-    """A copy of a few numbers from a device to the host, which does not wait for it.
-
-    Args:
-        values: 1-D tensor on a device that :func:`runs_behind`.
-    """
+    """A copy of a few numbers from a device to the host, which does not wait for it."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._host: torch.Tensor | None = None
@@ -62,10 +58,10 @@ class AsyncCopy:
 
 
 class Report(NamedTuple):
-    """One step.
+    """One skipped step.
 
     Attributes:
-        skipped: Steps in a row that were skipped; 0 for a step that was taken.
+        skipped: Steps in a row that were skipped.
         loss_id: Number of the scaler of the first pass that was not finite.
         scale: Its scale after that.
     """
@@ -108,19 +104,20 @@ class Overflow:
     def read(self, passes: Sequence[Pass]) -> Report | None:
         """Let the host decide: one read of a device.
 
-        Args:
-            passes: Of the step, at least one.
-
         Returns:
             The skipped step, or ``None`` for a step to be taken, which is counted on the scalers.
         """
+        skipped = self.skipped + 1
+        self._taken, self.skipped = True, 0
+        if not passes:
+            return None
         device = passes[0].scaler._state.device
         values = [value for one in passes for value in (one.found_inf, one.scaler._state[SCALE])]
         flags = torch.stack([v.to(device, non_blocking=True) for v in values if v is not None])
         numbers = flags.tolist()
         for index, one in enumerate(passes):
             if numbers[2 * index]:
-                self._taken, self.skipped = False, self.skipped + 1
+                self._taken, self.skipped = False, skipped
                 return Report(self.skipped, one.index, numbers[2 * index + 1])
         for one in passes:
             one.scaler.count_step(since=one.counted)
@@ -128,9 +125,6 @@ class Overflow:
 
     def defer(self, passes: Sequence[Pass]) -> torch.Tensor:
         """Let the device decide, and send for a report.
-
-        Args:
-            passes: Of the step, at least one.
 
         Returns:
             Whether the step is to be skipped: float32, 0-dim, on the device of the first pass.
@@ -150,29 +144,25 @@ class Overflow:
             one.scaler.count_step(self._taken, since=one.counted)
         return noop
 
-    def reports(self) -> Iterator[Report]:
-        """Reports of deferred steps that have arrived since the last call."""
-        while self.sent:
-            indices, copy = self.sent[0]
-            values = copy.read()
-            if values is None:
-                return
-            self.sent.popleft()
-            flags, scales = values[1 : 1 + len(indices)], values[1 + len(indices) :]
-            rows = zip(indices, flags, scales, strict=True)
-            bad = [(index, scale) for index, flag, scale in rows if flag]
-            self.skipped = int(values[0])
-            yield Report(self.skipped, *(bad[0] if bad else (indices[0], scales[0])))
-
     def log_reports(self) -> None:
         """Log deferred steps that were skipped, as far as their reports have arrived.
 
         Raises:
             RuntimeError: Too many in a row.
         """
-        for report in self.reports():
-            if not report.skipped:
+        while self.sent:
+            indices, copy = self.sent[0]
+            values = copy.read()
+            if values is None:
+                return
+            self.sent.popleft()
+            self.skipped = int(values[0])
+            if not self.skipped:
                 continue
+            flags, scales = values[1 : 1 + len(indices)], values[1 + len(indices) :]
+            rows = zip(indices, flags, scales, strict=True)
+            loss_id, scale = next((index, scale) for index, flag, scale in rows if flag)
+            report = Report(self.skipped, loss_id, scale)
             self.log(report)
             if report.skipped >= self.limit:
                 raise RuntimeError(

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from apex.amp.gradients.accumulation import Stash
-from apex.amp.gradients.masters import Pairs, Sharers, table
+from apex.amp.gradients.masters import table
+from apex.amp.gradients.pairs import Pairs, Sharers
 from apex.amp.policy import HALF_TYPES
 from apex.ops import _runtime, unscale
 
@@ -51,7 +52,7 @@ class Parameters(Pairs):
         both = list(zip(stepped, targets, strict=True))
         self.plain = [tensor for tensor, target in both if tensor is target]
         weights = [target for tensor, target in both if tensor is not target]
-        super().__init__(weights, [master for w in weights if (master := table.get(w))])
+        super().__init__([(weight, master) for weight in weights if (master := table.get(weight))])
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups."""
@@ -81,14 +82,13 @@ class Parameters(Pairs):
                 targets.append(target)
         self._remember(stepped, targets)
         new = [(weight, master) for weight, _, master in self._rows if master.noted[0] is None]
-        Pairs([weight for weight, _ in new], [master for _, master in new]).note()
+        Pairs(new).note()
         self._changed()
 
     def sync(self, full: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Compare the groups with what they were, and replace new 16-bit weights by masters.
 
-        Args:
-            full: float32 values of weights before they were rounded, by weight.
+        ``full`` has the float32 values of weights before they were rounded.
         """
         now = [param for group in self.groups() for param in group["params"]]
         if len(now) == len(self.stepped) and all(map(operator.is_, now, self.stepped)):
@@ -103,7 +103,7 @@ class Parameters(Pairs):
         value = full.get(weight)
         master = table.get(weight)
         if master is not None and not master.is_stepped:  # of a state_dict
-            Pairs([weight], [master]).reconcile()
+            Pairs([(weight, master)]).reconcile()
         if master is None or not master.is_stepped:
             master = table.add(weight, weight.float() if value is None else value.clone())
         tensor = master.tensor

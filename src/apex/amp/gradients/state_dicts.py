@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients.masters import Master, Pairs, table
+from apex.amp.gradients.masters import Master, table
+from apex.amp.gradients.pairs import Pairs
 from apex.amp.policy import HALF_TYPES
 
 
@@ -40,7 +41,7 @@ def _entry(weight: torch.Tensor) -> torch.Tensor:
     """The float32 value of ``weight`` that amp keeps; a copy where it is not known."""
     master = table.get(weight)
     if master is not None:
-        Pairs([weight], [master]).reconcile()
+        Pairs([(weight, master)]).reconcile()
         master = table.get(weight)  # one that no optimizer steps was dropped if the weight changed
     if master is not None and not _is_rounded(master, weight):
         if master.is_stepped:
@@ -49,7 +50,7 @@ def _entry(weight: torch.Tensor) -> torch.Tensor:
         master = None
     if master is None:
         master = table.add(weight, weight.detach().float(), is_stepped=False)
-        Pairs([weight], [master]).note()
+        Pairs([(weight, master)]).note()
     return master.tensor.detach()
 
 
@@ -97,3 +98,4 @@ class LoadFloat32:
             master = None if weight is None else table.get(weight)
             if weight is not None and master is not None and value.shape == weight.shape:
                 master.load(weight, value)
+                Pairs([(weight, master)]).note()

@@ -15,8 +15,9 @@ from apex.ops.columns import Scalar
 from apex.ops.placements import norm_of_all
 from apex.ops.storage import StepOptions
 from apex.ops.tensor_norms import l2_norm
-from apex.optimizers._base import GroupGrads, scalar
+from apex.optimizers._base import scalar
 from apex.optimizers._buckets import Bucket
+from apex.optimizers._joined import GroupGrads
 
 
 class FusedAdam(OldStep):
@@ -57,6 +58,7 @@ class FusedAdam(OldStep):
     slots = ("exp_avg", "exp_avg_sq")
     _not_in_torch = ("bias_correction", "max_grad_norm")
     _counts_steps = False  # in the groups; here each parameter has its own
+    _joins_groups = False  # each is clipped by its own norm
 
     def __init__(
         self,

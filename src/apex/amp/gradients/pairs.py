@@ -1,0 +1,332 @@
+"""Pairs of master and model parameters, in columns, and what happens to both.
+
+They are those of an optimizer, in whose ``param_groups`` masters stay, as in Apex, or those of a
+model.
+
+**Whoever writes to a master so that its** ``_version`` **or its memory changes writes to its
+weight.** Each write of amp's own is noted: both versions and both addresses. The notes are compared
+at each forward of the model, at each step and by ``state_dict``:
+
+* A master that has changed is rounded into its weight. One that ``amp.master_params`` handed out
+  counts as changed until the next forward.
+* A weight that has changed is taken over: elements that equal the rounded master keep the master.
+* Where both have changed, elements whose weight is within one rounding of the master keep the
+  master. Of the others the weight is taken, with a warning.
+
+A write through ``.data``, NumPy or a collective into a master taken from the groups changes neither
+version nor address. docs/recipes.md has the line that works.
+
+With many small weights Python overhead dominates a step. So each operation on all of them is one
+comprehension or C loop here, without a call for each tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+
+from apex.amp.gradients.accumulation import (
+    IS_SPARSE,
+    Stash,
+    accumulate,
+    any_grad,
+    any_nonzero,
+    grads_of,
+    stored_values,
+    unshared,
+    write_zeros,
+)
+from apex.amp.gradients.kept import KeptGradients, addresses
+from apex.amp.gradients.masters import Master, table
+from apex.ops.columns import OWN_MEMORY
+
+Sharers = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
+
+_VERSION = operator.attrgetter("_version")
+_GRAD = operator.attrgetter("grad")
+
+_WITH_MEMORY = {*OWN_MEMORY, type(None)}
+
+_numbers = itertools.count(1)
+_newest = 0  # the number of the last note
+
+
+class Pairs:
+    """Model weights and their masters.
+
+    Args:
+        both: The 16-bit weights, each with its master.
+
+    Attributes:
+        weights: The 16-bit weights.
+        tensors: The masters' tensors.
+        handed_out: Whether ``amp.master_params`` gave the masters to the program since the last
+            forward: they count as written.
+        are_freed: Whether no master has a gradient since the last step.
+    """
+
+    def __init__(self, both: Sequence[tuple[torch.Tensor, Master]]) -> None:
+        self.weights = [weight for weight, _ in both]
+        self.masters = [master for _, master in both]
+        self.tensors = [master.tensor for _, master in both]
+        self.handed_out = self.are_freed = False
+        self._rows = list(zip(self.weights, self.tensors, self.masters, strict=True))
+        self._seen: tuple[Any, ...] = ()  # versions and addresses that the masters have noted
+        self._number = -1  # of the last note then
+        self._kept = KeptGradients()
+
+    def without(self, done: set[int]) -> Pairs:
+        """Those whose weight's id is not in ``done``."""
+        return Pairs(
+            [(weight, master) for weight, _, master in self._rows if id(weight) not in done]
+        )
+
+    # -- values --------------------------------------------------------------------------------
+
+    def _now(self) -> tuple[Any, ...]:
+        """The columns of :attr:`Master.noted` as they would be now."""
+        weights, tensors = self.weights, self.tensors
+        versions = list(map(_VERSION, weights)), list(map(_VERSION, tensors))
+        return versions[0], addresses(weights), versions[1], addresses(tensors)
+
+    def note(self) -> None:
+        """Note that every weight is its rounded master now."""
+        global _newest  # noqa: PLW0603
+        self._seen = self._now()
+        for master, noted in zip(self.masters, zip(*self._seen, strict=True), strict=True):
+            master.noted = noted
+        self._number = _newest = next(_numbers)
+        if self.handed_out:
+            self.hand_out()
+
+    def hand_out(self) -> None:
+        """Count the masters as written."""
+        global _newest  # noqa: PLW0603
+        self.handed_out, self._number = True, -1
+        _newest = next(_numbers)
+        for master in self.masters:
+            master.noted = (*master.noted[:4], "handed out")
+
+    def reconcile(self, *, compare: bool = False) -> None:
+        """Bring what others have written to masters and weights since to both of them.
+
+        ``compare`` the values of all weights with their masters; else only of those whose version
+        or address has changed.
+        """
+        now = self._now()
+        if not compare and self._number == _newest and now == self._seen:
+            return  # nobody has noted anything since
+        seen_rows = list(zip(*now, strict=True))
+        if not compare and seen_rows == [master.noted for master in self.masters]:
+            self._seen, self._number = now, _newest
+            return
+        rounded: list[Any] = []
+        with torch.no_grad():
+            for row, seen in zip(self._rows, seen_rows, strict=True):
+                weight, _, master = row
+                is_written = master.noted[2:4] != seen[2:]
+                counts_as_written = is_written or len(master.noted) > len(seen)
+                is_weight_written = master.noted[:2] != seen[:2]
+                is_weight_written |= compare and not counts_as_written
+                if is_weight_written and (master.is_stepped or is_written):
+                    master.take_over(weight, both=is_written)
+                elif is_weight_written:
+                    table.pop(weight)
+                elif counts_as_written:
+                    rounded.append(row)
+            if rounded:
+                weights, tensors, _ = zip(*rounded, strict=True)
+                torch._foreach_copy_(list(weights), list(tensors))
+        self.note()
+
+    def are_equal(self) -> bool:
+        """Whether every weight is its rounded master."""
+        return all(torch.equal(weight, t.to(weight.dtype)) for weight, t, _ in self._rows)
+
+    def write(self) -> None:
+        """Round every master into its weight."""
+        if self.weights:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, self.tensors)
+            self.note()
+
+    def for_kernel(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Weights that the kernel of a step can write, by their masters: all, or none."""
+        if any([tensor.grad is None for tensor in self.tensors]):
+            return {}
+        if {type(weight.data) for weight in self.weights} - {torch.Tensor}:
+            return {}
+        return dict(zip(self.tensors, self.weights, strict=True))
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def widen(
+        self, sharers: Sharers, *, fill: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Make float32 copies of the weights' gradients; a master without a gradient gets its copy.
+
+        ``fill=False`` leaves it to the caller to fill the copies.
+
+        Returns:
+            The gradients, their copies, and those copies that are still to be added to a master's
+            gradient, with its tensor.
+        """
+        rows, grads = self._rows, list(map(_GRAD, self.weights))
+        kinds = set(map(type, grads))
+        if type(None) in kinds:
+            rows = [row for row, grad in zip(rows, grads, strict=True) if grad is not None]
+            grads = [weight.grad for weight, _, _ in rows]
+        if any(map(IS_SPARSE, grads)) or not _WITH_MEMORY.issuperset(kinds):
+            grads = grads_of([weight for weight, _, _ in rows])
+            copies = [grad.float() for grad in grads]
+        else:
+            owners = table.changes, [master for _, _, master in rows]
+            copies = self._kept.like(grads, owners)
+            if fill and copies:
+                torch._foreach_copy_(copies, grads)
+        more = []
+        versions = list(map(_VERSION, grads))
+        columns = zip(rows, grads, versions, copies, strict=True)
+        for (_, tensor, master), grad, version, copy in columns:
+            master.taken, master.taken_version = grad, version
+            if tensor.grad is None:
+                tensor.grad = copy
+            else:
+                more.append((tensor, copy))
+        if sharers:
+            for _, tensor, master in rows:
+                master.waiting = set(sharers.get(id(tensor), ()))
+        if rows:
+            self.are_freed = False
+        return grads, copies, more
+
+    def mark_taken(self) -> None:
+        """Note the weights' gradients as taken by a step."""
+        for weight, _, master in self._rows:
+            grad = weight.grad
+            if grad is not None:
+                master.taken, master.taken_version = grad, grad._version
+
+    def stash(self, stash: Stash) -> bool:
+        """Move gradients off the weights: into ``stash`` those that no master has taken yet.
+
+        Returns what :meth:`drop_cleared` does.
+        """
+        edited = self.drop_cleared()
+        if any_grad(self.weights):
+            for weight, _, master in self._rows:
+                if weight.grad is not None and master.taken is None:
+                    stash[weight] = unshared(weight.grad)
+                weight.grad = None
+        for master in self.masters:
+            master.taken = None
+        return edited
+
+    def drop_cleared(self, *, zeros: bool = True) -> bool:
+        """Drop the masters' gradients where the program has cleared those on weights.
+
+        ``model.zero_grad()`` reaches the weights alone. With ``zeros`` it counts as clearing if all
+        of them were written to and are zero now.
+
+        Returns:
+            Whether somebody has edited gradients that masters have taken already.
+        """
+        if self.are_freed:
+            return False
+        rows = [row for row in self._rows if row[2].taken is not None]
+        left = [row for row in rows if row[0].grad is not None]
+        written, edited = [], False
+        for weight, tensor, master in rows:
+            grad = weight.grad
+            if grad is None:
+                tensor.grad = master.taken = None
+            elif grad is not master.taken:
+                edited = True
+            elif grad._version != master.taken_version:
+                written.append(stored_values(grad))
+        if not written:
+            return edited
+        if edited or not zeros or len(written) < len(left) or any_nonzero(written):
+            return True
+        for weight, tensor, master in left:
+            weight.grad = tensor.grad = master.taken = None
+        return False
+
+    def take_new(self, sharers: Sharers) -> bool:
+        """Add to the masters what a backward outside of ``scale_loss`` has left on weights.
+
+        It is what is there after a training forward has cleared the gradients of passes. What is
+        there instead of a taken gradient without a forward is somebody's edit of a copy.
+
+        Returns what :meth:`drop_cleared` does.
+        """
+        is_changed = False
+        for weight, tensor, master in self._rows:
+            grad, taken = weight.grad, master.taken
+            if taken is not None:
+                is_changed |= grad is not taken or grad._version != master.taken_version
+            elif grad is not None:
+                self.are_freed = False
+                new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
+                accumulate([(tensor, new.float())])
+                master.taken, master.taken_version = grad, grad._version
+                master.waiting = set(sharers.get(id(tensor), ()))
+        return is_changed and self.drop_cleared(zeros=False)
+
+    def wait(self, sharers: Sharers, weights: Container[torch.Tensor]) -> None:
+        """Keep the gradients of ``weights`` until every optimizer that shares them has stepped."""
+        for weight, tensor, master in self._rows:
+            if weight in weights:
+                master.waiting = set(sharers.get(id(tensor), ()))
+
+    def has_grads(self) -> bool:
+        """Whether a master has a gradient."""
+        return any_grad(self.tensors)
+
+    def has_new(self) -> bool:
+        """Whether a weight has a gradient that its master has not taken."""
+        return any([w.grad is not None and m.taken is None for w, _, m in self._rows])
+
+    def match_requires_grad(self) -> None:
+        """Let masters require gradients where their weights do."""
+        for weight, tensor in zip(self.weights, self.tensors, strict=True):
+            if tensor.requires_grad != weight.requires_grad:
+                tensor.requires_grad_(weight.requires_grad)
+
+    def clear_taken(self) -> None:
+        """Clear the weights' gradients that masters have taken, edited ones too."""
+        self.drop_cleared()
+        for weight, _, master in self._rows:
+            if master.taken is not None:
+                weight.grad = master.taken = None
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Clear all gradients, but with ``set_to_none=False`` zero those on weights."""
+        for master in self.masters:
+            master.taken = None
+        if set_to_none:
+            for tensor in self.weights if self.are_freed else (*self.weights, *self.tensors):
+                tensor.grad = None
+            return
+        for weight in self.weights:
+            if weight.grad is not None:
+                write_zeros(weight.grad)
+
+    def free_grads(self, sharers: Sharers, stepped: int) -> None:
+        """Free the masters' gradients, where no other optimizer has yet to step on them.
+
+        ``stepped`` is the id of the ledger whose optimizer has stepped.
+        """
+        if not sharers:
+            for tensor in self.tensors:
+                tensor.grad = None
+            self.are_freed = True
+            return
+        for _, tensor, master in self._rows:
+            master.waiting.discard(stepped)
+            if not master.waiting:
+                tensor.grad = None
