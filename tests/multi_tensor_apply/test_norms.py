@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from apex.ops.tensor_norms import l2_norm, l2_norms, max_norms, square_sums
+from apex.ops.multi_tensor import run
+from apex.ops.tensor_norms import SQUARES, NormScalars, l2_norm, l2_norms, max_norms, square_sums
 from tests.multi_tensor_apply.common import (
     CHUNK,
     FLOATS,
@@ -122,6 +123,16 @@ def test_a_tensor_is_summed_alike_whatever_is_beside_it():
     column = tensors((4097, 12 * CHUNK))
     with on("triton"):
         assert torch.equal(l2_norms(column)[:1], l2_norms(column[:1]))
+
+
+@pytest.mark.parametrize("sizes", [(3, 9000), ()])
+def test_a_skipped_launch_sums_no_memory_that_nobody_wrote(sizes, monkeypatch):
+    """A signalling nan there stopped a skipped step of FusedLAMB, by luck."""
+    monkeypatch.setattr(torch, "empty", lambda shape, **how: torch.full(shape, torch.nan, **how))
+    with on("triton"):
+        sums = run(SQUARES, [tensors(sizes)], (), NormScalars(1.0), noop=torch.ones(1), sums=(0,))
+    assert sums.shape == (1, len(sizes))
+    assert not sums.any()
 
 
 def test_nothing():

@@ -198,10 +198,12 @@ def list_kernel(
         CHUNK: Elements of a program, a multiple of BLOCK.
         BLOCK: Elements of a tile.
     """
+    program = tl.program_id(0).to(tl.int64)
     if noop_ptr is not None:
         if tl.load(noop_ptr) != 0:
+            for i in tl.static_range(len(SUMS)):
+                tl.store(partial_ptr + program * len(SUMS) + i, 0.0)
             return
-    program = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks_ptr + program)
     tensor = block >> 32
     start = (block & 0xFFFFFFFF) * CHUNK
@@ -327,7 +329,7 @@ def launch(
         flags: Numbers of the new values that are looked at for it.
 
     Returns:
-        With ``sums``: float32 ``(len(sums), tensors)``. With ``noop`` set it is not defined.
+        With ``sums``: float32 ``(len(sums), tensors)``; 0 where ``noop`` is set.
     """
     partial = None
     if sums:
