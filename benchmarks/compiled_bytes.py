@@ -34,16 +34,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from apex.ops import (
-    cross_entropy,
-    focal_loss,
-    group_norm,
-    index_mul_2d,
-    rotary,
-    row_norms,
-    scaled_softmax,
-    swiglu,
-)  # fmt: skip
+from apex.ops.layers import index_mul_2d, rotary, scaled_softmax, swiglu
+from apex.ops.losses import cross_entropy, focal_loss
+from apex.ops.norms import group_norm, row_norms  # fmt: skip
 
 ROWS = 4096
 H100 = SimpleNamespace(

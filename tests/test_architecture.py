@@ -104,6 +104,21 @@ def test_no_import_circles():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+MOVED = {  # paths that programs know
+    "apex.ops.group_norm": "apex.ops.norms.group_norm",
+    "apex.ops.linear_cross_entropy": "apex.ops.losses.linear_cross_entropy",
+    "apex.ops.pointer_tables": "apex.ops.lists.pointer_tables",
+    "apex.ops.storage": "apex.ops.lists.storage",
+    "apex.ops.swiglu": "apex.ops.layers.swiglu",
+}
+
+
+@pytest.mark.parametrize(("known", "now"), MOVED.items())
+def test_moved_modules_are_found_under_both_paths(known, now):
+    """One module, so that what a program sets there is seen."""
+    assert importlib.import_module(known) is importlib.import_module(now)
+
+
 def test_nothing_imports_the_command_line_but_its_own_entry():
     for file in _files():
         if _top(file) != "bench" and file.name != "__main__.py":

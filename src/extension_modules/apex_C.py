@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from apex.ops import flat as _flat
+from apex.ops.lists import flat as _flat
 
 __all__ = ["flatten", "unflatten"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from apex.ops._check import check_shape, check_tensors
-from apex.ops.focal_loss import OP, checked
+from apex.ops.losses.focal_loss import OP, checked
 
 __all__ = ["backward", "forward"]
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import apex
-from apex.ops import dense
 from apex.ops._check import check_shape, check_tensors
+from apex.ops.layers import dense
 
 __all__ = [
     "linear_bias_backward",

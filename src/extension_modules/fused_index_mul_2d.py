@@ -11,7 +11,7 @@ import torch
 
 from apex.ops._check import check_shape, check_tensors
 from apex.ops._dtypes import wide
-from apex.ops.index_mul_2d import OP, check, check_index
+from apex.ops.layers.index_mul_2d import OP, check, check_index
 
 __all__ = [
     "float_backward",

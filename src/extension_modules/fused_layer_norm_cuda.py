@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from apex.ops import row_norms
 from apex.ops._check import ArgumentError, check_norm, refuse_other_dtype
+from apex.ops.norms import row_norms
 
 __all__ = [
     "backward",

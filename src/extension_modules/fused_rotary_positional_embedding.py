@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 import apex
-from apex.ops import rotary as ops
 from apex.ops._check import ArgumentError
+from apex.ops.layers import rotary as ops
 
 __all__ = [
     "backward",

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 import apex
-from apex.ops import dense
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._dtypes import NARROW, wide
+from apex.ops.layers import dense
 
 __all__ = ["wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"]
 

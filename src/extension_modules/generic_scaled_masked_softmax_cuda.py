@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 import apex
-from apex.ops import scaled_softmax as ops
 from apex.ops._check import check_tensors
+from apex.ops.layers import scaled_softmax as ops
 
 __all__ = ["backward", "forward"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from apex.ops._check import ArgumentError
-from apex.ops.group_norm import OP, check
+from apex.ops.norms.group_norm import OP, check
 
 __all__ = ["backward", "forward"]
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 import apex
-from apex.ops import dense
-from apex.ops import mlp as ops
 from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops.layers import dense
+from apex.ops.layers import mlp as ops
 
 __all__ = ["backward", "forward"]
 

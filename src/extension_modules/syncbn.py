@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops import batch_norm
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._dtypes import to_dtype, wide
+from apex.ops.norms import batch_norm
 
 __all__ = [
     "batchnorm_backward",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 import apex
-from apex.ops import cross_entropy as ops
 from apex.ops._check import check_shape
+from apex.ops.losses import cross_entropy as ops
 
 __all__ = ["backward", "forward"]
 

@@ -12,7 +12,7 @@ from apex import amp
 from apex.amp.gradients import overflow
 from apex.amp.gradients.ledger import State
 from apex.ops import _runtime
-from apex.ops.unscale import takes
+from apex.ops.lists.unscale import takes
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex.parallel import LARC
 from tests.amp.training import (

@@ -9,7 +9,7 @@ import torch
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.focal_loss.focal_loss import FocalLoss
 from apex.ops import _runtime
-from apex.ops.focal_loss import OP
+from apex.ops.losses.focal_loss import OP
 from tests.tolerance import assert_one_rounding
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -6,7 +6,7 @@ import torch
 from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.index_mul_2d.index_mul_2d import index_mul_2d as same
 from apex.ops import _runtime
-from apex.ops.index_mul_2d import OP
+from apex.ops.layers.index_mul_2d import OP
 from tests.tolerance import assert_one_rounding
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -59,7 +59,7 @@ def test_exact_to_one_rounding(path, dtype, sizes):
 
 def test_pieces(monkeypatch):
     """The CPU's path for 16 bits over several pieces, the last one smaller."""
-    import apex.ops.index_mul_2d as ops
+    import apex.ops.layers.index_mul_2d as ops
 
     monkeypatch.setattr(ops, "PIECE", 24 * 7)
     for dtype in DTYPES[1:]:

@@ -11,7 +11,7 @@ from torch.library import opcheck
 from apex.bench.memory import peak_bytes
 from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy
 from apex.ops import _runtime
-from apex.ops import linear_cross_entropy as ops
+from apex.ops.losses import linear_cross_entropy as ops
 from tests.tolerance import PRODUCTS, assert_close_in_rms
 from tests.vmapped import assert_backward_under_vmap
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from apex._compat import IS_2_13
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.ops import _runtime
-from apex.ops import cross_entropy as ops
+from apex.ops.losses import cross_entropy as ops
 from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

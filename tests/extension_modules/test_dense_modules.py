@@ -15,7 +15,7 @@ import apex
 from apex import _compat
 from apex.fused_dense import FusedDenseFunc, FusedDenseGeluDenseFunc
 from apex.mlp import MlpFunction
-from apex.ops import dense
+from apex.ops.layers import dense
 from tests.tolerance import (
     PRODUCTS,
     TWO_LAYERS,

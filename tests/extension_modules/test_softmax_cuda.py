@@ -9,7 +9,7 @@ import torch
 
 import apex
 from apex.ops import _runtime
-from apex.ops.scaled_softmax import gradient, reference
+from apex.ops.layers.scaled_softmax import gradient, reference
 from tests.tolerance import assert_one_rounding
 
 MASKED = [scaled_masked_softmax_cuda, generic_scaled_masked_softmax_cuda]

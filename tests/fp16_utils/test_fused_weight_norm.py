@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex.fp16_utils.fused_weight_norm import Fused_Weight_Norm, check_contig_cuda
-from apex.ops.weight_norm import norm_except, weight_norm
+from apex.ops.norms.weight_norm import norm_except, weight_norm
 from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

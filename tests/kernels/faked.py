@@ -23,8 +23,8 @@ import triton.language as tl
 import xentropy_cuda
 
 from apex.contrib.clip_grad import clip_grad_norm_
-from apex.ops import rotary
-from apex.ops.unscale import unscale_into
+from apex.ops.layers import rotary
+from apex.ops.lists.unscale import unscale_into
 from apex.optimizers import (
     FusedAdagrad,
     FusedAdam,

@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from apex.ops.multi_tensor import run
-from apex.ops.tensor_norms import SQUARES, NormScalars, l2_norm, l2_norms, max_norms, square_sums
+from apex.ops.lists.multi_tensor import run
+from apex.ops.lists.tensor_norms import (
+    SQUARES,
+    NormScalars,
+    l2_norm,
+    l2_norms,
+    max_norms,
+    square_sums,
+)
 from tests.multi_tensor_apply.common import (
     CHUNK,
     FLOATS,

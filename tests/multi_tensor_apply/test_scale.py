@@ -6,11 +6,11 @@ import amp_C
 import pytest
 import torch
 
-from apex.ops.clip import clip_
-from apex.ops.multi_tensor import PIECE
-from apex.ops.scale import axpby_, scale_
-from apex.ops.tensor_norms import max_norms, square_sums
-from apex.ops.unscale import multiply_, unscale_, unscale_into
+from apex.ops.lists.clip import clip_
+from apex.ops.lists.multi_tensor import PIECE
+from apex.ops.lists.scale import axpby_, scale_
+from apex.ops.lists.tensor_norms import max_norms, square_sums
+from apex.ops.lists.unscale import multiply_, unscale_, unscale_into
 from tests.multi_tensor_apply.common import FLOATS, PATHS, exact, no_flag, on, tensors
 from tests.tolerance import assert_one_rounding
 

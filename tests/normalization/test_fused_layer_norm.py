@@ -25,7 +25,7 @@ from apex.normalization.fused_layer_norm import (
     mixed_dtype_fused_rms_norm_affine,
 )
 from apex.ops import _runtime
-from apex.ops.row_norms import layer_norm_reference, rms_norm_reference
+from apex.ops.norms.row_norms import layer_norm_reference, rms_norm_reference
 from tests.tolerance import assert_one_rounding
 
 MODULES = [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm]

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from apex.ops import batch_norm
 from apex.ops._dtypes import wide
+from apex.ops.norms import batch_norm
 from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest, assert_one_rounding
 
 CHANNELS, EPS = 24, 1e-3

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from apex.ops import adagrad, adam, cpu_fused, novograd, sgd
-from apex.ops.storage import StepOptions
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates import adagrad, adam, cpu_fused, novograd, sgd
 from tests.optimizers.common import assert_pooled
 
 ADAM = {

@@ -15,19 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._compat import IS_2_13
 from apex.ops import __path__ as PATH
-from apex.ops import (
-    _runtime,
-    cross_entropy,
-    focal_loss,
-    group_norm,
-    index_mul_2d,
-    rotary,
-    row_norms,
-    scaled_softmax,
-    swiglu,
-)
+from apex.ops import _runtime
 from apex.ops._op import op
-from apex.ops.row_norms import MEMORY_EFFICIENT, OP
+from apex.ops.layers import index_mul_2d, rotary, scaled_softmax, swiglu
+from apex.ops.losses import cross_entropy, focal_loss
+from apex.ops.norms import group_norm, row_norms
+from apex.ops.norms.row_norms import MEMORY_EFFICIENT, OP
 from tests.tolerance import assert_one_rounding
 from tests.vmapped import assert_backward_under_vmap
 

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.ops import _runtime
-from apex.ops import group_norm as ops
-from apex.ops.group_norm import group_norm, reference
+from apex.ops.norms import group_norm as ops
+from apex.ops.norms.group_norm import group_norm, reference
 from tests.tolerance import (
     GROUP_NORM,
     assert_close_in_rms,

@@ -9,14 +9,14 @@ import torch
 import apex.ops
 from apex import optimizers
 from apex.ops import _runtime
-from apex.ops.adagrad import Adagrad, adagrad_
-from apex.ops.adam import Adam, adam_
-from apex.ops.lamb import Lamb, lamb_
-from apex.ops.lion import LionScalars, lion_
-from apex.ops.multi_tensor import Update, run
-from apex.ops.novograd import NovoGrad, novograd_
-from apex.ops.sgd import SGD, sgd_
-from apex.ops.storage import StepOptions
+from apex.ops.lists.multi_tensor import Update, run
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates.adagrad import Adagrad, adagrad_
+from apex.ops.updates.adam import Adam, adam_
+from apex.ops.updates.lamb import Lamb, lamb_
+from apex.ops.updates.lion import LionScalars, lion_
+from apex.ops.updates.novograd import NovoGrad, novograd_
+from apex.ops.updates.sgd import SGD, sgd_
 from tests.multi_tensor_apply.common import PATHS, joined, on, tensors
 from tests.tolerance import assert_one_rounding
 

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from apex.ops import _runtime, scaled_softmax
-from apex.ops.scaled_softmax import OP, reference
+from apex.ops import _runtime
+from apex.ops.layers import scaled_softmax
+from apex.ops.layers.scaled_softmax import OP, reference
 from tests.tolerance import assert_one_rounding
 
 INF, NAN = math.inf, math.nan

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from apex.ops import storage as storages
-from apex.ops.storage import join, round_stochastically, split
+from apex.ops.lists import storage as storages
+from apex.ops.lists.storage import join, round_stochastically, split
 from apex.optimizers import FusedAdam
 from tests.optimizers.common import (
     DTYPES,

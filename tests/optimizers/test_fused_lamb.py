@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex.ops import cpu_fused
+from apex.ops.updates import cpu_fused
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 from tests.optimizers.common import (
     DTYPES,
@@ -245,7 +245,7 @@ def test_storage(path, storage):
     for param, master in zip(params, masters, strict=True):
         if storage == "low_bits":
             low = optimizer.state[param]["low_bits"]
-            from apex.ops.storage import join
+            from apex.ops.lists.storage import join
 
             assert torch.equal(join(param.detach(), low), master.detach())
         else:

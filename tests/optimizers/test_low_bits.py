@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from apex.ops.storage import join
-from apex.ops.tensor_norms import square_sums
+from apex.ops.lists.storage import join
+from apex.ops.lists.tensor_norms import square_sums
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedSGD
 from tests.optimizers.common import EVERY, PATHS, on, parameters, same
 

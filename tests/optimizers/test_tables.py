@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from apex.multi_tensor_apply import release_captured
-from apex.ops import _runtime, multi_tensor, pointer_tables
-from apex.ops.tensor_norms import square_sums
+from apex.ops import _runtime
+from apex.ops.lists import multi_tensor, pointer_tables
+from apex.ops.lists.tensor_norms import square_sums
 from apex.optimizers import FusedAdam
 from tests.optimizers.common import EVERY, give_grads, parameters, train
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex.ops import _runtime
-from apex.ops.storage import join
+from apex.ops.lists.storage import join
 from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb
 from tests.optimizers.common import EVERY, on, parameters, same, train, values
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from apex.ops import flat
+from apex.ops.lists import flat
 from apex.parallel import ReduceOp, Reducer, distributed
 from tests.ranks import RankError, Ranks
 

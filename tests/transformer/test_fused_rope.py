@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from apex.ops import _runtime, rotary
+from apex.ops import _runtime
+from apex.ops.layers import rotary
 from apex.transformer.functional import fused_rope as rope
 from tests.tolerance import assert_one_rounding
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apex.ops.scaled_softmax import reference
+from apex.ops.layers.scaled_softmax import reference
 from apex.transformer.enums import AttnMaskType
 from apex.transformer.functional import FusedScaleMaskSoftmax, fused_softmax
 from apex.transformer.functional.fused_softmax import (

@@ -12,7 +12,7 @@ import torch
 
 from apex.amp._amp_state import master_params
 from apex.amp.optimizer import state_of
-from apex.ops.columns import OWN_MEMORY, local
+from apex.ops.lists.columns import OWN_MEMORY, local
 
 
 def _collected(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
@@ -34,7 +34,7 @@ def _collected(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor] |
     # torch's functions refuse lists with a tensor that has the negative bit.
     if OWN_MEMORY.issuperset(map(type, params)) and not any(map(torch.Tensor.is_neg, grads)):
         return params, None
-    from apex.ops.placements import placed
+    from apex.ops.lists.placements import placed
 
     return params, [*placed("amp's clipping", [param for param, _ in both], grads)]
 
@@ -75,7 +75,7 @@ def clip_grad_norm_(
             return norm
     params, grads = _collected(optimizer)
     if grads is not None:
-        from apex.ops.clip import clip_
+        from apex.ops.lists.clip import clip_
 
         return clip_(grads, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
     return torch.nn.utils.clip_grad_norm_(

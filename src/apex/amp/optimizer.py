@@ -30,7 +30,7 @@ from apex.amp.gradients.parameters import Parameters
 from apex.amp.gradients.step_check import StepCheck
 from apex.amp.replaced import Replaced
 from apex.amp.training import Training, managed
-from apex.ops.storage import ScaledStep
+from apex.ops.lists.storage import ScaledStep
 
 _PATCHED = ("step", "zero_grad", "add_param_group")
 _OLD_HOOKS = ("_lazy_init_maybe_master_weights", "_amp_lazy_init")  # called by old programs

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from apex.amp._amp_state import _amp_state, master_params, maybe_print
-from apex.ops.unscale import unscale_
+from apex.ops.lists.unscale import unscale_
 
 __all__ = [
     "LossScaler",

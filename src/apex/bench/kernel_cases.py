@@ -22,8 +22,8 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from apex import optimizers
-from apex.ops.scale import axpby_, scale_
-from apex.ops.tensor_norms import l2_norm
+from apex.ops.lists.scale import axpby_, scale_
+from apex.ops.lists.tensor_norms import l2_norm
 
 __all__ = ["DTYPES", "LISTS", "OPS", "Call", "Op", "Provider", "Shapes"]
 

@@ -17,8 +17,8 @@ from apex.bench.layer_modes import IMAGES, Inputs, compiled, each_mode, given, l
 from apex.bench.transformer_cases import TRANSFORMER
 from apex.contrib.focal_loss.focal_loss import focal_loss
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
-from apex.ops.group_norm import group_norm
-from apex.ops.row_norms import layer_norm, rms_norm
+from apex.ops.norms.group_norm import group_norm
+from apex.ops.norms.row_norms import layer_norm, rms_norm
 
 __all__ = ["LAYERS"]
 

@@ -1,4 +1,4 @@
-"""Weight normalization as the autograd function of 2018; :mod:`apex.ops.weight_norm` computes."""
+"""The autograd function of 2018 for weight norm; :mod:`apex.ops.norms.weight_norm` computes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.weight_norm import weight_norm
+from apex.ops.norms.weight_norm import weight_norm
 
 __all__ = ["Fused_Weight_Norm", "check_contig_cuda"]
 

@@ -12,8 +12,8 @@ from apex.amp.gradients.accumulation import write_zeros
 from apex.amp.gradients.masters import Master
 from apex.amp.gradients.pairs import Pairs
 from apex.amp.gradients.parameters import unscale_into
-from apex.ops.placements import is_sharded
-from apex.ops.unscale import multiply_
+from apex.ops.lists.placements import is_sharded
+from apex.ops.lists.unscale import multiply_
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 

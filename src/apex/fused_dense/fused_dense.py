@@ -1,8 +1,8 @@
 """Dense layers as modules, as functions and as autograd functions that are called by ``.apply``.
 
-Products are PyTorch's; :mod:`apex.ops.dense` says why no kernel of ours is added. Parameters are
-initialised as those of ``torch.nn.Linear``, and inputs may have any rank; NVIDIA's left parameters
-uninitialised and took matrices alone.
+Products are PyTorch's; :mod:`apex.ops.layers.dense` says why no kernel of ours is added. Parameters
+are initialised as those of ``torch.nn.Linear``, and inputs may have any rank; NVIDIA's left
+parameters uninitialised and took matrices alone.
 """
 
 import math
@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Parameter
 
-from apex.ops import _runtime, dense
-from apex.ops._scripted import left_to_python
+from apex.ops import _runtime
+from apex.ops.layers import dense
+from apex.ops.norms._scripted import left_to_python
 
 __all__ = [
     "DenseNoBiasFunc",

@@ -1,7 +1,7 @@
 """What a launch over lists of tensors reads besides the tensors: their sizes and addresses.
 
-Both are uploaded from pinned memory without waiting; :mod:`apex.ops.pointer_tables` keeps them
-from step to step. Nothing here needs triton.
+Both are uploaded from pinned memory without waiting; :mod:`apex.ops.lists.pointer_tables` keeps
+them from step to step. Nothing here needs triton.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Adagrad update on float32 tiles; see :mod:`apex.ops.adagrad` for the definition."""
+"""The Adagrad update on float32 tiles; see :mod:`apex.ops.updates.adagrad` for the definition."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The Adam update on float32 tiles; see :mod:`apex.ops.adam` for the definition."""
+"""The Adam update on float32 tiles; see :mod:`apex.ops.updates.adam` for the definition."""
 
 from collections.abc import Iterator
 

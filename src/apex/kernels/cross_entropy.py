@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits on a GPU; see :mod:`apex.ops.cross_entropy` for the definition.
+"""Cross-entropy of rows of logits on a GPU; definition: :mod:`apex.ops.losses.cross_entropy`.
 
 Forward is one read of the logits, whatever their number: the largest logit and the sum of
 exponentials so far are kept, and the sum is rescaled when a larger logit comes (Milakov and

@@ -1,8 +1,8 @@
 """Focal loss, forward and backward: each program computes one block of elements.
 
-See :mod:`apex.ops.focal_loss` for the definition. Programs of the forward leave partial sums, which
-``torch.sum`` adds up in the same order every time. The number of columns is known to the compiler,
-which makes multiplications of the divisions that find an element's row.
+See :mod:`apex.ops.losses.focal_loss` for the definition. Programs of the forward leave partial
+sums, which ``torch.sum`` adds up in the same order every time. The number of columns is known to
+the compiler, which makes multiplications of the divisions that find an element's row.
 """
 
 from __future__ import annotations

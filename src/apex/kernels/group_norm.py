@@ -1,4 +1,4 @@
-"""Group norm of images whose channels are last in memory; see :mod:`apex.ops.group_norm`.
+"""Group norm of images whose channels are last in memory; see :mod:`apex.ops.norms.group_norm`.
 
 A group is a run of a few channels, often ten: read by groups, a 16-bit image comes in pieces of 20
 bytes. So nothing here walks through groups. Tiles are rows of neighbouring channels, read in 128

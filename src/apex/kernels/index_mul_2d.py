@@ -1,4 +1,4 @@
-"""Rows of a matrix times rows that an index names; see :mod:`apex.ops.index_mul_2d`.
+"""Rows of a matrix times rows that an index names; see :mod:`apex.ops.layers.index_mul_2d`.
 
 A program computes a tile of some rows and columns. For the gradient of the matrix that is indexed
 it adds up, for one of its rows and a block of columns, all rows with that index, some at a time.

@@ -1,4 +1,4 @@
-"""The two halves of a LAMB step on float32 tiles; see :mod:`apex.ops.lamb` for the definition."""
+"""The two halves of a LAMB step on float32 tiles; definition: :mod:`apex.ops.updates.lamb`."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""LARC on float32 tiles; see :mod:`apex.ops.larc` for the definition."""
+"""LARC on float32 tiles; see :mod:`apex.ops.updates.larc` for the definition."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The Lion update on float32 tiles; see :mod:`apex.ops.lion` for the definition."""
+"""The Lion update on float32 tiles; see :mod:`apex.ops.updates.lion` for the definition."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The NovoGrad update on float32 tiles; see :mod:`apex.ops.novograd` for the definition."""
+"""The NovoGrad update on float32 tiles; see :mod:`apex.ops.updates.novograd` for the definition."""
 
 from collections.abc import Iterator
 

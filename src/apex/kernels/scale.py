@@ -1,4 +1,4 @@
-"""Scaling and adding on float32 tiles; see :mod:`apex.ops.scale` for the definition."""
+"""Scaling and adding on float32 tiles; see :mod:`apex.ops.lists.scale` for the definition."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Softmax of scaled and masked rows; see :mod:`apex.ops.scaled_softmax` for the definition.
+"""Softmax of scaled and masked rows; see :mod:`apex.ops.layers.scaled_softmax` for the definition.
 
 Two walks over the blocks of a row. The first finds the largest logit and the sum of exponentials,
 rescaled when a larger logit comes (Milakov and Gimelshein, arXiv:1805.02867); backward the sum of

@@ -1,4 +1,4 @@
-"""The SGD updates on float32 tiles; see :mod:`apex.ops.sgd` for the definition."""
+"""The SGD updates on float32 tiles; see :mod:`apex.ops.updates.sgd` for the definition."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""How weights are stored, on tiles; see :mod:`apex.ops.storage`.
+"""How weights are stored, on tiles; see :mod:`apex.ops.lists.storage`.
 
 The weight is column 1 in and value 0 out; the storage's own column is the last one in, and its new
 value is appended to what the update returned.
@@ -133,7 +133,7 @@ def metered_stochastically(raw, values, new, index, seed):
 def optimizer_cases(
     update: Any, states: int, scalars: str, *, per_tensor: str = "", sums: tuple[int, ...] = ()
 ) -> Iterator[Case]:
-    """Describe an optimizer's update with each storage, as :mod:`apex.ops.storage` runs it.
+    """Describe an optimizer's update with each storage, as :mod:`apex.ops.lists.storage` runs it.
 
     Args:
         update: ``(grad, param, *states) -> (param, *states, grad)``.

@@ -1,4 +1,4 @@
-"""What is summed for norms, on float32 tiles; see :mod:`apex.ops.tensor_norms`."""
+"""What is summed for norms, on float32 tiles; see :mod:`apex.ops.lists.tensor_norms`."""
 
 from collections.abc import Iterator
 

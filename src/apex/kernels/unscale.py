@@ -1,4 +1,4 @@
-"""The unscaling update on tiles; see :mod:`apex.ops.unscale` for the definition."""
+"""The unscaling update on tiles; see :mod:`apex.ops.lists.unscale` for the definition."""
 
 from collections.abc import Iterator
 

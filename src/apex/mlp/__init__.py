@@ -4,7 +4,7 @@ import torch
 
 from apex._missing import explain_attributes
 from apex.mlp.mlp import MLP, MlpFunction, mlp_function
-from apex.ops import swiglu as _swiglu
+from apex.ops.layers import swiglu as _swiglu
 
 __all__ = ["MLP", "MlpFunction", "mlp_function", "swiglu"]
 

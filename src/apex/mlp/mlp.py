@@ -1,6 +1,6 @@
 """`MLP`: dense layers, an activation after each, on any device.
 
-Products are PyTorch's; :mod:`apex.ops.dense` says why no kernel of ours is added.
+Products are PyTorch's; :mod:`apex.ops.layers.dense` says why no kernel of ours is added.
 """
 
 import math
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from apex.ops import _runtime, dense
-from apex.ops import mlp as ops
+from apex.ops import _runtime
 from apex.ops._check import ArgumentError
+from apex.ops.layers import dense
+from apex.ops.layers import mlp as ops
 
 __all__ = ["MLP", "MlpFunction", "mlp_function"]
 

@@ -5,7 +5,7 @@ graphs and delete the graphs.
 """
 
 from apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply
-from apex.ops.pointer_tables import release_captured
+from apex.ops.lists.pointer_tables import release_captured
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier", "release_captured"]
 

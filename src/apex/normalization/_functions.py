@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from apex.ops import row_norms
 from apex.ops._check import check_norm, refuse_other_dtype, refuse_wider_weight
 from apex.ops._dtypes import NARROW, wide
-from apex.ops._scripted import Shape, left_to_python
-from apex.ops.row_norms import MEMORY_EFFICIENT, OP
+from apex.ops.norms import row_norms
+from apex.ops.norms._scripted import Shape, left_to_python
+from apex.ops.norms.row_norms import MEMORY_EFFICIENT, OP
 
 
 class _Affine(torch.autograd.Function):
@@ -166,7 +166,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Layer norm with weight and bias; see :func:`apex.ops.row_norms.layer_norm` for the rest.
+    """Layer norm with weight and bias; the rest is in `apex.ops.norms.row_norms.layer_norm`.
 
     Args:
         input: ``(..., *normalized_shape)``.
@@ -233,7 +233,7 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """RMS norm with a weight; see :func:`apex.ops.row_norms.rms_norm` for the rest.
+    """RMS norm with a weight; see :func:`apex.ops.norms.row_norms.rms_norm` for the rest.
 
     Args:
         input: ``(..., *normalized_shape)``.

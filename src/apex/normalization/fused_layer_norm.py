@@ -1,6 +1,6 @@
 """Layer norm and RMS norm as modules, as functions and as autograd functions.
 
-All of them run on any device; :mod:`apex.ops.row_norms` holds the
+All of them run on any device; :mod:`apex.ops.norms.row_norms` holds the
 definitions. What differs is the dtypes they take and give, outside of autocast:
 
 =============================  ==================================  ======================
@@ -52,10 +52,10 @@ from apex.normalization._functions import (
     mixed_dtype_fused_layer_norm_affine,
     mixed_dtype_fused_rms_norm_affine,
 )
-from apex.ops import _scripted, row_norms
 from apex.ops._check import refuse_other_dtype
 from apex.ops._dtypes import NARROW
-from apex.ops._scripted import Shape
+from apex.ops.norms import _scripted, row_norms
+from apex.ops.norms._scripted import Shape
 
 __all__ = [
     "FusedLayerNorm",

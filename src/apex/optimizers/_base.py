@@ -25,10 +25,10 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
-from apex.ops.clip import clipped
-from apex.ops.columns import Scalar, local_parts
-from apex.ops.placements import placed
-from apex.ops.storage import LostUpdates, ScaledStep, StepOptions
+from apex.ops.lists.clip import clipped
+from apex.ops.lists.columns import Scalar, local_parts
+from apex.ops.lists.placements import placed
+from apex.ops.lists.storage import LostUpdates, ScaledStep, StepOptions
 from apex.optimizers import _groups
 from apex.optimizers._buckets import Bucket, check_places, split
 from apex.optimizers._joined import GroupGrads, count_steps, counted, joined
@@ -44,7 +44,7 @@ class FusedOptimizer(StatefulOptimizer):
         params: Parameters or groups.
         defaults: Values of the group's numbers.
         set_grad_none: Whether ``zero_grad()`` without an argument frees gradients.
-        storage: How weights are stored, see :mod:`apex.ops.storage`.
+        storage: How weights are stored, see :mod:`apex.ops.lists.storage`.
 
     Raises:
         ValueError: No parameters, an unknown key in a group, a number out of range.
@@ -342,7 +342,7 @@ class FusedOptimizer(StatefulOptimizer):
 
         Args:
             group: The numbers of a group, or of several whose numbers are equal. Its step is a
-                number, or :class:`apex.ops.adam.StepCounts` where a device counts.
+                number, or :class:`apex.ops.updates.adam.StepCounts` where a device counts.
             bucket: What is stepped.
             options: Scaling, skipping and storage.
         """

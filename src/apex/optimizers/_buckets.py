@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import of_one_kind
+from apex.ops.lists.columns import of_one_kind
 
 _T = TypeVar("_T")
 _DTYPE, _DEVICE, _SHAPE = map(attrgetter, ("dtype", "device", "shape"))

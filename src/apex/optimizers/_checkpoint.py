@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.columns import local
+from apex.ops.lists.columns import local
 
 # Keys that the optimizers of torch.optim keep in their groups and ours do not know. Those that
 # change what is computed are refused when set.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from apex.ops.placements import is_sharded
+from apex.ops.lists.placements import is_sharded
 
 HALF = (torch.float16, torch.bfloat16)
 _AT_LEAST_0 = ("lr", "eps", "weight_decay", "momentum", "max_grad_norm", "step")

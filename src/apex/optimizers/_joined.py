@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.ops import _runtime
-from apex.ops.adam import StepCounts
+from apex.ops.updates.adam import StepCounts
 
 # By the id of a step on a device: the steps there, and which of them it is.
 Counters = Mapping[int, tuple[StepCounts, int]]

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import local_parts
-from apex.ops.storage import PLAIN, STORAGES, Storage
+from apex.ops.lists.columns import local_parts
+from apex.ops.lists.storage import PLAIN, STORAGES, Storage
 from apex.optimizers import _checkpoint, _groups
 
 MASTERED = methodcaller("__contains__", "master_param")
@@ -31,7 +31,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     Args:
         params: Parameters or groups.
         defaults: Values of the group's numbers.
-        storage: How weights are stored, see :mod:`apex.ops.storage`.
+        storage: How weights are stored, see :mod:`apex.ops.lists.storage`.
 
     Raises:
         ValueError: There is no such storage.

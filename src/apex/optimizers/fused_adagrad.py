@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
-from apex.ops.adagrad import Adagrad, adagrad_
-from apex.ops.storage import StepOptions
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates.adagrad import Adagrad, adagrad_
 from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
 
@@ -16,8 +16,9 @@ from apex.optimizers._buckets import Bucket
 class FusedAdagrad(FusedOptimizer):
     """Adagrad in one launch for all parameters.
 
-    Drop-in for ``torch.optim.Adagrad`` with ``lr_decay=0``; see :mod:`apex.ops.adagrad` for the
-    formula. Sums are kept in the parameter's dtype, as in the original; float32 with a ``storage``.
+    Drop-in for ``torch.optim.Adagrad`` with ``lr_decay=0``; see :mod:`apex.ops.updates.adagrad` for
+    the formula. Sums are kept in the parameter's dtype, as in the original; float32 with a
+    ``storage``.
 
     Args:
         params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.

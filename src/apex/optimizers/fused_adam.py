@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
-from apex.ops.adam import Adam, adam_
-from apex.ops.storage import StepOptions
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
 from apex.optimizers._groups import HALF
@@ -19,8 +19,8 @@ class FusedAdam(FusedOptimizer):
     """Adam, or AdamW with ``adam_w_mode`` (the default), in one launch for all parameters.
 
     Drop-in for ``torch.optim.AdamW``, and for ``torch.optim.Adam`` with ``adam_w_mode=False``; see
-    :mod:`apex.ops.adam` for the formula. Moments are float32 for every parameter dtype. The step is
-    counted per group.
+    :mod:`apex.ops.updates.adam` for the formula. Moments are float32 for every parameter dtype. The
+    step is counted per group.
 
     Args:
         params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.

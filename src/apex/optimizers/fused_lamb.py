@@ -8,8 +8,8 @@ import torch
 
 from apex.multi_tensor_apply._amp_c import lamb as _lamb
 from apex.multi_tensor_apply._amp_c import scaling as _scaling
-from apex.ops.lamb import Lamb, lamb_
-from apex.ops.storage import StepOptions
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates.lamb import Lamb, lamb_
 from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
 
@@ -17,8 +17,9 @@ from apex.optimizers._buckets import Bucket
 class FusedLAMB(FusedOptimizer):
     """LAMB: Adam's step, scaled for each tensor by the ratio of weight to step.
 
-    See :mod:`apex.ops.lamb` for the formula. All gradients together, of every group, are clipped to
-    the norm ``max_grad_norm`` first. Norms stay where the tensors are: nothing waits for them.
+    See :mod:`apex.ops.updates.lamb` for the formula. All gradients together, of every group, are
+    clipped to the norm ``max_grad_norm`` first. Norms stay where the tensors are: nothing waits for
+    them.
 
     Kept from the original: after ``step()`` a parameter's ``grad`` holds what was multiplied by
     the learning rate, so clear it; ``max_grad_norm`` is the constructor's, that of a group

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from apex.ops.lion import LionScalars, lion_
-from apex.ops.storage import StepOptions
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates.lion import LionScalars, lion_
 from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
 
@@ -15,8 +15,8 @@ from apex.optimizers._buckets import Bucket
 class FusedLion(FusedOptimizer):
     """Lion: each weight moves by ``lr``, in the direction of an average's sign.
 
-    See :mod:`apex.ops.lion` for the formula. Weight decay is decoupled. The average is float32,
-    float64 for float64 parameters.
+    See :mod:`apex.ops.updates.lion` for the formula. Weight decay is decoupled. The average is
+    float32, float64 for float64 parameters.
 
     Args:
         params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
-from apex.ops.columns import Scalar, joined, taken
-from apex.ops.novograd import UNSET, NovoGrad, novograd_
-from apex.ops.storage import StepOptions
+from apex.ops.lists.columns import Scalar, joined, taken
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates.novograd import UNSET, NovoGrad, novograd_
 from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
 from apex.optimizers._joined import GroupGrads
@@ -22,10 +22,11 @@ KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad: Adam with one second moment, a norm, for each tensor.
 
-    See :mod:`apex.ops.novograd` for the formula. Moments are kept in the parameter's dtype, as in
-    the original; float32 with a ``storage``. ``group["exp_avg_sq"]`` holds the norms (not their
-    squares): a float32 vector for the float16 parameters that were stepped so far, one for the
-    float32 ones, then, if there are any, for bfloat16 and float64. The step is counted per group.
+    See :mod:`apex.ops.updates.novograd` for the formula. Moments are kept in the parameter's dtype,
+    as in the original; float32 with a ``storage``. ``group["exp_avg_sq"]`` holds the norms (not
+    their squares): a float32 vector for the float16 parameters that were stepped so far, one for
+    the float32 ones, then, if there are any, for bfloat16 and float64. The step is counted per
+    group.
 
     Args:
         params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.

@@ -10,9 +10,9 @@ from torch.optim.optimizer import required
 
 from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
 from apex.ops import _runtime
-from apex.ops.columns import Scalar, local
-from apex.ops.sgd import SGD, sgd_
-from apex.ops.storage import StepOptions
+from apex.ops.lists.columns import Scalar, local
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates.sgd import SGD, sgd_
 from apex.optimizers._base import FusedOptimizer, scalar
 from apex.optimizers._buckets import Bucket
 from apex.optimizers._joined import GroupGrads
@@ -21,8 +21,8 @@ from apex.optimizers._joined import GroupGrads
 class FusedSGD(FusedOptimizer):
     """SGD, with momentum, dampening and Nesterov's variant, in one launch for all parameters.
 
-    Drop-in for ``torch.optim.SGD``; see :mod:`apex.ops.sgd` for the formula. Momentum buffers are
-    kept in the parameter's dtype, as in the original; float32 with a ``storage``.
+    Drop-in for ``torch.optim.SGD``; see :mod:`apex.ops.updates.sgd` for the formula. Momentum
+    buffers are kept in the parameter's dtype, as in the original; float32 with a ``storage``.
 
     Args:
         params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.

@@ -10,17 +10,17 @@ import torch
 
 from apex._wrapped_optimizer import WrappedOptimizer
 from apex.ops import _runtime
-from apex.ops.columns import local
-from apex.ops.larc import larc_
-from apex.ops.placements import is_sharded, placed
+from apex.ops.lists.columns import local
+from apex.ops.lists.placements import is_sharded, placed
+from apex.ops.updates.larc import larc_
 
 
 class LARC(WrappedOptimizer):
     """Give each tensor a learning rate in proportion to the ratio of its norm and its gradient's.
 
     Wraps an optimizer; at each step gradients are multiplied by the local rates and get the weight
-    decay, and the wrapped optimizer steps without any. See :mod:`apex.ops.larc` for the formula.
-    Norms are float32, whatever the parameter's dtype, and stay on the device.
+    decay, and the wrapped optimizer steps without any. See :mod:`apex.ops.updates.larc` for the
+    formula. Norms are float32, whatever the parameter's dtype, and stay on the device.
 
     Groups, state and checkpoints are the wrapped optimizer's.
 

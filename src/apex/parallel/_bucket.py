@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from apex.ops._dtypes import NARROW
-from apex.ops.flat import unflatten
+from apex.ops.lists.flat import unflatten
 
 _DENSE = {torch.strided}
 

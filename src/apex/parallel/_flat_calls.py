@@ -10,7 +10,7 @@ import torch
 
 from apex.amp.gradients.distributed import broadcast_parameters
 from apex.amp.gradients.masters import grads_to_step
-from apex.ops import flat
+from apex.ops.lists import flat
 
 _SPLIT_ORDER = (torch.float16, torch.float32, torch.float64)
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex.ops.flat import broadcast, by_kind, flatten, unflatten
+from apex.ops.lists.flat import broadcast, by_kind, flatten, unflatten
 from apex.parallel import _pass as passes
 from apex.parallel._bucket import AllReduce, Bucket, Options, grouped
 from apex.parallel._pass import Pass

@@ -29,7 +29,7 @@ from torch._compile import _disable_dynamo
 
 from apex.amp.casting.containers import applier
 from apex.amp.gradients import distributed as amp
-from apex.ops import flat
+from apex.ops.lists import flat
 from apex.parallel._arguments import (
     EXCLUDE,
     check_tensors,

@@ -3,8 +3,8 @@
 Each process sends the mean, the variance and the number of its elements (one ``all_gather`` in the
 forward) and two sums of its gradients (one ``all_reduce`` in the backward). Statistics are merged
 with these numbers, so that batches may have different sizes, or be empty. The computation is
-:mod:`apex.ops.batch_norm`, the communication :mod:`torch.distributed`; both are the same on every
-device and back end.
+:mod:`apex.ops.norms.batch_norm`, the communication :mod:`torch.distributed`; both are the same on
+every device and back end.
 
 ``torch.nn.SyncBatchNorm`` is not the base class: it refuses CPU tensors, torch's
 DistributedDataParallel refuses CPU models that contain it, and its backward hangs if the inputs of
@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex.ops._check import ArgumentError
 from apex.ops._dtypes import NARROW
-from apex.ops.batch_norm import gradient_sums, input_gradient, merge, moments, normalize
+from apex.ops.norms.batch_norm import gradient_sums, input_gradient, merge, moments, normalize
 
 if TYPE_CHECKING:  # a torch without torch.distributed imports this file too
     from torch.distributed import ProcessGroup

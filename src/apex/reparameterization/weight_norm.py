@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.weight_norm import norm_except, weight_norm
+from apex.ops.norms.weight_norm import norm_except, weight_norm
 from apex.reparameterization.reparameterization import Reparameterization
 
 __all__ = ["WeightNorm"]

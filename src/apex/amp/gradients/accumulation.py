@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from apex.ops.columns import OWN_MEMORY
+from apex.ops.lists.columns import OWN_MEMORY
 
 Stash = dict[torch.Tensor, torch.Tensor]  # stashed gradients, by the tensor they belong to
 

@@ -34,8 +34,8 @@ from torch._compile import _disable_dynamo
 
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.pairs import Pairs
-from apex.ops import flat
-from apex.ops.columns import OWN_MEMORY
+from apex.ops.lists import flat
+from apex.ops.lists.columns import OWN_MEMORY
 
 
 class _Active:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from apex.amp.gradients.parameters import Parameters
-from apex.ops.multi_tensor import FUSABLE
-from apex.ops.storage import ScaledStep
-from apex.ops.tensor_norms import square_sums
-from apex.ops.unscale import inverse
+from apex.ops.lists.multi_tensor import FUSABLE
+from apex.ops.lists.storage import ScaledStep
+from apex.ops.lists.tensor_norms import square_sums
+from apex.ops.lists.unscale import inverse
 
 Factor = torch.Tensor | float
 

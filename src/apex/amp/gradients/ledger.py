@@ -56,7 +56,7 @@ from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.parameters import Parameters, unscale_into
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
-from apex.ops.storage import ScaledStep
+from apex.ops.lists.storage import ScaledStep
 
 _MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
 
@@ -286,7 +286,7 @@ class Ledger:
         """Unscale what backward left, and add the stash.
 
         ``done`` has the ids of tensors that other optimizers of this pass have dealt with, and gets
-        more. Returns the non-finite flag, see :func:`apex.ops.unscale.unscale_`.
+        more. Returns the non-finite flag, see :func:`apex.ops.lists.unscale.unscale_`.
         """
         params, sharing = self.params, self.training.sharing
         plain, pairs = params.plain, params if not done else params.without(done)

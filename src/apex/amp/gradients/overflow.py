@@ -21,8 +21,8 @@ from apex.amp.gradients.accumulation import grads_of, stored_values
 from apex.amp.gradients.distributed import agree_
 from apex.amp.gradients.ledger import Ledger, Pass
 from apex.amp.scaler import SCALE
-from apex.ops.columns import local
-from apex.ops.unscale import unscale_
+from apex.ops.lists.columns import local
+from apex.ops.lists.unscale import unscale_
 
 
 def runs_behind(device: torch.device) -> bool:

@@ -42,7 +42,7 @@ from apex.amp.gradients.accumulation import (
 )
 from apex.amp.gradients.kept import KeptGradients, addresses
 from apex.amp.gradients.masters import Master, table
-from apex.ops.columns import OWN_MEMORY
+from apex.ops.lists.columns import OWN_MEMORY
 
 Sharers = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
 

@@ -14,7 +14,8 @@ from apex.amp.gradients.accumulation import Stash
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.pairs import Pairs, Sharers
 from apex.amp.policy import HALF_TYPES
-from apex.ops import _runtime, unscale
+from apex.ops import _runtime
+from apex.ops.lists import unscale
 
 
 class Parameters(Pairs):
@@ -180,8 +181,8 @@ def unscale_into(
         scale: What the loss was multiplied by.
 
     Returns:
-        The flag that :func:`apex.ops.unscale.unscale_` returns, and the copies that are still to be
-        added to a master's gradient, with its tensor.
+        The flag that :func:`apex.ops.lists.unscale.unscale_` returns, and the copies that are still
+        to be added to a master's gradient, with its tensor.
     """
     if not pairs.weights:
         return unscale.unscale_(grads, scale), []

@@ -30,7 +30,7 @@ from apex.bench.selftest.check import (
 from apex.bench.selftest.formulas import Formula, Step
 from apex.bench.selftest.list_ops import tensors
 from apex.contrib import optimizers as contrib
-from apex.ops.storage import join
+from apex.ops.lists.storage import join
 from apex.parallel import LARC
 
 __all__ = [

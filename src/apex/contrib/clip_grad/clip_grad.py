@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from apex.ops.clip import clip_
-from apex.ops.placements import placed
+from apex.ops.lists.clip import clip_
+from apex.ops.lists.placements import placed
 
 
 def clip_grad_norm_(

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from apex.ops import focal_loss as ops
 from apex.ops._function import Chosen
-from apex.ops._scripted import left_to_python
+from apex.ops.losses import focal_loss as ops
+from apex.ops.norms._scripted import left_to_python
 
 __all__ = ["FocalLoss", "focal_loss"]
 
@@ -18,8 +18,8 @@ def focal_loss(
 ) -> torch.Tensor:  # fmt: skip
     """Compute the focal loss of all anchors, divided by the number of positive ones.
 
-    Formula and what happens to targets out of range: :mod:`apex.ops.focal_loss`. Nothing of the
-    size of the logits is stored for the backward but the logits themselves.
+    Formula and what happens to targets out of range: :mod:`apex.ops.losses.focal_loss`. Nothing of
+    the size of the logits is stored for the backward but the logits themselves.
 
     Args:
         cls_output: Logits ``(..., columns)``, any floating dtype.

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Parameter, init
 
-from apex.ops import group_norm as ops
 from apex.ops._check import ArgumentError
-from apex.ops._scripted import left_to_python
+from apex.ops.norms import group_norm as ops
+from apex.ops.norms._scripted import left_to_python
 
 __all__ = [
     "GroupNorm",
@@ -21,7 +21,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GroupNorm(torch.nn.Module):
-    """Normalize groups of channels; see :mod:`apex.ops.group_norm` for the formula.
+    """Normalize groups of channels; see :mod:`apex.ops.norms.group_norm` for the formula.
 
     A drop-in for ``torch.nn.GroupNorm``, with the same parameters. Any shape, dtype and number of
     groups works; the lists below say which the original had kernels for, and limit nothing here.

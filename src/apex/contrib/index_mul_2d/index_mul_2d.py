@@ -2,8 +2,8 @@
 
 import torch
 
-from apex.ops import index_mul_2d as ops
-from apex.ops._scripted import left_to_python
+from apex.ops.layers import index_mul_2d as ops
+from apex.ops.norms._scripted import left_to_python
 
 __all__ = ["index_mul_2d"]
 
@@ -13,7 +13,8 @@ def index_mul_2d(in1: torch.Tensor, in2: torch.Tensor, idx1: torch.Tensor) -> to
     """Compute ``in1[idx1] * in2`` for two matrices.
 
     Gradients are added up in a fixed order, so every run has the same bits; gradients of gradients
-    work. How, and what happens to an index out of range on a GPU: :mod:`apex.ops.index_mul_2d`.
+    work. How, and what happens to an index out of range on a GPU:
+    :mod:`apex.ops.layers.index_mul_2d`.
 
     Args:
         in1: ``(M, D)``, any floating dtype.

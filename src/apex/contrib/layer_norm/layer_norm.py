@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from apex.normalization._functions import FusedLayerNormAffineMixedDtypesFunction
-from apex.ops import _scripted
 from apex.ops._check import refuse_wider_weight
-from apex.ops.row_norms import OP, layer_norm
+from apex.ops.norms import _scripted
+from apex.ops.norms.row_norms import OP, layer_norm
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
 

@@ -23,8 +23,9 @@ from torch.nn import Parameter, init
 
 from apex.contrib.multihead_attn._masks import check_mask, join_masks
 from apex.normalization import FusedLayerNorm
-from apex.ops import dense, row_norms
 from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops.layers import dense
+from apex.ops.norms import row_norms
 
 EPS = 1e-5  # of the layer norm
 

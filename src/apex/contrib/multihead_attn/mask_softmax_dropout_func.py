@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from apex.contrib.multihead_attn._masks import check_mask, join_masks
 from apex.ops._check import ArgumentError, check_tensors
 from apex.ops._dtypes import wide
-from apex.ops._scripted import left_to_python
+from apex.ops.norms._scripted import left_to_python
 
 __all__ = ["fast_mask_softmax_dropout_func"]
 

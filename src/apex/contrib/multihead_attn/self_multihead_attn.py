@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.contrib.multihead_attn._base import MultiheadAttnBase, finish, heads, start
-from apex.ops._scripted import left_to_python
+from apex.ops.norms._scripted import left_to_python
 
 __all__ = ["SelfMultiheadAttn"]
 

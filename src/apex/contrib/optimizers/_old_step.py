@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.columns import Scalar
+from apex.ops.lists.columns import Scalar
 from apex.optimizers._base import FusedOptimizer
 
 

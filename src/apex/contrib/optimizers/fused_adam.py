@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from apex.contrib.optimizers._old_step import OldStep
-from apex.ops.adam import Adam, adam_, unbiased
-from apex.ops.columns import Scalar
-from apex.ops.placements import norm_of_all
-from apex.ops.storage import StepOptions
-from apex.ops.tensor_norms import l2_norm
+from apex.ops.lists.columns import Scalar
+from apex.ops.lists.placements import norm_of_all
+from apex.ops.lists.storage import StepOptions
+from apex.ops.lists.tensor_norms import l2_norm
+from apex.ops.updates.adam import Adam, adam_, unbiased
 from apex.optimizers._base import scalar
 from apex.optimizers._buckets import Bucket
 from apex.optimizers._joined import GroupGrads

@@ -4,8 +4,8 @@ from typing import Literal
 
 import torch
 
-from apex.ops import linear_cross_entropy as ops
-from apex.ops._scripted import left_to_python
+from apex.ops.losses import linear_cross_entropy as ops
+from apex.ops.norms._scripted import left_to_python
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
 
@@ -26,10 +26,11 @@ def linear_cross_entropy(
     """Compute ``F.cross_entropy(F.linear(input, weight, bias).float(), targets)`` in pieces.
 
     The logits are made for ``chunk_size`` rows at a time, so that from 4,096 rows on a forward and
-    backward pass needs less than a seventh of the memory. :mod:`apex.ops.linear_cross_entropy` says
-    how. For gradients of gradients and for float64 all logits are made at once. On a CPU and on
-    ROCm the gradient of a 16-bit weight also takes float32 copies of a piece's input and of 4,096
-    columns of its logits; with torch 2.9 on CUDA a float32 product of 4,096 rows of the weight.
+    backward pass needs less than a seventh of the memory.
+    :mod:`apex.ops.losses.linear_cross_entropy` says how. For gradients of gradients and for float64
+    all logits are made at once. On a CPU and on ROCm the gradient of a 16-bit weight also takes
+    float32 copies of a piece's input and of 4,096 columns of its logits; with torch 2.9 on CUDA a
+    float32 product of 4,096 rows of the weight.
 
     Args:
         input: ``(..., features)``.

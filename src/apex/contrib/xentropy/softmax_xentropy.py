@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from apex.ops import cross_entropy as ops
 from apex.ops._function import Chosen
+from apex.ops.losses import cross_entropy as ops
 
 __all__ = ["SoftmaxCrossEntropyLoss"]
 
@@ -29,7 +29,7 @@ class SoftmaxCrossEntropyLoss(Chosen):
     ``SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing=0.0, padding_idx=0,
     half_to_float=False)``: logits ``(rows, classes)`` of any floating dtype, labels ``(rows,)`` of
     any integer dtype; losses ``(rows,)`` in float32 (float64 for float64). Formula, errors and what
-    runs where: :mod:`apex.ops.cross_entropy`.
+    runs where: :mod:`apex.ops.losses.cross_entropy`.
 
     **Class 0 is ignored by default**, as in NVIDIA's Apex: rows with the label ``padding_idx``, 0,
     have loss 0 and gradient 0. If 0 is one of your classes, pass a ``padding_idx`` that is no

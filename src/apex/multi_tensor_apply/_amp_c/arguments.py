@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import Scalar, flag_on, local, scalar_on, set_flag
+from apex.ops.lists.columns import Scalar, flag_on, local, scalar_on, set_flag
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

@@ -15,10 +15,10 @@ from apex.multi_tensor_apply._amp_c.arguments import (
     one_each,
     step_number,
 )
-from apex.ops.columns import grouped, taken
-from apex.ops.lamb import Lamb, lamb_, trusted_rates
-from apex.ops.lamb_stages import coefficient, stage1_, stage2_
-from apex.ops.storage import StepOptions
+from apex.ops.lists.columns import grouped, taken
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates.lamb import Lamb, lamb_, trusted_rates
+from apex.ops.updates.lamb_stages import coefficient, stage1_, stage2_
 
 
 @entry
@@ -40,7 +40,7 @@ def multi_tensor_lamb(  # noqa: PLR0913  (the original's)
     use_nvlamb_python: bool | None,
     /,
 ) -> None:
-    """``[grad, param, exp_avg, exp_avg_sq]``: one step of :mod:`apex.ops.lamb`.
+    """``[grad, param, exp_avg, exp_avg_sq]``: one step of :mod:`apex.ops.updates.lamb`.
 
     Gradients are clipped by ``global_grad_norm`` to ``max_grad_norm``, where 0 means not at all,
     and left holding the term. ``mode`` 0 is an L2 penalty, 1 a decoupled decay. The flag is

@@ -18,12 +18,12 @@ from apex.multi_tensor_apply._amp_c.arguments import (
     step_number,
 )
 from apex.multi_tensor_apply._amp_c.scaling import flag_norms
-from apex.ops.adagrad import Adagrad, adagrad_
-from apex.ops.adam import Adam, adam_
-from apex.ops.columns import Column, grouped, joined, taken
-from apex.ops.novograd import NovoGrad, novograd_
-from apex.ops.sgd import SGD, sgd_
-from apex.ops.storage import StepOptions
+from apex.ops.lists.columns import Column, grouped, joined, taken
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates.adagrad import Adagrad, adagrad_
+from apex.ops.updates.adam import Adam, adam_
+from apex.ops.updates.novograd import NovoGrad, novograd_
+from apex.ops.updates.sgd import SGD, sgd_
 
 _16_BITS = (torch.float16, torch.bfloat16)
 
@@ -43,7 +43,7 @@ def multi_tensor_sgd(
     scale: Number,
     /,
 ) -> None:
-    """``[grad, param, buffer]`` and perhaps 16-bit copies: one step of :mod:`apex.ops.sgd`.
+    """``[grad, param, buffer]`` and perhaps 16-bit copies: one step of :mod:`apex.ops.updates.sgd`.
 
     Does nothing if the flag is set. With ``first_run`` the buffer becomes the gradient.
 
@@ -102,7 +102,7 @@ def multi_tensor_adam(
     weight_decay: Number,
     /,
 ) -> None:
-    """``[grad, param, exp_avg, exp_avg_sq]``: one step of :mod:`apex.ops.adam`.
+    """``[grad, param, exp_avg, exp_avg_sq]``: one step of :mod:`apex.ops.updates.adam`.
 
     ``mode`` 0 is Adam with an L2 penalty, 1 is AdamW. The flag is ignored.
     """
@@ -208,7 +208,7 @@ def multi_tensor_adagrad(
     weight_decay: Number,
     /,
 ) -> None:
-    """``[grad, param, sum]``: one step of :mod:`apex.ops.adagrad`; the flag is ignored.
+    """``[grad, param, sum]``: one step of :mod:`apex.ops.updates.adagrad`; the flag is ignored.
 
     ``mode`` 0 puts the weight decay into the gradient, 1 decouples it.
     """
@@ -238,7 +238,7 @@ def multi_tensor_novograd(  # noqa: PLR0913  (the original's)
     norm_type: int,
     /,
 ) -> None:
-    """``[grad, param, exp_avg]``: one step of :mod:`apex.ops.novograd`.
+    """``[grad, param, exp_avg]``: one step of :mod:`apex.ops.updates.novograd`.
 
     ``grad_norms``, float32 with a number for each tensor, is updated first; ``norm_type`` 0 takes
     largest magnitudes, any other Euclidean norms. ``mode`` 0 puts the weight decay into the moment,

@@ -12,9 +12,9 @@ from apex.multi_tensor_apply._amp_c.arguments import (
     flag_to_set,
     number,
 )
-from apex.ops.loss_scale import update_
-from apex.ops.scale import axpby_, scale_
-from apex.ops.tensor_norms import square_sums
+from apex.ops.lists.loss_scale import update_
+from apex.ops.lists.scale import axpby_, scale_
+from apex.ops.lists.tensor_norms import square_sums
 
 Norms = tuple[torch.Tensor, torch.Tensor]
 
@@ -148,7 +148,7 @@ def update_scale_hysteresis(
     hysteresis: int,
     /,
 ) -> torch.Tensor:
-    """Update a loss scale and its counters in place, see :mod:`apex.ops.loss_scale`.
+    """Update a loss scale and its counters in place, see :mod:`apex.ops.lists.loss_scale`.
 
     Returns:
         ``current_scale``.

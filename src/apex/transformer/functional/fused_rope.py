@@ -1,4 +1,4 @@
-"""Rotary position embeddings of queries and keys; formula and errors: :mod:`apex.ops.rotary`.
+"""Rotary position embeddings; formula and errors: :mod:`apex.ops.layers.rotary`.
 
 ``t`` has any floating dtype, which the result has, and any strides. Angles, or cos and sin, have
 any floating dtype and no gradient; the product is computed in float32 and rounded once.
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex.ops import rotary as ops
-from apex.ops._scripted import left_to_python
+from apex.ops.layers import rotary as ops
+from apex.ops.norms._scripted import left_to_python
 
 __all__ = [
     "FusedRoPE2DFunc",

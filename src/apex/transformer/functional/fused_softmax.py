@@ -1,7 +1,8 @@
 """Softmaxes of attention scores with a scale and a mask, as Megatron-style programs call them.
 
-All are :mod:`apex.ops.scaled_softmax`: float32 inside, one rounding, masked scores become -10000
-and a fully masked row zeros. Any length of queries and keys, any device, every floating dtype.
+All are :mod:`apex.ops.layers.scaled_softmax`: float32 inside, one rounding, masked scores become
+-10000 and a fully masked row zeros. Any length of queries and keys, any device, every floating
+dtype.
 """
 
 # Annotations are no strings here: TorchScript would not find their names.
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 
-from apex.ops import scaled_softmax as ops
 from apex.ops._check import ArgumentError
 from apex.ops._dtypes import Optional, wide
-from apex.ops._scripted import left_to_python
+from apex.ops.layers import scaled_softmax as ops
+from apex.ops.norms._scripted import left_to_python
 from apex.transformer.enums import AttnMaskType
 
 __all__ = [

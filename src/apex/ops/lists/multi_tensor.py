@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import Column, Scalar, joined, odd_positions, set_flag, taken
-from apex.ops.pointer_tables import TABLES
+from apex.ops.lists.columns import Column, Scalar, joined, odd_positions, set_flag, taken
+from apex.ops.lists.pointer_tables import TABLES
 
 Values = tuple[torch.Tensor, ...]
 
@@ -137,7 +137,7 @@ def run(
             finite, and is left alone otherwise.
         flags: Numbers of the new values that are looked at for it.
         largest: Take the largest instead of the sum, of values that are at least 0; nan wins.
-        may_be_neg: See :func:`apex.ops.columns.odd_positions`.
+        may_be_neg: See :func:`apex.ops.lists.columns.odd_positions`.
 
     Returns:
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.

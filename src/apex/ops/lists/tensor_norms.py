@@ -9,7 +9,7 @@ Sums run in float32, always in the same order: a result is repeated bit for bit.
 dtypes and devices; what comes out is on the first tensor's device. Squares that exceed the largest
 float32, of elements above 1.8e19, give inf.
 
-(Layers that normalize activations are :mod:`apex.ops.layer_norm` and the like.)
+(Layers that normalize activations are :mod:`apex.ops.norms`.)
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import Column, Scalar, grouped, joined, scalar_on, set_flag
-from apex.ops.multi_tensor import Update, Values, raise_flag, run
+from apex.ops.lists.columns import Column, Scalar, grouped, joined, scalar_on, set_flag
+from apex.ops.lists.multi_tensor import Update, Values, raise_flag, run
 
 
 class NormScalars(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import OWN_MEMORY, Column, Scalar, grouped, local, scalar_on, set_flag
-from apex.ops.multi_tensor import FUSABLE, Update, Values, run
+from apex.ops.lists.columns import OWN_MEMORY, Column, Scalar, grouped, local, scalar_on, set_flag
+from apex.ops.lists.multi_tensor import FUSABLE, Update, Values, run
 
 
 class UnscaleScalars(NamedTuple):

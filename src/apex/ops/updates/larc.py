@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.columns import Column, Scalar, grouped, scalar_on
-from apex.ops.multi_tensor import Update, Values, run
+from apex.ops.lists.columns import Column, Scalar, grouped, scalar_on
+from apex.ops.lists.multi_tensor import Update, Values, run
 
 
 class LarcScalars(NamedTuple):

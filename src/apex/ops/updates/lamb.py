@@ -29,12 +29,12 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops import cpu_fused
-from apex.ops.adam import Step, for_torch, unbiased
-from apex.ops.columns import Column, Scalar
-from apex.ops.multi_tensor import Codec, Update, Values, run
-from apex.ops.storage import DEFAULT_OPTIONS, PLAIN, StepOptions, run_stored
-from apex.ops.tensor_norms import square_sums
+from apex.ops.lists.columns import Column, Scalar
+from apex.ops.lists.multi_tensor import Codec, Update, Values, run
+from apex.ops.lists.storage import DEFAULT_OPTIONS, PLAIN, StepOptions, run_stored
+from apex.ops.lists.tensor_norms import square_sums
+from apex.ops.updates import cpu_fused
+from apex.ops.updates.adam import Step, for_torch, unbiased
 
 
 class TermScalars(NamedTuple):

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import Scalar, grouped, local, scalar_on
-from apex.ops.placements import norm_of_all
-from apex.ops.scale import scale_
-from apex.ops.tensor_norms import l2_norm, max_norms
+from apex.ops.lists.columns import Scalar, grouped, local, scalar_on
+from apex.ops.lists.placements import norm_of_all
+from apex.ops.lists.scale import scale_
+from apex.ops.lists.tensor_norms import l2_norm, max_norms
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import Column, Scalar, grouped, joined, odd_positions
-from apex.ops.multi_tensor import Update, Values, run
+from apex.ops.lists.columns import Column, Scalar, grouped, joined, odd_positions
+from apex.ops.lists.multi_tensor import Update, Values, run
 
 
 class ScaleScalars(NamedTuple):

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops import cpu_fused
-from apex.ops.columns import Column, Scalar
-from apex.ops.multi_tensor import Update, Values
-from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.lists.columns import Column, Scalar
+from apex.ops.lists.multi_tensor import Update, Values
+from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.updates import cpu_fused
 
 _List = list[torch.Tensor]
 

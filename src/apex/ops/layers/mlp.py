@@ -1,4 +1,4 @@
-"""Dense layers with an activation after each; `apex.ops.dense` says why there is no kernel.
+"""Dense layers with an activation after each; `apex.ops.layers.dense` says why there is no kernel.
 
 ReLU and sigmoid overwrite the product, since their gradients are functions of ``y`` alone
 (``y > 0`` and ``y * (1 - y)``): no second buffer while they run.
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from apex.ops import dense
 from apex.ops._check import ArgumentError
 from apex.ops._dtypes import Optional
+from apex.ops.layers import dense
 
 ACTIVATIONS = ("none", "relu", "sigmoid")  # at the index that mlp_cuda calls them by
 _IN_PLACE = (lambda y: y, torch.relu_, torch.sigmoid_)

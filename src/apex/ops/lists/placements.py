@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.columns import OWN_MEMORY, local
+from apex.ops.lists.columns import OWN_MEMORY, local
 
 
 def placed(

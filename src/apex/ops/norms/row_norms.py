@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from apex.ops import row_norm_pieces
 from apex.ops._check import check_norm
 from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
 from apex.ops._op import op
+from apex.ops.norms import row_norm_pieces
 
 # Elements of the input from which on the kernel replaces PyTorch's. Not measured (there was no
 # GPU) but derived from published medians of forward plus backward in bfloat16, 4096 wide, on a

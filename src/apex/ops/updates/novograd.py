@@ -34,12 +34,12 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops import cpu_fused
-from apex.ops.adam import Step, unbiased
-from apex.ops.columns import Column, Scalar
-from apex.ops.multi_tensor import Update, Values
-from apex.ops.storage import DEFAULT_OPTIONS, StepOptions, run_stored
-from apex.ops.tensor_norms import l2_norms, max_norms
+from apex.ops.lists.columns import Column, Scalar
+from apex.ops.lists.multi_tensor import Update, Values
+from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.lists.tensor_norms import l2_norms, max_norms
+from apex.ops.updates import cpu_fused
+from apex.ops.updates.adam import Step, unbiased
 
 UNSET = -1.0
 

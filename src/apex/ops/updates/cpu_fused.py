@@ -18,8 +18,8 @@ from numbers import Real
 import torch
 
 from apex.ops import _runtime
-from apex.ops.columns import Column, odd_positions
-from apex.ops.storage import PARAM, PLAIN, StepOptions
+from apex.ops.lists.columns import Column, odd_positions
+from apex.ops.lists.storage import PARAM, PLAIN, StepOptions
 
 # Elements that are widened at once, 2 MiB of a column. FusedAdam's 10 million bfloat16 weights take
 # 6 % longer with 2**18, 60 % with 2**16.

@@ -1,7 +1,8 @@
 """LAMB in two calls, with norms from outside and a weight decay for each tensor.
 
 The interface of BERT-era programs: the first call writes Adam's term, the caller measures weights
-and terms, the second call applies the trust ratio. See :mod:`apex.ops.lamb` for the formulas.
+and terms, the second call applies the trust ratio. See :mod:`apex.ops.updates.lamb` for the
+formulas.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from apex.ops.adam import unbiased
-from apex.ops.columns import Column, Scalar
-from apex.ops.lamb import APPLY, TERM, ApplyScalars, TermScalars
-from apex.ops.multi_tensor import run
+from apex.ops.lists.columns import Column, Scalar
+from apex.ops.lists.multi_tensor import run
+from apex.ops.updates.adam import unbiased
+from apex.ops.updates.lamb import APPLY, TERM, ApplyScalars, TermScalars
 
 
 def coefficient(norm: Scalar, max_norm: Scalar) -> Scalar:

@@ -1,0 +1,3 @@
+"""Elementwise and dense operations of layers."""
+
+__all__: list[str] = []

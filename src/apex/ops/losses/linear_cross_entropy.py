@@ -1,0 +1,332 @@
+"""Cross-entropy of a linear layer's outputs, which are never all in memory.
+
+    logits = input @ weight.T + bias
+    loss   = reduction of cross_entropy(logits, targets)  (:mod:`apex.ops.losses.cross_entropy`)
+
+A language model's logits are its largest tensor by far, and a plain program holds three or four of
+that size at once: 8,192 tokens of a vocabulary of 32,768 in float32 are 1 GiB each. Here they are
+made for some rows at a time, turned into their own gradient in place, multiplied into the gradients
+of ``input``, ``weight`` and ``bias``, and overwritten by the next rows.
+
+When that happens is decided by what is known when:
+
+* For ``mean`` and ``sum`` in float32 and bfloat16 in the forward, if gradients are wanted: they are
+  known up to the one factor that the backward brings. Three products as in a plain program (Hsu et
+  al., "Liger Kernel", arXiv:2410.10989, section 3.2).
+* For ``none`` each row has a factor of its own, and in float16 the factor (a loss scale) is what
+  keeps small gradients from becoming 0. There the backward makes the logits once more: four
+  products.
+
+Products are PyTorch's, in the inputs' dtype. Logits are rounded to it, as those of a plain program;
+gradients of ``weight`` and ``bias`` add up in float32. Losses are float32. float64, transforms and
+gradients of gradients take the definition, with all logits in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from apex.ops import _runtime
+from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._dtypes import Optional, wide
+from apex.ops._op import op
+from apex.ops.layers.dense import add_product
+from apex.ops.losses import cross_entropy as rows_op
+
+REDUCTIONS = ("none", "mean", "sum")
+
+# Rows of a piece: whole tiles of a GPU's products, and at least FEWEST. Each piece reads and writes
+# the weight's gradient in float32: at 1,024 rows those are 256 operations a byte, about what an
+# H100 does while it moves one; at 256 rows memory takes over four times as long as the product.
+TILE, FEWEST = 128, 1024
+# Logits of a piece: at most HUGE for these rows, 512 MiB in 16 bits, 262,144 classes. Above that at
+# least one tile: no more than the weight if that has 128 features. More rows while they are LEAST,
+# 16 MiB of float32, or an eighth of all and at most MOST, 256 MiB. No more than LEAST in all are
+# left to PyTorch's functions, which are faster then. Derived from sizes.
+LEAST, MOST, HUGE, SHARE = 2**22, 2**26, 2**28, 8
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional,
+    targets: torch.Tensor,
+    smoothing: float,
+    ignore_index: int,
+    *_: Any,
+) -> torch.Tensor:
+    """Compute the definition, one loss for each row, with all logits in memory."""
+    return rows_op.reference(F.linear(x, weight, bias), targets, smoothing, ignore_index)
+
+
+def _reduced_reference(*args: Any) -> torch.Tensor:
+    *_, targets, smoothing, ignore_index, mean = args[:7]
+    return _reduced(reference(*args), targets, ignore_index, "mean" if mean else "sum")
+
+
+def _reduced(
+    losses: torch.Tensor, targets: torch.Tensor, ignore_index: int, reduction: str
+) -> torch.Tensor:
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total / (targets != ignore_index).sum() if reduction == "mean" else total
+
+
+# -- piece by piece ------------------------------------------------------------------------------
+
+
+def chunk_rows(rows: int, classes: int) -> int:
+    """How many rows' logits are made at a time."""
+    wanted = max(FEWEST, LEAST // classes, min(MOST // classes, -(-rows // SHARE)))
+    return max(TILE, min(wanted, HUGE // classes) // TILE * TILE)
+
+
+def _pieces(
+    x: torch.Tensor, weight: torch.Tensor, bias: Optional, chunk_size: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of rows and their logits, which the next slice's overwrite.
+
+    Functions with ``out`` and in-place ones are left alone by autocast, so none is cast twice.
+    """
+    rows, classes = len(x), len(weight)
+    height = min(rows, chunk_size or chunk_rows(rows, classes))
+    buffer = x.new_empty(height, classes)
+    for start in range(0, rows, max(1, height)):
+        here = slice(start, min(rows, start + height))
+        logits = buffer[: here.stop - start]
+        if bias is None:
+            torch.mm(x[here], weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x[here], weight.t(), out=logits)
+        yield here, logits
+
+
+def _allocate_rows(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    losses = x.new_empty(x.shape[:1], dtype=wide(x))
+    return losses, torch.empty_like(losses)
+
+
+def _allocate_gradients(
+    x: torch.Tensor, weight: torch.Tensor, needs: Sequence[bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of x, weight and bias; those that nobody wants have no element."""
+    to = wide(weight)
+    return (
+        x.new_empty(x.shape if needs[0] else (0,)),
+        weight.new_empty(weight.shape if needs[1] else (0,), dtype=to),
+        weight.new_empty(weight.shape[:1] if needs[2] else (0,), dtype=to),
+    )
+
+
+def _computed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional,
+    targets: torch.Tensor,
+    smoothing: float,
+    ignore_index: int,
+    chunk_size: int,
+    *,
+    dy: Optional = None,
+    lse: Optional = None,
+    needs: Sequence[bool] = (False, False, False),
+) -> tuple[torch.Tensor, ...]:
+    """Losses and ``lse``, unless that is given, and gradients, if there is one number ``dy`` a row.
+
+    Gradients of weight and bias are float32, to be rounded once.
+    """
+    losses, new_lse = _allocate_rows(x)
+    dx, dweight, dbias = _allocate_gradients(x, weight, needs)
+    dweight.zero_()
+    dbias.zero_()
+    loss = rows_op.OP.implementation(x)
+    for rows, logits in _pieces(x, weight, bias, chunk_size):
+        given: Any = {"logits": logits, "labels": targets[rows], "smoothing": smoothing}
+        given["padding_idx"] = ignore_index
+        if lse is None:
+            losses[rows], new_lse[rows] = loss.forward(**given)
+        if dy is None:
+            continue
+        given["lse"] = (new_lse if lse is None else lse)[rows]
+        [slope] = loss.backward(dy[rows], [True], **given, out=logits)
+        if needs[0]:
+            torch.mm(slope, weight, out=dx[rows])
+        if needs[1]:
+            add_product(dweight, slope, x[rows])
+        if needs[2]:
+            dbias.add_(slope.sum(0, dtype=dbias.dtype))
+    return losses, new_lse, dx, dweight, dbias
+
+
+def _rows_forward(*args: Any) -> tuple[torch.Tensor, ...]:
+    return _computed(*args)[:2]
+
+
+def _rows_backward(
+    dy: torch.Tensor, needs: Sequence[bool], *, weight: torch.Tensor, **saved: Any
+) -> list[Optional]:
+    found = _computed(dy=dy, needs=needs, weight=weight, **saved)[2:]
+    return [t.to(weight.dtype) if need else None for t, need in zip(found, needs, strict=True)]
+
+
+def _allocate_reduced(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+    return x.new_empty((), dtype=wide(x)), *_allocate_gradients(x, weight, rest[-1])
+
+
+def _reduced_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: Optional, targets: torch.Tensor, smoothing: float,
+    ignore_index: int, mean: bool, chunk_size: int, wanted: Sequence[bool],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    factor = torch.ones((), dtype=wide(x), device=x.device)
+    if mean:
+        factor = factor / (targets != ignore_index).sum()
+    losses, _, *gradients = _computed(
+        x, weight, bias, targets, smoothing, ignore_index, chunk_size,
+        dy=factor.expand(len(x)), needs=wanted,
+    )  # fmt: skip
+    # Not losses.sum() * factor, which is not always what evaluation gives.
+    return _reduced(losses, targets, ignore_index, "mean" if mean else "sum"), *gradients
+
+
+def _reduced_backward(
+    dy: torch.Tensor,
+    needs: Sequence[bool],
+    *,
+    x: torch.Tensor,
+    dx: torch.Tensor,
+    dweight: torch.Tensor,
+    dbias: torch.Tensor,
+    **_: Any,
+) -> list[Optional]:
+    def scaled(found: torch.Tensor) -> torch.Tensor:
+        # In one dimension: a 0-dim factor would be rounded to 16 bits. No copy in float32.
+        return torch.mul(found, dy.reshape(1), out=torch.empty_like(found, dtype=x.dtype))
+
+    each = zip((dx, dweight, dbias), needs, strict=True)
+    return [scaled(found) if need else None for found, need in each]
+
+
+_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor targets, float smoothing"
+
+ROWS = op(
+    f"linear_cross_entropy_rows({_TENSORS}, int ignore_index, int chunk_size)"
+    " -> (Tensor losses, Tensor lse)",
+    reference,
+    grads=("x", "weight", "bias"),
+    kernel="",
+    pieces=SimpleNamespace(allocate=_allocate_rows, forward=_rows_forward, backward=_rows_backward),
+    autocast="half",
+)
+REDUCED = op(
+    f"linear_cross_entropy({_TENSORS}, int ignore_index, bool mean, int chunk_size, bool[] wanted)"
+    " -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+    _reduced_reference,
+    grads=("x", "weight", "bias"),
+    kernel="",
+    pieces=SimpleNamespace(
+        allocate=_allocate_reduced, forward=_reduced_forward, backward=_reduced_backward
+    ),
+    autocast="half",
+)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+) -> torch.Tensor:
+    """Compute the loss; see :func:`apex.contrib.xentropy.linear_cross_entropy`."""
+    smoothing, ignore_index = float(label_smoothing), int(ignore_index)
+    _check_options(smoothing, reduction, chunk_size)
+    _check_tensors(x, weight, targets, bias)
+    x, weight, bias = ROWS.cast(x, weight, bias)
+    _check_dtypes(x, weight, bias)
+    shape, targets = targets.shape, targets.long()  # a narrower dtype would wrap ignore_index
+    if x.dim() != 2:
+        x, targets = x.flatten(0, -2) if x.dim() > 1 else x[None], targets.reshape(-1)
+    try:
+        loss = _loss(x, weight, bias, targets, smoothing, ignore_index, reduction, chunk_size)
+    except IndexError:  # PyTorch's says neither which row nor what is allowed
+        rows_op.check_labels("linear_cross_entropy", targets, weight.shape[0], ignore_index)
+        raise
+    return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
+
+
+def _loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional,
+    targets: torch.Tensor,
+    smoothing: float,
+    ignore_index: int,
+    reduction: str,
+    chunk_size: int | None,
+) -> torch.Tensor:
+    args = (x, weight, bias, targets, smoothing, ignore_index)
+    plain = _runtime.forced() == "reference" or _runtime.transformed()
+    if not plain and chunk_size is None and not torch.compiler.is_compiling():  # a guard there
+        plain = x.shape[0] * weight.shape[0] <= LEAST
+    if plain:
+        with _runtime.without_autocast(x.device.type):
+            return _reduced(reference(*args), targets, ignore_index, reduction)
+    wanted = [t is not None and t.requires_grad for t in (x, weight, bias)]
+    known = reduction != "none" and x.dtype != torch.float16  # all but one factor of gradients
+    if not (known and torch.is_grad_enabled() and any(wanted)):
+        return _reduced(ROWS(*args, chunk_size or 0), targets, ignore_index, reduction)
+    return REDUCED(*args, reduction == "mean", chunk_size or 0, wanted)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def _check_options(smoothing: float, reduction: str, chunk_size: int | None) -> None:
+    said = None
+    if reduction not in REDUCTIONS:
+        said = f"reduction is {reduction!r}; allowed are {', '.join(REDUCTIONS)}."
+    elif not 0.0 <= smoothing <= 1.0:
+        said = f"label_smoothing is {smoothing}; allowed is 0 to 1."
+    elif chunk_size is not None and (isinstance(chunk_size, float) or chunk_size < 1):
+        said = f"chunk_size is {chunk_size!r}; pass at least 1 row, or None."
+    if said:
+        raise ArgumentError(f"linear_cross_entropy: {said}")
+
+
+def _check_tensors(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Optional
+) -> None:
+    name = "linear_cross_entropy"
+    tensors = {"input": x, "weight": weight, "targets": targets, "bias": bias}
+    check_tensors(
+        name, tensors, floating=["input", "weight", "bias"], required=["weight", "targets"],
+        integers=["targets"],
+    )  # fmt: skip
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return  # sizes are tensors then; torch's functions, which are traced, check
+    if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
+        raise ArgumentError(
+            f"{name}: input has shape {list(x.shape)} and weight {list(weight.shape)}. "
+            "Pass (..., features) and (classes, features)."
+        )
+    check_shape(name, "bias", bias, weight.shape[:1], f"weight {list(weight.shape)}")
+    check_shape(name, "targets", targets, x.shape[:-1], f"input {list(x.shape)}")
+
+
+def _check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: Optional) -> None:
+    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
+    if len(dtypes) > 1:
+        raise ArgumentError(
+            f"linear_cross_entropy: dtypes are {', '.join(sorted(map(str, dtypes)))}. "
+            "Pass one floating dtype for input, weight and bias, or call it under torch.autocast."
+        )

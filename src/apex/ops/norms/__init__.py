@@ -1,0 +1,3 @@
+"""Norms of activations and of weights."""
+
+__all__: list[str] = []
