@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-SECONDS = 240  # waiting for answers, all jobs of a ``Ranks`` together
+SECONDS = 600  # waiting for answers, all jobs of a ``Ranks`` together
 COLLECTIVE = timedelta(seconds=20)  # a collective that another rank never calls ends with this
 
 

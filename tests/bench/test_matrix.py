@@ -130,7 +130,7 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path, log):
     wait(lambda: cells.is_dir() and len(list(cells.glob("*.json"))) == 1)
     wait(lambda: len(processes(log, process.pid)) == 2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to parent and child
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "INCOMPLETE: 1 of 3" in out
     assert "Traceback" not in out + errors

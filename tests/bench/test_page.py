@@ -198,7 +198,7 @@ def browse(file, folder, *options):
         f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=1000", *options,
         file.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 

@@ -386,7 +386,7 @@ def _in_a_process(file, *options):
 @pytest.mark.slow
 def test_the_interpreter_is_started_in_a_process_of_its_own(tmp_path):
     process = _in_a_process(tmp_path / "f.json", "--only", "FusedSGD, fp32")
-    shown, told = process.communicate(timeout=120)
+    shown, told = process.communicate(timeout=300)
     assert process.returncode == 0, told
     assert "Kernels: in Triton's interpreter, on the CPU." in shown
     assert [check["path"] for check in _read(tmp_path / "f.json")["checks"]][-1] == "kernels"
@@ -400,7 +400,7 @@ def test_a_signal_reaches_the_process_that_works(number, tmp_path):
     while not file.exists() and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)
-    shown, told = process.communicate(timeout=120)
+    shown, told = process.communicate(timeout=300)
     assert process.returncode == 130, told
     assert "INCOMPLETE" in shown
     assert not _read(file)["complete"]

@@ -274,7 +274,7 @@ def test_torchrun_restarts_what_a_sigkill_ended(straight_pair, tmp_path):
             words, stdout=file, env={**os.environ, **own}, start_new_session=True
         )
         try:
-            assert job.wait(timeout=50) == 0
+            assert job.wait(timeout=300) == 0
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)

@@ -44,32 +44,24 @@ def reference(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int
             equal parts of the channels. None: row 0, 1, ..., and one part.
         dim: The dimension of ``t`` along which positions run, 0 or 1.
     """
-    x, rest = _parts(t, cos, positions)
-    cos, sin_1, sin_2 = _factors(t, cos, sin, positions, dim)
+    groups, rotated = 1 if positions is None else positions.shape[1], cos.shape[1]
+    x, rest = t.unflatten(3, (groups, -1)) if groups > 1 else t, None
+    if x.shape[-1] > rotated:
+        x, rest = x[..., :rotated], x[..., rotated:]
+    shape = [1] * x.dim()
+    shape[dim], shape[-2 if groups > 1 else -1], shape[-1] = t.shape[dim], groups, rotated
+    cos, sin = (_at(table, positions, t).view(shape) for table in (cos, sin))
     x = x.to(cos.dtype)
-    crossed = x.roll(sin_1.shape[-1], -1)
-    y = torch.addcmul(x * cos, crossed, torch.cat([-sin_1, sin_2], -1)).to(t.dtype)
-    y = torch.cat([y, rest], -1) if rest.shape[-1] else y
-    return y.flatten(3).contiguous()
+    x_1, x_2 = x.chunk(2, -1)
+    y = torch.addcmul(x * cos, torch.cat([-x_2, x_1], -1), sin).to(t.dtype)
+    y = y if rest is None else torch.cat([y, rest], -1)
+    return y.flatten(3) if groups > 1 else y
 
 
-def _parts(t: Tensor, cos: Tensor, positions: Optional) -> tuple[Tensor, ...]:
-    """Views ``(..., heads, groups, channels)``: the rotated channels, and the others."""
-    groups = 1 if positions is None else positions.shape[1]
-    parts = t.view(*t.shape[:3], groups, t.shape[3] // groups)
-    return parts.tensor_split([cos.shape[1]], -1)
-
-
-def _factors(
-    t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int
-) -> tuple[Tensor, ...]:
-    """``cos`` and the halves of ``sin`` for each position, to be multiplied with parts of ``t``."""
-    cos, sin = (
-        table[: t.shape[dim], None] if positions is None else table[positions]
-        for table in (cos.to(wide(t)), sin.to(wide(t)))
-    )
-    cos, sin = (rows[:, None] if dim else rows[:, None, None] for rows in (cos, sin))
-    return cos, *sin.chunk(2, -1)
+def _at(table: Tensor, positions: Optional, t: Tensor) -> Tensor:
+    """The row of each position, in what is computed."""
+    table = table if positions is None else table[positions]
+    return table if table.dtype == wide(t) else table.to(wide(t))
 
 
 def transposed(sin: Tensor) -> Tensor:
@@ -86,19 +78,8 @@ def _forward(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int)
     step = max(1, PIECE * count // t.numel()) if t.is_cpu else count
     for start in range(0, count, step):
         rows, size = slice(start, start + step), min(step, count - start)
-        if positions is None:
-            tables = Rotation(cos[rows], sin[rows], None, dim)
-        else:
-            tables = Rotation(cos, sin, positions[rows], dim)
-        part, to = t.narrow(dim, start, size), y.narrow(dim, start, size)
-        factor, sin_1, sin_2 = _factors(part, *tables)
-        (x, rest), (y_x, y_rest) = (_parts(z, cos, positions) for z in (part, to))
-        x = x.to(factor.dtype)
-        (x_1, x_2), product = x.chunk(2, -1), x * factor
-        product[..., : x_1.shape[-1]].addcmul_(x_2, sin_1, value=-1)
-        product[..., x_1.shape[-1] :].addcmul_(x_1, sin_2)
-        y_x.copy_(product)
-        y_rest.copy_(rest)
+        tables = (cos[rows], sin[rows], None) if positions is None else (cos, sin, positions[rows])
+        y.narrow(dim, start, size).copy_(reference(t.narrow(dim, start, size), *tables, dim))
     return y
 
 
@@ -211,7 +192,7 @@ def _tables(t: Tensor, layout: str, counts: Sequence[int] = (), **tables: Tensor
     if t.dim() != layout.count(",") + 1:
         raise ArgumentError(f"rotary: t has shape {list(t.shape)}. Pass [{layout}].")
     most, found = t.shape[-1] // (2 if counts else 1), []
-    counts = counts or [0 if t.dim() == 3 else t.shape[0]] * len(tables)
+    counts = counts or [0 if t.dim() == 3 else t.shape[0]] * len(tables)  # 3: not known here
     width = next(iter(tables.values())).shape[-1:]
     for (key, table), count in zip(tables.items(), counts, strict=True):
         flat = table.dim() == 4 and sum(size != 1 for size in table.shape[:3]) < 2
@@ -222,5 +203,7 @@ def _tables(t: Tensor, layout: str, counts: Sequence[int] = (), **tables: Tensor
                 f"[positions, 1, 1, channels] with at least {count} positions and an even number "
                 f"of channels, at most {most} and the same in all tables."
             )
-        found.append(table.detach().flatten(0, 2)[: count or None].to(wide(t)))
+        table = table.detach().flatten(0, 2)
+        table = table if t.dim() == 3 or count == len(table) else table[:count]
+        found.append(table if table.dtype == wide(t) else table.to(wide(t)))
     return found

@@ -236,7 +236,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
                 f"{name}: mask_func returned {found} for scores {list(x.shape)}; return masked "
                 "scores of the same shape."
             )
-        return ops.softmax(z, ops.above_diagonal(z, hides), True).to(x.dtype)
+        return ops.softmax(z, hides, True).to(x.dtype)
 
     @staticmethod
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
