@@ -15,10 +15,12 @@ import torch
 
 from apex.ops._dtypes import NARROW, Optional, wide
 
-BLOCK = 2**16  # elements of a block for each thread: float32 copies stay in the cache
+# Elements of a block for each thread. 4096 x 1024, forward without gradients, one thread of an EPYC
+# with 1 MiB of L2 and 32 of L3: 2**16 takes 10 ms, 2**18 6, whole rows 7; bfloat16 11, 6.6 and 11.
+BLOCK = 2**18
 # Elements from which on this is faster than PyTorch's functions on a CPU: an autograd.Function
-# costs some 30 us more, forward and backward.
-LEAST = 2**16
+# costs some 30 us more, forward and backward, and casts the input once more.
+LEAST = 2**20
 
 _BACKWARD = torch.ops.aten.native_layer_norm_backward
 _INPUT_ALONE = [True, False, False]
@@ -67,9 +69,17 @@ def forward(
     rows, out, row = x.view(len(rstd), -1), y.view(len(rstd), -1), _row(weight, to)
     for block in _blocks(rows):
         z = rows[block].to(to)
-        r = z.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        r = norm.square_().div_(rows.shape[1]).add_(eps).rsqrt_()
         rstd[block] = r[:, 0]
-        torch.mul(z, r, out=out[block]) if row is None else torch.mul(z * r, row, out=out[block])
+        # A result in 16 bits by `out=` takes 1.6 times as long as in place and a copy.
+        if dtype == to:
+            z = torch.mul(z, r, out=out[block])
+        else:
+            z = z * r if x.dtype == to else z.mul_(r)
+        z = z if row is None else z.mul_(row)
+        if dtype != to:
+            out[block] = z
     return y, mean, rstd
 
 
