@@ -61,12 +61,21 @@ def reference(
     *_: Any,
 ) -> torch.Tensor:
     """Compute the definition, one loss for each row, with all logits in memory."""
-    return rows_op.reference(F.linear(x, weight, bias), targets, smoothing, ignore_index)
+    return _plain(x, weight, bias, targets, smoothing, ignore_index, "none")
 
 
 def _reduced_reference(*args: Any) -> torch.Tensor:
-    *_, targets, smoothing, ignore_index, mean = args[:7]
-    return _reduced(reference(*args), targets, ignore_index, "mean" if mean else "sum")
+    return _plain(*args[:6], "mean" if args[6] else "sum")
+
+
+def _plain(
+    x: torch.Tensor, weight: torch.Tensor, bias: Optional, targets: torch.Tensor, smoothing: float,
+    ignore_index: int, reduction: str,
+) -> torch.Tensor:  # fmt: skip
+    return F.cross_entropy(
+        F.linear(x, weight, bias).to(wide(x)), targets.long(), reduction=reduction,
+        label_smoothing=smoothing, ignore_index=ignore_index,
+    )  # fmt: skip
 
 
 def _reduced(
@@ -280,7 +289,7 @@ def _loss(
         plain = x.shape[0] * weight.shape[0] <= LEAST
     if plain:
         with _runtime.without_autocast(x.device.type):
-            return _reduced(reference(*args), targets, ignore_index, reduction)
+            return _plain(*args, reduction)
     wanted = [t is not None and t.requires_grad for t in (x, weight, bias)]
     known = reduction != "none" and x.dtype != torch.float16  # all but one factor of gradients
     if not (known and torch.is_grad_enabled() and any(wanted)):
