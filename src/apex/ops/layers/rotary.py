@@ -55,7 +55,8 @@ def reference(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int
     x_1, x_2 = x.chunk(2, -1)
     y = torch.addcmul(x * cos, torch.cat([-x_2, x_1], -1), sin).to(t.dtype)
     y = y if rest is None else torch.cat([y, rest], -1)
-    return y.flatten(3) if groups > 1 else y
+    y = y.flatten(3) if groups > 1 else y
+    return y.contiguous()  # products have the strides of t, and the caller may ask for others
 
 
 def _at(table: Tensor, positions: Optional, t: Tensor) -> Tensor:
@@ -204,6 +205,7 @@ def _tables(t: Tensor, layout: str, counts: Sequence[int] = (), **tables: Tensor
                 f"of channels, at most {most} and the same in all tables."
             )
         table = table.detach().flatten(0, 2)
-        table = table if t.dim() == 3 or count == len(table) else table[:count]
+        # No `if` about the sizes: torch.export and jit.trace would keep its answer.
+        table = table if t.dim() == 3 else table[:count]
         found.append(table if table.dtype == wide(t) else table.to(wide(t)))
     return found
