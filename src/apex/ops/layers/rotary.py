@@ -45,7 +45,9 @@ def reference(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int
         dim: The dimension of ``t`` along which positions run, 0 or 1.
     """
     groups, rotated = 1 if positions is None else positions.shape[1], cos.shape[1]
-    x, rest = t.unflatten(3, (groups, -1)) if groups > 1 else t, None
+    x, rest = t, None
+    if groups > 1:
+        x = t.unflatten(3, (groups, -1))  # type: ignore[no-untyped-call]
     if x.shape[-1] > rotated:
         x, rest = x[..., :rotated], x[..., rotated:]
     shape = [1] * x.dim()
@@ -79,8 +81,12 @@ def _forward(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int)
     step = max(1, PIECE * count // t.numel()) if t.is_cpu else count
     for start in range(0, count, step):
         rows, size = slice(start, start + step), min(step, count - start)
-        tables = (cos[rows], sin[rows], None) if positions is None else (cos, sin, positions[rows])
-        y.narrow(dim, start, size).copy_(reference(t.narrow(dim, start, size), *tables, dim))
+        part = t.narrow(dim, start, size)
+        if positions is None:
+            rotated = reference(part, cos[rows], sin[rows], None, dim)
+        else:
+            rotated = reference(part, cos, sin, positions[rows], dim)
+        y.narrow(dim, start, size).copy_(rotated)
     return y
 
 
