@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
+from apex.ops.norms import row_norm_pieces
 from apex.ops.norms.row_norms import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
 
@@ -137,10 +138,15 @@ def test_rows_wider_than_a_tile(name, columns, dtype, path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(2000, 66), (70, 2000)], ids=str)
+@pytest.mark.parametrize("shape", [(2000, 66), (70, 2000), (2, 200_704)], ids=str)
 @pytest.mark.parametrize("name", NORMS)
-def test_large_inputs(name, shape, dtype):
-    """Where on a CPU our functions replace torch's; 2000 rows are what its sums lose bits over."""
+def test_large_inputs(name, shape, dtype, monkeypatch):
+    """Where on a CPU our functions replace torch's, in several blocks.
+
+    2000 rows are what its sums lose bits over, 200,704 columns what its norm does.
+    """
+    monkeypatch.setattr(row_norm_pieces, "LEAST", 1)
+    monkeypatch.setattr(row_norm_pieces, "BLOCK", 2**16)
     _check(name, None, _inputs(name, shape, shape[-1:], dtype), shape[-1:])
 
 

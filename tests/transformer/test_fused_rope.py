@@ -71,7 +71,9 @@ def double(t):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("channels", "transposed"), [(16, False), (24, True), (19, False)], ids=["all", "some", "odd"]
+    ("channels", "transposed"),
+    [(16, False), (16, True), (24, True), (19, False)],
+    ids=["all", "all, transposed", "some", "odd"],
 )
 def test_positions_first(path, dtype, channels, transposed):
     """16 channels are rotated."""
@@ -177,6 +179,7 @@ def test_any_strides(path, layout):
     cos, sin = strided.cos(), strided.sin().expand(3, 1, 1, 12)
     y = rope.fused_apply_rotary_pos_emb_cached(t, cos, sin)
     check(y, t, turned(exact_t, freqs), exact_t, path, dy)
+    assert y.is_contiguous()
 
 
 def test_a_gradient_of_one_number(path):
@@ -240,6 +243,25 @@ def test_one_graph(function, cls, shape, args):
     torch.testing.assert_close(y, expected)
     grads = [torch.autograd.grad(z.square().sum(), t)[0] for z in (y, expected)]
     torch.testing.assert_close(*grads)
+
+
+class Rotates(torch.nn.Module):
+    def forward(self, t: Tensor, freqs: Tensor) -> Tensor:
+        return rope.fused_apply_rotary_pos_emb(t, freqs)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace(_method)?. is deprecated")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("recorder", ["trace", "export"])
+def test_recorded_with_as_many_positions_as_angles(recorder):
+    """The program takes fewer positions, too."""
+    t, freqs, module = random(6, 2, 3, 12), angles(6, 6), Rotates()
+    if recorder == "trace":
+        recorded = torch.jit.trace(module, (t, freqs))
+    else:
+        sizes = {"t": {0: torch.export.Dim.DYNAMIC}, "freqs": None}
+        recorded = torch.export.export(module, (t, freqs), dynamic_shapes=sizes).module()
+    torch.testing.assert_close(recorded(t[:4], freqs), module(t[:4], freqs))
 
 
 @calls

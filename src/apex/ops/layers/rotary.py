@@ -45,7 +45,9 @@ def reference(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int
         dim: The dimension of ``t`` along which positions run, 0 or 1.
     """
     groups, rotated = 1 if positions is None else positions.shape[1], cos.shape[1]
-    x, rest = t.unflatten(3, (groups, -1)) if groups > 1 else t, None
+    x, rest = t, None
+    if groups > 1:
+        x = t.unflatten(3, (groups, -1))  # type: ignore[no-untyped-call]
     if x.shape[-1] > rotated:
         x, rest = x[..., :rotated], x[..., rotated:]
     shape = [1] * x.dim()
@@ -55,7 +57,8 @@ def reference(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int
     x_1, x_2 = x.chunk(2, -1)
     y = torch.addcmul(x * cos, torch.cat([-x_2, x_1], -1), sin).to(t.dtype)
     y = y if rest is None else torch.cat([y, rest], -1)
-    return y.flatten(3) if groups > 1 else y
+    y = y.flatten(3) if groups > 1 else y
+    return y.contiguous()  # products have the strides of t, and the caller may ask for others
 
 
 def _at(table: Tensor, positions: Optional, t: Tensor) -> Tensor:
@@ -78,8 +81,12 @@ def _forward(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int)
     step = max(1, PIECE * count // t.numel()) if t.is_cpu else count
     for start in range(0, count, step):
         rows, size = slice(start, start + step), min(step, count - start)
-        tables = (cos[rows], sin[rows], None) if positions is None else (cos, sin, positions[rows])
-        y.narrow(dim, start, size).copy_(reference(t.narrow(dim, start, size), *tables, dim))
+        part = t.narrow(dim, start, size)
+        if positions is None:
+            rotated = reference(part, cos[rows], sin[rows], None, dim)
+        else:
+            rotated = reference(part, cos, sin, positions[rows], dim)
+        y.narrow(dim, start, size).copy_(rotated)
     return y
 
 
@@ -204,6 +211,7 @@ def _tables(t: Tensor, layout: str, counts: Sequence[int] = (), **tables: Tensor
                 f"of channels, at most {most} and the same in all tables."
             )
         table = table.detach().flatten(0, 2)
-        table = table if t.dim() == 3 or count == len(table) else table[:count]
+        # No `if` about the sizes: torch.export and jit.trace would keep its answer.
+        table = table if t.dim() == 3 else table[:count]
         found.append(table if table.dtype == wide(t) else table.to(wide(t)))
     return found

@@ -53,8 +53,9 @@ def _masked(mask: Optional) -> Optional:
 def reference(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> torch.Tensor:
     """Compute the definition; rounds once."""
     z = x.to(wide(x)) * scale
-    if mask is not None:
-        z = torch.where(_masked(mask), MASKED, z)  # CPU: 0.6 of masked_fill's time
+    masked = _masked(mask)
+    if masked is not None:
+        z = torch.where(masked, MASKED, z)  # CPU: 0.6 of masked_fill's time
     return softmax(z, causal, mask is not None).to(x.dtype)
 
 

@@ -65,7 +65,9 @@ def reference(
 
 
 def _reduced_reference(*args: Any) -> torch.Tensor:
-    return _plain(*args[:6], "mean" if args[6] else "sum")
+    x, weight, bias, targets, smoothing, ignore_index, mean, *_ = args
+    reduction = "mean" if mean else "sum"
+    return _plain(x, weight, bias, targets, smoothing, ignore_index, reduction)
 
 
 def _plain(

@@ -21,6 +21,9 @@ BLOCK = 2**18
 # Elements from which on this is faster than PyTorch's functions on a CPU: an autograd.Function
 # costs some 30 us more, forward and backward, and casts the input once more.
 LEAST = 2**20
+# Elements of a row up to which torch's norm is taken. It keeps one running sum for each vector
+# lane: mean squares are 2e-7 off at 2**14 elements, 2e-6 at 200,704, 2e-5 at 2**20; `mean` 6e-8.
+LONG = 2**14
 
 _BACKWARD = torch.ops.aten.native_layer_norm_backward
 _INPUT_ALONE = [True, False, False]
@@ -69,8 +72,12 @@ def forward(
     rows, out, row = x.view(len(rstd), -1), y.view(len(rstd), -1), _row(weight, to)
     for block in _blocks(rows):
         z = rows[block].to(to)
-        norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-        r = norm.square_().div_(rows.shape[1]).add_(eps).rsqrt_()
+        if rows.shape[1] <= LONG:
+            norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+            r = norm.square_().div_(rows.shape[1])
+        else:
+            r = z.square().mean(-1, keepdim=True)
+        r = r.add_(eps).rsqrt_()
         rstd[block] = r[:, 0]
         # A result in 16 bits by `out=` takes 1.6 times as long as in place and a copy.
         if dtype == to:
