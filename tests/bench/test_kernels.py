@@ -70,7 +70,7 @@ def _one_line(capsys):
 @pytest.fixture
 def found(monkeypatch):
     """Make the inspection find what a test says, without compiling anything."""
-    inspection = pytest.importorskip("apex.kernels._inspect")
+    inspection = pytest.importorskip("apex.kernels.inspect.finding")
 
     def put(**changes):
         finding = inspection.Finding(**{**FOUND, **changes})
@@ -127,7 +127,7 @@ def test_without_rich_nothing_is_compiled(capsys, monkeypatch, found):
 
 @NEEDS_TRITON
 def test_a_triton_without_the_compiler_is_named(monkeypatch):
-    compiling = pytest.importorskip("apex.kernels._compile")
+    compiling = pytest.importorskip("apex.kernels.inspect.compiler")
     monkeypatch.setattr(compiling, "backends", {})
     compiling.gpu.cache_clear()
     with pytest.raises(compiling.UnavailableError, match="no nvidia compiler for sm_90: pip inst"):

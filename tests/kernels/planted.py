@@ -15,8 +15,10 @@ import tempfile
 import triton
 import triton.language as tl
 
-from apex.kernels import _inspect, _list_cases, multi_tensor
-from apex.kernels._cases import Case
+from apex.kernels import multi_tensor
+from apex.kernels.inspect import finding
+from apex.kernels.inspect import list_case as lists
+from apex.kernels.inspect.case import Case
 
 MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, seed,"
 MASKED = "pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, seed,"
@@ -82,9 +84,7 @@ def row_case(**changes):
 
 
 def list_case(module, **changes):
-    case = _list_cases.case(
-        add, "fp16 fp32 fp32", ((0, 0), (2, 0)), "a", write_only=(2,), **changes
-    )
+    case = lists.case(add, "fp16 fp32 fp32", ((0, 0), (2, 0)), "a", write_only=(2,), **changes)
     return dataclasses.replace(case, kernel=module.list_kernel)
 
 
@@ -140,6 +140,6 @@ if __name__ == "__main__":
         for name, case in cases(folder):
             if not names or name in names:
                 for target in targets.split(","):
-                    finding = _inspect.inspect(case, target)
-                    said.setdefault(target, {})[name] = [*finding.problems, *finding.advice]
+                    found = finding.inspect(case, target)
+                    said.setdefault(target, {})[name] = [*found.problems, *found.advice]
     print(json.dumps(said))

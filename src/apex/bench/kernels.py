@@ -1,7 +1,7 @@
 """``apex kernels``: registers, spills and memory accesses of each Triton kernel, without a GPU.
 
-The work is done by :mod:`apex.kernels._inspect`; here are the options, the table and the exit
-code. Triton is imported when the command runs, because `apex` has commands that need no triton.
+The work is done by :mod:`apex.kernels.inspect.finding`; here are the options, the table and the
+exit code. Triton is imported when the command runs, as other commands need none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from apex.bench.columns import Column, fitted
 from apex.bench.console import NOTHING, console
 
 if TYPE_CHECKING:
-    from apex.kernels._inspect import Finding
+    from apex.kernels.inspect.finding import Finding
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -67,9 +67,9 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
         raise UsageError("triton is missing: pip install triton (it exists for Linux)")
     # Under Triton's interpreter nothing would be compiled; read when triton is imported.
     os.environ.pop("TRITON_INTERPRET", None)
-    from apex.kernels import _inspect
+    from apex.kernels.inspect import finding
 
-    cases = list(_inspect.cases())
+    cases = list(finding.cases())
     known = _unique(case.name for case in cases)
     unknown = [name for name in names or () if name not in known]
     if unknown:
@@ -77,8 +77,8 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
         raise UsageError(f"--kernel {unknown[0]}: {hint}unknown; there are {', '.join(known)}")
     chosen = [case for case in cases if not names or case.name in names]
     try:
-        return [_inspect.inspect(case, target) for case in chosen for target in targets]
-    except _inspect.UnavailableError as error:
+        return [finding.inspect(case, target) for case in chosen for target in targets]
+    except finding.UnavailableError as error:
         raise UsageError(str(error)) from error
 
 

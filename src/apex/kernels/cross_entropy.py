@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._cases import Case
 from apex.kernels._device import multiprocessors
+from apex.kernels.inspect.case import Case
 
 # Elements per step: two 128-bit loads of 16-bit logits for each of 256 threads, and few enough
 # values in registers (16 a thread) that eight programs fit a multiprocessor; half of those are

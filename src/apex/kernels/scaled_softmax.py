@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._cases import Case
+from apex.kernels.inspect.case import Case
 
 NO_FUSION = {"enable_fp_fusion": False}  # every product is rounded, as in PyTorch's functions
 # The longest rows of one block: 32 elements a thread forward, in 102 registers at most; backward 16

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from apex.kernels._cases import Case
-from apex.kernels._machine_code import Access, Code
+from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.machine_code import Access, Code
 
 WIDE = 128  # bits: the widest access on every target
 

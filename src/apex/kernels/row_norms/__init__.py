@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import triton
 
-from apex.kernels._cases import BITS, Case
 from apex.kernels._device import multiprocessors
-from apex.kernels._row_norm_kernels import (
+from apex.kernels.inspect.case import BITS, Case
+from apex.kernels.row_norms.kernels import (
     row_norm_add_up,
     row_norm_backward,
     row_norm_backward_wide,

@@ -1,6 +1,6 @@
 """What is compiled when kernels are inspected: each kernel file lists its own cases.
 
-A kernel file offers ``cases()``, an iterable of `Case`, and :mod:`apex.kernels._inspect` finds it.
+A kernel file offers ``cases()``, an iterable of `Case`, which :mod:`.finding` calls.
 For an optimizer's update that is one line, ``storage.optimizer_cases(update, states, scalars)``;
 for another update over lists of tensors ``multi_tensor.case(update, columns, stores, scalars)``
 for each combination of dtypes that matters; for any other kernel the `Case` itself, e.g. ::

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from apex.kernels._cases import Case
-from apex.kernels._compile import assembler, gpu, run
-from apex.kernels._compile import compiled as _compiled
+from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.compiler import assembler, gpu, run
+from apex.kernels.inspect.compiler import compiled as _compiled
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Code:
 
 
 def compiled(case: Case, target: str) -> Code:
-    """Compile a case for a target and read the result; raises as `apex.kernels._compile` does."""
+    """Compile a case for a target and read the result; raises as :mod:`.compiler` does."""
     made = _compiled(case, target)
     here = gpu(target)
     threads = made.metadata.num_warps * here.warp_size
