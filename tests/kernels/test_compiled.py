@@ -57,7 +57,7 @@ chosen = [
     if every or "fp16" not in case.variant
     or (case.name, case.variant.replace("fp16", "bf16")) not in known
 ]
-print(json.dumps([asdict(finding.inspect(case, target)) for case in chosen]))
+print(json.dumps([asdict(found) for found in finding.inspect(chosen, target)]))
 """
 
 

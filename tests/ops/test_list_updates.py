@@ -24,7 +24,7 @@ SIZES = (1, 7, 0, 1030)
 
 
 def _updates():
-    for info in pkgutil.iter_modules(apex.ops.__path__, "apex.ops."):
+    for info in pkgutil.walk_packages(apex.ops.__path__, "apex.ops."):
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             if isinstance(value, Update):

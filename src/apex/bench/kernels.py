@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -26,10 +27,11 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = (
     "Compile every Triton kernel, which needs no GPU, and show registers, spills, how many "
-    "programs fit on a multiprocessor, widths of the accesses to memory and bytes moved per "
-    "element. The exit code is 1 if something is wrong: a program cannot be launched on the "
-    "target, registers are spilled, or tiles are not moved by the widest accesses. The last two "
-    "are advice for a target that the kernels are not made for (sm_75)."
+    "programs fit on a multiprocessor, widths of the accesses to memory, bytes moved per "
+    "element, instructions per byte and what limits the kernel. The exit code is 1 if something "
+    "is wrong: a program cannot be launched on the target, registers are spilled, tiles are not "
+    "moved by the widest accesses, or there are more instructions than an H100 issues meanwhile. "
+    "The last three are advice for a target that the kernels are not made for (sm_75)."
 )
 DEFAULT = "sm_90"
 OK, FAILED = 0, 1  # exit codes
@@ -77,7 +79,8 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
         raise UsageError(f"--kernel {unknown[0]}: {hint}unknown; there are {', '.join(known)}")
     chosen = [case for case in cases if not names or case.name in names]
     try:
-        return [finding.inspect(case, target) for case in chosen for target in targets]
+        found = [finding.inspect(chosen, target) for target in targets]
+        return list(itertools.chain(*zip(*found, strict=True)))
     except finding.UnavailableError as error:
         raise UsageError(str(error)) from error
 
@@ -93,7 +96,10 @@ def _show(findings: Sequence[Finding]) -> None:
     to.print(
         "Spilled bytes are per thread, bytes of shared memory per program. Programs: how many fit "
         "on a multiprocessor at once; computed, not measured. Accesses are those in the code of "
-        "one thread: how many × bits each; main is the path without masks, tiles only.",
+        "one thread: how many × bits each; main is the path without masks, tiles only. "
+        "Instructions: of all threads, on the fast path, for each byte it moves. Limit: memory, "
+        "or the pipe whose instructions take longer than the memory on an H100 and an H200 (sm_90) "
+        "or an A100 (sm_80), and how many times as long.",
         style="dim",
     )
     if left_out:
@@ -119,6 +125,22 @@ def _column(heading: str, name: str, drop: int = 0, *, left: bool = False) -> Co
     return Column(heading, text, {}, drop=drop, left=left)
 
 
+def _instructions(finding: Finding) -> str:
+    return f"{sum(finding.instructions.values()):.2f}" if finding.instructions else NOTHING
+
+
+def _pipes(finding: Finding) -> str:
+    pipes = sorted((finding.instructions or {}).items(), key=lambda pair: -pair[1])
+    return " ".join(f"{pipe} {number:.2f}" for pipe, number in pipes if number >= 0.005)
+
+
+def _limits(finding: Finding) -> str:
+    said = finding.limits
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return ", ".join(f"{gpu} {limit}" for gpu, limit in said.items()) or NOTHING
+
+
 def _accesses(heading: str, name: str, drop: int) -> Column[Finding]:
     """Widths of accesses in the code."""
 
@@ -141,5 +163,8 @@ COLUMNS = (
     _accesses("main\nstores", "main_stores", 1),
     _accesses("all\nloads", "loads", 4),
     _accesses("all\nstores", "stores", 4),
-    _column("bytes per\nelement", "bytes_per_element", 2),
+    _column("bytes per\nelement", "bytes_per_element", 3),
+    Column("instructions\nper byte", _instructions, {}, drop=1),
+    Column("by pipe", _pipes, {}, drop=5, left=True),
+    Column("limit", _limits, {}, drop=2, left=True),
 )

@@ -35,7 +35,7 @@ from apex.kernels.inspect.case import Case
 # Elements of a tile: 16 for each of 128 threads, two 128-bit loads of 16-bit images; with two
 # images and two sums that is some 100 registers. Derived, not tuned on a GPU.
 TILE = 2048
-OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+OPTIONS: dict[str, Any] = {"num_warps": 4}
 # Programs that fill a chip: eight for each of an H100's 132 multiprocessors, or nearly so.
 PROGRAMS = 1024
 # Joining partial sums, one program a group: elements at a time, and dependent steps at most.

@@ -17,14 +17,16 @@ there is a problem; what is slow is advice.
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import apex.kernels
-from apex.kernels.inspect import judge
+from apex.kernels.inspect import instructions, judge
 from apex.kernels.inspect.case import Case
 from apex.kernels.inspect.compiler import TARGETS, UnavailableError
+from apex.kernels.inspect.instructions import Instruction, disassembled
 from apex.kernels.inspect.machine_code import Access, Code, compiled
 from apex.kernels.inspect.occupancy import LIMITS, programs_per_multiprocessor, refusals
 
@@ -48,6 +50,10 @@ class Finding:
         loads: Bits -> number of loads in all.
         stores: Bits -> number of stores in all.
         bytes_per_element: What the main path moves for each element of the tile.
+        instructions: Pipe -> thread instructions of the fast path for each byte that it moves;
+            ``None`` for AMD, and for a kernel that moves no tiles.
+        limits: GPU with this target -> ``"memory"``, or the pipe that takes longer and how many
+            times as long.
         programs: How many fit on a multiprocessor, a model; ``None`` for a target without limits.
         problems: What is wrong, for people.
         advice: What is slow, on a target that the kernels are not made for.
@@ -64,6 +70,8 @@ class Finding:
     loads: dict[int, int]
     stores: dict[int, int]
     bytes_per_element: float
+    instructions: dict[str, float] | None
+    limits: dict[str, str]
     programs: int | None
     problems: tuple[str, ...]
     advice: tuple[str, ...] = ()
@@ -81,17 +89,23 @@ def cases() -> Iterator[Case]:
         yield from importlib.import_module(name).cases()
 
 
-def inspect(case: Case, target: str) -> Finding:
-    """Compile a case and judge what comes out.
+def inspect(cases: Sequence[Case], target: str) -> list[Finding]:
+    """Compile cases and judge what comes out.
 
     Args:
-        case: What to compile.
+        cases: What to compile.
         target: ``sm_80`` and the like, or ``gfx942`` and the like.
 
     Raises:
         UnavailableError: The compiler for that target is not here.
     """
-    code = compiled(case, target)
+    codes = [compiled(case, target) for case in cases]
+    programs = disassembled([code.binary for code in codes], target) if codes[0].binary else ()
+    return [_judged(*of_case, target) for of_case in itertools.zip_longest(cases, codes, programs)]
+
+
+def _judged(case: Case, code: Code, program: Sequence[Instruction] | None, target: str) -> Finding:
+    per_byte = None if program is None else judge.instructions(case, code, program)
     loads = [access for access in code.accesses if not access.store]
     stores = [access for access in code.accesses if access.store]
     problems: tuple[str, ...] = ()
@@ -101,7 +115,7 @@ def inspect(case: Case, target: str) -> Finding:
     if limits is not None:
         problems = refusals(limits, code.threads, code.shared)
         programs = programs_per_multiprocessor(limits, code.threads, code.registers, code.shared)
-    slow = tuple(judge.slow(case, code))
+    slow = tuple(judge.slow(case, code, per_byte))
     if target in TARGETS:
         problems += slow
     else:
@@ -118,6 +132,8 @@ def inspect(case: Case, target: str) -> Finding:
         loads=judge.widths(loads),
         stores=judge.widths(stores),
         bytes_per_element=judge.bytes_per_element(case, code),
+        instructions=per_byte,
+        limits=instructions.limits(target, per_byte) if per_byte else {},
         programs=programs,
         problems=problems,
         advice=advice,

@@ -116,5 +116,6 @@ def case(
         narrow=narrow,
         tables={f"tables.{number}": kind for number, kind in enumerate(dtypes)},
         tail=True,
+        computes="random bits of each element: ten rounds of Philox" if seeded else "",
         options=OPTIONS,
     )

@@ -53,6 +53,7 @@ class Code:
         threads: Of a block.
         accesses: All accesses to global memory.
         attributed: Whether it is known through which pointers and on which path they go.
+        binary: NVIDIA's, an ELF file.
     """
 
     registers: int
@@ -61,6 +62,7 @@ class Code:
     threads: int
     accesses: tuple[Access, ...]
     attributed: bool
+    binary: bytes = b""
 
 
 def compiled(case: Case, target: str) -> Code:
@@ -91,7 +93,8 @@ def _from_ptx(case: Case, made: Any, threads: int) -> Code:
         registers, stack, _, local = map(int, usage.groups())
         spilled = _spilled(case, made.asm["ptx"], folder) if stack + local else 0
     accesses = tuple(_accesses(case, made.asm["ptx"]))
-    return Code(registers, spilled, made.metadata.shared, threads, accesses, True)
+    shared = made.metadata.shared
+    return Code(registers, spilled, shared, threads, accesses, True, made.asm["cubin"])
 
 
 def _spilled(case: Case, ptx: str, folder: str) -> int:
