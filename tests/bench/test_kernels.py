@@ -28,12 +28,25 @@ FOUND = {
     "loads": {128: 2, 64: 1},
     "stores": {},
     "bytes_per_element": 4.5,
+    "instructions": {"fma": 4.0, "alu": 3.5},
+    "limits": {"H100": "memory", "H200": "alu 1.1"},
     "programs": 12,
     "problems": (),
 }
 
 ROW = ["norm", "fp16", "sm_90", "40", "0", "128", "12"]
-ROW += ["2×128", "1×64", "2×128", "1×64", "4.5"]  # no stores: no columns for them
+ROW += ["2×128", "1×64", "2×128", "1×64", "4.5", "7.50"]
+ROW += [
+    "fma",
+    "4.00",
+    "alu",
+    "3.50",
+    "H100",
+    "memory,",
+    "H200",
+    "alu",
+    "1.1",
+]  # no stores: no columns for them
 
 
 ALL = """
@@ -70,7 +83,7 @@ def _one_line(capsys):
 @pytest.fixture
 def found(monkeypatch):
     """Make the inspection find what a test says, without compiling anything."""
-    inspection = pytest.importorskip("apex.kernels._inspect")
+    inspection = pytest.importorskip("apex.kernels.inspect.finding")
 
     def put(**changes):
         finding = inspection.Finding(**{**FOUND, **changes})
@@ -127,7 +140,7 @@ def test_without_rich_nothing_is_compiled(capsys, monkeypatch, found):
 
 @NEEDS_TRITON
 def test_a_triton_without_the_compiler_is_named(monkeypatch):
-    compiling = pytest.importorskip("apex.kernels._compile")
+    compiling = pytest.importorskip("apex.kernels.inspect.compiler")
     monkeypatch.setattr(compiling, "backends", {})
     compiling.gpu.cache_clear()
     with pytest.raises(compiling.UnavailableError, match="no nvidia compiler for sm_90: pip inst"):
@@ -155,7 +168,7 @@ def test_at_80_columns_no_number_is_cut(capsys, monkeypatch, found):
     out = capsys.readouterr().out
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
-    assert "Columns left out, too wide: all loads, shared" in out
+    assert "Columns left out, too wide: by pipe, all loads, shared" in out
 
 
 def test_a_problem_is_named_and_the_exit_code_1(capsys, found):

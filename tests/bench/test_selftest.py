@@ -89,7 +89,7 @@ def test_every_optimizer_of_the_package_is_checked():
 def test_every_kernel_is_launched_by_a_check(monkeypatch):
     """In the interpreter; by the functions that the compiled cases name."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from apex.kernels import _inspect
+    from apex.kernels.inspect import finding
 
     def functions(values):
         made = [getattr(value, "fn", None) for value in values]
@@ -105,7 +105,7 @@ def test_every_kernel_is_launched_by_a_check(monkeypatch):
     for planned in run.plan(CPU, kernels=True):
         if planned[1].path == "kernels":
             assert run._result(*planned).status == "right"
-    cases = [*_inspect.cases()]
+    cases = [*finding.cases()]
     assert (
         functions(v for case in cases for v in (case.kernel, *case.constants.values())) <= launched
     )

@@ -15,8 +15,10 @@ import tempfile
 import triton
 import triton.language as tl
 
-from apex.kernels import _inspect, _list_cases, multi_tensor
-from apex.kernels._cases import Case
+from apex.kernels import multi_tensor
+from apex.kernels.inspect import finding
+from apex.kernels.inspect import list_case as lists
+from apex.kernels.inspect.case import Case
 
 MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, seed,"
 MASKED = "pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, seed,"
@@ -62,9 +64,23 @@ def turned(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + rows * BLOCK + columns, tl.trans(x))
 
 
-def row_case(**changes):
+@triton.jit
+def longer_row(x_ptr, weight_ptr, y_ptr, sum_ptr, columns, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * columns
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, columns, BLOCK):
+        mask = at + lanes < columns
+        x = tl.load(x_ptr + start + at + lanes, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + start + at + lanes, tl.exp2(tl.maximum(x, 0.5)) * weight, mask=mask)
+        total += x
+    tl.store(sum_ptr + tl.program_id(0), tl.sum(total))
+
+
+def row_case(kernel=row, **changes):
     case = Case(
-        row,
+        kernel,
         "row",
         "fp16",
         signature={
@@ -82,9 +98,7 @@ def row_case(**changes):
 
 
 def list_case(module, **changes):
-    case = _list_cases.case(
-        add, "fp16 fp32 fp32", ((0, 0), (2, 0)), "a", write_only=(2,), **changes
-    )
+    case = lists.case(add, "fp16 fp32 fp32", ((0, 0), (2, 0)), "a", write_only=(2,), **changes)
     return dataclasses.replace(case, kernel=module.list_kernel)
 
 
@@ -120,6 +134,7 @@ def cases(folder):
     yield "too wide a claim", dataclasses.replace(sound, tile=2 * sound.tile)
     yield "undeclared read", dataclasses.replace(sound, reads=sound.reads[:1])
     yield "sound row", row_case()
+    yield "row with a fifth more", row_case(longer_row)
     yield "bound that is any number", row_case(divisible=())
     yield "undeclared write", row_case(narrow={})
     signature = {"x_ptr": "*fp32", "y_ptr": "*fp32"}
@@ -135,11 +150,14 @@ def cases(folder):
 
 if __name__ == "__main__":
     targets, *names = sys.argv[1:]
+    count = "--instructions" in names
     said = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, case in cases(folder):
             if not names or name in names:
                 for target in targets.split(","):
-                    finding = _inspect.inspect(case, target)
-                    said.setdefault(target, {})[name] = [*finding.problems, *finding.advice]
+                    (found,) = finding.inspect([case], target)
+                    many = sum((found.instructions or {}).values())
+                    problems = [*found.problems, *found.advice]
+                    said.setdefault(target, {})[name] = many if count else problems
     print(json.dumps(said))

@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import pathlib
-import pkgutil
 import subprocess
 import sys
 
@@ -15,7 +14,8 @@ pytest.importorskip("triton")
 
 import triton
 
-import apex.kernels
+import apex
+from apex.kernels.inspect import finding
 
 PLANTED = pathlib.Path(__file__).with_name("planted.py")
 SOURCE = pathlib.Path(apex.__file__).parent.parent
@@ -46,10 +46,10 @@ def program(*words):
 INSPECT = """
 import json, sys
 from dataclasses import asdict
-from apex.kernels import _inspect
+from apex.kernels.inspect import finding
 
 target, every = sys.argv[1], sys.argv[2:] == ["every"]
-cases = list(_inspect.cases())
+cases = list(finding.cases())
 known = {(case.name, case.variant) for case in cases}
 chosen = [
     case
@@ -57,7 +57,7 @@ chosen = [
     if every or "fp16" not in case.variant
     or (case.name, case.variant.replace("fp16", "bf16")) not in known
 ]
-print(json.dumps([asdict(_inspect.inspect(case, target)) for case in chosen]))
+print(json.dumps([asdict(found) for found in finding.inspect(chosen, target)]))
 """
 
 
@@ -107,12 +107,12 @@ def test_as_many_warps_of_a_norms_backward_are_resident_as_its_launch_assumes():
     assert {line["variant"] for line in lines if line["registers"] > 128} == set()
 
 
-FILES = [m.name for m in pkgutil.iter_modules(apex.kernels.__path__) if m.name[0] != "_"]
+FILES = finding.files()
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_kernel_file_lists_its_cases(name):
-    for case in importlib.import_module(f"apex.kernels.{name}").cases():
+    for case in importlib.import_module(name).cases():
         names = {key for key, _, _ in case.parameters()} | set(case.pointers())
         assert {*case.reads, *case.writes, *case.tables, *case.divisible} <= names
         assert set(case.reads + case.writes) <= set(case.pointers())
@@ -122,7 +122,7 @@ def test_every_kernel_file_lists_its_cases(name):
 @pytest.mark.parametrize("name", FILES)
 def test_no_case_has_more_warps_than_amd_allows(name):
     """Compiling for gfx942 takes half a minute; this takes none."""
-    cases = importlib.import_module(f"apex.kernels.{name}").cases()
+    cases = importlib.import_module(name).cases()
     warps = {(case.variant, {**case.options, **case.amd}["num_warps"]) for case in cases}
     assert {variant for variant, number in warps if 64 * number > 1024} == set()
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")  # the package of kernels imports it
 
-from apex.kernels._occupancy import LIMITS, programs_per_multiprocessor, refusals
+from apex.kernels.inspect.occupancy import LIMITS, programs_per_multiprocessor, refusals
 
 BY_HAND = [
     # target, threads, registers, shared bytes -> programs

@@ -20,7 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 if not hasattr(InterpretedFunction, "run"):
     pytest.skip("the interpreter of Triton 3.5 cannot be watched", allow_module_level=True)
 
-from apex.kernels import _inspect
+from apex.kernels.inspect import finding
 from apex.ops import _runtime
 from tests.kernels import programs
 from tests.kernels.operations import operations
@@ -55,7 +55,7 @@ def test_every_kernel_was_launched_by_several_programs():
         for launch in ran(name)[1]:
             for function in launch.functions:
                 most[function] = max(most[function], len(launch.order))
-    for case in _inspect.cases():
+    for case in finding.cases():
         for function in (case.kernel, *case.constants.values()):
             if isinstance(function, InterpretedFunction):
                 where = f"{function.fn.__module__}.{function.__name__}"

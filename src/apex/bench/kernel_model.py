@@ -75,12 +75,12 @@ def models(target: str, asked: Sequence[Asked]) -> list[Model]:
 def _main(target: str, asked: Sequence[Asked]) -> None:
     from triton.runtime import driver
 
-    from apex.kernels import _compile, _occupancy
+    from apex.kernels.inspect import compiler, occupancy
 
-    _compile.gpu(target)  # raises if it cannot be compiled for
-    limits = _occupancy.LIMITS.get(target)
+    compiler.gpu(target)  # raises if it cannot be compiled for
+    limits = occupancy.LIMITS.get(target)
     if limits is None or not target.startswith("sm_"):
-        known = ", ".join(name for name in _occupancy.LIMITS if name.startswith("sm_"))
+        known = ", ".join(name for name in occupancy.LIMITS if name.startswith("sm_"))
         raise SystemExit(f"{target}: no model of it; there are {known}")
     torch.set_num_threads(1)
     stand_in = _driver(target, limits)
@@ -110,8 +110,8 @@ def _model(target: str, asked: Asked, launched: list[tuple[str, int]]) -> Model:
 
 def _driver(target: str, limits: Any) -> Any:
     """Make what stands for the driver: it compiles and notes, and computes nothing."""
-    from apex.kernels import _compile
-    from apex.kernels._occupancy import programs_per_multiprocessor
+    from apex.kernels.inspect import compiler
+    from apex.kernels.inspect.occupancy import programs_per_multiprocessor
 
     binaries: list[tuple[int, int]] = []  # registers and shared memory
     noted: list[tuple[str, int]] = []
@@ -141,7 +141,7 @@ def _driver(target: str, limits: Any) -> Any:
                 with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                     file.write(binary)
                     file.flush()
-                    said = _compile.run("cuobjdump", "--dump-resource-usage", file.name)
+                    said = compiler.run("cuobjdump", "--dump-resource-usage", file.name)
                 registers = int(said.partition("REG:")[2].split()[0])
                 binaries.append((registers, shared))
                 return 1, len(binaries) - 1, registers, 0, limits.threads_per_program
@@ -155,7 +155,7 @@ def _driver(target: str, limits: Any) -> Any:
                 }
 
         def get_current_target(self) -> Any:
-            return _compile.gpu(target)
+            return compiler.gpu(target)
 
         def get_current_device(self) -> int:
             return 0

@@ -1,7 +1,7 @@
 """``apex kernels``: registers, spills and memory accesses of each Triton kernel, without a GPU.
 
-The work is done by :mod:`apex.kernels._inspect`; here are the options, the table and the exit
-code. Triton is imported when the command runs, because `apex` has commands that need no triton.
+The work is done by :mod:`apex.kernels.inspect.finding`; here are the options, the table and the
+exit code. Triton is imported when the command runs, as other commands need none.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -20,16 +21,17 @@ from apex.bench.columns import Column, fitted
 from apex.bench.console import NOTHING, console
 
 if TYPE_CHECKING:
-    from apex.kernels._inspect import Finding
+    from apex.kernels.inspect.finding import Finding
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = (
     "Compile every Triton kernel, which needs no GPU, and show registers, spills, how many "
-    "programs fit on a multiprocessor, widths of the accesses to memory and bytes moved per "
-    "element. The exit code is 1 if something is wrong: a program cannot be launched on the "
-    "target, registers are spilled, or tiles are not moved by the widest accesses. The last two "
-    "are advice for a target that the kernels are not made for (sm_75)."
+    "programs fit on a multiprocessor, widths of the accesses to memory, bytes moved per "
+    "element, instructions per byte and what limits the kernel. The exit code is 1 if something "
+    "is wrong: a program cannot be launched on the target, registers are spilled, tiles are not "
+    "moved by the widest accesses, or there are more instructions than an H100 issues meanwhile. "
+    "The last three are advice for a target that the kernels are not made for (sm_75)."
 )
 DEFAULT = "sm_90"
 OK, FAILED = 0, 1  # exit codes
@@ -67,9 +69,9 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
         raise UsageError("triton is missing: pip install triton (it exists for Linux)")
     # Under Triton's interpreter nothing would be compiled; read when triton is imported.
     os.environ.pop("TRITON_INTERPRET", None)
-    from apex.kernels import _inspect
+    from apex.kernels.inspect import finding
 
-    cases = list(_inspect.cases())
+    cases = list(finding.cases())
     known = _unique(case.name for case in cases)
     unknown = [name for name in names or () if name not in known]
     if unknown:
@@ -77,8 +79,9 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
         raise UsageError(f"--kernel {unknown[0]}: {hint}unknown; there are {', '.join(known)}")
     chosen = [case for case in cases if not names or case.name in names]
     try:
-        return [_inspect.inspect(case, target) for case in chosen for target in targets]
-    except _inspect.UnavailableError as error:
+        found = [finding.inspect(chosen, target) for target in targets]
+        return list(itertools.chain(*zip(*found, strict=True)))
+    except finding.UnavailableError as error:
         raise UsageError(str(error)) from error
 
 
@@ -93,7 +96,10 @@ def _show(findings: Sequence[Finding]) -> None:
     to.print(
         "Spilled bytes are per thread, bytes of shared memory per program. Programs: how many fit "
         "on a multiprocessor at once; computed, not measured. Accesses are those in the code of "
-        "one thread: how many × bits each; main is the path without masks, tiles only.",
+        "one thread: how many × bits each; main is the path without masks, tiles only. "
+        "Instructions: of all threads, on the fast path, for each byte it moves. Limit: memory, "
+        "or the pipe whose instructions take longer than the memory on an H100 and an H200 (sm_90) "
+        "or an A100 (sm_80), and how many times as long.",
         style="dim",
     )
     if left_out:
@@ -119,6 +125,22 @@ def _column(heading: str, name: str, drop: int = 0, *, left: bool = False) -> Co
     return Column(heading, text, {}, drop=drop, left=left)
 
 
+def _instructions(finding: Finding) -> str:
+    return f"{sum(finding.instructions.values()):.2f}" if finding.instructions else NOTHING
+
+
+def _pipes(finding: Finding) -> str:
+    pipes = sorted((finding.instructions or {}).items(), key=lambda pair: -pair[1])
+    return " ".join(f"{pipe} {number:.2f}" for pipe, number in pipes if number >= 0.005)
+
+
+def _limits(finding: Finding) -> str:
+    said = finding.limits
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return ", ".join(f"{gpu} {limit}" for gpu, limit in said.items()) or NOTHING
+
+
 def _accesses(heading: str, name: str, drop: int) -> Column[Finding]:
     """Widths of accesses in the code."""
 
@@ -141,5 +163,8 @@ COLUMNS = (
     _accesses("main\nstores", "main_stores", 1),
     _accesses("all\nloads", "loads", 4),
     _accesses("all\nstores", "stores", 4),
-    _column("bytes per\nelement", "bytes_per_element", 2),
+    _column("bytes per\nelement", "bytes_per_element", 3),
+    Column("instructions\nper byte", _instructions, {}, drop=1),
+    Column("by pipe", _pipes, {}, drop=5, left=True),
+    Column("limit", _limits, {}, drop=2, left=True),
 )

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._cases import Case
+from apex.kernels.inspect.case import Case
 
 TILE = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
 COLUMNS = 128  # of a tile, at most

@@ -6,8 +6,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from apex.kernels._cases import Case
-from apex.kernels._list_cases import case
+from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.list_case import case
 from apex.kernels.multi_tensor import rounded
 from apex.kernels.storage import add_error, join_low_bits
 

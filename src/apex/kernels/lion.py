@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from apex.kernels._cases import Case
+from apex.kernels.inspect.case import Case
 from apex.kernels.storage import optimizer_cases
 
 

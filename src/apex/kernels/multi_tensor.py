@@ -35,8 +35,8 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._cases import Case
 from apex.kernels._tables import CHUNK, Layout, Table
+from apex.kernels.inspect.case import Case
 from apex.kernels.partial_sums import OPTIONS, joined, reduced, summed
 
 # Elements per tile; a program has CHUNK.

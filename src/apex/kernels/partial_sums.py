@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._cases import Case
+from apex.kernels.inspect.case import Case
 
 # As the definition in plain PyTorch computes: multiplications and additions are not contracted.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._cases import Case
+from apex.kernels.inspect.case import Case
 
 # Elements of each half; of a warp 8 a thread, 128 bits of a 16-bit tensor. Derived, not measured.
 TILE = 1024

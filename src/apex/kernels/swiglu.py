@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._cases import Case
+from apex.kernels.inspect.case import Case
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from apex.kernels._cases import Case
-from apex.kernels._list_cases import case
+from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.list_case import case
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""How an update over lists of tensors is described for inspection; see `apex.kernels._cases`.
+"""How an update over lists of tensors is described for inspection; see `apex.kernels.inspect.case`.
 
 Scalars are named as in the operation's NamedTuple in ``apex.ops``, which a test compares.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from apex.kernels._cases import Case
+from apex.kernels.inspect.case import Case
 from apex.kernels.multi_tensor import (
     BLOCK,
     DTYPES,
@@ -116,5 +116,6 @@ def case(
         narrow=narrow,
         tables={f"tables.{number}": kind for number, kind in enumerate(dtypes)},
         tail=True,
+        computes="random bits of each element: ten rounds of Philox" if seeded else "",
         options=OPTIONS,
     )

@@ -13,10 +13,11 @@ are wide after all. What a loop that was unrolled reads too often goes unseen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from apex.kernels._cases import Case
-from apex.kernels._machine_code import Access, Code
+from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.instructions import RATES, Instruction, counted
+from apex.kernels.inspect.machine_code import Access, Code
 
 WIDE = 128  # bits: the widest access on every target
 
@@ -56,6 +57,39 @@ def bytes_per_element(case: Case, code: Code) -> float:
     return moved * code.threads / (case.tile * _unrolled(case, code))
 
 
+def instructions(case: Case, code: Code, program: Sequence[Instruction]) -> dict[str, float] | None:
+    """Thread instructions of the fast path for each byte that it moves: pipe -> number.
+
+    ``None`` for a kernel that moves no tiles.
+    """
+    names = [*case.reads, *case.writes]
+    even = [name for name in names if name not in case.narrow]
+    if not names:
+        return None
+    widths = [_needed(case, code.threads, name)[0] for name in even]
+    pipes: dict[str, float] = {}
+    moved = 0.0
+    for count in counted(program, min(widths or (case.pointers()[name] for name in names))):
+        often = case.read if count.looped and not count.stored else 1.0
+        for pipe, number in count.pipes.items():
+            pipes[pipe] = pipes.get(pipe, 0.0) + number * often
+        moved += count.loaded * case.read + count.stored
+    # A loop over a list's tiles may be unrolled in whole. Without wide accesses, assume one tile.
+    if not moved or not (count.looped or case.tail):
+        moved = _moved(case, code, names)
+    elif even:  # and what goes by narrow accesses
+        moved *= _moved(case, code, names) / _moved(case, code, even)
+    return {pipe: 8 * number / moved for pipe, number in pipes.items()}
+
+
+def _moved(case: Case, code: Code, names: Sequence[str]) -> float:
+    """Bits of a tile that one thread moves through these pointers."""
+    reads = sum(_share(case, code.threads, name) for name in case.reads if name in names)
+    return reads * case.read + sum(
+        _share(case, code.threads, name) for name in case.writes if name in names
+    )
+
+
 def _unrolled(case: Case, code: Code) -> int:
     """How often the whole tile is moved by the code of the main path."""
     times = [
@@ -67,10 +101,13 @@ def _unrolled(case: Case, code: Code) -> int:
     return max(1, min(times, default=1)) if case.tail else 1
 
 
-def slow(case: Case, code: Code) -> Iterator[str]:
+def slow(case: Case, code: Code, per_byte: Mapping[str, float] | None) -> Iterator[str]:
     """Say what makes a kernel slower than it has to be."""
     if code.spilled:
         yield f"{code.spilled} bytes of spilled registers or local memory"
+    many, most = sum((per_byte or {}).values()), RATES["H100"].issue
+    if many > most and not case.computes:
+        yield f"{many:.1f} instructions for each byte, and an H100 issues {most:.1f}"
     for store, names in ((False, case.reads), (True, case.writes)):
         accesses = [access for access in code.accesses if access.store == store]
         if code.attributed:

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 import triton
 
-from apex.kernels._cases import Case
-from apex.kernels._group_norm_kernels import (
+from apex.kernels.group_norm.kernels import (
     group_norm_backward,
     group_norm_forward,
     group_norm_grad_stats,
@@ -31,11 +30,12 @@ from apex.kernels._group_norm_kernels import (
     group_norm_moments,
     group_norm_stats,
 )
+from apex.kernels.inspect.case import Case
 
 # Elements of a tile: 16 for each of 128 threads, two 128-bit loads of 16-bit images; with two
 # images and two sums that is some 100 registers. Derived, not tuned on a GPU.
 TILE = 2048
-OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+OPTIONS: dict[str, Any] = {"num_warps": 4}
 # Programs that fill a chip: eight for each of an H100's 132 multiprocessors, or nearly so.
 PROGRAMS = 1024
 # Joining partial sums, one program a group: elements at a time, and dependent steps at most.

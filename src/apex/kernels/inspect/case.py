@@ -1,6 +1,6 @@
 """What is compiled when kernels are inspected: each kernel file lists its own cases.
 
-A kernel file offers ``cases()``, an iterable of `Case`, and :mod:`apex.kernels._inspect` finds it.
+A kernel file offers ``cases()``, an iterable of `Case`, which :mod:`.finding` calls.
 For an optimizer's update that is one line, ``storage.optimizer_cases(update, states, scalars)``;
 for another update over lists of tensors ``multi_tensor.case(update, columns, stores, scalars)``
 for each combination of dtypes that matters; for any other kernel the `Case` itself, e.g. ::
@@ -50,6 +50,9 @@ class Case:
         tile: Elements of each of ``reads`` and ``writes`` that a program moves at a time.
         tail: Whether masked accesses belong to a tail and only unmasked ones need to be wide.
             Without it all must be.
+        read: Part of what ``reads`` name that is read on the average: half of causal rows.
+        computes: Why a kernel has more instructions than there is time for while memory moves its
+            bytes; empty for one that has not.
         divisible: Integer parameters that are multiples of 16. Pointers are always taken to be.
         options: Of the compiler.
         amd: Options that are others on AMD, where a warp has 64 lanes and a program 16 warps.
@@ -66,6 +69,8 @@ class Case:
     narrow: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, str] = field(default_factory=dict)
     tail: bool = False
+    read: float = 1.0
+    computes: str = ""
     divisible: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=lambda: {"num_warps": 4})
     amd: Mapping[str, Any] = field(default_factory=dict)

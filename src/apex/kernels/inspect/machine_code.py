@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from apex.kernels._cases import Case
-from apex.kernels._compile import assembler, gpu, run
-from apex.kernels._compile import compiled as _compiled
+from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.compiler import assembler, gpu, run
+from apex.kernels.inspect.compiler import compiled as _compiled
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Code:
         threads: Of a block.
         accesses: All accesses to global memory.
         attributed: Whether it is known through which pointers and on which path they go.
+        binary: NVIDIA's, an ELF file.
     """
 
     registers: int
@@ -61,10 +62,11 @@ class Code:
     threads: int
     accesses: tuple[Access, ...]
     attributed: bool
+    binary: bytes = b""
 
 
 def compiled(case: Case, target: str) -> Code:
-    """Compile a case for a target and read the result; raises as `apex.kernels._compile` does."""
+    """Compile a case for a target and read the result; raises as :mod:`.compiler` does."""
     made = _compiled(case, target)
     here = gpu(target)
     threads = made.metadata.num_warps * here.warp_size
@@ -91,7 +93,8 @@ def _from_ptx(case: Case, made: Any, threads: int) -> Code:
         registers, stack, _, local = map(int, usage.groups())
         spilled = _spilled(case, made.asm["ptx"], folder) if stack + local else 0
     accesses = tuple(_accesses(case, made.asm["ptx"]))
-    return Code(registers, spilled, made.metadata.shared, threads, accesses, True)
+    shared = made.metadata.shared
+    return Code(registers, spilled, shared, threads, accesses, True, made.asm["cubin"])
 
 
 def _spilled(case: Case, ptx: str, folder: str) -> int:

@@ -3,32 +3,34 @@
 Memory-bound kernels are as fast as their accesses are wide, and nothing in a kernel's source shows
 when the compiler falls back to narrow ones. So every `Case` is compiled and checked:
 
-* a program can be launched on the target: threads and shared memory (:mod:`._occupancy`);
+* a program can be launched on the target: threads and shared memory (:mod:`.occupancy`);
 * no registers are spilled, and nothing else is kept in local memory;
 * every pointer is read and written as the case says, and no other way;
 * accesses through ``reads`` and ``writes`` are 128 bits wide, or as wide as one thread's share of
   the tile if that is less, and there are enough of them to move the whole tile.
 
-The steps have files of their own: :mod:`._compile`, :mod:`._machine_code` (reading), :mod:`._judge`
-and :mod:`._occupancy`. Kernels are made for `TARGETS`. For another one only what cannot be launched
+The steps have files of their own: :mod:`.compiler`, :mod:`.machine_code` (reading), :mod:`.judge`
+and :mod:`.occupancy`. Kernels are made for `TARGETS`. For another one only what cannot be launched
 there is a problem; what is slow is advice.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import apex.kernels
-from apex.kernels import _judge
-from apex.kernels._cases import Case
-from apex.kernels._compile import TARGETS, UnavailableError
-from apex.kernels._machine_code import Access, Code, compiled
-from apex.kernels._occupancy import LIMITS, programs_per_multiprocessor, refusals
+from apex.kernels.inspect import instructions, judge
+from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.compiler import TARGETS, UnavailableError
+from apex.kernels.inspect.instructions import Instruction, disassembled
+from apex.kernels.inspect.machine_code import Access, Code, compiled
+from apex.kernels.inspect.occupancy import LIMITS, programs_per_multiprocessor, refusals
 
-__all__ = ["TARGETS", "Finding", "UnavailableError", "cases", "compiled", "inspect"]
+__all__ = ["TARGETS", "Finding", "UnavailableError", "cases", "compiled", "files", "inspect"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Finding:
         loads: Bits -> number of loads in all.
         stores: Bits -> number of stores in all.
         bytes_per_element: What the main path moves for each element of the tile.
+        instructions: Pipe -> thread instructions of the fast path for each byte that it moves;
+            ``None`` for AMD, and for a kernel that moves no tiles.
+        limits: GPU with this target -> ``"memory"``, or the pipe that takes longer and how many
+            times as long.
         programs: How many fit on a multiprocessor, a model; ``None`` for a target without limits.
         problems: What is wrong, for people.
         advice: What is slow, on a target that the kernels are not made for.
@@ -64,29 +70,42 @@ class Finding:
     loads: dict[int, int]
     stores: dict[int, int]
     bytes_per_element: float
+    instructions: dict[str, float] | None
+    limits: dict[str, str]
     programs: int | None
     problems: tuple[str, ...]
     advice: tuple[str, ...] = ()
 
 
+def files() -> list[str]:
+    """Names of the kernel files: each is a module, or a package, of one operation."""
+    found = [info.name for info in pkgutil.iter_modules(apex.kernels.__path__)]
+    return [f"apex.kernels.{name}" for name in found if name[0] != "_" and name != "inspect"]
+
+
 def cases() -> Iterator[Case]:
     """Yield the cases of every kernel file; that each has some is a matter of the tests."""
-    for info in pkgutil.iter_modules(apex.kernels.__path__, "apex.kernels."):
-        if not info.name.rpartition(".")[2].startswith("_"):
-            yield from getattr(importlib.import_module(info.name), "cases", tuple)()
+    for name in files():
+        yield from importlib.import_module(name).cases()
 
 
-def inspect(case: Case, target: str) -> Finding:
-    """Compile a case and judge what comes out.
+def inspect(cases: Sequence[Case], target: str) -> list[Finding]:
+    """Compile cases and judge what comes out.
 
     Args:
-        case: What to compile.
+        cases: What to compile.
         target: ``sm_80`` and the like, or ``gfx942`` and the like.
 
     Raises:
         UnavailableError: The compiler for that target is not here.
     """
-    code = compiled(case, target)
+    codes = [compiled(case, target) for case in cases]
+    programs = disassembled([code.binary for code in codes], target) if codes[0].binary else ()
+    return [_judged(*of_case, target) for of_case in itertools.zip_longest(cases, codes, programs)]
+
+
+def _judged(case: Case, code: Code, program: Sequence[Instruction] | None, target: str) -> Finding:
+    per_byte = None if program is None else judge.instructions(case, code, program)
     loads = [access for access in code.accesses if not access.store]
     stores = [access for access in code.accesses if access.store]
     problems: tuple[str, ...] = ()
@@ -96,7 +115,7 @@ def inspect(case: Case, target: str) -> Finding:
     if limits is not None:
         problems = refusals(limits, code.threads, code.shared)
         programs = programs_per_multiprocessor(limits, code.threads, code.registers, code.shared)
-    slow = tuple(_judge.slow(case, code))
+    slow = tuple(judge.slow(case, code, per_byte))
     if target in TARGETS:
         problems += slow
     else:
@@ -110,9 +129,11 @@ def inspect(case: Case, target: str) -> Finding:
         shared=code.shared,
         main_loads=_widths(case, code, loads, case.reads),
         main_stores=_widths(case, code, stores, case.writes),
-        loads=_judge.widths(loads),
-        stores=_judge.widths(stores),
-        bytes_per_element=_judge.bytes_per_element(case, code),
+        loads=judge.widths(loads),
+        stores=judge.widths(stores),
+        bytes_per_element=judge.bytes_per_element(case, code),
+        instructions=per_byte,
+        limits=instructions.limits(target, per_byte) if per_byte else {},
         programs=programs,
         problems=problems,
         advice=advice,
@@ -123,4 +144,4 @@ def _widths(
     case: Case, code: Code, accesses: Sequence[Access], names: Sequence[str]
 ) -> dict[int, int] | None:
     """Of the main path."""
-    return _judge.widths(_judge.main(case, accesses, names)) if code.attributed else None
+    return judge.widths(judge.main(case, accesses, names)) if code.attributed else None

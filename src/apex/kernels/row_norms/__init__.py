@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import triton
 
-from apex.kernels._cases import BITS, Case
 from apex.kernels._device import multiprocessors
-from apex.kernels._row_norm_kernels import (
+from apex.kernels.inspect.case import BITS, Case
+from apex.kernels.row_norms.kernels import (
     row_norm_add_up,
     row_norm_backward,
     row_norm_backward_wide,
@@ -32,7 +32,6 @@ from apex.kernels._row_norm_kernels import (
     row_norm_weight_sums,
 )
 
-ROUNDED = {"enable_fp_fusion": False}  # every product is rounded, as in PyTorch's functions
 # A program has at most 1,024 threads: 32 warps, or 16 wavefronts on AMD.
 WARPS = 16 if torch.version.hip else 32
 ELEMENTS_PER_WARP = 512  # 16 elements a thread, until there are WARPS
@@ -111,11 +110,11 @@ def forward(
     if n_cols * x.element_size() <= WIDEST_FORWARD_BYTES:
         rows, block, warps = _tile(n_cols)
         row_norm_forward[(triton.cdiv(n_rows, rows),)](
-            *data, n_rows, n_cols, eps, centered, rows, block, num_warps=warps, **ROUNDED
+            *data, n_rows, n_cols, eps, centered, rows, block, num_warps=warps
         )
     else:
         row_norm_forward_wide[(n_rows,)](
-            *data, n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS, **ROUNDED
+            *data, n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS
         )
     return y, mean, rstd
 
@@ -162,31 +161,23 @@ def backward(
     if wide:
         if dx is not None:
             row_norm_backward_wide[(n_rows,)](
-                *data,
-                dx,
-                n_cols,
-                eps,
-                centered,
-                from_output,
-                WIDE_BACKWARD,
-                num_warps=WIDE_WARPS,
-                **ROUNDED,
+                *data, dx, n_cols, eps, centered, from_output, WIDE_BACKWARD, num_warps=WIDE_WARPS
             )
         if dweight is not None:
             # Columns first: CUDA takes 65,535 programs along the second axis, 8,388,480 columns.
             row_norm_weight_sums[(across, n_programs)](
                 *data, *partials, n_rows, n_cols, eps, centered, from_output, TILE_ROWS,
-                TILE_COLUMNS, num_warps=TILE_WARPS, **ROUNDED,
+                TILE_COLUMNS, num_warps=TILE_WARPS,
             )  # fmt: skip
     else:
         row_norm_backward[(n_programs,)](
             *data, dx, *partials, n_rows, n_cols, eps, centered, from_output, rows, block,
-            _stages(rows * block, saved.element_size()), num_warps=warps, **ROUNDED,
+            _stages(rows * block, saved.element_size()), num_warps=warps,
         )  # fmt: skip
     if dweight is not None:
         rows, columns = _sum_tile(n_cols, processors)
         row_norm_add_up[(triton.cdiv(n_cols, columns),)](
-            *partials, dweight, dbias, n_programs, n_cols, rows, columns, num_warps=4, **ROUNDED
+            *partials, dweight, dbias, n_programs, n_cols, rows, columns, num_warps=4
         )
     return [dx, dweight, dbias]
 
@@ -237,7 +228,7 @@ def _case(
         reads=tuple(key for key in reads if key in present and key not in narrow),
         writes=tuple(key for key in writes if key in present and key not in narrow),
         narrow={key: why for key, why in narrow.items() if key in present},
-        tile=tile[0] * tile[1], divisible=("n_cols",), options={"num_warps": warps, **ROUNDED},
+        tile=tile[0] * tile[1], divisible=("n_cols",), options={"num_warps": warps},
         amd={"num_warps": min(warps, 16)},
     )  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""Inspect compiled kernels without a GPU; :mod:`.finding` is where to start."""

@@ -1,0 +1,107 @@
+"""Instructions by pipe: what is counted, and a budget for each case."""
+
+import json
+import pathlib
+
+import pytest
+
+pytest.importorskip("triton")
+
+from apex.kernels.inspect.instructions import RATES, Counts, Instruction, counted, limits
+from tests.kernels.test_compiled import PLANTED, _compiled, program
+
+# Case -> thread instructions for each byte on sm_90, as measured. To write it anew:
+#     python tests/kernels/test_instructions.py
+BUDGETS = pathlib.Path(__file__).with_name("instructions.json")
+# Releases of Triton differ by a few per cent; one more instruction for every five is seen.
+MORE = 1.15
+
+
+def _sums(found):
+    return {
+        f"{line['kernel']} {line['variant']}": round(sum(line["instructions"].values()), 2)
+        for line in found
+        if line["instructions"] is not None
+    }
+
+
+def _above(found, budgets):
+    return {case: number for case, number in found.items() if number > MORE * budgets.get(case, 0)}
+
+
+def test_no_case_has_more_instructions_than_its_budget():
+    """A new case has none: write the file anew, and look at what changed."""
+    found = _sums(_compiled("sm_90"))
+    assert len(found) > 200
+    assert _above(found, json.loads(BUDGETS.read_text())) == {}
+
+
+def test_a_fifth_more_instructions_is_seen():
+    said = program(str(PLANTED), "sm_90", "sound row", "row with a fifth more", "--instructions")
+    sound, more = said["sm_90"]["sound row"], said["sm_90"]["row with a fifth more"]
+    assert 1.15 * sound < more < 1.4 * sound
+
+
+def test_goals():
+    """What a H100 has time for, and less for three."""
+    for case, number in json.loads(BUDGETS.read_text()).items():
+        kernel, _, words = case.partition(" ")
+        goal = {"scaled_softmax": 8, "group_norm": 5.5}.get(kernel, RATES["H100"].issue)
+        goal = 6.5 if kernel.startswith("cross_entropy") else goal
+        if kernel != "focal_loss" and (kernel, "stochastic" in words) != ("sgd", True):
+            assert number <= goal, case
+
+
+# --- the counter ------------------------------------------------------------------------------
+
+
+def code(text):
+    """Instructions of 16 bytes each; ``@`` is a predicate, ``> 3`` a jump to instruction 3."""
+    found = []
+    for number, line in enumerate(text.split(";")):
+        name, _, target = line.strip().partition(" > ")
+        jump = int(target) * 16 if target else None
+        found.append(Instruction(number * 16, name[0] == "@", name.lstrip("@"), jump))
+    return found
+
+
+def test_a_path_without_wide_accesses_and_one_with_a_call_are_not_the_fast_one():
+    masked = "@BRA > 6; LDG.E.128; FADD; MUFU.EX2; STG.E.128; EXIT; @LDG.E.U16; @STG.E.U16; EXIT"
+    (count,) = counted(code(masked), 128)
+    assert count == Counts(
+        {"other": 2, "lsu": 2, "fma": 1, "mufu": 1}, loaded=128, stored=128, looped=False
+    )
+    slow = "LDG.E.128; @BRA > 4; MOV; CALL.REL.NOINC; FADD; IMAD.MOV.U32; EXIT"
+    (count,) = counted(code(slow), 128)
+    assert count.pipes == {"lsu": 1, "other": 2, "fma": 1, "imad": 1}
+
+
+def test_loops_that_move_tiles_are_counted_once_around():
+    (one, two) = counted(
+        code(
+            "S2R; LDG.E.128; FMNMX; @BRA > 1; ISETP.NE.AND; @BRA > 4;"
+            "LDG.E.LTC128B.128; FFMA; FFMA; STG.E.128; @BRA > 6; EXIT"
+        ),
+        128,
+    )
+    assert sorted([one.stored, two.stored]) == [0, 128]
+    first, second = sorted([one, two], key=lambda count: count.stored)
+    assert first == Counts({"lsu": 1, "alu": 1, "other": 1}, 128, 0, True)
+    assert second == Counts({"lsu": 2, "fma": 2, "other": 1}, 128, 128, True)
+
+
+def test_limits_by_hand():
+    """132 multiprocessors at 1.755 GHz, 128 instructions a cycle, over 3.35 TB/s are 8.85."""
+    assert RATES["H100"].issue == pytest.approx(8.851, abs=1e-3)
+    assert RATES["H200"].issue == pytest.approx(6.178, abs=1e-3)
+    assert RATES["A100"].pipes["fma"] == pytest.approx(4.777, abs=1e-3)
+    assert limits("sm_90", {"fma": 4.0, "alu": 2.0}) == {"H100": "memory", "H200": "memory"}
+    assert limits("sm_90", {"fma": 1.0, "alu": 4.0}) == {"H100": "memory", "H200": "alu 1.3"}
+    assert limits("sm_90", {"mufu": 2.0}) == {"H100": "mufu 1.8", "H200": "mufu 2.6"}
+    assert limits("sm_80", {"fma": 5.0, "imad": 1.0}) == {"A100": "fma 1.3"}
+    assert limits("gfx942", {"fma": 5.0}) == {}
+
+
+if __name__ == "__main__":
+    found = _sums(_compiled("sm_90", "every"))
+    BUDGETS.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
