@@ -71,14 +71,15 @@ def joined(parts: Iterable[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
     Args:
         parts: Increasing positions, and the numbers there; every position is in one part.
     """
+    parts = [*parts]
+    if len(parts) == 1:
+        return parts[0][1]
     slices: list[tuple[int, torch.Tensor]] = []
     for positions, vector in parts:
         start = 0
         for first, last in _runs(positions):
             slices.append((first, vector[start : start + last - first]))
             start += last - first
-    if len(slices) == 1:
-        return slices[0][1]
     return torch.cat([vector for _, vector in sorted(slices, key=itemgetter(0))])
 
 
