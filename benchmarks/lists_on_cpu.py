@@ -235,17 +235,26 @@ def _novograd(params: Params, measure: Callable[[Any], torch.Tensor]) -> Step:
 
 
 def lion(params: Params) -> Step:
-    """The formula of ``apex.ops.updates.lion`` with FusedLion's defaults, lr 1e-3, decay 0.1."""
+    """The formula of ``apex.ops.updates.lion`` with FusedLion's defaults, lr 1e-3, decay 0.1.
+
+    torch's sign of nan is 0, so that a broken run would go on, and ``lerp`` of inf is nan. This
+    keeps both: the sign is a multiple of 2**-22.
+    """
     averages = [torch.zeros_like(p) for p in params]
+    large, shrunk, beta1, beta2 = map(torch.tensor, (2.0**127, 1 - 1e-3 * 0.1, 0.9, 0.99))
 
     @torch.no_grad()
     def step() -> None:
         grads = [p.grad for p in params]
-        updates = torch._foreach_lerp(averages, grads, 0.1)
-        torch._foreach_sign_(updates)
-        torch._foreach_mul_(params, 1 - 1e-3 * 0.1)
-        torch._foreach_add_(params, updates, alpha=-1e-3)
-        torch._foreach_lerp_(averages, grads, 0.01)
+        updates = torch._foreach_mul(averages, beta1)
+        torch._foreach_add_(updates, grads, alpha=0.1)
+        torch._foreach_mul_(updates, large)
+        torch._foreach_clamp_min_(updates, -(2.0**-22))
+        torch._foreach_clamp_max_(updates, 2.0**-22)
+        torch._foreach_mul_(params, shrunk)
+        torch._foreach_add_(params, updates, alpha=-1e-3 * 2**22)
+        torch._foreach_mul_(averages, beta2)
+        torch._foreach_add_(averages, grads, alpha=0.01)
 
     return step
 

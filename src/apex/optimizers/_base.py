@@ -361,15 +361,17 @@ class FusedOptimizer(StatefulOptimizer):
 
     def _numbers_of(self, group: Mapping[str, Any], device: torch.device) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""
-        found = {key: scalar(group[key], device) for key in ("lr", "weight_decay")}
-        found["beta1"], found["beta2"] = group.get("betas", (0.0, 0.0))
-        kept = {"step", *self.defaults}
-
-        def number(name: str) -> Any:
-            return group.get(name) if name in kept else getattr(self, name)
-
-        names = self._numbers._fields
-        return self._numbers(*[found[n] if n in found else number(n) for n in names])
+        beta1, beta2 = group.get("betas", (0.0, 0.0))
+        found = {"step": group.get("step"), "beta1": beta1, "beta2": beta2}
+        for key in ("lr", "weight_decay"):
+            found[key] = scalar(group[key], device)
+        numbers = [
+            found[name]
+            if name in found
+            else (group[name] if name in self.defaults else getattr(self, name))
+            for name in self._numbers._fields
+        ]
+        return self._numbers(*numbers)
 
 
 def _with_grads(
