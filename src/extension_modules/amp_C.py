@@ -14,26 +14,22 @@ to be set for tensors elsewhere.
 
 from __future__ import annotations
 
-from apex.multi_tensor_apply._amp_c.lamb import (
-    multi_tensor_lamb,
-    multi_tensor_lamb_mp,
-    multi_tensor_lamb_stage1_cuda,
-    multi_tensor_lamb_stage2_cuda,
-)
-from apex.multi_tensor_apply._amp_c.optimizers import (
+from apex.multi_tensor_apply.list_functions import (
     multi_tensor_adagrad,
     multi_tensor_adam,
     multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master,
-    multi_tensor_novograd,
-    multi_tensor_sgd,
-)
-from apex.multi_tensor_apply._amp_c.scaling import (
     multi_tensor_axpby,
     multi_tensor_l2norm,
     multi_tensor_l2norm_mp,
     multi_tensor_l2norm_scale,
+    multi_tensor_lamb,
+    multi_tensor_lamb_mp,
+    multi_tensor_lamb_stage1_cuda,
+    multi_tensor_lamb_stage2_cuda,
+    multi_tensor_novograd,
     multi_tensor_scale,
+    multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
     update_scale_hysteresis,
 )

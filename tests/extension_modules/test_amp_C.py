@@ -59,6 +59,11 @@ def test_every_function_is_here():
         assert kinds == {inspect.Parameter.POSITIONAL_ONLY}
 
 
+def test_another_number_of_arguments():
+    with pytest.raises(TypeError, match=r"multi_tensor_scale\(\) takes 4 arguments .* got 3"):
+        amp_C.multi_tensor_scale(65536, no_flag(), [tensors((3,))] * 2)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_lists_that_do_not_fit(name):
     lists = lists_for(name)

@@ -14,7 +14,7 @@ from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.adagrad import Adagrad, adagrad_
 from apex.ops.updates.adam import Adam, adam_
 from apex.ops.updates.lamb import Lamb, lamb_
-from apex.ops.updates.lion import LionScalars, lion_
+from apex.ops.updates.lion import Lion, lion_
 from apex.ops.updates.novograd import NovoGrad, novograd_
 from apex.ops.updates.sgd import SGD, sgd_
 from tests.multi_tensor_apply.common import PATHS, joined, on, tensors
@@ -115,7 +115,7 @@ def _lamb(late):
 def _lion(late):
     def step(columns, options):
         decay = 0.125 if late else 0.0  # there is no other
-        lion_(columns, LionScalars(options.factor, 0.25, decay, 0.875, 0.125, 0.75, 0.25), options)
+        lion_(columns, Lion(0.25, 0.875, 0.75, decay), options)
 
     return step
 

@@ -50,6 +50,22 @@ def test_by_hand(path):
     assert torch.equal(average.nan_to_num(9), torch.tensor([-0.5, 14.0, 0.0, 9.0]))
 
 
+@paths
+def test_signs_of_awkward_numbers(path):
+    """Of the smallest and the largest, of zeros, and of inf, which stays inf in the average."""
+    grads = [1e-45, -1e-45, 3e38, -3e38, 0.0, -0.0, torch.inf, -torch.inf]
+    signs = [1.0, -1.0, 1.0, -1.0, 0.0, 0.0, 1.0, -1.0]
+    for betas, steps, some in (((0.0, 0.5), 1, slice(8)), ((0.5, 0.5), 2, slice(2, 8))):
+        param = torch.nn.Parameter(torch.full((8,), 4.0)[some])
+        optimizer = FusedLion([param], lr=0.25, betas=betas)
+        for number in range(1, steps + 1):
+            param.grad = torch.tensor(grads[some])
+            with on(path):
+                optimizer.step()
+            assert param.tolist() == [4 - number * 0.25 * sign for sign in signs[some]]
+        assert optimizer.state[param]["exp_avg"][-2:].tolist() == grads[-2:]
+
+
 def test_torch_has_no_lion():
     with pytest.raises(NotImplementedError, match="torch.optim has no FusedLion"):
         FusedLion(parameters()).torch_state_dict()

@@ -15,9 +15,8 @@ from __future__ import annotations
 import functools
 import inspect
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import repeat
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
-from apex.ops.lists.columns import Scalar, local_parts
+from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous, local_parts
 from apex.ops.lists.placements import placed
 from apex.ops.lists.storage import LostUpdates, ScaledStep, StepOptions
 from apex.optimizers import _groups
@@ -45,12 +44,17 @@ class FusedOptimizer(StatefulOptimizer):
         defaults: Values of the group's numbers.
         set_grad_none: Whether ``zero_grad()`` without an argument frees gradients.
         storage: How weights are stored, see :mod:`apex.ops.lists.storage`.
+        amsgrad: Not supported; here because callers pass ``False``.
 
     Raises:
         ValueError: No parameters, an unknown key in a group, a number out of range.
-        RuntimeError: A parameter is not a dense float16, bfloat16, float32 or float64 tensor, or
-            has the negative bit.
+        RuntimeError: ``amsgrad``; or a parameter is not a dense float16, bfloat16, float32 or
+            float64 tensor, or has the negative bit.
     """
+
+    # How one bucket is stepped, and the NamedTuple of the numbers of that.
+    _algorithm: Callable[[Any, Any, StepOptions], None]
+    _numbers: Any
 
     # If True, torch's GradScaler leaves unscaling and the skip to the step. Programs react to it:
     # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
@@ -58,6 +62,8 @@ class FusedOptimizer(StatefulOptimizer):
 
     #: What is computed from tensors as a whole, and so refuses sharded ones; "" for nothing.
     _needs_whole = ""
+    #: Where arguments of ``step`` that are no longer taken still are, for the message.
+    _takes_arguments = ""
     #: Keys of groups that other optimizers know, and that change what is computed.
     _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
     #: Whether groups of equal numbers share launches: not where a group has tensors of its own.
@@ -70,7 +76,12 @@ class FusedOptimizer(StatefulOptimizer):
         *,
         set_grad_none: bool = True,
         storage: str = "plain",
+        amsgrad: bool = False,
     ) -> None:
+        if amsgrad:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support the AMSGrad variant; leave amsgrad=False."
+            )
         self.set_grad_none = set_grad_none
         self.lost_updates: LostUpdates | None = None
         super().__init__(params, defaults, storage)
@@ -189,6 +200,7 @@ class FusedOptimizer(StatefulOptimizer):
             raise RuntimeError(
                 f"{type(self).__name__} has been updated. Simply initialize it identically to "
                 f"torch.optim's, and call step() with no arguments; {', '.join(given)} was passed."
+                f"{self._takes_arguments}"
             )
 
     def _found_inf(self, scaler: Any) -> torch.Tensor | None:
@@ -202,7 +214,7 @@ class FusedOptimizer(StatefulOptimizer):
 
     @_runtime.not_compiled
     @torch.no_grad()
-    def step_scaled(
+    def step_scaled(  # noqa: C901
         self,
         factor: Scalar = 1.0,
         noop: torch.Tensor | None = None,
@@ -227,7 +239,12 @@ class FusedOptimizer(StatefulOptimizer):
             noop = None
         if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
             factor = float(factor)
-        active = [self._group_grads(group, grads) for group in self.param_groups]
+        active = [_with_grads(group, grads) for group in self.param_groups]
+        tensors = chain.from_iterable(chain(one.params, one.grads) for one in active)
+        plain = OWN_MEMORY.issuperset(map(type, tensors))
+        if not plain:
+            name = type(self).__name__
+            active = [a._replace(grads=[*placed(name, a.params, a.grads)]) for a in active]
         together = joined(active, self.defaults if self._joins_groups else None, noop)
         sizes = [sum(len(params) for _, params, _ in groups) for groups in together]
         stepped = [param for groups in together for _, params, _ in groups for param in params]
@@ -241,10 +258,13 @@ class FusedOptimizer(StatefulOptimizer):
         if largest:
             every = [grad for _, _, found in active for grad in found]
             factor = clipped(every, factor, largest)
-        buckets = self._buckets(stepped, gradients, sizes, copies)
+        columns, extra = self._columns(stepped, gradients, copies, plain=plain)
+        beside = [x for x in extra or () if x is not None]
+        # Only a gradient may have the negative bit: parameters that do are refused.
+        dense = are_contiguous([*columns, beside], columns[:1])
         counters = count_steps(self.param_groups, noop) if self._counts_steps else None
         everywhere: dict[torch.device, StepOptions] = {}
-        for number, bucket in buckets:
+        for number, bucket in split(stepped, columns, extra, sizes):
             device = bucket.weights[0].device
             if device not in everywhere:
                 everywhere[device] = StepOptions(
@@ -253,11 +273,11 @@ class FusedOptimizer(StatefulOptimizer):
                     write_grads=write_grads,
                     storage=self._storage,
                     meter=self.lost_updates,
-                    may_be_neg=1,  # gradients; parameters with the bit are refused
+                    dense=dense,
                 )
             options = everywhere[device]
             if bucket.extra is not None:
-                options = replace(options, extra=bucket.extra)
+                options = options._replace(extra=bucket.extra)
             if self.lost_updates is not None:
                 weights = sum(weight.numel() for weight in bucket.weights)
                 self.lost_updates.add(0.0, weights, options.noop)
@@ -266,20 +286,6 @@ class FusedOptimizer(StatefulOptimizer):
                 group = counted(together[number], bucket.params, device, counters)
             self._update(group, bucket, options)
         self._note_versions()
-
-    def _group_grads(
-        self, group: dict[str, Any], grads: Mapping[torch.Tensor, torch.Tensor] | None
-    ) -> GroupGrads:
-        params = group["params"]
-        found: list[Any]
-        if grads is None:
-            found = [*map(_GRAD, params)]
-        else:
-            found = [grads.get(param, param.grad) for param in params]
-        if any(map(is_, found, repeat(None))):
-            params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
-            found = [grad for grad in found if grad is not None]
-        return GroupGrads(group, params, list(placed(type(self).__name__, params, found)))
 
     def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a gradient is not dense and real."""
@@ -296,14 +302,16 @@ class FusedOptimizer(StatefulOptimizer):
             if grad.is_complex():
                 raise RuntimeError(f"{name} does not support complex gradients.")
 
-    def _buckets(
+    def _columns(
         self,
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
-        sizes: Sequence[int],
         copies: Mapping[torch.Tensor, torch.Tensor] | None,
-    ) -> Iterable[tuple[int, Bucket]]:
-        states = [*map(self.state.__getitem__, params)]
+        *,
+        plain: bool,
+    ) -> tuple[list[Sequence[torch.Tensor]], Sequence[torch.Tensor | None] | None]:
+        """Gradients, weights and every slot; and what is stored beside the weights, if anything."""
+        states = self._states(params)
         if self._mastered and not all(map(MASTERED, states)):
             for param in params:
                 self._master_or(param)
@@ -312,17 +320,19 @@ class FusedOptimizer(StatefulOptimizer):
         except KeyError:  # the first step of some
             states = [*map(self._state_of, params)]
             slots = [[*map(itemgetter(slot), states)] for slot in self.slots]
-        weights = here = local_parts(params)
+        weights = here = params if plain else local_parts(params)
         # as many entries as slots: nothing else is there
         mastered = {*map(len, states)} != {len(self.slots)} and any(map(MASTERED, states))
         extra = self._extras(params, weights, states, copies, mastered=mastered)
         if mastered:
             both = zip(states, weights, strict=True)
             weights = local_parts([state.get("master_param", weight) for state, weight in both])
-        columns = [local_parts(grads), weights, *map(local_parts, slots)]
+        columns = [grads, weights, *slots]
+        if not plain:
+            columns = [*map(local_parts, columns)]
         shapes = {slot: self.slot_shapes.get(slot) for slot in self.slots}
         check_places(type(self).__name__, here, columns, extra, shapes)
-        return split(params, columns, extra, sizes)
+        return columns, extra
 
     def columns(self, bucket: Bucket) -> list[list[torch.Tensor]]:
         """Gradients, weights and every state slot."""
@@ -346,7 +356,38 @@ class FusedOptimizer(StatefulOptimizer):
             bucket: What is stepped.
             options: Scaling, skipping and storage.
         """
-        raise NotImplementedError
+        numbers = self._numbers_of(group, bucket.weights[0].device)
+        self._algorithm(self.columns(bucket), numbers, options)
+
+    def _numbers_of(self, group: Mapping[str, Any], device: torch.device) -> Any:
+        """The numbers of a step: of the group, else attributes of the optimizer."""
+        beta1, beta2 = group.get("betas", (0.0, 0.0))
+        found = {"step": group.get("step"), "beta1": beta1, "beta2": beta2}
+        for key in ("lr", "weight_decay"):
+            found[key] = scalar(group[key], device)
+        numbers = [
+            found[name]
+            if name in found
+            else (group[name] if name in self.defaults else getattr(self, name))
+            for name in self._numbers._fields
+        ]
+        return self._numbers(*numbers)
+
+
+def _with_grads(
+    group: dict[str, Any], grads: Mapping[torch.Tensor, torch.Tensor] | None
+) -> GroupGrads:
+    """The group with those of its parameters that have a gradient."""
+    params = group["params"]
+    found: list[Any]
+    if grads is None:
+        found = [*map(_GRAD, params)]
+    else:
+        found = [grads.get(param, param.grad) for param in params]
+    if any(map(is_, found, repeat(None))):
+        params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
+        found = [grad for grad in found if grad is not None]
+    return GroupGrads(group, params, found)
 
 
 def _on(value: Scalar, device: torch.device) -> Scalar:

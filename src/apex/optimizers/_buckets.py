@@ -8,9 +8,8 @@ are edited.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,8 +21,7 @@ _DTYPE, _DEVICE, _SHAPE = map(attrgetter, ("dtype", "device", "shape"))
 _GET_DEVICE = torch.Tensor.get_device
 
 
-@dataclass
-class Bucket:
+class Bucket(NamedTuple):
     """Parameters of one device and one set of dtypes, as columns.
 
     Attributes:
@@ -34,10 +32,10 @@ class Bucket:
         extra: The storage's own column, or the 16-bit parameters behind masters.
     """
 
-    params: list[torch.Tensor] = field(default_factory=list)
-    grads: list[torch.Tensor] = field(default_factory=list)
-    weights: list[torch.Tensor] = field(default_factory=list)
-    slots: list[list[torch.Tensor]] = field(default_factory=list)
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    slots: list[list[torch.Tensor]]
     extra: list[torch.Tensor] | None = None
 
 

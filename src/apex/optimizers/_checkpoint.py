@@ -22,6 +22,8 @@ from apex.ops.lists.columns import local
 # change what is computed are refused when set.
 _FOREIGN = {"foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable"}
 _REFUSED = {"amsgrad", "maximize"}
+# What all optimizers of torch.optim have in their groups, at its default.
+TORCH_ONLY = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
 
 
 def check_is_state_dict(optimizer: str, state_dict: Mapping[str, Any]) -> None:

@@ -146,3 +146,11 @@ def check_stored(optimizer: str, params: Sequence[torch.Tensor], storage: str) -
             f"{others.pop()}. Convert the model with .bfloat16() first; for a model that was "
             "converted since, make a new optimizer, whose load_state_dict takes this one's state."
         )
+
+
+def keep_on_device(group: dict[str, Any]) -> None:
+    """Make ``lr`` and ``step`` tensors where the group's parameters are."""
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+    step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device)
+    group["lr"], group["step"] = lr.detach().clone(), step.detach().clone().reshape(1)

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
-from apex.ops.lists.storage import StepOptions
+from apex.multi_tensor_apply import list_functions
 from apex.ops.updates.adagrad import Adagrad, adagrad_
-from apex.optimizers._base import FusedOptimizer, scalar
-from apex.optimizers._buckets import Bucket
+from apex.optimizers._base import FusedOptimizer
+from apex.optimizers._checkpoint import TORCH_ONLY
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -42,11 +41,12 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     slots = ("sum",)
+    _algorithm, _numbers = staticmethod(adagrad_), Adagrad
     narrow_slots = ("sum",)
     _counts_steps = False
     _refused_keys = (*FusedOptimizer._refused_keys, "lr_decay")
     # Subclasses with a step of their own call these, as in the original.
-    multi_tensor_adagrad = staticmethod(_optimizers.multi_tensor_adagrad)
+    multi_tensor_adagrad = staticmethod(list_functions.multi_tensor_adagrad)
 
     def __init__(
         self,
@@ -62,16 +62,6 @@ class FusedAdagrad(FusedOptimizer):
         self.adagrad_w_mode = bool(adagrad_w_mode)
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
-
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.weights[0].device
-        numbers = Adagrad(
-            lr=scalar(group["lr"], device),
-            eps=group["eps"],
-            weight_decay=scalar(group["weight_decay"], device),
-            adagrad_w_mode=self.adagrad_w_mode,
-        )
-        adagrad_(self.columns(bucket), numbers, options)
 
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = [dict(group) for group in state_dict["param_groups"]]
@@ -94,12 +84,4 @@ class FusedAdagrad(FusedOptimizer):
                 "FusedAdagrad: torch.optim.Adagrad has no decoupled weight decay; with "
                 "adagrad_w_mode=True and weight_decay it would compute something else."
             )
-        return {
-            **group,
-            "lr_decay": 0,
-            "initial_accumulator_value": 0,
-            "foreach": None,
-            "maximize": False,
-            "differentiable": False,
-            "fused": None,
-        }
+        return {**group, **TORCH_ONLY, "lr_decay": 0, "initial_accumulator_value": 0}

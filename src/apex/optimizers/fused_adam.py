@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
-from apex.ops.lists.storage import StepOptions
+from apex.multi_tensor_apply import list_functions
 from apex.ops.updates.adam import Adam, adam_
-from apex.optimizers._base import FusedOptimizer, scalar
-from apex.optimizers._buckets import Bucket
+from apex.optimizers import _groups
+from apex.optimizers._base import FusedOptimizer
+from apex.optimizers._checkpoint import TORCH_ONLY
 from apex.optimizers._groups import HALF
 
 
@@ -57,12 +57,14 @@ class FusedAdam(FusedOptimizer):
     """
 
     slots = ("exp_avg", "exp_avg_sq")
+    _algorithm, _numbers = staticmethod(adam_), Adam
     _not_in_torch = ("bias_correction",)
+    _takes_arguments = " apex.contrib.optimizers.FusedAdam still takes them."
     # Subclasses with a step of their own call these, as in the original.
-    multi_tensor_adam = staticmethod(_optimizers.multi_tensor_adam)
-    multi_tensor_adam_capturable = staticmethod(_optimizers.multi_tensor_adam_capturable)
+    multi_tensor_adam = staticmethod(list_functions.multi_tensor_adam)
+    multi_tensor_adam_capturable = staticmethod(list_functions.multi_tensor_adam_capturable)
     multi_tensor_adam_capturable_master = staticmethod(
-        _optimizers.multi_tensor_adam_capturable_master
+        list_functions.multi_tensor_adam_capturable_master
     )
 
     def __init__(  # noqa: PLR0913 - the original's signature
@@ -84,8 +86,6 @@ class FusedAdam(FusedOptimizer):
         eps_inside_sqrt: bool = False,
         use_mt: bool = False,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
         if eps_inside_sqrt:
             raise RuntimeError(
                 "FusedAdam does not support eps_inside_sqrt=True. The FusedAdam of "
@@ -114,13 +114,12 @@ class FusedAdam(FusedOptimizer):
         if capturable and not isinstance(lr, torch.Tensor):
             lr = torch.tensor(lr, dtype=torch.float32, device="cpu")
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
             "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+        }  # fmt: skip
+        super().__init__(
+            params, defaults, set_grad_none=set_grad_none, storage=storage, amsgrad=amsgrad
+        )
 
     def _arguments(self) -> dict[str, Any]:
         return {**super()._arguments(), "decoupled_weight_decay": self.adam_w_mode}  # torch's name
@@ -133,11 +132,7 @@ class FusedAdam(FusedOptimizer):
     def _prepare(self, group: dict[str, Any]) -> None:
         """Move ``lr`` and ``step`` to the device if ``capturable``; drop masters of no use."""
         if self.capturable and group["params"]:
-            device = group["params"][0].device
-            lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
-            group["lr"] = lr.clone()
-            step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device)
-            group["step"] = step.clone().reshape(1)
+            _groups.keep_on_device(group)
         if not self.master_weights:
             for param in group["params"]:
                 self.state.get(param, {}).pop("master_param", None)
@@ -186,39 +181,11 @@ class FusedAdam(FusedOptimizer):
         Raises:
             RuntimeError: A gradient is sparse or complex, or an argument is no longer taken.
         """
-        given = {
-            "grads": grads,
-            "output_params": output_params,
-            "scale": scale,
-            "grad_norms": grad_norms,
-        }
-        return self._stepped(closure, {**given, **historic})
+        old = {"grads": grads, "output_params": output_params, "scale": scale}
+        return self._stepped(closure, {**old, "grad_norms": grad_norms, **historic})
 
     def _largest_norm(self) -> float:
         return float(self.max_grad_norm or 0.0)
-
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.weights[0].device
-        numbers = Adam(
-            lr=scalar(group["lr"], device),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=scalar(group["weight_decay"], device),
-            adam_w_mode=self.adam_w_mode,
-            bias_correction=bool(group["bias_correction"]),
-            step=group["step"],
-        )
-        adam_(self.columns(bucket), numbers, options)
-
-    def _refuse(self, historic: Mapping[str, Any]) -> None:
-        given = [name for name, value in historic.items() if value is not None]
-        if given:
-            raise RuntimeError(
-                "FusedAdam has been updated. Simply initialize it identically to torch.optim.Adam, "
-                f"and call step() with no arguments; {', '.join(given)} was passed. "
-                "apex.contrib.optimizers.FusedAdam still takes them."
-            )
 
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         for group in state_dict["param_groups"]:
@@ -234,13 +201,5 @@ class FusedAdam(FusedOptimizer):
 
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         group.pop("bias_correction")
-        return {
-            **group,
-            "amsgrad": False,
-            "maximize": False,
-            "foreach": None,
-            "capturable": False,
-            "differentiable": False,
-            "fused": None,
-            "decoupled_weight_decay": self.adam_w_mode,
-        }
+        of_adam = {"amsgrad": False, "capturable": False}
+        return {**group, **TORCH_ONLY, **of_adam, "decoupled_weight_decay": self.adam_w_mode}

@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 
-from apex.multi_tensor_apply._amp_c import lamb as _lamb
-from apex.multi_tensor_apply._amp_c import scaling as _scaling
-from apex.ops.lists.storage import StepOptions
+from apex.multi_tensor_apply import list_functions
 from apex.ops.updates.lamb import Lamb, lamb_
-from apex.optimizers._base import FusedOptimizer, scalar
-from apex.optimizers._buckets import Bucket
+from apex.optimizers._base import FusedOptimizer
 
 
 class FusedLAMB(FusedOptimizer):
@@ -55,11 +52,12 @@ class FusedLAMB(FusedOptimizer):
     """
 
     slots = ("exp_avg", "exp_avg_sq")
+    _algorithm, _numbers = staticmethod(lamb_), Lamb
     narrow_slots = ("exp_avg", "exp_avg_sq")
     _needs_whole = "the norm of a whole tensor"
     # Subclasses with a step of their own call these, as in the original.
-    multi_tensor_l2norm = staticmethod(_scaling.multi_tensor_l2norm)
-    multi_tensor_lamb = staticmethod(_lamb.multi_tensor_lamb)
+    multi_tensor_l2norm = staticmethod(list_functions.multi_tensor_l2norm)
+    multi_tensor_lamb = staticmethod(list_functions.multi_tensor_lamb)
 
     def __init__(  # noqa: PLR0913
         self,
@@ -78,22 +76,16 @@ class FusedLAMB(FusedOptimizer):
         *,
         storage: str = "plain",
     ) -> None:
-        if amsgrad:
-            raise RuntimeError(
-                f"{type(self).__name__} does not support the AMSGrad variant; leave amsgrad=False."
-            )
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay, "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+        }  # fmt: skip
+        super().__init__(
+            params, defaults, set_grad_none=set_grad_none, storage=storage, amsgrad=amsgrad
+        )
 
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
         if param.dtype == torch.bfloat16:
@@ -102,19 +94,3 @@ class FusedLAMB(FusedOptimizer):
 
     def _largest_norm(self) -> float:
         return float(self.defaults["max_grad_norm"])
-
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.weights[0].device
-        numbers = Lamb(
-            lr=scalar(group["lr"], device),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=scalar(group["weight_decay"], device),
-            adam_w_mode=bool(self.adam_w_mode),
-            bias_correction=bool(group["bias_correction"]),
-            grad_averaging=bool(group["grad_averaging"]),
-            use_nvlamb=bool(self.use_nvlamb),
-            step=group["step"],
-        )
-        lamb_(self.columns(bucket), numbers, options)

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.storage import StepOptions
-from apex.ops.updates.lion import LionScalars, lion_
-from apex.optimizers._base import FusedOptimizer, scalar
-from apex.optimizers._buckets import Bucket
+from apex.ops.updates.lion import Lion, lion_
+from apex.optimizers._base import FusedOptimizer
 
 
 class FusedLion(FusedOptimizer):
@@ -39,6 +37,7 @@ class FusedLion(FusedOptimizer):
     """
 
     slots = ("exp_avg",)
+    _algorithm, _numbers = staticmethod(lion_), Lion
     _counts_steps = False
 
     def __init__(
@@ -53,10 +52,3 @@ class FusedLion(FusedOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
-
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.weights[0].device
-        beta1, beta2 = group["betas"]
-        lr, decay = (scalar(group[key], device) for key in ("lr", "weight_decay"))
-        numbers = LionScalars(options.factor, lr, decay, beta1, 1 - beta1, beta2, 1 - beta2)
-        lion_(self.columns(bucket), numbers, options)

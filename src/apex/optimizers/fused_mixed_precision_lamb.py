@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from apex.multi_tensor_apply._amp_c import lamb as _lamb
-from apex.multi_tensor_apply._amp_c import scaling as _scaling
+from apex.multi_tensor_apply import list_functions
+from apex.optimizers import _groups
 from apex.optimizers.fused_lamb import FusedLAMB
 
 
@@ -52,8 +52,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     _keeps_saved_dtypes = True
     _step_supports_amp_scaling = True
     # Subclasses with a step of their own call these, as in the original.
-    multi_tensor_l2norm = staticmethod(_scaling.multi_tensor_l2norm_mp)
-    multi_tensor_lamb = staticmethod(_lamb.multi_tensor_lamb_mp)  # type: ignore[assignment]
+    multi_tensor_l2norm = staticmethod(list_functions.multi_tensor_l2norm_mp)
+    multi_tensor_lamb = staticmethod(list_functions.multi_tensor_lamb_mp)
 
     def __init__(  # noqa: PLR0913
         self,
@@ -76,29 +76,17 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         if reduced_precision_dtype is not None:
             self._mastered = frozenset({reduced_precision_dtype}) - {torch.float32}
         super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            adam_w_mode=adam_w_mode,
-            grad_averaging=grad_averaging,
-            max_grad_norm=max_grad_norm,
-            use_nvlamb=use_nvlamb,
-        )
+            params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode,
+            grad_averaging, max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb,
+        )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``lr`` and ``step`` move to the device of its parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("step", self._first_step)
-        device = group["params"][0].device if group["params"] else torch.device("cpu")
-        lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
-        step = torch.as_tensor(group["step"], dtype=torch.int32, device=device)
-        group["lr"] = lr.detach().clone().reshape(())
-        group["step"] = step.detach().clone().reshape(1)
+        _groups.keep_on_device(group)
+        group["lr"] = group["lr"].reshape(())
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
@@ -120,7 +108,4 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         super()._restore(loaded)
         for group in self.param_groups:  # as numbers, or tensors on another device
             if group["params"]:
-                device = group["params"][0].device
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
-                step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device)
-                group["step"] = step.reshape(1)
+                _groups.keep_on_device(group)

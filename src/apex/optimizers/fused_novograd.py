@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 
-from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
+from apex.multi_tensor_apply import list_functions
 from apex.ops.lists.columns import Scalar, joined, taken
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.novograd import UNSET, NovoGrad, novograd_
-from apex.optimizers._base import FusedOptimizer, scalar
+from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._buckets import Bucket
 from apex.optimizers._joined import GroupGrads
 
+_DTYPE, _STEPPED = attrgetter("dtype"), methodcaller("__contains__", "exp_avg")
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
 KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
 
@@ -59,10 +61,11 @@ class FusedNovoGrad(FusedOptimizer):
 
     _needs_whole = "the norm of a whole gradient"
     slots = ("exp_avg",)
+    _numbers = NovoGrad
     narrow_slots = ("exp_avg",)
     _joins_groups = False  # each has the norms of its tensors
     # Subclasses with a step of their own call these, as in the original.
-    multi_tensor_novograd = staticmethod(_optimizers.multi_tensor_novograd)
+    multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
 
     def __init__(  # noqa: PLR0913 - the original's signature
         self,
@@ -81,21 +84,16 @@ class FusedNovoGrad(FusedOptimizer):
         *,
         storage: str = "plain",
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant.")
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay, "grad_averaging": grad_averaging,
+            "norm_type": norm_type, "init_zero": init_zero,
+        }  # fmt: skip
         self.reg_inside_moment = bool(reg_inside_moment)
         self.moment_mode = 0 if reg_inside_moment else 1
-        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+        super().__init__(
+            params, defaults, set_grad_none=set_grad_none, storage=storage, amsgrad=amsgrad
+        )
 
     def _check_numbers(self, group: Mapping[str, Any]) -> None:
         super()._check_numbers(group)
@@ -117,6 +115,7 @@ class FusedNovoGrad(FusedOptimizer):
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
     ) -> None:
         """Append norms of parameters that are stepped for the first time."""
+        active = [one for one in active if not self._is_settled(one)]
         for group, _, _ in active:  # all checks before anything changes
             self._follow_conversion(group)
         for group, params, _ in active:
@@ -133,6 +132,16 @@ class FusedNovoGrad(FusedOptimizer):
             ]
             for param in params:  # at once, so that entries and parameters stay of one number
                 self._state_of(param)
+
+    def _is_settled(self, one: GroupGrads) -> bool:
+        """Whether there is a norm for each parameter, all of one dtype, and all are stepped."""
+        group, params, _ = one
+        sizes = [norms.numel() for norms in group.get("exp_avg_sq", ())]
+        if len(params) != len(group["params"]) or sum(sizes) != len(params):
+            return False
+        dtypes = {*map(_DTYPE, params)}
+        kinds = {kind for kind, size in zip(KINDS, sizes, strict=False) if size}
+        return len(dtypes) == 1 and dtypes == kinds and all(map(_STEPPED, self._states(params)))
 
     def _follow_conversion(self, group: dict[str, Any]) -> None:
         """Sort the norms by dtype again, if the model was converted, by ``double()`` say.
@@ -191,18 +200,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
-        numbers = NovoGrad(
-            lr=scalar(group["lr"], device),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=scalar(group["weight_decay"], device),
-            reg_inside_moment=self.moment_mode == 0,
-            grad_averaging=bool(group["grad_averaging"]),
-            norm_type=group["norm_type"],
-            bias_correction=bool(group["bias_correction"]),
-            step=group["step"],
-        )
+        numbers = self._numbers_of(group, device)
         kind = bucket.params[0].dtype
         norms = group["exp_avg_sq"][KINDS.index(kind)]
         columns = self.columns(bucket)

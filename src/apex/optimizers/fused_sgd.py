@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from apex.multi_tensor_apply._amp_c import optimizers as _optimizers
+from apex.multi_tensor_apply import list_functions
 from apex.ops import _runtime
 from apex.ops.lists.columns import Scalar, local
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.sgd import SGD, sgd_
-from apex.optimizers._base import FusedOptimizer, scalar
+from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._buckets import Bucket
+from apex.optimizers._checkpoint import TORCH_ONLY
 from apex.optimizers._joined import GroupGrads
 
 
@@ -56,13 +57,14 @@ class FusedSGD(FusedOptimizer):
     """
 
     slots = ("momentum_buffer",)
+    _numbers = SGD
     narrow_slots = ("momentum_buffer",)
     # "first": not 0 on the device while the buffer has no history, see `_prepare_step`.
     _more_state = (*FusedOptimizer._more_state, "first")
     _marks = False  # whether a state may have a "first"
     _counts_steps = False
     # Subclasses with a step of their own call these, as in the original.
-    multi_tensor_sgd = staticmethod(_optimizers.multi_tensor_sgd)
+    multi_tensor_sgd = staticmethod(list_functions.multi_tensor_sgd)
 
     def __init__(
         self,
@@ -79,12 +81,9 @@ class FusedSGD(FusedOptimizer):
         storage: str = "plain",
     ) -> None:
         defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov,
-        }
+        }  # fmt: skip
         self.wd_after_momentum = bool(wd_after_momentum)
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale: float | torch.Tensor = 1.0
@@ -120,16 +119,8 @@ class FusedSGD(FusedOptimizer):
     def _is_fresh(self, param: torch.Tensor) -> bool:
         return "momentum_buffer" not in self.state.get(param, {})
 
-    @_runtime.not_compiled
-    @torch.no_grad()
     def step_scaled(
-        self,
-        factor: Scalar = 1.0,
-        noop: torch.Tensor | None = None,
-        *,
-        write_grads: bool = False,
-        copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
     ) -> None:
         """Take one step, see the base; gradients are divided by ``most_recent_scale`` too."""
         scale = self.most_recent_scale
@@ -137,7 +128,7 @@ class FusedSGD(FusedOptimizer):
             factor = scale.reciprocal().float() * factor
         elif scale != 1.0:
             factor = factor / scale
-        super().step_scaled(factor, noop, write_grads=write_grads, copies=copies, grads=grads)
+        super().step_scaled(factor, noop, **options)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
@@ -176,20 +167,10 @@ class FusedSGD(FusedOptimizer):
 
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         device = bucket.weights[0].device
-        momentum = float(group["momentum"])
-        numbers = SGD(
-            lr=scalar(group["lr"], device),
-            momentum=momentum,
-            dampening=float(group["dampening"]),
-            weight_decay=scalar(group["weight_decay"], device),
-            nesterov=bool(group["nesterov"]),
-            wd_after_momentum=self.wd_after_momentum,
-        )
-        columns = self.columns(bucket)
-        if not momentum:
-            sgd_(columns[:2], numbers, options)
-            return
-        states = [self.state[param] for param in bucket.params] if self._marks else []
+        numbers = self._numbers_of(group, device)
+        columns = self.columns(bucket) if numbers.momentum else self.columns(bucket)[:2]
+        begins = self._marks and numbers.momentum
+        states = [self.state[param] for param in bucket.params] if begins else []
         if not any("first" in state for state in states):
             sgd_(columns, numbers, options)
             return
@@ -217,4 +198,4 @@ class FusedSGD(FusedOptimizer):
                 "FusedSGD: torch.optim.SGD adds the weight decay before the momentum; with "
                 "wd_after_momentum=True it would compute something else."
             )
-        return {**group, "maximize": False, "foreach": None, "differentiable": False, "fused": None}
+        return {**group, **TORCH_ONLY}

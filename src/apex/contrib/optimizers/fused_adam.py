@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,24 +73,16 @@ class FusedAdam(OldStep):
         use_mt: bool = False,
         amp_scale_adjustment: float = 1.0,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError(
-                "FusedAdam does not support the AMSGrad variant; leave amsgrad=False."
-            )
         self.eps_inside_sqrt = bool(eps_inside_sqrt)
         self.eps_mode = 0 if eps_inside_sqrt else 1
         self.use_mt = use_mt
         self.amp_scale_adjustment = amp_scale_adjustment
         self._factors: dict[int, Scalar] = {}
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults)
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay, "max_grad_norm": max_grad_norm,
+        }  # fmt: skip
+        super().__init__(params, defaults, amsgrad=amsgrad)
 
     def _prepare_step(
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
@@ -123,20 +114,13 @@ class FusedAdam(OldStep):
                 unbias2 = unbiased(beta2, step)
                 root = unbias2.sqrt() if isinstance(unbias2, torch.Tensor) else math.sqrt(unbias2)
                 rate = lr * unbiased(beta1, step) / root
+            decay = scalar(group["weight_decay"], device)
             numbers = Adam(
-                lr=rate,
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=scalar(group["weight_decay"], device),
-                adam_w_mode=True,
-                bias_correction=False,
-                step=step,
-                eps_inside_sqrt=self.eps_mode == 0,
+                rate, beta1, beta2, group["eps"], decay, True, False, step, self.eps_mode == 0
             )
             extra = None if options.extra is None else [options.extra[i] for i in members]
             part = [[column[i] for i in members] for column in columns]
-            adam_(part, numbers, replace(options, factor=factor, extra=extra))
+            adam_(part, numbers, options._replace(factor=factor, extra=extra))
 
     def _by_step(
         self, bucket: Bucket, noop: torch.Tensor | None

@@ -43,15 +43,6 @@ class FusedLAMB(_FusedLAMB):
         max_grad_norm: float = 1.0,
     ) -> None:
         super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            adam_w_mode=adam_w_mode,
-            grad_averaging=grad_averaging,
-            set_grad_none=set_grad_none,
-            max_grad_norm=max_grad_norm,
-        )
+            params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode,
+            grad_averaging, set_grad_none, max_grad_norm,
+        )  # fmt: skip

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Scalar, grouped, local, scalar_on
+from apex.ops.lists.columns import Scalar, grouped, local_parts, scalar_on
 from apex.ops.lists.placements import norm_of_all
 from apex.ops.lists.scale import scale_
 from apex.ops.lists.tensor_norms import l2_norm, max_norms
+from apex.ops.lists.unscale import multiply_
+
+_DTYPE, _IS_CPU, _LAYOUT = map(attrgetter, ("dtype", "is_cpu", "layout"))
 
 
 @torch.no_grad()
@@ -54,8 +58,11 @@ def clip_(
         )
     max_norm = scalar_on(max_norm, norm.device)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).reshape(())
-    grads = [*map(local, grads)]
-    if not all(map(_is_dense, grads)):
+    grads = local_parts(grads)
+    if not _runtime.forced() and all(map(_IS_CPU, grads)):
+        multiply_(grads, coefficient.item())
+        return norm
+    if not _are_dense(grads):
         for grad in grads:
             grad.mul_(coefficient.to(grad.device, non_blocking=True))
         return norm
@@ -89,7 +96,7 @@ def total_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    usual = all(grad.dtype in _runtime.DTYPES and _is_dense(grad) for grad in grads)
+    usual = {*map(_DTYPE, grads)} <= {*_runtime.DTYPES} and _are_dense(grads)
     if usual and norm_type == 2.0:
         return l2_norm(grads)
     if usual and norm_type == float("inf"):
@@ -106,12 +113,12 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
 
 def _norm_of_one(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
     norm: torch.Tensor
-    if grad.dtype in _runtime.DTYPES and _is_dense(grad):
+    if grad.dtype in _runtime.DTYPES and _are_dense([grad]):
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)
     else:
         norm = torch.nn.utils.get_total_norm([grad], norm_type)
     return norm
 
 
-def _is_dense(grad: torch.Tensor) -> bool:
-    return grad.layout == torch.strided
+def _are_dense(grads: Sequence[torch.Tensor]) -> bool:
+    return {*map(_LAYOUT, grads)} == {torch.strided}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -84,21 +84,21 @@ def store_new(raw: Values, values: Values, new: Values) -> Values:
 PLAIN = Codec(widen, store_new, "multi_tensor:widened,rounded")
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+class _Call(NamedTuple):
     """The arguments of :func:`run`."""
 
     update: Update
     columns: Sequence[Column]
     stores: tuple[tuple[int, int], ...]
-    scalars: tuple[Scalar, ...]
-    noop: torch.Tensor | None
-    sums: tuple[int, ...]
-    codec: Codec
-    seed: torch.Tensor | None
-    flag: torch.Tensor | None
-    flags: tuple[int, ...]
-    largest: bool
+    scalars: tuple[Scalar, ...] = NO_SCALARS
+    noop: torch.Tensor | None = None
+    sums: tuple[int, ...] = ()
+    codec: Codec = PLAIN
+    seed: torch.Tensor | None = None
+    flag: torch.Tensor | None = None
+    flags: tuple[int, ...] = ()
+    largest: bool = False
+    dense: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -110,15 +110,7 @@ def run(
     columns: Sequence[Column],
     stores: tuple[tuple[int, int], ...],
     scalars: tuple[Scalar, ...] = NO_SCALARS,
-    *,
-    noop: torch.Tensor | None = None,
-    sums: tuple[int, ...] = (),
-    codec: Codec = PLAIN,
-    seed: torch.Tensor | None = None,
-    flag: torch.Tensor | None = None,
-    flags: tuple[int, ...] = (),
-    largest: bool = False,
-    may_be_neg: int | None = None,
+    **options: Any,
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns, in place.
 
@@ -129,6 +121,7 @@ def run(
         stores: Pairs (column, number of the new value that is written to it).
         scalars: An ``update.scalars`` of numbers, of one-element tensors on the device, or of
             float32 vectors there with a number for each position.
+        **options: The others, by name.
         noop: One-element tensor on the device; nothing is written if it is not 0.
         sums: Numbers of new values to sum over each position.
         codec: How the columns are stored.
@@ -137,20 +130,20 @@ def run(
             finite, and is left alone otherwise.
         flags: Numbers of the new values that are looked at for it.
         largest: Take the largest instead of the sum, of values that are at least 0; nan wins.
-        may_be_neg: See :func:`apex.ops.lists.columns.odd_positions`.
+        dense: Whether no position is odd, known before, see
+            :func:`apex.ops.lists.columns.odd_positions`.
 
     Returns:
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.
     """
+    call = _Call(update, columns, stores, scalars, **options)
+    sums = call.sums
     if not columns[0]:
         return torch.zeros(len(sums), 0) if sums else None
-    flags = flags if flag is not None else ()
-    call = _Call(
-        update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest
-    )  # fmt: skip
+    call = call if call.flag is not None else call._replace(flags=())
     if not _runtime.can_fuse(call.device) or not {column[0].dtype for column in columns} <= FUSABLE:
         return _reference(call)
-    odd = odd_positions(columns, may_be_neg)
+    odd = [] if call.dense else odd_positions(columns)
     if not odd:
         return _fused(call)
     others = sorted({*range(len(columns[0]))}.difference(odd))
@@ -165,7 +158,7 @@ def _part(call: _Call, positions: Sequence[int]) -> _Call:
     """The call at these positions alone."""
     columns = [[column[i] for i in positions] for column in call.columns]
     scalars = _scalars_at(call.scalars, lambda vector: taken(vector, positions))
-    return replace(call, columns=columns, scalars=scalars)
+    return call._replace(columns=columns, scalars=scalars)
 
 
 # -- the definition ------------------------------------------------------------------------------
@@ -314,15 +307,7 @@ def _fused(call: _Call) -> torch.Tensor | None:
         layout,
         [TABLES.table(column, device) for column in call.columns],
         [column[0].dtype for column in call.columns],
-        function,
-        call.stores,
-        call.update.scalars._fields,
-        call.scalars,
-        noop=call.noop,
-        sums=call.sums,
-        codec=(decode, encode),
-        seed=call.seed,
-        largest=call.largest,
-        flag=call.flag,
-        flags=call.flags,
-    )
+        function, call.stores, call.update.scalars._fields, call.scalars, noop=call.noop,
+        sums=call.sums, codec=(decode, encode), seed=call.seed, largest=call.largest,
+        flag=call.flag, flags=call.flags,
+    )  # fmt: skip

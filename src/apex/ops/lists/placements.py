@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.columns import OWN_MEMORY, local
+from apex.ops.lists.columns import OWN_MEMORY, local, local_parts
 
 
 def placed(
@@ -77,8 +77,8 @@ def norm_of_all(
     Returns:
         0-dim, the same on each rank of a mesh.
     """
-    if not any(map(is_sharded, tensors)):
-        return norm([*map(local, tensors)])
+    if OWN_MEMORY.issuperset(map(type, tensors)) or not any(map(is_sharded, tensors)):
+        return norm([*local_parts(tensors)])
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         key = (_mesh(tensor), _placements(tensor)) if is_sharded(tensor) else None

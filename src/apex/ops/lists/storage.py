@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -202,8 +202,7 @@ STOCHASTIC = Storage(
 STORAGES = {storage.name: storage for storage in (PLAIN, LOW_BITS, KAHAN, STOCHASTIC)}
 
 
-@dataclass(frozen=True, eq=False)
-class StepOptions:
+class StepOptions(NamedTuple):
     """What surrounds a step, the same for every optimizer.
 
     Attributes:
@@ -214,7 +213,8 @@ class StepOptions:
         extra: The storage's own column; with plain storage 16-bit weights that get the new
             values too.
         meter: Who counts lost updates.
-        may_be_neg: See :func:`apex.ops.lists.columns.odd_positions`.
+        dense: Whether no position is odd, known before, see
+            :func:`apex.ops.lists.columns.odd_positions`.
     """
 
     factor: Scalar = 1.0
@@ -223,7 +223,7 @@ class StepOptions:
     storage: Storage = PLAIN
     extra: Column | None = None
     meter: LostUpdates | None = None
-    may_be_neg: int | None = None
+    dense: bool = False
 
 
 DEFAULT_OPTIONS = StepOptions()
@@ -291,7 +291,7 @@ def run_stored(
         sums=sums,
         codec=codec,
         seed=seed,
-        may_be_neg=options.may_be_neg,
+        dense=options.dense,
     )
     if options.meter is None or found is None:
         return found

@@ -12,8 +12,8 @@ Source: Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 12, 2011.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,18 +22,12 @@ from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
 from apex.ops.updates import cpu_fused
+from apex.ops.updates.adam import l2_and_decay
 
 _List = list[torch.Tensor]
 
 
-class AdagradScalars(NamedTuple):
-    """What the update takes."""
-
-    factor: Scalar
-    lr: Scalar
-    eps: Scalar
-    l2: Scalar
-    decay: Scalar
+AdagradScalars = namedtuple("AdagradScalars", "factor lr eps l2 decay")
 
 
 def reference(values: Values, s: AdagradScalars) -> Values:
@@ -49,8 +43,7 @@ def reference(values: Values, s: AdagradScalars) -> Values:
 ADAGRAD = Update(reference, "adagrad:adagrad", AdagradScalars)
 
 
-@dataclass(frozen=True)
-class Adagrad:
+class Adagrad(NamedTuple):
     """The hyperparameters of one step.
 
     Attributes:
@@ -67,9 +60,8 @@ class Adagrad:
 
     def scalars(self, factor: Scalar) -> AdagradScalars:
         """What the update takes."""
-        decay = self.weight_decay
-        l2, decoupled = (0.0, decay) if self.adagrad_w_mode else (decay, 0.0)
-        return AdagradScalars(factor, self.lr, self.eps, l2=l2, decay=decoupled)
+        both = l2_and_decay(self.weight_decay, self.adagrad_w_mode)
+        return AdagradScalars(factor, self.lr, self.eps, *both)
 
 
 def adagrad_(

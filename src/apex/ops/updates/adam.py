@@ -15,10 +15,12 @@ algorithm 2.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,49 +31,30 @@ from apex.ops.updates import cpu_fused
 
 _List = list[torch.Tensor]
 
-
-class AdamScalars(NamedTuple):
-    """What the update takes; ``unbias`` are the inverses of the bias corrections."""
-
-    factor: Scalar
-    lr: Scalar
-    beta1: Scalar
-    one_minus_beta1: Scalar
-    beta2: Scalar
-    one_minus_beta2: Scalar
-    eps: Scalar
-    unbias1: Scalar
-    unbias2: Scalar
-    l2: Scalar
-    decay: Scalar
+# What the update takes; "unbias" are the inverses of the bias corrections.
+AdamScalars = namedtuple(
+    "AdamScalars",
+    "factor lr beta1 one_minus_beta1 beta2 one_minus_beta2 eps unbias1 unbias2 l2 decay",
+)
 
 
-def reference(values: Values, s: AdamScalars) -> Values:
-    """Compute the definition."""
+def reference(values: Values, s: AdamScalars, *, eps_inside: bool = False) -> Values:
+    """Compute the definition; ``eps_inside``: with ``sqrt(exp_avg_sq / c2 + eps)`` below."""
     grad, param, exp_avg, exp_avg_sq = values[:4]
     grad = grad * s.factor
     total = grad + s.l2 * param
     exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * total
     exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * total * total
-    root = torch.sqrt(exp_avg_sq * s.unbias2) + s.eps
-    update = (exp_avg * s.unbias1) / root + s.decay * param
-    return param - s.lr * update, exp_avg, exp_avg_sq, grad
-
-
-def reference_eps_inside(values: Values, s: AdamScalars) -> Values:
-    """Compute the definition with ``sqrt(exp_avg_sq / c2 + eps)`` in the denominator."""
-    grad, param, exp_avg, exp_avg_sq = values[:4]
-    grad = grad * s.factor
-    total = grad + s.l2 * param
-    exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * total
-    exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * total * total
-    root = torch.sqrt(exp_avg_sq * s.unbias2 + s.eps)
+    variance = exp_avg_sq * s.unbias2
+    root = torch.sqrt(variance + s.eps) if eps_inside else torch.sqrt(variance) + s.eps
     update = (exp_avg * s.unbias1) / root + s.decay * param
     return param - s.lr * update, exp_avg, exp_avg_sq, grad
 
 
 ADAM = Update(reference, "adam:adam", AdamScalars)
-ADAM_EPS_INSIDE = Update(reference_eps_inside, "adam:adam_eps_inside", AdamScalars)
+ADAM_EPS_INSIDE = Update(
+    functools.partial(reference, eps_inside=True), "adam:adam_eps_inside", AdamScalars
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +109,19 @@ def _unbiased(beta: float, steps: torch.Tensor) -> torch.Tensor:
     return found.reciprocal().float()
 
 
-@dataclass(frozen=True)
-class Adam:
+def corrections(hyper: Any) -> tuple[Scalar, Scalar]:
+    """The inverses of both bias corrections of a step, 1 without them."""
+    if not hyper.bias_correction:
+        return 1.0, 1.0
+    return unbiased(hyper.beta1, hyper.step), unbiased(hyper.beta2, hyper.step)
+
+
+def l2_and_decay(weight_decay: Scalar, decoupled: object) -> tuple[Scalar, Scalar]:
+    """The weight decay as the two that an update has: in the gradient, and decoupled from it."""
+    return (0.0, weight_decay) if decoupled else (weight_decay, 0.0)
+
+
+class Adam(NamedTuple):
     """The hyperparameters of one step.
 
     Attributes:
@@ -154,20 +148,12 @@ class Adam:
 
     def scalars(self, factor: Scalar) -> AdamScalars:
         """What the update takes."""
-        corrected = self.bias_correction
+        _, beta1, beta2, *_ = self
+        l2, decay = l2_and_decay(self.weight_decay, self.adam_w_mode)
         return AdamScalars(
-            factor=factor,
-            lr=self.lr,
-            beta1=self.beta1,
-            one_minus_beta1=1 - self.beta1,
-            beta2=self.beta2,
-            one_minus_beta2=1 - self.beta2,
-            eps=self.eps,
-            unbias1=unbiased(self.beta1, self.step) if corrected else 1.0,
-            unbias2=unbiased(self.beta2, self.step) if corrected else 1.0,
-            l2=0.0 if self.adam_w_mode else self.weight_decay,
-            decay=self.weight_decay if self.adam_w_mode else 0.0,
-        )
+            factor, self.lr, beta1, 1 - beta1, beta2, 1 - beta2, self.eps, *corrections(self),
+            l2, decay,
+        )  # fmt: skip
 
 
 def adam_(columns: Sequence[Column], hyper: Adam, options: StepOptions = DEFAULT_OPTIONS) -> None:
@@ -190,8 +176,7 @@ def adam_(columns: Sequence[Column], hyper: Adam, options: StepOptions = DEFAULT
 def for_torch(step: Step, corrects: bool) -> torch.Tensor:
     """A step for torch's fused kernels on a CPU; without bias corrections the infinite one."""
     assert not isinstance(step, StepCounts)  # cpu_fused.torch_steps asks
-    number = float(step) if corrects else math.inf
-    return torch.full((), number, dtype=torch.float32, device="cpu")  # tensor() takes twice as long
+    return cpu_fused.number(float(step) if corrects else math.inf)
 
 
 def _torchs(hyper: Adam) -> Callable[..., None]:

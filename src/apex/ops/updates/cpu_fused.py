@@ -11,9 +11,7 @@ definition; FusedSGD 12, and 44 (AMD EPYC, one thread).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import repeat
-from numbers import Real
 
 import torch
 
@@ -38,14 +36,14 @@ def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: objec
     every = list(columns) if options.extra is None else [*columns, options.extra]
     known = all(map(_is_known, (options.factor, options.noop, *numbers)))
     known = known and {column[0].dtype for column in every} <= DTYPES
-    return known and not odd_positions(every, options.may_be_neg)
+    return known and (options.dense or not odd_positions(every))
 
 
 def _is_known(number: object) -> bool:
     """Whether the host knows a number without waiting for a device."""
     if isinstance(number, torch.Tensor):
         return not _runtime.waits(number.device)
-    return number is None or isinstance(number, Real)
+    return number is None or isinstance(number, int | float)
 
 
 def step_(
@@ -66,27 +64,34 @@ def step_(
     if options.noop is not None and options.noop.item():
         return
     factor, extra = float(options.factor), options.extra
-    every = [list(column) for column in (columns if extra is None else [*columns, extra])]
     dtypes = {column[0].dtype for column in columns}
     whole = factor == 1.0 and options.storage is PLAIN
     if whole and (dtypes == {torch.float32} or (narrow and len(dtypes) == 1 and extra is None)):
-        kernel(*every[: len(columns)])
+        kernel(*columns)
         if extra is not None:
-            torch._foreach_copy_(every[-1], every[PARAM])
+            torch._foreach_copy_(list(extra), list(columns[PARAM]))
         return
-    for pieces in batches(every):
+    for pieces in batches(columns if extra is None else [*columns, extra]):
         part = pieces[: len(columns)]
-        here = options if extra is None else replace(options, extra=pieces[-1])
+        here = options if extra is None else options._replace(extra=pieces[-1])
         values = as_float32(part, here)
         if factor != 1.0:
-            values[0] = list(torch._foreach_mul(values[0], factor))
+            values[0] = list(torch._foreach_mul(values[0], number(factor)))
         kernel(*values)
         store_(part, values, here, write_grads=options.write_grads and factor != 1.0)
 
 
+def number(value: float) -> torch.Tensor:
+    """A factor for foreach functions on float32: 0.6 us a tensor, where a float takes 2.3."""
+    return torch.full((), value, dtype=torch.float32, device="cpu")  # tensor() takes twice as long
+
+
 def as_float32(columns: Sequence[Column], options: StepOptions) -> Lists:
     """The columns as float32: those that are it already are returned themselves."""
-    wide = [[x.float() for x in column] for column in columns]
+    wide = [
+        [*column] if column[0].dtype == torch.float32 else [x.float() for x in column]
+        for column in columns
+    ]
     if options.storage is not PLAIN:
         wide[PARAM] = [*map(options.storage.widen, *_weights(columns, options))]
     return wide

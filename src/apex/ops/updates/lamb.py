@@ -23,8 +23,8 @@ without weight decay too.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -34,28 +34,14 @@ from apex.ops.lists.multi_tensor import Codec, Update, Values, run
 from apex.ops.lists.storage import DEFAULT_OPTIONS, PLAIN, StepOptions, run_stored
 from apex.ops.lists.tensor_norms import square_sums
 from apex.ops.updates import cpu_fused
-from apex.ops.updates.adam import Step, for_torch, unbiased
+from apex.ops.updates.adam import Step, corrections, for_torch, l2_and_decay
 
-
-class TermScalars(NamedTuple):
-    """What the first launch takes; ``unbias`` are the inverses of the bias corrections."""
-
-    factor: Scalar
-    beta1: Scalar
-    grad_share: Scalar
-    beta2: Scalar
-    one_minus_beta2: Scalar
-    eps: Scalar
-    unbias1: Scalar
-    unbias2: Scalar
-    l2: Scalar
-    decay: Scalar
-
-
-class ApplyScalars(NamedTuple):
-    """Learning rate times trust ratio of each tensor."""
-
-    rate: Scalar
+# What the first launch takes; "unbias" are the inverses of the bias corrections.
+TermScalars = namedtuple(
+    "TermScalars", "factor beta1 grad_share beta2 one_minus_beta2 eps unbias1 unbias2 l2 decay"
+)
+# Learning rate times trust ratio of each tensor.
+ApplyScalars = namedtuple("ApplyScalars", "rate")
 
 
 def _term(values: Values, s: TermScalars) -> Values:
@@ -76,8 +62,7 @@ TERM = Update(_term, "lamb:lamb_term", TermScalars)
 APPLY = Update(_apply, "lamb:lamb_apply", ApplyScalars)
 
 
-@dataclass(frozen=True)
-class Lamb:
+class Lamb(NamedTuple):
     """The hyperparameters of one step.
 
     Attributes:
@@ -106,19 +91,11 @@ class Lamb:
 
     def scalars(self, factor: Scalar) -> TermScalars:
         """What the first launch takes."""
-        corrected = self.bias_correction
+        _, beta1, beta2, *_ = self
         return TermScalars(
-            factor=factor,
-            beta1=self.beta1,
-            grad_share=1 - self.beta1 if self.grad_averaging else 1.0,
-            beta2=self.beta2,
-            one_minus_beta2=1 - self.beta2,
-            eps=self.eps,
-            unbias1=unbiased(self.beta1, self.step) if corrected else 1.0,
-            unbias2=unbiased(self.beta2, self.step) if corrected else 1.0,
-            l2=0.0 if self.adam_w_mode else self.weight_decay,
-            decay=self.weight_decay if self.adam_w_mode else 0.0,
-        )
+            factor, beta1, 1 - beta1 if self.grad_averaging else 1.0, beta2, 1 - beta2, self.eps,
+            *corrections(self), *l2_and_decay(self.weight_decay, self.adam_w_mode),
+        )  # fmt: skip
 
     @property
     def adapts(self) -> bool:
@@ -150,7 +127,6 @@ def trusted_rates(
     return lr * torch.where(trusted, params / terms, 1.0)
 
 
-@torch.no_grad()
 def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS) -> None:
     """Take one step, in place; gradients are left holding the term.
 
@@ -196,13 +172,13 @@ def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT
         noop=options.noop,
         sums=(3, 4) if hyper.adapts else (),
         codec=codec,
-        may_be_neg=options.may_be_neg,
+        dense=options.dense,
     )
     if sums is None:
         rates: Scalar = hyper.lr
     else:
         rates = hyper.rates(*sums.sqrt().unbind())
-    second = replace(options, factor=1.0, write_grads=False)
+    second = options._replace(factor=1.0, write_grads=False)
     run_stored(APPLY, [terms, params], ApplyScalars(rates), second)
 
 
@@ -226,24 +202,26 @@ def _step_on_cpu(columns: Sequence[Column], hyper: Lamb, options: StepOptions) -
     wide = cpu_fused.as_float32(columns, options)
     factor, decay = float(options.factor), float(hyper.weight_decay)
     step = for_torch(hyper.step, hyper.bias_correction)
-    weights = square_sums(wide[1]).sqrt() if hyper.adapts else None
+    scale, shrink = cpu_fused.number(factor), cpu_fused.number(decay)
     for grads, params, exp_avgs, exp_avg_sqs in cpu_fused.batches(wide):
         if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
+            torch._foreach_mul_(grads, scale)
         if decay and not hyper.adam_w_mode:
             torch._foreach_add_(grads, params, alpha=decay)
-        terms = [torch.zeros_like(param) for param in params]
         if decay and hyper.adam_w_mode:  # not 0 times a weight of inf or nan
-            terms = list(torch._foreach_mul(params, decay))
+            terms = list(torch._foreach_mul(params, shrink))
+        else:
+            terms = [torch.zeros_like(param) for param in params]
         torch._fused_adam_(
             terms, grads, exp_avgs, exp_avg_sqs, [], [step] * len(terms),
             lr=-1.0, beta1=hyper.beta1, beta2=hyper.beta2, weight_decay=0.0, eps=hyper.eps,
             amsgrad=False, maximize=False,
         )  # fmt: skip
         torch._foreach_copy_(grads, terms)
-    rates = [float(hyper.lr)] * len(wide[0])
-    if weights is not None:
-        rates = hyper.rates(weights, square_sums(wide[0]).sqrt()).tolist()
-    for param, term, rate in zip(wide[1], wide[0], rates, strict=True):
-        param.add_(term, alpha=-rate)
+    if not hyper.adapts:
+        torch._foreach_add_(wide[1], wide[0], alpha=-float(hyper.lr))
+    else:
+        norms = square_sums([*wide[1], *wide[0]]).sqrt()
+        rates = hyper.rates(*norms.view(2, -1))
+        torch._foreach_addcmul_(wide[1], wide[0], rates.neg().unbind())
     cpu_fused.store_(columns, wide, options, write_grads=options.extra is None)

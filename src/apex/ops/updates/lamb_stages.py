@@ -32,8 +32,7 @@ def stage1_(
     decays: torch.Tensor,
     *,
     factor: Scalar,
-    beta1: float,
-    beta2: float,
+    betas: tuple[float, float],
     eps: float,
     step: int | torch.Tensor,
 ) -> None:
@@ -44,23 +43,15 @@ def stage1_(
             one device and of the same sizes.
         decays: float32 on that device, one for each tensor.
         factor: What gradients are multiplied by.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
+        betas: Decays of the two moments.
         eps: Added to the corrected root.
         step: Which step this is, from 1; a tensor is read on its device.
     """
+    beta1, beta2 = betas
     scalars = TermScalars(
-        factor=factor,
-        beta1=beta1,
-        grad_share=1 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1 - beta2,
-        eps=eps,
-        unbias1=unbiased(beta1, step),
-        unbias2=unbiased(beta2, step),
-        l2=0.0,
-        decay=decays,
-    )
+        factor, beta1, 1 - beta1, beta2, 1 - beta2, eps, unbiased(beta1, step),
+        unbiased(beta2, step), 0.0, decays,
+    )  # fmt: skip
     run(TERM, columns, ((2, 1), (3, 2), (4, 0)), scalars)
 
 

@@ -13,7 +13,8 @@ Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import namedtuple
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,18 +22,12 @@ import torch
 from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.updates import cpu_fused
 
+_List = list[torch.Tensor]
 
-class LionScalars(NamedTuple):
-    """What the update takes: ``rest1`` is 1 - ``beta1``, rounded once, and so is ``rest2``."""
-
-    factor: Scalar
-    lr: Scalar
-    weight_decay: Scalar
-    beta1: Scalar
-    rest1: Scalar
-    beta2: Scalar
-    rest2: Scalar
+# What the update takes: "rest1" is 1 - beta1, rounded once, and so is "rest2".
+LionScalars = namedtuple("LionScalars", "factor lr weight_decay beta1 rest1 beta2 rest2")
 
 
 def reference(values: Values, s: LionScalars) -> Values:
@@ -48,15 +43,64 @@ def reference(values: Values, s: LionScalars) -> Values:
 LION = Update(reference, "lion:lion", LionScalars)
 
 
-def lion_(
-    columns: Sequence[Column], scalars: LionScalars, options: StepOptions = DEFAULT_OPTIONS
-) -> None:
+class Lion(NamedTuple):
+    """The hyperparameters of one step.
+
+    Attributes:
+        lr: Learning rate.
+        beta1: Decay of the average in the update's sign.
+        beta2: Decay of the average that is kept.
+        weight_decay: Decoupled weight decay.
+    """
+
+    lr: Scalar
+    beta1: float
+    beta2: float
+    weight_decay: Scalar
+
+    def scalars(self, factor: Scalar) -> LionScalars:
+        """What the update takes."""
+        lr, beta1, beta2, decay = self
+        return LionScalars(factor, lr, decay, beta1, 1 - beta1, beta2, 1 - beta2)
+
+
+def lion_(columns: Sequence[Column], hyper: Lion, options: StepOptions = DEFAULT_OPTIONS) -> None:
     """Take one step, in place.
 
     Args:
         columns: Gradients, weights, averages; each of one dtype, all on one device and of the same
             sizes.
-        scalars: Of the step.
-        options: Skipping and storage.
+        hyper: Of the step.
+        options: Scaling, skipping and storage.
     """
-    run_stored(LION, columns, scalars, options)
+    if cpu_fused.torch_steps(columns, options, hyper.lr, hyper.weight_decay):
+        cpu_fused.step_(_by_foreach(hyper), columns, options)
+        return
+    run_stored(LION, columns, hyper.scalars(options.factor), options)
+
+
+def _by_foreach(hyper: Lion) -> Callable[..., None]:
+    """Torch's foreach functions for float32 columns of the CPU.
+
+    1,000 tensors of 8 x 8 take a quarter of the definition's time (AMD EPYC, one thread). The sign
+    is a multiple of 2**-22, the smallest number times 2**127, so that nan stays nan, and 0 0.
+    """
+    _, rate, decay, beta1, rest1, beta2, rest2 = hyper.scalars(1.0)
+    lr, small = float(rate), 2.0**-22
+    numbers = map(cpu_fused.number, (beta1, beta2, 2.0**127, 1 - lr * float(decay)))
+    first, second, large, shrunk = numbers
+
+    def kernel(*columns: _List) -> None:
+        for grads, params, averages in cpu_fused.batches(columns):
+            update = torch._foreach_mul(averages, first)
+            torch._foreach_add_(update, grads, alpha=rest1)
+            torch._foreach_mul_(update, large)
+            torch._foreach_clamp_min_(update, -small)
+            torch._foreach_clamp_max_(update, small)
+            if decay:
+                torch._foreach_mul_(params, shrunk)
+            torch._foreach_add_(params, update, alpha=-lr / small)
+            torch._foreach_mul_(averages, second)
+            torch._foreach_add_(averages, grads, alpha=rest2)
+
+    return kernel

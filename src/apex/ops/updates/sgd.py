@@ -15,9 +15,9 @@ Source: Sutskever et al., "On the importance of initialization and momentum in d
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,33 +25,17 @@ from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
 from apex.ops.updates import cpu_fused
+from apex.ops.updates.adam import l2_and_decay
 
 _List = list[torch.Tensor]
 
 
-class SGDScalars(NamedTuple):
-    """What the update without momentum takes."""
-
-    factor: Scalar
-    lr: Scalar
-    weight_decay: Scalar
-
-
-class MomentumScalars(NamedTuple):
-    """What the update with momentum takes.
-
-    ``lookahead`` is the momentum once more for Nesterov's update, else 0; ``first`` is not 0 where
-    the buffer has no history.
-    """
-
-    factor: Scalar
-    lr: Scalar
-    momentum: Scalar
-    one_minus_dampening: Scalar
-    l2: Scalar
-    late_decay: Scalar
-    lookahead: Scalar
-    first: Scalar
+SGDScalars = namedtuple("SGDScalars", "factor lr weight_decay")
+# "lookahead" is the momentum once more for Nesterov's update, else 0; "first" is not 0 where the
+# buffer has no history.
+MomentumScalars = namedtuple(
+    "MomentumScalars", "factor lr momentum one_minus_dampening l2 late_decay lookahead first"
+)
 
 
 def plain_reference(values: Values, s: SGDScalars) -> Values:
@@ -77,8 +61,7 @@ PLAIN = Update(plain_reference, "sgd:sgd", SGDScalars)
 MOMENTUM = Update(reference, "sgd:momentum", MomentumScalars)
 
 
-@dataclass(frozen=True)
-class SGD:
+class SGD(NamedTuple):
     """The hyperparameters of one step.
 
     Attributes:
@@ -97,21 +80,15 @@ class SGD:
     nesterov: bool
     wd_after_momentum: bool
 
-    def scalars(self, factor: Scalar, first: Scalar = 0.0) -> SGDScalars | MomentumScalars:
-        """What the update takes."""
-        decay = self.weight_decay
+    def scalars(self, factor: Scalar, first: Scalar = 0.0) -> Any:
+        """What the update takes, with momentum or without."""
         if not self.momentum:
-            return SGDScalars(factor, self.lr, decay)
+            return SGDScalars(factor, self.lr, self.weight_decay)
         return MomentumScalars(
-            factor=factor,
-            lr=self.lr,
-            momentum=self.momentum,
-            one_minus_dampening=1 - self.dampening,
-            l2=0.0 if self.wd_after_momentum else decay,
-            late_decay=decay if self.wd_after_momentum else 0.0,
-            lookahead=self.momentum if self.nesterov else 0.0,
-            first=first,
-        )
+            factor, self.lr, self.momentum, 1 - self.dampening,
+            *l2_and_decay(self.weight_decay, self.wd_after_momentum),
+            self.momentum if self.nesterov else 0.0, first,
+        )  # fmt: skip
 
 
 def sgd_(
@@ -143,9 +120,9 @@ def sgd_(
 def _torchs(hyper: SGD) -> Callable[..., None]:
     """Torch's fused kernel for float32 columns of the CPU."""
 
-    def kernel(grads: _List, params: _List, buffers: Sequence[torch.Tensor] = ()) -> None:
+    def kernel(grads: _List, params: _List, buffers: _List | tuple[()] = ()) -> None:
         torch._fused_sgd_(
-            params, grads, list(buffers),
+            params, grads, buffers,
             weight_decay=float(hyper.weight_decay), momentum=hyper.momentum, lr=float(hyper.lr),
             dampening=hyper.dampening, nesterov=hyper.nesterov, maximize=False, is_first_step=False,
         )  # fmt: skip

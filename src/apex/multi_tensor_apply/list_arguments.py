@@ -8,36 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import ParamSpec, TypeVar
+from types import SimpleNamespace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Scalar, flag_on, local, scalar_on, set_flag
+from apex.ops.lists.columns import flag_on, local, scalar_on, set_flag
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 Lists = Sequence[Sequence[torch.Tensor]]
-Number = float | torch.Tensor
 
-_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-_DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 _NAMES = {
-    torch.float64: "Double",
-    torch.float32: "Float",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.int64: "Long",
-    torch.int32: "Int",
-    torch.int16: "Short",
-    torch.int8: "Char",
-    torch.uint8: "Byte",
-    torch.bool: "Bool",
-    torch.complex64: "ComplexFloat",
+    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char",
+    torch.uint8: "Byte", torch.bool: "Bool", torch.complex64: "ComplexFloat",
     torch.complex128: "ComplexDouble",
-}
+}  # fmt: skip
 
 
 def entry(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -51,6 +41,95 @@ def entry(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
         return chosen(*arguments, **keywords)
 
     return call
+
+
+def list_function(
+    depths: int | tuple[int, ...], numbers: str
+) -> Callable[[Callable[[Any], _Result]], Callable[..., _Result]]:
+    """Make a function of ``amp_C`` of one that takes checked arguments, as attributes.
+
+    Args:
+        depths: How many lists it takes.
+        numbers: Names of what follows ``chunk_size``, ``noop_flag`` and ``tensor_lists``.
+    """
+    names = numbers.split()
+    arguments = ["chunk_size", "noop_flag", "tensor_lists", *names]
+
+    def made(function: Callable[[Any], _Result]) -> Callable[..., _Result]:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def call(*given: Any) -> _Result:
+            if len(given) != len(arguments):
+                raise TypeError(
+                    f"{name}() takes {len(arguments)} arguments ({', '.join(arguments)}) and got "
+                    f"{len(given)}."
+                )
+            _, flag, lists, *values = given
+            columns = checked(name, lists, (depths,) if isinstance(depths, int) else depths)
+            device = columns[0][0].device
+            found = {
+                key: _taken(name, key, x, device) for key, x in zip(names, values, strict=True)
+            }
+            return function(
+                SimpleNamespace(columns=columns, device=device, noop_flag=flag, **found)
+            )
+
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(argument, kind) for argument in arguments]
+        )
+        return entry(call)
+
+    return made
+
+
+_ON_DEVICE = {
+    "lr", "weight_decay", "wd", "scale", "inv_scale", "a", "b", "global_grad_norm",
+    "max_grad_norm", "max_global_grad_norm",
+}  # fmt: skip
+_ON_HOST: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("beta1", "beta2", "epsilon", "momentum", "dampening"), float),
+    **dict.fromkeys(("nesterov", "first_run", "wd_after_momentum", "grad_averaging"), bool),
+    "bias_correction": lambda value: int(value) == 1,
+    "use_nvlamb_python": bool,
+    "norm_type": int,
+}
+
+
+def _taken(function: str, name: str, value: Any, device: torch.device) -> Any:
+    """What is taken for an argument: numbers, NumPy's scalars and one-element tensors as numbers.
+
+    A tensor that is not on the CPU is read on ``device`` where its name is in ``_ON_DEVICE``.
+
+    Raises:
+        TypeError: A number is wanted, and this is not one.
+        RuntimeError: ``mode``, the kind of weight decay, is neither 0 nor 1.
+    """
+    if name in _ON_DEVICE:
+        return scalar_on(value, device) if isinstance(value, torch.Tensor) else float(value)
+    if name == "step":
+        if not isinstance(value, torch.Tensor) or value.is_cpu:
+            return int(value)
+        return value.detach().to(device, non_blocking=device.type != "cpu")
+    if name == "mode" and value not in (0, 1):
+        raise RuntimeError(
+            f"{function}: mode was {value}; allowed are 0 (weight decay in the gradient) and 1 "
+            "(decoupled)."
+        )
+    return _ON_HOST[name](value) if name in _ON_HOST else value
+
+
+def numbers_of(kind: Any, given: Any) -> Any:
+    """The NamedTuple of an update's numbers, of the arguments of a function."""
+    found = dict(vars(given))
+    for ours, theirs in (("eps", "epsilon"), ("use_nvlamb", "use_nvlamb_python")):
+        found[ours] = found.get(theirs)
+    found["weight_decay"] = found.get("weight_decay", found.get("wd"))
+    decoupled = bool(found.get("mode"))
+    found |= {"adam_w_mode": decoupled, "adagrad_w_mode": decoupled}
+    found["reg_inside_moment"] = not decoupled
+    return kind(**{name: found[name] for name in kind._fields if name in found})
 
 
 def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -93,7 +172,7 @@ def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.T
 def _check_tensor(
     name: str, where: str, tensor: torch.Tensor, first: torch.Tensor, beside: torch.Tensor
 ) -> None:
-    if tensor.layout != torch.strided or _memory_format(tensor) is None:
+    if tensor.layout != torch.strided or not _is_taken(tensor):
         raise RuntimeError(
             f"A tensor was not contiguous. {name}, {where}: layout {tensor.layout}, shape "
             f"{tuple(tensor.shape)}. Contiguous, channels_last and channels_last_3d are taken."
@@ -115,46 +194,17 @@ def _check_tensor(
         )
 
 
-def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
-    for layout in _FORMATS:
-        if _DIMS.get(layout, tensor.dim()) != tensor.dim():
-            continue
-        if tensor.is_contiguous(memory_format=layout):
-            return layout
-    return None
+def _is_taken(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return layout is not None and tensor.is_contiguous(memory_format=layout)
 
 
 def _alike(position: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    shape = position[0].shape
-    if all(tensor.shape == shape for tensor in position):
+    if all(tensor.shape == position[0].shape for tensor in position):
         return position
-    return [_linear(tensor) for tensor in position]
-
-
-def _linear(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.movedim(1, -1).view(-1)
-
-
-def number(value: object, device: torch.device) -> Scalar:
-    """Take what converts to a float: numbers, NumPy's scalars, one-element tensors.
-
-    A tensor elsewhere than on the CPU is not read here but handed over to be read on ``device``.
-
-    Raises:
-        TypeError: Anything else.
-    """
-    if isinstance(value, torch.Tensor):
-        return scalar_on(value, device)
-    return float(value)  # type: ignore[arg-type]  # it says itself what it cannot take
-
-
-def step_number(step: int | torch.Tensor, device: torch.device) -> int | torch.Tensor:
-    """Take the number of the step: one on the CPU as an int, another one on ``device``."""
-    if not isinstance(step, torch.Tensor) or step.is_cpu:
-        return int(step)
-    return step.detach().to(device, non_blocking=device.type != "cpu")
+    return [(x if x.is_contiguous() else x.movedim(1, -1)).view(-1) for x in position]
 
 
 def one_each(name: str, numbers: torch.Tensor, column: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -169,20 +219,6 @@ def one_each(name: str, numbers: torch.Tensor, column: Sequence[torch.Tensor]) -
     if numbers.is_cpu and device.type == "cuda":  # from pageable memory the host would wait
         numbers = numbers.float().pin_memory()
     return numbers.to(device, torch.float32, non_blocking=device.type != "cpu")
-
-
-def is_decoupled(name: str, mode: int) -> bool:
-    """Take ``mode``, the kind of weight decay: whether it is decoupled.
-
-    Raises:
-        RuntimeError: Neither 0 nor 1.
-    """
-    if mode not in (0, 1):
-        raise RuntimeError(
-            f"{name}: mode was {mode}; allowed are 0 (weight decay in the gradient) and 1 "
-            "(decoupled)."
-        )
-    return bool(mode)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,321 @@
+"""The functions of ``amp_C``: one each, with the numbers that it takes and how many lists.
+
+See the module ``amp_C`` for what is common to them. ``numbers`` names what follows
+``(chunk_size, noop_flag, tensor_lists)``; :mod:`apex.multi_tensor_apply.list_arguments` says what
+is taken for each name. A function gets all of it as attributes of ``given``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex.multi_tensor_apply.list_arguments import (
+    entry,
+    flag_to_read,
+    flag_to_set,
+    list_function,
+    numbers_of,
+    one_each,
+)
+from apex.ops.lists.columns import grouped, joined, taken
+from apex.ops.lists.loss_scale import update_
+from apex.ops.lists.scale import axpby_, scale_
+from apex.ops.lists.storage import StepOptions
+from apex.ops.lists.tensor_norms import square_sums
+from apex.ops.updates.adagrad import Adagrad, adagrad_
+from apex.ops.updates.adam import Adam, adam_
+from apex.ops.updates.lamb import Lamb, lamb_, trusted_rates
+from apex.ops.updates.lamb_stages import coefficient, stage1_, stage2_
+from apex.ops.updates.novograd import NovoGrad, novograd_
+from apex.ops.updates.sgd import SGD, sgd_
+
+Norms = tuple[torch.Tensor, torch.Tensor]
+
+_16_BITS = (torch.float16, torch.bfloat16)
+_ADAM = "lr beta1 beta2 epsilon step mode bias_correction weight_decay"
+_LAMB = (
+    "lr beta1 beta2 epsilon step bias_correction weight_decay grad_averaging mode "
+    "global_grad_norm max_grad_norm use_nvlamb_python"
+)
+
+
+# -- scaling, adding and norms ---------------------------------------------------------------------
+
+
+@list_function(2, "scale")
+def multi_tensor_scale(given: Any) -> None:
+    """``[in, out]``: write ``scale * in``, rounded once; ``out`` may be ``in``.
+
+    Sets the flag if an element of ``in`` is not finite. Such elements are written all the same, and
+    a finite one that becomes too large for ``out`` is not reported.
+    """
+    x, out = given.columns
+    with flag_to_set(given.noop_flag, given.device) as flag:
+        scale_(x, out, given.scale, flag)
+
+
+@list_function(3, "a b arg_to_check")
+def multi_tensor_axpby(given: Any) -> None:
+    """``[x, y, out]``: write ``a * x + b * y``, rounded once; ``out`` may be ``x`` or ``y``.
+
+    Sets the flag if an element is not finite: of both inputs for ``arg_to_check`` -1, of ``x`` for
+    0, of ``y`` for 1.
+    """
+    which = given.arg_to_check
+    if which not in (-1, 0, 1):
+        raise RuntimeError(
+            f"multi_tensor_axpby: arg_to_check was {which}; allowed are -1 (both inputs), "
+            "0 (x) and 1 (y)."
+        )
+    x, y, out = given.columns
+    with flag_to_set(given.noop_flag, given.device) as flag:
+        axpby_(x, y, out, given.a, given.b, flag, checked=(which != 1, which != 0))
+
+
+@list_function(1, "per_tensor_python")
+def multi_tensor_l2norm(given: Any) -> Norms:
+    """``[x]``: Euclidean norm of everything, float32 ``(1,)``, and on request of each tensor.
+
+    Sets the flag if the norm is not finite, be it that squares exceed float32.
+    """
+    return _norms(given, square_sums(given.columns[0]))
+
+
+@list_function(1, "per_tensor_python")
+def multi_tensor_l2norm_mp(given: Any) -> Norms:
+    """As :func:`multi_tensor_l2norm`.
+
+    The original leaves the result undefined where the flag is set; here it is the norm.
+    """
+    return _norms(given, square_sums(given.columns[0]))
+
+
+@list_function(2, "scale per_tensor_python")
+def multi_tensor_l2norm_scale(given: Any) -> Norms:
+    """``[in, out]``: write ``scale * in`` and measure ``in``, as :func:`multi_tensor_l2norm`."""
+    x, out = given.columns
+    return _norms(given, scale_(x, out, given.scale, norms=True))
+
+
+@list_function(1, "inv_scale per_tensor_python")
+def multi_tensor_unscale_l2norm(given: Any) -> Norms:
+    """``[x]``: measure ``inv_scale * x``, as :func:`multi_tensor_l2norm`; ``x`` stays."""
+    return _norms(given, square_sums(given.columns[0], factor=given.inv_scale))
+
+
+def _norms(given: Any, sums: torch.Tensor | None) -> Norms:
+    assert sums is not None  # asked for
+    norm = sums.sum().sqrt().reshape(1)
+    _flag_norms(norm, given.noop_flag)
+    return norm, sums.sqrt() if given.per_tensor_python else sums.new_empty(0)
+
+
+def _flag_norms(norms: torch.Tensor, noop_flag: torch.Tensor) -> None:
+    """Set the flag if a norm is not finite."""
+    with flag_to_set(noop_flag, norms.device) as flag:
+        flag.masked_fill_(norms.isfinite().all().logical_not(), 1)
+
+
+@entry
+def update_scale_hysteresis(
+    current_scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    hysteresis_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    /,
+) -> torch.Tensor:
+    """Update a loss scale and its counters in place, see :mod:`apex.ops.lists.loss_scale`.
+
+    Returns:
+        ``current_scale``.
+    """
+    update_(
+        current_scale,
+        growth_tracker,
+        hysteresis_tracker,
+        found_inf,
+        growth_factor=float(growth_factor),
+        backoff_factor=float(backoff_factor),
+        growth_interval=int(growth_interval),
+        hysteresis=int(hysteresis),
+    )
+    return current_scale
+
+
+# -- steps of optimizers ---------------------------------------------------------------------------
+
+
+@list_function((3, 4), "wd momentum dampening lr nesterov first_run wd_after_momentum scale")
+def multi_tensor_sgd(given: Any) -> None:
+    """``[grad, param, buffer]`` and perhaps 16-bit copies: one step of :mod:`apex.ops.updates.sgd`.
+
+    Does nothing if the flag is set. With ``first_run`` the buffer becomes the gradient.
+
+    Raises:
+        RuntimeError: Gradients differ in dtype from weights that have no 16-bit copies, or weights
+            that have are not float32.
+    """
+    _check_sgd_types(given.columns)
+    hyper, noop = numbers_of(SGD, given), flag_to_read(given.noop_flag, given.device)
+    for positions, (grads, params, buffers, *more) in grouped(given.columns):
+        options = StepOptions(given.scale, noop, extra=more[0] if more else None)
+        first = torch.ones(len(positions), dtype=torch.float32, device=given.device)
+        begins = given.first_run and hyper.momentum
+        taking_part = [grads, params, buffers] if hyper.momentum else [grads, params]
+        sgd_(taking_part, hyper, options, first if begins else None)
+
+
+def _check_sgd_types(columns: Any) -> None:
+    for grad, param, *more in zip(*columns, strict=True):
+        copies = more[1:]
+        known = {grad.dtype, param.dtype} <= {torch.float32, *_16_BITS}
+        if not copies:
+            fits = known and grad.dtype == param.dtype
+        else:
+            fits = known and param.dtype == torch.float32 and copies[0].dtype in _16_BITS
+        if not fits:
+            kinds = ", ".join(str(tensor.dtype) for tensor in (grad, param, *more))
+            raise RuntimeError(
+                "multi_tensor_sgd only supports some combinations of gradient & weight types: "
+                "both of one type, or float32 weights with 16-bit copies in a fourth list. Given: "
+                f"{kinds}."
+            )
+
+
+@list_function(4, _ADAM)
+def multi_tensor_adam(given: Any) -> None:
+    """``[grad, param, exp_avg, exp_avg_sq]``: one step of :mod:`apex.ops.updates.adam`.
+
+    ``mode`` 0 is Adam with an L2 penalty, 1 is AdamW. The flag is ignored.
+    """
+    for _, some in grouped(given.columns):
+        adam_(some, numbers_of(Adam, given))
+
+
+@list_function(4, f"{_ADAM} inv_scale")
+def multi_tensor_adam_capturable(given: Any) -> None:
+    """As :func:`multi_tensor_adam`, with ``lr``, ``step`` and ``inv_scale`` read on the device.
+
+    Gradients are left multiplied by ``inv_scale``. Does nothing if the flag is 1.
+    """
+    options = StepOptions(given.inv_scale, _is_one(given), write_grads=True)
+    for _, some in grouped(given.columns):
+        adam_(some, numbers_of(Adam, given), options)
+
+
+@list_function(5, f"{_ADAM} inv_scale")
+def multi_tensor_adam_capturable_master(given: Any) -> None:
+    """As :func:`multi_tensor_adam_capturable`, with masters in a fifth list.
+
+    The step is taken on the masters; ``param`` gets the new values, rounded.
+    """
+    noop = _is_one(given)
+    for _, (grads, params, exp_avgs, exp_avg_sqs, masters) in grouped(given.columns):
+        options = StepOptions(given.inv_scale, noop, write_grads=True, extra=params)
+        adam_([grads, masters, exp_avgs, exp_avg_sqs], numbers_of(Adam, given), options)
+
+
+def _is_one(given: Any) -> torch.Tensor:
+    return (flag_to_read(given.noop_flag, given.device) == 1).to(torch.int32)
+
+
+@list_function(3, "lr epsilon mode weight_decay")
+def multi_tensor_adagrad(given: Any) -> None:
+    """``[grad, param, sum]``: one step of :mod:`apex.ops.updates.adagrad`; the flag is ignored.
+
+    ``mode`` 0 puts the weight decay into the gradient, 1 decouples it.
+    """
+    for _, some in grouped(given.columns):
+        adagrad_(some, numbers_of(Adagrad, given))
+
+
+@list_function(
+    3,
+    "grad_norms lr beta1 beta2 epsilon step bias_correction weight_decay grad_averaging mode "
+    "norm_type",
+)
+def multi_tensor_novograd(given: Any) -> None:
+    """``[grad, param, exp_avg]``: one step of :mod:`apex.ops.updates.novograd`.
+
+    ``grad_norms``, float32 with a number for each tensor, is updated first; ``norm_type`` 0 takes
+    largest magnitudes, any other Euclidean norms. ``mode`` 0 puts the weight decay into the moment,
+    1 decouples it. Sets the flag if a norm is not finite, and steps all the same.
+    """
+    norms = one_each("grad_norms", given.grad_norms, given.columns[0])
+    parts = []
+    for positions, some in grouped(given.columns):
+        mine = taken(norms, positions).clone()
+        novograd_(some, mine, numbers_of(NovoGrad, given))
+        parts.append((positions, mine))
+    norms = joined(parts)
+    given.grad_norms.copy_(norms.reshape(given.grad_norms.shape))
+    _flag_norms(norms, given.noop_flag)
+
+
+@list_function(4, _LAMB)
+def multi_tensor_lamb(given: Any) -> None:
+    """``[grad, param, exp_avg, exp_avg_sq]``: one step of :mod:`apex.ops.updates.lamb`.
+
+    Gradients are clipped by ``global_grad_norm`` to ``max_grad_norm``, where 0 means not at all,
+    and left holding the term. ``mode`` 0 is an L2 penalty, 1 a decoupled decay. The flag is
+    ignored.
+    """
+    options = StepOptions(coefficient(given.global_grad_norm, given.max_grad_norm))
+    for _, some in grouped(given.columns):
+        lamb_(some, numbers_of(Lamb, given), options)
+
+
+@list_function((4, 5), f"{_LAMB} found_inf inv_scale")
+def multi_tensor_lamb_mp(given: Any) -> None:
+    """As :func:`multi_tensor_lamb`, on scaled gradients; a fifth list gets the rounded weights.
+
+    Gradients are multiplied by ``inv_scale`` too. Norm and ``max_grad_norm`` are those of the
+    scaled gradients. Does nothing if the flag is set; ``found_inf`` is ignored.
+    """
+    factor = given.inv_scale * coefficient(given.global_grad_norm, given.max_grad_norm)
+    noop = flag_to_read(given.noop_flag, given.device)
+    for _, some in grouped(given.columns):
+        options = StepOptions(factor, noop, extra=some[4] if len(some) == 5 else None)
+        lamb_(some[:4], numbers_of(Lamb, given), options)
+
+
+@list_function(
+    5,
+    "per_tensor_decay step beta1 beta2 epsilon global_grad_norm max_global_grad_norm",
+)
+def multi_tensor_lamb_stage1_cuda(given: Any) -> None:
+    """``[grad, param, exp_avg, exp_avg_sq, update]``: write moments and LAMB's term.
+
+    ``step`` counts from 0. Gradients are clipped as in :func:`multi_tensor_lamb`. The flag is
+    ignored.
+    """
+    decays = one_each("per_tensor_decay", given.per_tensor_decay, given.columns[0])
+    factor = coefficient(given.global_grad_norm, given.max_global_grad_norm)
+    betas, eps, step = (given.beta1, given.beta2), given.epsilon, given.step + 1
+    for positions, some in grouped(given.columns):
+        stage1_(some, taken(decays, positions), factor=factor, betas=betas, eps=eps, step=step)
+
+
+@list_function(
+    2,
+    "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb_python",
+)
+def multi_tensor_lamb_stage2_cuda(given: Any) -> None:
+    """``[param, update]``: subtract ``lr`` times the trust ratio times ``update``.
+
+    The ratio is 1 where a norm is 0, and without weight decay unless NVLAMB is asked for. The flag
+    is ignored.
+    """
+    params = given.columns[0]
+    sizes = one_each("per_tensor_param_norm", given.per_tensor_param_norm, params)
+    terms = one_each("per_tensor_update_norm", given.per_tensor_update_norm, params)
+    adapts = 1.0 if given.use_nvlamb_python else given.weight_decay
+    each_rate = trusted_rates(sizes, terms, given.lr, adapts)
+    for positions, (some, theirs) in grouped(given.columns):
+        stage2_(some, theirs, taken(each_rate, positions))
