@@ -124,21 +124,33 @@ def check_norm(
         )
 
 
-def refuse_other_dtype(x: torch.Tensor, weight: torch.Tensor | None, mixed: str) -> None:
-    """Refuse a weight of another dtype than the input's, in torch's words; ``mixed`` takes it.
+def refuse_other_dtype(
+    x: torch.Tensor, weight: torch.Tensor | None, instead: str, weights: str = "same"
+) -> None:
+    """Refuse a weight of a dtype that does not fit the input's, in torch's words.
 
     What is no floating dtype at all is left to :func:`check_tensors`.
+
+    Args:
+        x: The input.
+        weight: The weight, if there is one.
+        instead: What takes it, for the error.
+        weights: Which dtypes fit besides the input's: with ``"same"`` none; with ``"half"`` 16 bits
+            beside a wider input; with ``"float32"`` that beside 16 bits; with ``"any"`` all.
+
+    Raises:
+        ArgumentError: The dtypes do not fit.
     """
-    if weight is not None and weight.dtype != x.dtype and {x.dtype, weight.dtype} <= {*FLOATS}:
+    if weight is None or weight.dtype == x.dtype or weights == "any":
+        return
+    if weights == "half":
+        fits = weight.dtype in NARROW and x.dtype not in NARROW
+    else:
+        fits = weights == "float32" and weight.dtype == torch.float32 and x.dtype in NARROW
+    if not fits and {x.dtype, weight.dtype} <= {*FLOATS}:
         raise ArgumentError(
             f"expected scalar type {_SCALAR_TYPES[x.dtype]} but found "
             f"{_SCALAR_TYPES[weight.dtype]}: the input is {x.dtype} and the weight "
-            f"{weight.dtype}. Use {mixed}, whose output has the weight's dtype, or torch.autocast, "
-            "or cast one of them."
+            f"{weight.dtype}. Use {instead}, whose output has the weight's dtype, or "
+            "torch.autocast, or cast one of them."
         )
-
-
-def refuse_wider_weight(x: torch.Tensor, weight: torch.Tensor | None, mixed: str) -> None:
-    """As above, but 16-bit weights beside a wider input are taken."""
-    if weight is None or weight.dtype not in NARROW or x.dtype in NARROW:
-        refuse_other_dtype(x, weight, mixed)

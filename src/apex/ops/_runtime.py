@@ -104,11 +104,9 @@ def batched(gradient: torch.Tensor) -> bool:
 
 def is_plain(argument: object) -> bool:
     """Whether kernels know an argument: all but subclasses of tensors and other dtypes."""
-    if not isinstance(argument, torch.Tensor):
-        return True
-    return type(argument) in _PLAIN and (
-        argument.dtype in DTYPES or not argument.is_floating_point()
-    )
+    if type(argument) not in _PLAIN:
+        return not isinstance(argument, torch.Tensor)
+    return argument.dtype in DTYPES or not argument.is_floating_point()  # type: ignore[attr-defined]
 
 
 def autocasts(device_type: str) -> bool:

@@ -90,7 +90,7 @@ def _sum_tile(n_cols: int, multiprocessors: int) -> tuple[int, int]:
 
 def allocate(
     x: torch.Tensor, weight: Any, bias: Any, shape: Sequence[int], eps: float, centered: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``y``, and float32, one number a row: ``mean``, empty for RMS norm, and ``rstd``."""
     n_rows = math.prod(x.shape[: x.dim() - len(shape)])
@@ -100,7 +100,7 @@ def allocate(
 
 def forward(
     x: torch.Tensor, weight: Any, bias: Any, shape: Sequence[int], eps: float, centered: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As :func:`allocate`, computed; ``x`` is contiguous."""
     n_cols = math.prod(shape)

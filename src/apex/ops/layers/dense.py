@@ -112,33 +112,6 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
                 some.addmm_(part.to(total.dtype), b)
 
 
-# -- autocast and derivatives of derivatives, for autograd functions that are called by .apply -----
-
-
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Autocast's dtype for the device of ``x``; ``None`` where it is off."""
-    on = _runtime.autocasts(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if on else None
-
-
-def cast(dtype: torch.dtype | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Cast tensors, but float64 and None, to a dtype, if there is one."""
-    return [_cast(t, dtype) if dtype and t is not None else t for t in tensors]
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-
-def again() -> bool:
-    """Whether a backward has to compute what lies between arguments and output again.
-
-    What a forward of an autograd function saved besides its arguments and its result has no
-    derivative, so gradients of gradients would lack a term.
-    """
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
 @contextlib.contextmanager
 def alone(x: object) -> Iterator[None]:
     """Turn autograd and autocast off in a ``with`` block: compiled modules knew neither."""
@@ -193,7 +166,7 @@ def check_one_dtype(name: str, tensors: Mapping[str, Optional]) -> None:
     dtypes = {t.dtype for t in given.values()}
     if len(dtypes) == 1:
         return
-    on = any(autocast_dtype(t) for t in given.values())
+    on = any(_runtime.autocasts(t.device.type) for t in given.values())
     if on and torch.float64 not in dtypes:
         return
     found = ", ".join(f"{key} {t.dtype}" for key, t in given.items())

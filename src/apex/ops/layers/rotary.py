@@ -100,7 +100,6 @@ OP = op(
     "rotary(Tensor t, Tensor cos, Tensor sin, Tensor? positions, int dim) -> Tensor y",
     reference,
     grads=("t",),
-    least=2**20,  # a guess
     saves=("cos", "sin", "positions"),
     gradient=lambda dy, cos, sin, **rest: [reference(dy, cos, transposed(sin), **rest)],
     pieces=SimpleNamespace(

@@ -106,7 +106,6 @@ OP = op(
     " -> (Tensor losses, Tensor lse)",
     reference,
     grads=("logits",),
-    least=LEAST,
     pieces=SimpleNamespace(
         allocate=_allocate,
         forward=_forward,

@@ -190,7 +190,6 @@ OP = op(
     "(Tensor y, Tensor stats)",
     _definition,
     grads=("x", "weight", "bias"),
-    least=LEAST,
     pieces=_PIECES,
     contiguous=False,
     takes=channels_last,

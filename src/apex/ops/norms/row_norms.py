@@ -11,47 +11,19 @@ Sources: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450, eq. 3 an
 Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4.
 """
 
-from __future__ import annotations
+# Annotations are no strings here: TorchScript would not find their names.
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from apex.ops._check import check_norm
+from apex.ops._check import check_norm, refuse_other_dtype
 from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
 from apex.ops._op import op
 from apex.ops.norms import row_norm_pieces
-
-# Elements of the input from which on the kernel replaces PyTorch's. Not measured (there was no
-# GPU) but derived from published medians of forward plus backward in bfloat16, 4096 wide, on a
-# B200 (Liger-Kernel, benchmark/data/all_benchmark_data_cutile.csv): at 2**22 elements PyTorch takes
-# 0.060 ms and a Triton autograd function 0.212 ms, nearly all of it Python; at 2**25 they take
-# 0.264 and 0.218 ms. PyTorch's time is linear in between, about 0.03 ms + 7 ps an element, so that
-# 0.1 ms, a guess at two launches forward and backward without the dispatcher in between, is reached
-# near 2**23. RMS norm: H100 medians of the same collection agree (bfloat16, 4096 x 1024: 0.074
-# against 0.300).
-LEAST = 2**23
-
-
-def layer_norm_reference(
-    x: torch.Tensor, weight: Optional, bias: Optional, shape: Sequence[int], eps: float
-) -> torch.Tensor:
-    """Compute the definition in the dtype of ``x``: in float64, the oracle of the tests."""
-    dims = tuple(range(-len(shape), 0))
-    centered = x - x.mean(dims, keepdim=True)
-    y = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
-
-
-def rms_norm_reference(
-    x: torch.Tensor, weight: Optional, shape: Sequence[int], eps: float
-) -> torch.Tensor:
-    """Compute the definition in the dtype of ``x``: in float64, the oracle of the tests."""
-    dims = tuple(range(-len(shape), 0))
-    y = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
-    return y if weight is None else y * weight
+from apex.ops.norms._scripted import Shape, left_to_python
 
 
 def _definition(
@@ -62,6 +34,7 @@ def _definition(
     eps: float,
     centered: bool,
     dtype: torch.dtype,
+    *_: Any,
 ) -> torch.Tensor:
     same = x.dtype == dtype and (weight is None or weight.dtype == dtype)
     if not same or (centered and x.is_cpu and dtype in NARROW):
@@ -80,7 +53,6 @@ OP = op(
     f"row_norm({_ARGUMENTS}) -> (Tensor y, Tensor mean, Tensor rstd)",
     _definition,
     grads=("x", "weight", "bias"),
-    least=LEAST,
     kernel="row_norms",
     pieces=row_norm_pieces,
     autocast="half",
@@ -129,10 +101,7 @@ def layer_norm(
         ArgumentError: What is passed does not fit together.
     """
     x, weight, bias = OP.cast(x, weight, bias)
-    check_norm("layer_norm", x, weight, bias, shape)
-    if memory_efficient:
-        return MEMORY_EFFICIENT(x, weight, bias, shape, eps, True, dtype or x.dtype, x.dtype)
-    return OP(x, weight, bias, shape, eps, True, dtype or x.dtype)
+    return _normalized(x, weight, bias, shape, eps, True, memory_efficient, dtype)
 
 
 def rms_norm(
@@ -146,7 +115,40 @@ def rms_norm(
 ) -> torch.Tensor:
     """Scale each row to a root mean square of 1, then by ``weight``; see :func:`layer_norm`."""
     x, weight = OP.cast(x, weight)
-    check_norm("rms_norm", x, weight, None, shape)
+    return _normalized(x, weight, None, shape, eps, False, memory_efficient, dtype)
+
+
+@left_to_python
+def norm(
+    x: torch.Tensor, weight: Optional, bias: Optional, shape: Shape, eps: float,
+    memory_efficient: bool, centered: bool, weights: str, instead: str,
+) -> torch.Tensor:  # fmt: skip
+    """Layer norm, or RMS norm unless ``centered``, as Apex's functions and modules compute it.
+
+    Args:
+        x: As for :func:`layer_norm`; so are the next five.
+        weight: As well.
+        bias: As well.
+        shape: As well.
+        eps: As well.
+        memory_efficient: As well.
+        centered: Whether it is a layer norm.
+        weights: Which dtypes of a weight fit, see `refuse_other_dtype`. The output has the
+            weight's, but the input's with ``"float32"``.
+        instead: What takes others, for the error.
+    """
+    x, weight, bias = OP.cast(x, weight, bias)
+    refuse_other_dtype(x, weight, instead, weights)
+    dtype = None if weight is None or weights == "float32" else weight.dtype
+    return _normalized(x, weight, bias, shape, eps, centered, memory_efficient, dtype)
+
+
+def _normalized(
+    x: torch.Tensor, weight: Optional, bias: Optional, shape: Sequence[int], eps: float,
+    centered: bool, memory_efficient: bool, dtype: torch.dtype | None,
+) -> torch.Tensor:  # fmt: skip
+    check_norm("layer_norm" if centered else "rms_norm", x, weight, bias, shape)
+    dtype = dtype or x.dtype
     if memory_efficient:
-        return MEMORY_EFFICIENT(x, weight, None, shape, eps, False, dtype or x.dtype, x.dtype)
-    return OP(x, weight, None, shape, eps, False, dtype or x.dtype)
+        return MEMORY_EFFICIENT(x, weight, bias, shape, eps, centered, dtype, x.dtype)
+    return OP(x, weight, bias, shape, eps, centered, dtype)
