@@ -154,7 +154,7 @@ def test_the_path_depends_on_device_and_size(monkeypatch):
         PRODUCT, "_function", types.SimpleNamespace(apply=lambda *args: taken.append("kernel"))
     )
     monkeypatch.setattr(PRODUCT, "operator", lambda *args: taken.append("operator") or args)
-    monkeypatch.setattr(_runtime, "_PLAIN", (FakeTensor,))
+    monkeypatch.setattr(_runtime, "PLAIN", (FakeTensor,))
     monkeypatch.setattr(_runtime, "_missing", lambda: None)
     monkeypatch.setattr(_op, "_as_tuple", lambda result: result)
     with FakeTensorMode():

@@ -42,16 +42,18 @@ def check_tensors(
     Raises:
         ArgumentError: One is no tensor, on another device, or of a dtype that is not taken.
     """
-    first = next(iter(tensors))
+    first, device = None, None
     for key, tensor in tensors.items():
-        if tensor is None and key != first and key not in required:
+        if tensor is None and first is not None and key not in required:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{name}: {key} is a {type(tensor).__name__}; pass a tensor.")
-        if tensor.device != tensors[first].device:
+        if first is None:
+            first, device = key, tensor.device
+        elif tensor.device != device:
             raise ArgumentError(
-                f"{name}: {key} is on {tensor.device} and {first} on {tensors[first].device}. "
-                f"Move one: {key}.to({str(tensors[first].device)!r})."
+                f"{name}: {key} is on {tensor.device} and {first} on {device}. "
+                f"Move one: {key}.to({str(device)!r})."
             )
         if key in floating and tensor.dtype not in FLOATS:
             raise ArgumentError(
@@ -115,8 +117,9 @@ def check_norm(
         )
     tensors = {"input": x, "weight": weight, "bias": bias}
     check_tensors(name, tensors, floating=tensors)
-    check_shape(name, "weight", weight, row, f"normalized_shape is {list(row)}")
-    check_shape(name, "bias", bias, row, f"normalized_shape is {list(row)}")
+    for key, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != row:  # else the text would cost 1 us
+            check_shape(name, key, tensor, row, f"normalized_shape is {list(row)}")
     if bias is not None and (weight is None or weight.dtype != bias.dtype):
         dtype = None if weight is None else weight.dtype
         raise ArgumentError(

@@ -136,12 +136,25 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Cast the arguments under autocast, choose a path and compute ``y``."""
-        device_type = args[0].device.type
-        if not _runtime.autocasts(device_type):
-            return self._called(args)
-        args = self.cast(*args)
-        with torch.autocast(device_type, enabled=False):
-            return self._called(args)
+        x = args[0]
+        device_type = x.device.type
+        if _runtime.autocasts(device_type):
+            args = self.cast(*args)
+            with torch.autocast(device_type, enabled=False):
+                return self(*args)
+        if _runtime.transformed() or not self._are_plain(args):
+            return self.definition(*args)
+        if torch.compiler.is_compiling():  # whatever the size, which would be a guard
+            opaque = _compiles(x) and self.takes(x) and self.compiles_to_operator(*args)
+            records = opaque or self.own_backward
+        else:
+            implementation = self._chosen(x, args)
+            if implementation is None:
+                return self.definition(*args)
+            records = torch._C._len_torch_dispatch_stack() > 0
+            if not records:
+                return self._function.apply(*args, implementation)  # type: ignore[no-any-return]
+        return _as_tuple(self.operator(*args))[0] if records else self.definition(*args)
 
     def cast(self, *args: Any) -> tuple[Any, ...]:
         """Cast tensors as autocast does, if it is on for the device of the first."""
@@ -155,20 +168,17 @@ class op:  # lower case, like torch.autocast: used as a function
         casts = [isinstance(a, torch.Tensor) and a.dtype in _runtime.DTYPES for a in args]
         return tuple(a.to(dtype) if cast else a for a, cast in zip(args, casts, strict=True))
 
-    def _called(self, args: tuple[Any, ...]) -> torch.Tensor:
-        if _runtime.transformed() or not all([_runtime.is_plain(args[i]) for i in self._at_tensors]):
-            return self.definition(*args)
-        x = args[0]
-        if torch.compiler.is_compiling():  # whatever the size, which would be a guard
-            opaque = _compiles(x) and self.takes(x) and self.compiles_to_operator(*args)
-            records = opaque or self.own_backward
-        else:
-            implementation = self._chosen(x, args)
-            records = implementation is not None and torch._C._len_torch_dispatch_stack() > 0
-            if not records and implementation is not None:
-                y: torch.Tensor = self._function.apply(*args, implementation)
-                return y
-        return _as_tuple(self.operator(*args))[0] if records else self.definition(*args)
+    def _are_plain(self, args: Sequence[Any]) -> bool:
+        """Whether kernels know the tensors: all but subclasses and other floating dtypes."""
+        for i in self._at_tensors:
+            tensor = args[i]
+            if tensor is None:
+                continue
+            if type(tensor) not in _runtime.PLAIN:
+                return False
+            if tensor.dtype not in _runtime.DTYPES and tensor.is_floating_point():
+                return False
+        return True
 
     def _chosen(self, x: torch.Tensor, args: tuple[Any, ...]) -> Any:
         """What computes an eager call on plain tensors: kernels, pieces; None: the definition."""

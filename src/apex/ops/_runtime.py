@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of the kernels
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # without importing it
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # no subclass
 _forced: list[str] = []  # a list and no context variable, which torch.compile cannot trace
 
 
@@ -100,13 +100,6 @@ def batched(gradient: torch.Tensor) -> bool:
     """Whether a backward runs under vmap, for instance with ``is_grads_batched``."""
     functorch = torch._C._functorch
     return functorch.is_legacy_batchedtensor(gradient) or functorch.is_batchedtensor(gradient)
-
-
-def is_plain(argument: object) -> bool:
-    """Whether kernels know an argument: all but subclasses of tensors and other dtypes."""
-    if type(argument) not in _PLAIN:
-        return not isinstance(argument, torch.Tensor)
-    return argument.dtype in DTYPES or not argument.is_floating_point()  # type: ignore[attr-defined]
 
 
 def autocasts(device_type: str) -> bool:

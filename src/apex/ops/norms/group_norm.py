@@ -246,5 +246,6 @@ def check(name: str, x: torch.Tensor, groups: int, weight: Optional, bias: Optio
             "(images, channels, ...) with channels that the groups divide evenly."
         )
     channels = x.shape[1]
-    check_shape(name, "weight", weight, (channels,), f"input has {channels} channels")
-    check_shape(name, "bias", bias, (channels,), f"input has {channels} channels")
+    for key, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != (channels,):
+            check_shape(name, key, tensor, (channels,), f"input has {channels} channels")
