@@ -268,7 +268,7 @@ class op:  # lower case, like torch.autocast: used as a function
                 return self._gradients(ctx, dy)
         needed, saved = ctx.needs_input_grad, (*ctx.saved_tensors, *ctx.constants)
         again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if again or (self._at_others and any([needed[i] for i in self._at_others])):
+        if again or (self._at_others and any(needed[i] for i in self._at_others)):
             at = [i for i in self._at_tensors if needed[i]]
             by_name = self._definition_gradients(dy, saved, [self.names[i] for i in at])
             for i in at:

@@ -15,7 +15,7 @@ Autocast: inputs and parameters are cast to its dtype, float64 excepted, and the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,6 @@ from apex import _compat
 from apex.ops import _runtime
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._dtypes import Optional
-
-Needs = Sequence[bool]
 
 
 def gelu_dense(
@@ -52,28 +50,18 @@ def gelu_dense_backward(
     weight2: torch.Tensor,
     hidden: torch.Tensor,
     activated: torch.Tensor,
-    needs: Needs = (True,) * 5,
-) -> list[Optional]:
+) -> list[torch.Tensor]:
     """Gradients of ``x``, ``weight1``, ``bias1``, ``weight2`` and ``bias2``."""
-    each = (any(needs[:3]), *needs[3:])
-    grad, *second = linear_backward(dy, activated, weight2, each)
-    if grad is None:
-        return [None, None, None, *second]
+    grad, *second = linear_backward(dy, activated, weight2)
     grad = torch.ops.aten.gelu_backward(grad, hidden, approximate="tanh")
-    return [*linear_backward(grad, x, weight1, needs[:3]), *second]
+    return [*linear_backward(grad, x, weight1), *second]
 
 
 def linear_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: Needs = (True,) * 3
-) -> tuple[Optional, Optional, Optional]:
-    """Gradients of ``x``, the weight and the bias; ``None`` where one is not needed."""
-    x = rows(x)
-    flat = dy.reshape(x.shape[0], weight.shape[0])  # not by rows(): vmap over a backward has none
-    return (
-        dy @ weight if needs[0] else None,
-        flat.t() @ x if needs[1] else None,
-        flat.sum(0) if needs[2] else None,
-    )
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of ``x``, the weight and the bias."""
+    return dy @ weight, rows(dy).t() @ rows(x), rows(dy).sum(0)
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
