@@ -1,5 +1,7 @@
 """The builder of operations, tried on small operations that exist only here."""
 
+import importlib
+import pkgutil
 import sys
 import types
 
@@ -7,9 +9,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from apex.ops import _op, _runtime
+from apex.ops import _op, _runtime, layers, losses, norms
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._op import op
+from apex.ops._thresholds import LEAST
 from tests.tolerance import integers
 
 # Stands for a kernel file. It has a gradient for x alone.
@@ -217,3 +220,16 @@ def test_errors_say_what_to_pass():
     check_tensors("f", {"x": x, "y": None}, floating={"x", "y"})
     for kind in (RuntimeError, TypeError, ValueError):
         assert issubclass(ArgumentError, kind)
+
+
+def test_every_operation_with_a_kernel_has_a_threshold():
+    """And no name in the table is misspelt; calls that need the kernel always take it."""
+    modules = [
+        importlib.import_module(module.name)
+        for package in (layers, losses, norms)
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    ]
+    found = {x for module in modules for x in vars(module).values() if isinstance(x, op)}
+    chosen = {x.name for x in found if x._kernel_file and not x.own_backward}
+    assert chosen == LEAST.keys()
+    assert all(x.least == LEAST.get(x.name, 1) for x in found)

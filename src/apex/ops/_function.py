@@ -11,7 +11,7 @@ import torch
 from apex.ops import _runtime
 
 
-class _Inlined(type(torch.autograd.Function)):  # type: ignore[misc]
+class _Inlined(torch.autograd.function.FunctionMeta):
     """The type of `Applied`: torch.compile traces its ``apply`` like any function.
 
     Of a class whose type is torch's own it would trace ``forward`` and ``backward``.
@@ -34,7 +34,8 @@ class Applied(torch.autograd.Function, metaclass=_Inlined):
     def __init_subclass__(cls) -> None:
         if "function" in vars(cls):
             forward, backward = _methods(cls)
-            cls.forward, cls.backward = staticmethod(forward), staticmethod(backward)
+            cls.forward = staticmethod(forward)  # type: ignore[method-assign]
+            cls.backward = staticmethod(backward)  # type: ignore[method-assign]
         elif "forward" in vars(cls):
             methods = {name: staticmethod(getattr(cls, name)) for name in ("forward", "backward")}
             cls._own = type(cls.__name__, (torch.autograd.Function,), methods)
@@ -59,7 +60,7 @@ class Applied(torch.autograd.Function, metaclass=_Inlined):
 def _methods(cls: type[Applied]) -> tuple[Callable[..., torch.Tensor], Callable[..., Any]]:
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute, and save the arguments."""
-        args = function.bind(*args, **kwargs).args
+        args = signature.bind(*args, **kwargs).args
         ctx.save_for_backward(*[a if isinstance(a, torch.Tensor) else None for a in args])
         ctx.rest = [None if isinstance(a, torch.Tensor) else a for a in args]
         y: torch.Tensor = cls.apply(*args)
@@ -86,7 +87,7 @@ def _methods(cls: type[Applied]) -> tuple[Callable[..., torch.Tensor], Callable[
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return inspect.Signature([*(inspect.Parameter(name, kind) for name in names), *after])
 
-    function = inspect.signature(cls.function)
-    forward.__signature__ = named("ctx", after=function.parameters.values())  # type: ignore[attr-defined]
+    signature = inspect.signature(cls.function)
+    forward.__signature__ = named("ctx", after=signature.parameters.values())  # type: ignore[attr-defined]
     backward.__signature__ = named("ctx", cls.gradient)  # type: ignore[attr-defined]
     return forward, backward

@@ -237,7 +237,7 @@ class op:  # lower case, like torch.autocast: used as a function
 
     # -- autograd ----------------------------------------------------------------------------------
 
-    def _computed_and_saved(self, ctx: Any, *args: Any) -> torch.Tensor:
+    def _computed_and_saved(self, ctx: Any, *args: Any) -> Any:
         *inputs, implementation = args
         dense = self._dense(inputs, self._at_tensors)
         output = _call(implementation.forward, args[0], *dense)

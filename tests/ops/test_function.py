@@ -1,0 +1,60 @@
+"""`Applied`: public autograd functions that call a function, and what inherits from them."""
+
+import pytest
+import torch
+
+from apex.contrib.layer_norm.layer_norm import FastLayerNormFN
+from apex.fused_dense import FusedDenseFunc
+from apex.normalization.fused_layer_norm import FusedLayerNormFunction
+
+
+class Doubled(FusedDenseFunc):
+    """Arguments in another order, and twice the result."""
+
+    @staticmethod
+    def forward(ctx, weight, x):
+        return 2 * FusedDenseFunc.forward(ctx, x, weight, None)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx, dweight, _ = FusedDenseFunc.backward(ctx, 2 * dy)
+        return dweight, dx
+
+
+def tensors(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(size, 4, dtype=dtype, generator=generator) for size in (3, 2)]
+    return [tensor.requires_grad_() for tensor in made]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_subclass_calls_forward_and_backward(autocast):
+    weight, x = tensors()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, wanted = Doubled.apply(weight, x), 2 * FusedDenseFunc.apply(x, weight, None)
+    dy = torch.ones_like(y)
+    assert torch.equal(y, wanted)
+    found = torch.autograd.grad(y, (weight, x), dy)
+    wanted = torch.autograd.grad(wanted, (weight, x), dy)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_derivatives_of_a_subclass():
+    weight, x = tensors(torch.float64)
+    assert torch.autograd.gradcheck(Doubled.apply, (weight, x))
+    assert torch.autograd.gradgradcheck(Doubled.apply, (weight, x))
+    y = Doubled.apply(x[:1], x)  # partial ones, where one argument comes from the other
+    found = [
+        torch.autograd.grad(y.sum(), x, retain_graph=True, create_graph=create)[0]
+        for create in (True, False)
+    ]
+    assert torch.equal(*found)
+
+
+def test_they_are_autograd_functions_whose_apply_leaves_autocast_out():
+    _, x = tensors()
+    assert issubclass(FastLayerNormFN, torch.autograd.Function)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert FastLayerNormFN.apply(x, torch.ones(4), torch.ones(4), 1e-5).dtype == torch.float32
+        assert FusedLayerNormFunction.apply(input=x, normalized_shape=(4,)).dtype == torch.float32
+        assert FusedDenseFunc.apply(x, torch.ones(3, 4), None).dtype == torch.bfloat16
