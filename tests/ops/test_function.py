@@ -21,6 +21,15 @@ class Doubled(FusedDenseFunc):
         return dweight, dx
 
 
+class Clipped(FusedDenseFunc):
+    """The gradient of the input is clipped."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx, *rest = FusedDenseFunc.backward(ctx, dy)
+        return dx.clamp(-0.5, 0.5), *rest
+
+
 def tensors(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(size, 4, dtype=dtype, generator=generator) for size in (3, 2)]
@@ -37,6 +46,13 @@ def test_a_subclass_calls_forward_and_backward(autocast):
     found = torch.autograd.grad(y, (weight, x), dy)
     wanted = torch.autograd.grad(wanted, (weight, x), dy)
     assert all(map(torch.equal, found, wanted))
+
+
+def test_a_subclass_with_a_backward_alone():
+    weight, x = tensors()
+    y = Clipped.apply(x, weight, None)
+    assert torch.equal(y, FusedDenseFunc.apply(x, weight, None))
+    assert torch.autograd.grad(y.sum(), x)[0].abs().max() == 0.5
 
 
 def test_derivatives_of_a_subclass():

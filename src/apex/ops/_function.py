@@ -22,21 +22,21 @@ class Applied(torch.autograd.Function, metaclass=_Inlined):
     """``apply`` calls ``function``, whose operations differentiate themselves.
 
     So an operation chooses its path, derivatives have any order, and ``torch.func`` works.
-    ``forward`` and ``backward`` are for programs that call them, and for a subclass with a
-    ``forward`` of its own, which calls them: this backward computes ``function`` once more.
+    ``forward`` and ``backward`` are for programs that call them, and for a subclass with one
+    of its own, which calls them: this backward computes ``function`` once more.
     """
 
     function: ClassVar[Callable[..., torch.Tensor]]
     autocasts: ClassVar[bool] = False  #: Whether autocast matters to ``apply``.
     gradient: ClassVar[str] = "grad_output"  #: What the argument of ``backward`` is called.
-    _own: ClassVar[Any] = None  # of a subclass with a forward of its own
+    _own: ClassVar[Any] = None  # of a subclass with a forward or backward of its own
 
     def __init_subclass__(cls) -> None:
         if "function" in vars(cls):
             forward, backward = _methods(cls)
             cls.forward = staticmethod(forward)  # type: ignore[method-assign]
             cls.backward = staticmethod(backward)  # type: ignore[method-assign]
-        elif "forward" in vars(cls):
+        elif not {"forward", "backward"}.isdisjoint(vars(cls)):
             methods = {name: staticmethod(getattr(cls, name)) for name in ("forward", "backward")}
             cls._own = type(cls.__name__, (torch.autograd.Function,), methods)
 
