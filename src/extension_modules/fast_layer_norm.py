@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from fused_layer_norm_cuda import norm_backward
 
-from apex.ops._check import check_norm, refuse_other_dtype
 from apex.ops.norms import row_norms
+from apex.ops.norms.row_norms import check_norm, refuse_other_dtype
 
 __all__ = ["ln_bwd", "ln_fwd"]
 

@@ -56,7 +56,7 @@ class op:  # lower case, like torch.autocast: used as a function
             The first argument is a tensor.
         definition: ``definition(*args) -> y`` in PyTorch functions; rounds to 16 bits once.
         grads: Names of the tensors that the kernel computes gradients for.
-        kernel: Name of the kernel file, if it is not the operation's; "" if there is none.
+        kernel: Name of the kernel file, if it is not the operation's.
         saves: Names of the tensors that are saved for the backward: arguments, or results. By
             default all arguments and all results but ``y``. The gradient of an argument that is
             in ``grads`` and not among them is like ``y``; where its dtype may differ, an argument
@@ -66,8 +66,8 @@ class op:  # lower case, like torch.autocast: used as a function
             arguments. Gradients of gradients are those of it; without it such operations have none.
             No argument outside of ``grads`` may require a gradient then.
         pieces: Forward and backward where no kernel runs, for calls of which ``pieces.pays(*args)``
-            says that they are faster on a CPU; for all calls if there is no ``pays``, or if they
-            need them (see ``saves``).
+            says that they are faster on a CPU; for all calls if they need them (see ``saves``), or
+            if there is no ``pays``: then there is no kernel.
         autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``) or not at all
             (``"leave"``). float64 is never cast.
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
@@ -84,7 +84,7 @@ class op:  # lower case, like torch.autocast: used as a function
         definition: Callable[..., torch.Tensor],
         *,
         grads: Sequence[str],
-        kernel: str | None = None,
+        kernel: str = "",
         saves: Sequence[str] | None = None,
         gradient: Callable[..., Sequence[torch.Tensor | None]] | None = None,
         pieces: Any = None,
@@ -97,13 +97,13 @@ class op:  # lower case, like torch.autocast: used as a function
         self.definition, self.gradient, self.pieces = definition, gradient, pieces
         self.grads, self.autocast, self.contiguous = grads, autocast, contiguous
         self.takes, self.compiles_to_operator = takes, compiles_to_operator
-        self._kernel_file = "" if kernel == "" else f"apex.kernels.{kernel or self.name}"
         self.names = list(arguments)
         self.tensors = [name for name, kind in arguments.items() if kind.startswith("Tensor")]
         self.constants = [name for name in arguments if name not in self.tensors]
         self.saves = list(saves or [*self.tensors, *self.results[1:]])
-        #: Whether every call needs the kernel or pieces.
         always = pieces is not None and not hasattr(pieces, "pays")
+        self._kernel_file = "" if always else f"apex.kernels.{kernel or self.name}"
+        #: Whether every call needs the kernel or pieces.
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
         self.least = 1 if self.own_backward else LEAST.get(self.name, sys.maxsize)
         # Positions among the arguments, and results behind them.
@@ -145,8 +145,9 @@ class op:  # lower case, like torch.autocast: used as a function
         if _runtime.transformed() or not self._are_plain(args):
             return self.definition(*args)
         if torch.compiler.is_compiling():  # whatever the size, which would be a guard
-            opaque = _compiles(x) and self.takes(x) and self.compiles_to_operator(*args)
-            records = opaque or self.own_backward
+            records = self.own_backward or (
+                _runtime.compiles(x) and self.takes(x) and self.compiles_to_operator(*args)
+            )
         else:
             implementation = self._chosen(x, args)
             if implementation is None:
@@ -346,12 +347,6 @@ class op:  # lower case, like torch.autocast: used as a function
         leaves = list(views.values())
         found = torch.autograd.grad(y, leaves, dy, create_graph=create)
         return dict(zip(views, found, strict=True))
-
-
-def _compiles(x: torch.Tensor) -> bool:
-    """Whether a compiled graph may get an operator: on a CPU it always gets the definition."""
-    forced = _runtime.forced()
-    return forced == "triton" or (x.is_cuda and _runtime.HAS_TRITON and forced is None)
 
 
 def _call(function: Callable[..., Any], beside: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -58,6 +58,11 @@ def can_fuse(device: torch.device) -> bool:
     return device.type == "cuda" and _missing() is None
 
 
+def compiles(x: torch.Tensor) -> bool:
+    """Whether a compiled graph may get an operator: on a CPU it always gets the definition."""
+    return _forced[-1] == "triton" if _forced else x.is_cuda and HAS_TRITON
+
+
 @contextlib.contextmanager
 def use(path: str) -> Iterator[None]:
     """Take one path in this block, in all threads, whatever the device: for tests and benchmarks.
