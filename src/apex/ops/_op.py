@@ -268,7 +268,8 @@ class op:  # lower case, like torch.autocast: used as a function
             with torch.autocast(dy.device.type, enabled=False):
                 return self._gradients(ctx, dy)
         needed, saved = ctx.needs_input_grad, (*ctx.saved_tensors, *ctx.constants)
-        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
+        again = torch.is_grad_enabled() and not compiling
         if again or (self._at_others and any(needed[i] for i in self._at_others)):
             at = [i for i in self._at_tensors if needed[i]]
             by_name = self._definition_gradients(dy, saved, [self.names[i] for i in at])
@@ -276,7 +277,8 @@ class op:  # lower case, like torch.autocast: used as a function
                 found[i] = by_name[self.names[i]]
             return tuple(found)
         needs = [needed[i] for i in self._at_grads]
-        if ctx.implementation is None or _runtime.recorded() or _runtime.batched(dy):
+        records = compiling or torch._C._len_torch_dispatch_stack() > 0
+        if ctx.implementation is None or records or _runtime.batched(dy):
             gradients = _as_tuple(self.backward_operator(dy, needs, *saved))
         else:
             gradients = self._computed_gradients(ctx.implementation, dy, needs, saved)
