@@ -6,6 +6,7 @@ import torch
 from apex.contrib.layer_norm.layer_norm import FastLayerNormFN
 from apex.fused_dense import FusedDenseFunc
 from apex.normalization.fused_layer_norm import FusedLayerNormFunction
+from apex.transformer.functional.fused_softmax import ScaledSoftmax
 
 
 class Doubled(FusedDenseFunc):
@@ -74,3 +75,23 @@ def test_they_are_autograd_functions_whose_apply_leaves_autocast_out():
         assert FastLayerNormFN.apply(x, torch.ones(4), torch.ones(4), 1e-5).dtype == torch.float32
         assert FusedLayerNormFunction.apply(input=x, normalized_shape=(4,)).dtype == torch.float32
         assert FusedDenseFunc.apply(x, torch.ones(3, 4), None).dtype == torch.bfloat16
+
+
+def script_norm(x: torch.Tensor, weight: torch.Tensor):
+    return FastLayerNormFN.apply(x, weight, weight, 1e-5, False)
+
+
+def script_softmax(x: torch.Tensor, weight: torch.Tensor):
+    return ScaledSoftmax.apply(x[None, None], 0.5)
+
+
+def script_dense(x: torch.Tensor, weight: torch.Tensor):
+    return FusedDenseFunc.apply(x, x, None)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
+@pytest.mark.parametrize("caller", [script_norm, script_softmax, script_dense])
+def test_scripted_callers_call_back(caller):
+    _, x = tensors()
+    arguments = (x, torch.ones(4))
+    assert torch.equal(torch.jit.script(caller)(*arguments), caller(*arguments))

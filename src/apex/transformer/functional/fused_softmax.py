@@ -97,19 +97,27 @@ class GenericScaledMaskedSoftmax(Applied):
     gradient = "output_grads"
 
 
+@left_to_python
+def _scaled_softmax(inputs: torch.Tensor, scale: float) -> torch.Tensor:
+    return scaled_masked_softmax(inputs, None, scale)
+
+
 class ScaledSoftmax(Applied):
     """The same without a mask: ``apply(inputs, scale)``."""
 
-    function = staticmethod(lambda inputs, scale: scaled_masked_softmax(inputs, None, scale))
+    function = staticmethod(_scaled_softmax)
     gradient = "output_grads"
+
+
+@left_to_python
+def _causal_softmax(inputs: torch.Tensor, scale: float) -> torch.Tensor:
+    return scaled_upper_triang_masked_softmax(inputs, None, scale)
 
 
 class ScaledUpperTriangMaskedSoftmax(Applied):
     """:func:`scaled_upper_triang_masked_softmax` by ``apply(inputs, scale)``."""
 
-    function = staticmethod(
-        lambda inputs, scale: scaled_upper_triang_masked_softmax(inputs, None, scale)
-    )
+    function = staticmethod(_causal_softmax)
     gradient = "output_grads"
 
 
