@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from fused_layer_norm_cuda import norm_backward
 
-from apex.ops._check import check_norm, refuse_wider_weight
 from apex.ops.norms import row_norms
+from apex.ops.norms.row_norms import check_norm, refuse_other_dtype
 
 __all__ = ["ln_bwd", "ln_fwd"]
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, /) -> list[Tensor]:
     """Layer norm of ``(rows, hidden)``: ``[z, mu, rsigma]``; ``z`` has the weight's dtype."""
     check_norm("ln_fwd", x, gamma, beta, gamma.shape)
-    refuse_wider_weight(x, gamma, "fused_layer_norm_cuda.forward_affine_mixed_dtypes")
+    refuse_other_dtype(x, gamma, "fused_layer_norm_cuda.forward_affine_mixed_dtypes", "half")
     return list(row_norms.OP.operator(x, gamma, beta, gamma.shape, epsilon, True, gamma.dtype))
 
 

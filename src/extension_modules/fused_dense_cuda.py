@@ -75,7 +75,7 @@ def linear_gelu_linear_backward(
         dense.check(name, input, weights, {"bias1": None, "bias2": None})
         _check_like_output(name, input, {"gelu_in": gelu_in, "output1": output1}, weight1)
         _check_like_output(name, input, {"d_output2": d_output2}, weight2)
-        return dense.gelu_dense_backward(d_output2, input, weight1, weight2, gelu_in, output1)
+        return [*dense.gelu_dense_backward(d_output2, input, weight1, weight2, gelu_in, output1)]
 
 
 def _check_like_output(

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from apex.ops._check import ArgumentError, check_norm, refuse_other_dtype
+from apex.ops._check import ArgumentError
 from apex.ops.norms import row_norms
+from apex.ops.norms.row_norms import check_norm, refuse_other_dtype
 
 __all__ = [
     "backward",

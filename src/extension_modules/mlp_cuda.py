@@ -63,10 +63,8 @@ def backward(
             each.view(len(rows), len(weight))
             for each, weight in zip(torch.split(reserved, sizes), weights[:-1], strict=True)
         ]
-        needs = (True, [True] * len(weights), [bool(use_bias)] * len(weights))
         outputs = [*hidden, dense.rows(y)]
         dx, d_weights, d_biases = ops.backward(
-            dense.rows(grad_o), rows, weights, outputs, activation, needs
+            dense.rows(grad_o), rows, weights, outputs, activation
         )
-        assert dx is not None
         return [dx.view(x.shape), *d_weights, *(d_biases if use_bias else ())]

@@ -8,7 +8,7 @@ import torch
 
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.layer_norm.layer_norm import FastLayerNormFN, _fast_layer_norm
-from apex.ops.norms.row_norms import layer_norm_reference as reference
+from tests.norms import layer_norm_reference as reference
 from tests.tolerance import assert_one_rounding
 
 

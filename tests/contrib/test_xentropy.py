@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from apex._compat import IS_2_13
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.ops import _runtime
 from apex.ops.losses import cross_entropy as ops
@@ -299,24 +298,15 @@ def test_compiled_as_one_graph():
     _agrees(compiled(logits), logits, labels, grad, 0.1)
 
 
-@pytest.mark.skipif(not IS_2_13, reason="torch.compile takes no keywords of apply in torch 2.9")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
 def test_compiled_with_a_keyword():
     logits, labels, grad = _data((6, 50), torch.float32)
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def compiled(x):
-        return SoftmaxCrossEntropyLoss.apply(x, labels, 0.1, padding_idx=PADDING)
-
-    _agrees(compiled(logits), logits, labels, grad, 0.1)
-
-    @torch.compile(backend="aot_eager")
-    def skips(x):
         return SoftmaxCrossEntropyLoss.apply(x, labels, padding_idx=PADDING)
 
-    with pytest.raises(Exception, match="missing required argument: 'smoothing'"):
-        skips(logits)  # torch's compiler, and its eager Function.apply, want all before a keyword
+    _agrees(compiled(logits), logits, labels, grad, 0.0)
 
 
 def test_a_subclass_and_an_explicit_forward():

@@ -5,7 +5,7 @@ import fused_layer_norm_cuda as cuda
 import pytest
 import torch
 
-from apex.ops.norms.row_norms import layer_norm_reference, rms_norm_reference
+from tests.norms import layer_norm_reference, rms_norm_reference
 from tests.tolerance import assert_one_rounding
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

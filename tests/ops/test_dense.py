@@ -167,16 +167,29 @@ def test_autocast(form, dtype):
             function(_tensors(form)[0], *tensors[1:])
 
 
-@each_function
-def test_autocast_around_a_backward_changes_nothing(form):
+@each_form
+def test_autocast_around_a_backward_changes_nothing_that_autocast_computed(form):
+    """Of a forward outside of autocast torch casts the backward inside, as that of its own."""
     function, _, _ = FORMS[form]
     tensors = _tensors(form, dtype=torch.float32)
-    dy = torch.randn_like(function(*tensors))
-    wanted = _results(function, tensors, dy)
-    y = function(*tensors)
     with torch.autocast("cpu", torch.bfloat16):
+        y, again = function(*tensors), function(*tensors)
+        dy = torch.randn_like(y)
         found = torch.autograd.grad(y, tensors, dy)
-    assert all(map(torch.equal, found, wanted[1:]))
+    assert all(map(torch.equal, found, torch.autograd.grad(again, tensors, dy)))
+
+
+@each_function
+def test_transforms(form):
+    """``torch.vmap`` and ``torch.func.grad``, which refuse most autograd functions."""
+    function, definition, _ = FORMS[form]
+    x, *parameters = (tensor.detach() for tensor in _tensors(form, (3, 4)))
+    mapped = torch.vmap(lambda x: function(x, *parameters))(x)
+    torch.testing.assert_close(mapped, function(x, *parameters))
+    found = torch.func.grad(lambda x: function(x, *parameters).square().sum())(x)
+    torch.testing.assert_close(
+        found, torch.func.grad(lambda x: definition(x, *parameters).square().sum())(x)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by the compiler itself

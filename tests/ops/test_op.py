@@ -1,5 +1,7 @@
 """The builder of operations, tried on small operations that exist only here."""
 
+import importlib
+import pkgutil
 import sys
 import types
 
@@ -7,9 +9,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from apex.ops import _op, _runtime
+from apex.ops import _op, _runtime, layers, losses, norms
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._op import op
+from apex.ops._thresholds import LEAST
 from tests.tolerance import integers
 
 # Stands for a kernel file. It has a gradient for x alone.
@@ -18,10 +21,10 @@ KERNELS = types.SimpleNamespace(
     forward=lambda x, factor: x @ factor,
     backward=lambda dy, needs, x, factor: [dy @ factor.t()],
 )
-PRODUCT = op("product(Tensor x, Tensor factor) -> Tensor y", torch.mm, grads=("x",), least=1)
+PRODUCT = op("product(Tensor x, Tensor factor) -> Tensor y", torch.mm, grads=("x",))
 RULES = {
     rule: op(f"{rule}(Tensor x) -> Tensor y", torch.sin, grads=("x",), autocast=rule)
-    for rule in ("half", "float", "leave")
+    for rule in ("half", "leave")
 }
 
 
@@ -31,16 +34,13 @@ PIECES = types.SimpleNamespace(
     forward=torch.clone,
     backward=lambda dy, needs, x: [3 * dy],
 )
-IN_PIECES = op(
-    "in_pieces(Tensor x) -> Tensor y", torch.clone, grads=("x",), kernel="", pieces=PIECES
-)
+IN_PIECES = op("in_pieces(Tensor x) -> Tensor y", torch.clone, grads=("x",), pieces=PIECES)
 
 # It keeps the result alone. The kernel's gradient has a factor of 3, which the definition has not.
 FROM_RESULT = op(
     "from_result(Tensor x) -> Tensor y",
     torch.exp,
     grads=("x",),
-    least=1,
     saves=("y",),
     gradient=lambda dy, y: [dy * y],
 )
@@ -118,10 +118,8 @@ def test_autocast_rules(dtype):
     x = torch.randn(5).to(dtype)
     with torch.autocast("cpu", torch.float16):
         found = {rule: operation(x).dtype for rule, operation in RULES.items()}
-    half, single = torch.float16, torch.float32
-    if dtype == torch.float64:  # never cast
-        half = single = dtype
-    assert found == {"half": half, "float": single, "leave": dtype}
+    half = dtype if dtype == torch.float64 else torch.float16  # float64 is never cast
+    assert found == {"half": half, "leave": dtype}
     assert all(operation(x).dtype == dtype for operation in RULES.values())
 
 
@@ -157,7 +155,7 @@ def test_the_path_depends_on_device_and_size(monkeypatch):
         PRODUCT, "_function", types.SimpleNamespace(apply=lambda *args: taken.append("kernel"))
     )
     monkeypatch.setattr(PRODUCT, "operator", lambda *args: taken.append("operator") or args)
-    monkeypatch.setattr(_runtime, "_PLAIN", (FakeTensor,))
+    monkeypatch.setattr(_runtime, "PLAIN", (FakeTensor,))
     monkeypatch.setattr(_runtime, "_missing", lambda: None)
     monkeypatch.setattr(_op, "_as_tuple", lambda result: result)
     with FakeTensorMode():
@@ -220,3 +218,16 @@ def test_errors_say_what_to_pass():
     check_tensors("f", {"x": x, "y": None}, floating={"x", "y"})
     for kind in (RuntimeError, TypeError, ValueError):
         assert issubclass(ArgumentError, kind)
+
+
+def test_every_operation_with_a_kernel_has_a_threshold():
+    """And no name in the table is misspelt; calls that need the kernel always take it."""
+    modules = [
+        importlib.import_module(module.name)
+        for package in (layers, losses, norms)
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    ]
+    found = {x for module in modules for x in vars(module).values() if isinstance(x, op)}
+    chosen = {x.name for x in found if x._kernel_file and not x.own_backward}
+    assert chosen == LEAST.keys()
+    assert all(x.least == LEAST.get(x.name, 1) for x in found)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Parameter
 
-from apex.ops import _runtime
+from apex.ops._function import Applied
 from apex.ops.layers import dense
 from apex.ops.norms._scripted import left_to_python
 
@@ -26,94 +26,6 @@ __all__ = [
     "fused_dense_function",
     "fused_dense_gelu_dense_function",
 ]
-
-
-class FusedDenseFunc(torch.autograd.Function):
-    """``input @ weight.T + bias``, called by ``.apply``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute the output."""
-        dense.check("FusedDenseFunc", input, {"weight": weight}, {"bias": bias})
-        ctx.dtype = dense.autocast_dtype(input)
-        ctx.save_for_backward(input, weight)
-        return F.linear(input, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Compute the gradients."""
-        return _linear_backward(ctx, grad_output, ctx.needs_input_grad)
-
-
-class DenseNoBiasFunc(torch.autograd.Function):
-    """``input @ weight.T``, called by ``.apply``."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Compute the output."""
-        dense.check("DenseNoBiasFunc", input, {"weight": weight}, {"bias": None})
-        ctx.dtype = dense.autocast_dtype(input)
-        ctx.save_for_backward(input, weight)
-        return F.linear(input, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Compute the gradients."""
-        return _linear_backward(ctx, grad_output, (*ctx.needs_input_grad, False))[:2]
-
-
-def _linear_backward(ctx: Any, dy: torch.Tensor, needs: Any) -> Any:
-    with _runtime.without_autocast(dy.device.type):
-        input, weight = dense.cast(ctx.dtype, *ctx.saved_tensors)
-        return dense.linear_backward(dy, input, weight, needs)
-
-
-class FusedDenseGeluDenseFunc(torch.autograd.Function):
-    """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``, called by ``.apply``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight1: torch.Tensor,
-        bias1: torch.Tensor,
-        weight2: torch.Tensor,
-        bias2: torch.Tensor,
-    ) -> torch.Tensor:
-        """Compute the output, and save both sides of the GELU."""
-        args = (input, weight1, bias1, weight2, bias2)
-        _check_two("FusedDenseGeluDenseFunc", *args)
-        ctx.dtype = dense.autocast_dtype(input)
-        y, hidden, activated = dense.gelu_dense(*args)
-        ctx.save_for_backward(*args, hidden, activated)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Compute the gradients."""
-        *args, hidden, activated = ctx.saved_tensors
-        with _runtime.without_autocast(grad_output.device.type):
-            input, weight1, bias1, weight2, bias2 = dense.cast(ctx.dtype, *args)
-            if dense.again():
-                _, hidden, activated = dense.gelu_dense(input, weight1, bias1, weight2, bias2)
-            found = dense.gelu_dense_backward(
-                grad_output, input, weight1, weight2, hidden, activated, ctx.needs_input_grad
-            )
-        return tuple(found)
-
-
-def _check_two(
-    name: str,
-    input: torch.Tensor,
-    weight1: torch.Tensor,
-    bias1: torch.Tensor,
-    weight2: torch.Tensor,
-    bias2: torch.Tensor,
-) -> None:
-    weights, biases = {"weight1": weight1, "weight2": weight2}, {"bias1": bias1, "bias2": bias2}
-    dense.check(name, input, weights, biases)
 
 
 @left_to_python
@@ -140,7 +52,8 @@ def _fused_dense_gelu_dense(
     bias2: torch.Tensor,
 ) -> torch.Tensor:
     """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``."""
-    _check_two("FusedDenseGeluDense", input, weight1, bias1, weight2, bias2)
+    weights, biases = {"weight1": weight1, "weight2": weight2}, {"bias1": bias1, "bias2": bias2}
+    dense.check("FusedDenseGeluDense", input, weights, biases)
     return dense.gelu_dense(input, weight1, bias1, weight2, bias2)[0]
 
 
@@ -148,6 +61,27 @@ def _fused_dense_gelu_dense(
 fused_dense_function = _fused_dense
 dense_no_bias_function = _dense_no_bias
 fused_dense_gelu_dense_function = _fused_dense_gelu_dense
+
+
+class FusedDenseFunc(Applied):
+    """``input @ weight.T + bias``, called by ``.apply``; cast as :class:`FusedDense`."""
+
+    function = staticmethod(_fused_dense)
+    autocasts = True
+
+
+class DenseNoBiasFunc(Applied):
+    """``input @ weight.T``, called by ``.apply``."""
+
+    function = staticmethod(_dense_no_bias)
+    autocasts = True
+
+
+class FusedDenseGeluDenseFunc(Applied):
+    """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``, called by ``.apply``."""
+
+    function = staticmethod(_fused_dense_gelu_dense)
+    autocasts = True
 
 
 class FusedDense(torch.nn.Linear):

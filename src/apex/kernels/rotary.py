@@ -11,6 +11,7 @@ The backward is the same kernel, which takes the two halves of sin crosswise and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,7 @@ def backward(dy: torch.Tensor, needs: list[bool], *, dim: int, **tables: Any) ->
     return [forward(dy, **tables, dim=dim, back=True)]
 
 
+@functools.cache
 def _tiles(channels: int, half: int, heads: int) -> dict[str, Any]:
     """How a program is cut, by the channels of a group and half of those that are rotated."""
     lanes, rest = triton.next_power_of_2(half), channels - 2 * half

@@ -5,54 +5,15 @@ Products are PyTorch's; :mod:`apex.ops.layers.dense` says why no kernel of ours 
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from apex.ops import _runtime
 from apex.ops._check import ArgumentError
+from apex.ops._function import Applied
 from apex.ops.layers import dense
 from apex.ops.layers import mlp as ops
 
 __all__ = ["MLP", "MlpFunction", "mlp_function"]
-
-
-def _shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-class MlpFunction(torch.autograd.Function):
-    """`mlp_function` as an autograd function, called by ``.apply``."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: bool, activation: int, *args: torch.Tensor) -> torch.Tensor:
-        """Compute the output and save that of every layer."""
-        x, weights, biases = ops.parts("MlpFunction", bias, activation, args)
-        ctx.bias, ctx.activation, ctx.dtype = bias, activation, dense.autocast_dtype(x)
-        outputs = ops.outputs_of(dense.rows(x), weights, biases, activation)
-        y = _shaped(outputs[-1], x)
-        ctx.count = len(args)
-        ctx.save_for_backward(*args, *outputs[:-1], y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_o: torch.Tensor) -> Any:
-        """Compute the gradients of the tensors in ``args``."""
-        with _runtime.without_autocast(grad_o.device.type):
-            saved = ctx.saved_tensors  # once: torch.utils.checkpoint has them no second time
-            args = dense.cast(ctx.dtype, *saved[: ctx.count])
-            outputs = [dense.rows(y) for y in saved[ctx.count :]]
-            n = len(outputs)
-            x, weights = dense.rows(args[0]), args[1 : n + 1]
-            if dense.again():
-                biases = args[n + 1 :] if ctx.bias else [None] * n
-                outputs = ops.outputs_of(x, weights, biases, ctx.activation)
-            need_x, *need = ctx.needs_input_grad[2:]
-            needs = (need_x, need[:n], need[n:] or [False] * n)
-            dy = grad_o.reshape(outputs[-1].shape)
-            dx, d_weights, d_biases = ops.backward(dy, x, weights, outputs, ctx.activation, needs)
-        shaped = None if dx is None else dx.reshape(saved[0].shape)
-        return (None, None, shaped, *d_weights, *(d_biases if ctx.bias else ()))
 
 
 def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tensor:
@@ -80,7 +41,15 @@ def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tens
     y = dense.rows(x)  # in place on a matrix: on a view autograd would copy gradients
     for weight, each in zip(weights, biases, strict=True):
         y = ops.layer(y, weight, each, activation)
-    return _shaped(y, x)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class MlpFunction(Applied):
+    """:func:`mlp_function`, called by ``.apply``."""
+
+    function = staticmethod(mlp_function)
+    autocasts = True
+    gradient = "grad_o"
 
 
 class MLP(torch.nn.Module):

@@ -1,7 +1,7 @@
 """Outputs by shape alone: names that Apex's module has beside its custom operators.
 
-The operators here are ``apex::normalize_rows`` and its backward, with shape functions of their own;
-these are for programs that call the old names.
+The operators here are ``apex::row_norm`` and its backward, with shape functions of their own; these
+are for programs that call the old names.
 """
 
 import math
@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import torch
 
 Tensor = torch.Tensor
-Pair = tuple[Tensor, Tensor]
-Three = tuple[Tensor, Tensor, Tensor]
 Shape = Sequence[int]
 
 
@@ -26,92 +24,65 @@ def _statistics(input: Tensor, normalized_shape: Shape) -> Tensor:
     return input.new_empty(rows, dtype=dtype)
 
 
-def fused_layer_norm_fwd_fake(
-    input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-) -> Three:
-    """Output, mean and inverse deviation."""
-    rows = _statistics(input, normalized_shape)
-    return torch.empty_like(input), rows, torch.empty_like(rows)
-
-
-def fused_layer_norm_affine_fwd_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: Shape,
-    eps: float,
-    memory_efficient: bool = False,
-) -> Three:
-    """Output, mean and inverse deviation."""
-    return fused_layer_norm_fwd_fake(input, normalized_shape, eps, memory_efficient)
-
-
 def fused_rms_norm_fwd_fake(
     input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-) -> Pair:
+) -> tuple[Tensor, ...]:
     """Output and inverse root mean square."""
     return torch.empty_like(input), _statistics(input, normalized_shape)
 
 
 def fused_rms_norm_affine_fwd_fake(
-    input: Tensor,
-    weight: Tensor,
-    normalized_shape: Shape,
-    eps: float,
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float,
     memory_efficient: bool = False,
-) -> Pair:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Output and inverse root mean square."""
-    return fused_rms_norm_fwd_fake(input, normalized_shape, eps, memory_efficient)
+    return fused_rms_norm_fwd_fake(input, normalized_shape, eps)
+
+
+def fused_layer_norm_fwd_fake(
+    input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+) -> tuple[Tensor, ...]:
+    """Output, mean and inverse deviation."""
+    y, mean = fused_rms_norm_fwd_fake(input, normalized_shape, eps)
+    return y, mean, torch.empty_like(mean)
+
+
+def fused_layer_norm_affine_fwd_fake(
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float,
+    memory_efficient: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output, mean and inverse deviation."""
+    return fused_layer_norm_fwd_fake(input, normalized_shape, eps)
 
 
 def fused_layer_norm_bwd_fake(
-    grad_output: Tensor,
-    mean: Tensor | None,
-    invvar: Tensor,
-    input_or_output: Tensor,
-    normalized_shape: Shape,
-    eps: float,
-    memory_efficient: bool = False,
-) -> Tensor:
+    grad_output: Tensor, mean: Tensor | None, invvar: Tensor, input_or_output: Tensor,
+    normalized_shape: Shape, eps: float, memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
     """Gradient of the input."""
     return torch.empty_like(input_or_output)
 
 
 def fused_layer_norm_affine_bwd_fake(
-    grad_output: Tensor,
-    mean: Tensor | None,
-    invvar: Tensor,
-    input_or_output: Tensor,
-    normalized_shape: Shape,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
+    grad_output: Tensor, mean: Tensor | None, invvar: Tensor, input_or_output: Tensor,
+    normalized_shape: Shape, weight: Tensor, bias: Tensor, eps: float,
     memory_efficient: bool = False,
-) -> Three:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of input, weight and bias."""
     return torch.empty_like(input_or_output), torch.empty_like(weight), torch.empty_like(bias)
 
 
 def fused_rms_norm_bwd_fake(
-    grad_output: Tensor,
-    invvar: Tensor,
-    input_or_output: Tensor,
-    normalized_shape: Shape,
-    eps: float,
-    memory_efficient: bool = False,
-) -> Tensor:
+    grad_output: Tensor, invvar: Tensor, input_or_output: Tensor, normalized_shape: Shape,
+    eps: float, memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
     """Gradient of the input."""
     return torch.empty_like(input_or_output)
 
 
 def fused_rms_norm_affine_bwd_fake(
-    grad_output: Tensor,
-    invvar: Tensor,
-    input_or_output: Tensor,
-    normalized_shape: Shape,
-    weight: Tensor,
-    eps: float,
-    memory_efficient: bool = False,
-) -> Pair:
+    grad_output: Tensor, invvar: Tensor, input_or_output: Tensor, normalized_shape: Shape,
+    weight: Tensor, eps: float, memory_efficient: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of input and weight."""
     return torch.empty_like(input_or_output), torch.empty_like(weight)

@@ -43,7 +43,6 @@ from apex.normalization._functions import (
     FusedRMSNormAffineFunction,
     FusedRMSNormAffineMixedDtypesFunction,
     FusedRMSNormFunction,
-    _rms_norm,
     fused_layer_norm,
     fused_layer_norm_affine,
     fused_rms_norm,
@@ -52,10 +51,9 @@ from apex.normalization._functions import (
     mixed_dtype_fused_layer_norm_affine,
     mixed_dtype_fused_rms_norm_affine,
 )
-from apex.ops._check import refuse_other_dtype
-from apex.ops._dtypes import NARROW
-from apex.ops.norms import _scripted, row_norms
+from apex.ops.norms import _scripted
 from apex.ops.norms._scripted import Shape
+from apex.ops.norms.row_norms import norm
 
 __all__ = [
     "FusedLayerNorm",
@@ -89,10 +87,52 @@ __all__ = [
 fused_layer_norm_cuda = None  # programs look whether the name is here; nothing is compiled
 
 
-# -- modules -------------------------------------------------------------------------------------
+class _RowNorm(torch.nn.Module):
+    """What the modules share: their parameters, ones and zeros at first, and sizes."""
+
+    __constants__ = ["normalized_shape", "eps", "elementwise_affine", "memory_efficient", "_mixed"]
+    _mixed = False  # whether the output has the weight's dtype, whatever the input's
+    _parameter_names: tuple[str, ...] = ("weight",)
+    normalized_shape: tuple[int, ...]
+    eps: float
+    elementwise_affine: bool
+    memory_efficient: bool
+    weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        alone = isinstance(normalized_shape, numbers.Integral)  # int, or one of numpy's
+        sizes: Any = [int(normalized_shape)] if alone else normalized_shape  # type: ignore[arg-type]
+        self.normalized_shape = shape = torch.Size(sizes)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        for name in self._parameter_names:
+            empty = torch.empty(shape, device=device, dtype=dtype) if elementwise_affine else None
+            self.register_parameter(name, None if empty is None else torch.nn.Parameter(empty))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1 and the bias, if there is one, to 0."""
+        for name, parameter in self.named_parameters(recurse=False):
+            torch.nn.init.constant_(parameter, float(name == "weight"))
+
+    def extra_repr(self) -> str:
+        """Show the sizes in ``print(model)``."""
+        shape = tuple(self.normalized_shape)
+        return f"{shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
-class FusedLayerNorm(torch.nn.Module):
+class FusedLayerNorm(_RowNorm):
     """Layer norm over the last dimensions, a drop-in for `torch.nn.LayerNorm`.
 
     Args:
@@ -108,62 +148,22 @@ class FusedLayerNorm(torch.nn.Module):
         tensor([-1.3416, -0.4472,  0.4472,  1.3416], grad_fn=<NativeLayerNormBackward0>)
     """
 
-    __constants__ = ["normalized_shape", "eps", "elementwise_affine", "memory_efficient", "_mixed"]
-    _mixed = False  # whether the output has the weight's dtype
-    normalized_shape: tuple[int, ...]
-    eps: float
-    elementwise_affine: bool
-    memory_efficient: bool
-    weight: torch.Tensor | None
+    _parameter_names = ("weight", "bias")
     bias: torch.Tensor | None
-
-    def __init__(
-        self,
-        normalized_shape: int | Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        _set_up(self, normalized_shape, eps, elementwise_affine, memory_efficient)
-        shape = self.normalized_shape
-        for name in ("weight", "bias"):
-            empty = torch.empty(shape, device=device, dtype=dtype) if elementwise_affine else None
-            self.register_parameter(name, None if empty is None else torch.nn.Parameter(empty))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to 1 and the bias to 0."""
-        if self.elementwise_affine:
-            torch.nn.init.ones_(self.weight)  # type: ignore[arg-type]
-            torch.nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ``(..., *normalized_shape)`` to the same shape."""
+        weight, bias, shape, eps = self.weight, self.bias, self.normalized_shape, self.eps
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return _scripted.layer_norm(
-                input, self.weight, self.bias, self.normalized_shape, self.eps, self._mixed
-            )
-        return self._normalized(input)
-
-    @torch.jit.unused
-    def _normalized(self, input: torch.Tensor) -> torch.Tensor:
-        x, weight, bias = row_norms.OP.cast(input, self.weight, self.bias)
-        if weight is not None and not (x.dtype in NARROW and weight.dtype == torch.float32):
-            refuse_other_dtype(x, weight, "MixedFusedLayerNorm")
-        return row_norms.layer_norm(
-            x, weight, bias, self.normalized_shape, self.eps, memory_efficient=self.memory_efficient
-        )
-
-    def extra_repr(self) -> str:
-        """Show the sizes in ``print(model)``."""
-        return _repr(self)
+            return _scripted.layer_norm(input, weight, bias, shape, eps, self._mixed)
+        weights = "any" if self._mixed else "float32"
+        return norm(
+            input, weight, bias, shape, eps, self.memory_efficient, True, weights,
+            "MixedFusedLayerNorm",
+        )  # fmt: skip
 
 
-class FusedRMSNorm(torch.nn.Module):
+class FusedRMSNorm(_RowNorm):
     """RMS norm over the last dimensions.
 
     Args:
@@ -179,66 +179,15 @@ class FusedRMSNorm(torch.nn.Module):
         tensor([0.8485, 1.1314])
     """
 
-    __constants__ = ["normalized_shape", "eps", "elementwise_affine", "memory_efficient"]
-    normalized_shape: tuple[int, ...]
-    eps: float
-    elementwise_affine: bool
-    memory_efficient: bool
-    weight: torch.Tensor | None
-
-    def __init__(
-        self,
-        normalized_shape: int | Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        _set_up(self, normalized_shape, eps, elementwise_affine, memory_efficient)
-        weight = None
-        if elementwise_affine:
-            weight = torch.nn.Parameter(
-                torch.empty(self.normalized_shape, device=device, dtype=dtype)
-            )
-        self.register_parameter("weight", weight)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to 1."""
-        if self.elementwise_affine:
-            torch.nn.init.ones_(self.weight)  # type: ignore[arg-type]
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ``(..., *normalized_shape)`` to the same shape."""
+        weight, shape, eps = self.weight, self.normalized_shape, self.eps
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return _scripted.rms_norm(input, self.weight, self.normalized_shape, self.eps)
-        return self._normalized(input)
-
-    @torch.jit.unused
-    def _normalized(self, input: torch.Tensor) -> torch.Tensor:
-        shape, eps = self.normalized_shape, self.eps
-        return _rms_norm(input, self.weight, shape, eps, self.memory_efficient, True)
-
-    def extra_repr(self) -> str:
-        """Show the sizes in ``print(model)``."""
-        return _repr(self)
+            return _scripted.rms_norm(input, weight, shape, eps)
+        return norm(input, weight, None, shape, eps, self.memory_efficient, False, "any", "")
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """`FusedLayerNorm` whose output has the dtype of its parameters, whatever the input's.
-
-    Args:
-        normalized_shape: The last dimensions of the input, or the last one alone.
-        eps: Added to the variance.
-        memory_efficient: Keep the output for the backward, not the input.
-        device: Of the parameters.
-        dtype: Of the parameters.
-        **kwargs: Passed over, as in Apex; ``elementwise_affine=False`` is refused.
-    """
-
+class _AlwaysAffine(_RowNorm):
     _mixed = True
 
     def __init__(
@@ -251,17 +200,32 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        _always_affine("MixedFusedLayerNorm", kwargs)
+        name = type(self).__name__
+        if not kwargs.get("elementwise_affine", True):
+            raise RuntimeError(
+                f"{name} always has a weight: elementwise_affine=False is not possible. "
+                f"Use {name.removeprefix('Mixed')}."
+            )
+        if "elementwise_affine" in kwargs:
+            said = f"{name} always has a weight: elementwise_affine is not needed"
+            warnings.warn(said, stacklevel=2)
         super().__init__(normalized_shape, eps, True, memory_efficient, device=device, dtype=dtype)
 
-    @torch.jit.unused
-    def _normalized(self, input: torch.Tensor) -> torch.Tensor:
-        return mixed_dtype_fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
-        )  # fmt: skip
+
+class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
+    """`FusedLayerNorm` whose output has the dtype of its parameters, whatever the input's.
+
+    Args:
+        normalized_shape: The last dimensions of the input, or the last one alone.
+        eps: Added to the variance.
+        memory_efficient: Keep the output for the backward, not the input.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        **kwargs: Passed over, as in Apex; ``elementwise_affine=False`` is refused.
+    """
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
     """`FusedRMSNorm` with a weight always; the output has its dtype.
 
     Args:
@@ -272,42 +236,3 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         dtype: Of the weight.
         **kwargs: Passed over, as in Apex; ``elementwise_affine=False`` is refused.
     """
-
-    def __init__(
-        self,
-        normalized_shape: int | Shape,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **kwargs: Any,
-    ) -> None:
-        _always_affine("MixedFusedRMSNorm", kwargs)
-        super().__init__(normalized_shape, eps, True, memory_efficient, device=device, dtype=dtype)
-
-
-def _always_affine(name: str, kwargs: dict[str, Any]) -> None:
-    if "elementwise_affine" not in kwargs:
-        return
-    if not kwargs["elementwise_affine"]:
-        raise RuntimeError(
-            f"{name} always has a weight: elementwise_affine=False is not possible. "
-            f"Use {name.removeprefix('Mixed')}."
-        )
-    warnings.warn(f"{name} always has a weight: elementwise_affine is not needed", stacklevel=3)
-
-
-def _set_up(
-    module: Any, shape: int | Shape, eps: float, elementwise_affine: bool, memory_efficient: bool
-) -> None:
-    alone = isinstance(shape, numbers.Integral)  # int, or one of numpy's
-    module.normalized_shape = torch.Size([int(shape)] if alone else shape)  # type: ignore[arg-type]
-    module.eps = eps
-    module.elementwise_affine = elementwise_affine
-    module.memory_efficient = memory_efficient
-
-
-def _repr(module: Any) -> str:
-    shape, eps = tuple(module.normalized_shape), module.eps
-    return f"{shape}, eps={eps}, elementwise_affine={module.elementwise_affine}"

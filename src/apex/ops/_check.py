@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
-from apex.ops._dtypes import NARROW
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_SCALAR_TYPES = dict(zip(FLOATS, ("Half", "BFloat16", "Float", "Double"), strict=True))
 
 
 class ArgumentError(RuntimeError, TypeError, ValueError):
@@ -42,16 +39,18 @@ def check_tensors(
     Raises:
         ArgumentError: One is no tensor, on another device, or of a dtype that is not taken.
     """
-    first = next(iter(tensors))
+    first, device = None, None
     for key, tensor in tensors.items():
-        if tensor is None and key != first and key not in required:
+        if tensor is None and first is not None and key not in required:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{name}: {key} is a {type(tensor).__name__}; pass a tensor.")
-        if tensor.device != tensors[first].device:
+        if first is None:
+            first, device = key, tensor.device
+        elif tensor.device != device:
             raise ArgumentError(
-                f"{name}: {key} is on {tensor.device} and {first} on {tensors[first].device}. "
-                f"Move one: {key}.to({str(tensors[first].device)!r})."
+                f"{name}: {key} is on {tensor.device} and {first} on {device}. "
+                f"Move one: {key}.to({str(device)!r})."
             )
         if key in floating and tensor.dtype not in FLOATS:
             raise ArgumentError(
@@ -81,64 +80,3 @@ def check_shape(
         raise ArgumentError(
             f"{name}: {key} has shape {list(tensor.shape)} and {reason}. Pass {list(shape)}."
         )
-
-
-def check_norm(
-    name: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    shape: Sequence[int],
-) -> None:
-    """Check the arguments of a norm over the last dimensions, with the words of torch.
-
-    Raises:
-        ArgumentError: They do not fit together.
-    """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
-    if isinstance(shape, int):
-        raise ArgumentError(
-            f"{name}: normalized_shape is {shape}, a number; pass the last dimensions of the "
-            f"input: [{shape}]."
-        )
-    row = tuple(shape)
-    if not row:
-        raise ArgumentError(
-            f"{name}: Expected normalized_shape to be at least 1-dimensional, i.e., containing at "
-            "least one element, but got normalized_shape = ()"
-        )
-    if x.shape[-len(row) :] != row:
-        raise ArgumentError(
-            f"{name}: Given normalized_shape={list(row)}, expected input with shape "
-            f"[{', '.join(['*', *map(str, row)])}], but got input of size{list(x.shape)}"
-        )
-    tensors = {"input": x, "weight": weight, "bias": bias}
-    check_tensors(name, tensors, floating=tensors)
-    check_shape(name, "weight", weight, row, f"normalized_shape is {list(row)}")
-    check_shape(name, "bias", bias, row, f"normalized_shape is {list(row)}")
-    if bias is not None and (weight is None or weight.dtype != bias.dtype):
-        dtype = None if weight is None else weight.dtype
-        raise ArgumentError(
-            f"{name}: weight is {dtype} and bias {bias.dtype}; pass both in one dtype, or no bias."
-        )
-
-
-def refuse_other_dtype(x: torch.Tensor, weight: torch.Tensor | None, mixed: str) -> None:
-    """Refuse a weight of another dtype than the input's, in torch's words; ``mixed`` takes it.
-
-    What is no floating dtype at all is left to :func:`check_tensors`.
-    """
-    if weight is not None and weight.dtype != x.dtype and {x.dtype, weight.dtype} <= {*FLOATS}:
-        raise ArgumentError(
-            f"expected scalar type {_SCALAR_TYPES[x.dtype]} but found "
-            f"{_SCALAR_TYPES[weight.dtype]}: the input is {x.dtype} and the weight "
-            f"{weight.dtype}. Use {mixed}, whose output has the weight's dtype, or torch.autocast, "
-            "or cast one of them."
-        )
-
-
-def refuse_wider_weight(x: torch.Tensor, weight: torch.Tensor | None, mixed: str) -> None:
-    """As above, but 16-bit weights beside a wider input are taken."""
-    if weight is None or weight.dtype not in NARROW or x.dtype in NARROW:
-        refuse_other_dtype(x, weight, mixed)

@@ -1,29 +1,93 @@
-"""Public autograd functions whose ``apply`` leaves the choice of a path to an operation."""
+"""Public autograd functions, with ``apply``, ``forward`` and ``backward``, made from a function."""
 
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
+from apex.ops import _runtime
 
-class Chosen(torch.autograd.Function):
-    """``apply`` calls ``function``: torch's own functions are cheaper on a CPU and for few numbers.
 
-    ``forward`` and ``backward`` are what the compiler traces, and what a subclass inherits.
-    TorchScript would compile ``apply`` if it were in the class itself.
+class _Inlined(torch.autograd.function.FunctionMeta):
+    """The type of `Applied`: torch.compile traces its ``apply`` like any function.
+
+    Of a class whose type is torch's own it would trace ``forward`` and ``backward``.
     """
 
-    function: ClassVar[Any] = None
+
+class Applied(torch.autograd.Function, metaclass=_Inlined):
+    """``apply`` calls ``function``, whose operations differentiate themselves.
+
+    So an operation chooses its path, derivatives have any order, and ``torch.func`` works.
+    ``forward`` and ``backward`` are for programs that call them, and for a subclass with one
+    of its own, which calls them: this backward computes ``function`` once more.
+    """
+
+    function: ClassVar[Callable[..., torch.Tensor]]
+    autocasts: ClassVar[bool] = False  #: Whether autocast matters to ``apply``.
+    gradient: ClassVar[str] = "grad_output"  #: What the argument of ``backward`` is called.
+    _own: ClassVar[Any] = None  # of a subclass with a forward or backward of its own
 
     def __init_subclass__(cls) -> None:
-        if "function" not in vars(cls):  # it has a forward of its own
-            cls.function = None
+        if "function" in vars(cls):
+            forward, backward = _methods(cls)
+            cls.forward = staticmethod(forward)  # type: ignore[method-assign]
+            cls.backward = staticmethod(backward)  # type: ignore[method-assign]
+        elif not {"forward", "backward"}.isdisjoint(vars(cls)):
+            methods = {name: staticmethod(getattr(cls, name)) for name in ("forward", "backward")}
+            cls._own = type(cls.__name__, (torch.autograd.Function,), methods)
 
+    # TorchScript would compile it if it were in the class that a program names.
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Compute; arguments as those of ``forward`` after ``ctx``."""
-        if cls.function is None:
-            return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return cls.function(*args, **kwargs)
+        if cls._own is not None:
+            return cls._own.apply(*args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()))
+        stays = cls.autocasts or not isinstance(x, torch.Tensor)
+        if stays or not _runtime.autocasts(x.device.type):
+            return cls.function(*args, **kwargs)
+        with torch.autocast(x.device.type, enabled=False):
+            return cls.function(*args, **kwargs)
 
     # TorchScript would not take a list of any length.
     apply.__func__.__annotations__.clear()  # type: ignore[attr-defined]
+
+
+def _methods(cls: type[Applied]) -> tuple[Callable[..., torch.Tensor], Callable[..., Any]]:
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute, and save the arguments."""
+        args = signature.bind(*args, **kwargs).args
+        ctx.save_for_backward(*[a if isinstance(a, torch.Tensor) else None for a in args])
+        ctx.rest = [None if isinstance(a, torch.Tensor) else a for a in args]
+        y: torch.Tensor = cls.apply(*args)
+        on = _runtime.autocasts(y.device.type)
+        ctx.dtype = torch.get_autocast_dtype(y.device.type) if on else None
+        return y
+
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        """Compute the gradients of the arguments, from a forward of them."""
+        create, device = torch.is_grad_enabled(), grad_output.device.type
+        saved, args = ctx.saved_tensors, [*ctx.rest]
+        needs = (*ctx.needs_input_grad, *[False] * len(args))[: len(args)]
+        for i, tensor in enumerate(saved):
+            if tensor is not None:  # a view: partial derivatives, if one comes from another
+                args[i] = tensor.view_as(tensor) if create else tensor.detach()
+                args[i].requires_grad_(needs[i] or args[i].requires_grad)
+        with torch.enable_grad(), torch.autocast(device, ctx.dtype, enabled=bool(ctx.dtype)):
+            y = cls.apply(*args)
+        wanted = [a for a, need in zip(args, needs, strict=True) if need]
+        found = iter(torch.autograd.grad(y, wanted, grad_output, create_graph=create))
+        return tuple(next(found) if need else None for need in needs)
+
+    def named(*names: str, after: Any = ()) -> inspect.Signature:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Signature([*(inspect.Parameter(name, kind) for name in names), *after])
+
+    signature = inspect.signature(cls.function)
+    forward.__signature__ = named("ctx", after=signature.parameters.values())  # type: ignore[attr-defined]
+    backward.__signature__ = named("ctx", cls.gradient)  # type: ignore[attr-defined]
+    return forward, backward

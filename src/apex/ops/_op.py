@@ -12,6 +12,7 @@ An operation computes the same on every path; :meth:`op.__call__` chooses one:
 
 From the schema follow the operator and its backward, their functions for fake tensors, what is
 saved, gradients of gradients (of the definition), vmap over a backward, and the autocast rule.
+``benchmarks/launch_cost.py`` times an eager call: names become positions once, when it is built.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -27,9 +29,9 @@ from torch.library import Library, register_autograd, register_fake, register_vm
 
 from apex.ops import _runtime
 from apex.ops._check import ArgumentError
+from apex.ops._thresholds import LEAST
 
 _LIBRARY = Library("apex", "FRAGMENT")  # type: ignore[no-untyped-call]
-_NEVER = 2**63 - 1
 
 
 class op:  # lower case, like torch.autocast: used as a function
@@ -45,27 +47,29 @@ class op:  # lower case, like torch.autocast: used as a function
                                                saved: the tensors in saves and all arguments that
                                                are no tensors
 
+    An eager call on a GPU takes the kernel from as many elements of the first argument on as
+    :mod:`apex.ops._thresholds` says.
+
     Args:
         schema: ``name(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor more)``, without
             defaults: arguments, the result, and what the forward computes for the backward besides.
             The first argument is a tensor.
         definition: ``definition(*args) -> y`` in PyTorch functions; rounds to 16 bits once.
         grads: Names of the tensors that the kernel computes gradients for.
-        least: Elements of the first argument from which on an eager call on a GPU takes the kernel.
-        kernel: Name of the kernel file, if it is not the operation's; "" if there is none.
+        kernel: Name of the kernel file, if it is not the operation's.
         saves: Names of the tensors that are saved for the backward: arguments, or results. By
             default all arguments and all results but ``y``. The gradient of an argument that is
-            in ``grads`` and not among them is like ``y``; where its dtype may differ, the last
-            argument, ``<name>_dtype``, says it to the backward alone.
+            in ``grads`` and not among them is like ``y``; where its dtype may differ, an argument
+            ``<name>_dtype`` says it.
         gradient: ``gradient(dy, **saved) -> [...]`` in PyTorch functions, in the order of
             ``grads``: the definition of the backward, for operations that save less than their
             arguments. Gradients of gradients are those of it; without it such operations have none.
             No argument outside of ``grads`` may require a gradient then.
         pieces: Forward and backward where no kernel runs, for calls of which ``pieces.pays(*args)``
-            says that they are faster on a CPU; for all calls if there is no ``pays``, or if they
-            need them (see ``saves``).
-        autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``), to float32
-            (``"float"``) or not at all (``"leave"``). float64 is never cast.
+            says that they are faster on a CPU; for all calls if they need them (see ``saves``), or
+            if there is no ``pays``: then there is no kernel.
+        autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``) or not at all
+            (``"leave"``). float64 is never cast.
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
         takes: Whether the kernel takes the first argument as it lies in memory; if not, the
             definition does.
@@ -80,48 +84,51 @@ class op:  # lower case, like torch.autocast: used as a function
         definition: Callable[..., torch.Tensor],
         *,
         grads: Sequence[str],
-        least: int = _NEVER,
-        kernel: str | None = None,
+        kernel: str = "",
         saves: Sequence[str] | None = None,
         gradient: Callable[..., Sequence[torch.Tensor | None]] | None = None,
         pieces: Any = None,
-        autocast: Literal["half", "float", "leave"] = "leave",
+        autocast: Literal["half", "leave"] = "leave",
         contiguous: bool = True,
         takes: Callable[[torch.Tensor], bool] = lambda x: True,
         compiles_to_operator: Callable[..., bool] = lambda *args: True,
     ) -> None:
-        self.name, arguments, results = _parsed(schema)
-        self.definition, self.grads, self.least, self.pieces = definition, grads, least, pieces
-        self.gradient = gradient
-        self.autocast, self.contiguous, self.takes = autocast, contiguous, takes
-        self.compiles_to_operator = compiles_to_operator
-        self._kernel_file = self.name if kernel is None else kernel
+        self.name, arguments, self.results = _parsed(schema)
+        self.definition, self.gradient, self.pieces = definition, gradient, pieces
+        self.grads, self.autocast, self.contiguous = grads, autocast, contiguous
+        self.takes, self.compiles_to_operator = takes, compiles_to_operator
         self.names = list(arguments)
         self.tensors = [name for name, kind in arguments.items() if kind.startswith("Tensor")]
         self.constants = [name for name in arguments if name not in self.tensors]
-        self.results = list(results)
-        # Of the arguments that definition and forward are called with.
-        self._count = sum(not name.endswith("_dtype") for name in arguments)
         self.saves = list(saves or [*self.tensors, *self.results[1:]])
-        #: Whether every call needs the kernel or pieces.
         always = pieces is not None and not hasattr(pieces, "pays")
+        self._kernel_file = "" if always else f"apex.kernels.{kernel or self.name}"
+        #: Whether every call needs the kernel or pieces.
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
+        self.least = 1 if self.own_backward else LEAST.get(self.name, sys.maxsize)
+        # Positions among the arguments, and results behind them.
+        known = [*self.names, *self.results]
+        self._at_tensors = [known.index(name) for name in self.tensors]
+        self._at_saves = [known.index(name) for name in self.saves]
+        self._at_constants = [known.index(name) for name in self.constants]
+        self._at_grads = [known.index(name) for name in grads]
+        self._at_others = [i for i in self._at_tensors if i not in self._at_grads]
+        self._saved = [*self.saves, *self.constants]
         self.operator = _define(schema, self.run, self._allocate)
         kinds = {**dict.fromkeys(self.results, "Tensor"), **arguments}
-        rest = [*self.saves, *self.constants]
         self.backward_operator = _define(
             f"{self.name}_backward(Tensor dy, bool[] needs, "
-            f"{', '.join(f'{kinds[name]} {name}' for name in rest)}) -> "
+            f"{', '.join(f'{kinds[name]} {name}' for name in self._saved)}) -> "
             + (f"({', '.join(['Tensor'] * len(grads))})" if len(grads) > 1 else "Tensor"),
             self._run_backward,
             self._empty_gradients,
         )
         register_autograd(
-            self.operator, self.gradients, setup_context=self._save_for_operator, lib=_LIBRARY
+            self.operator, self._gradients, setup_context=self._save_for_operator, lib=_LIBRARY
         )
         methods = {
-            "forward": staticmethod(self.save_and_run),
-            "backward": staticmethod(lambda *args: self.gradients(*args)),  # compiled: no method
+            "forward": staticmethod(self._computed_and_saved),
+            "backward": staticmethod(lambda *args: (*self._gradients(*args), None)),
         }
         self._function: Any = type(self.name, (torch.autograd.Function,), methods)
 
@@ -129,12 +136,26 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Cast the arguments under autocast, choose a path and compute ``y``."""
-        device_type = args[0].device.type
-        if not _runtime.autocasts(device_type):
-            return self._called(args)
-        args = self.cast(*args)
-        with torch.autocast(device_type, enabled=False):
-            return self._called(args)
+        x = args[0]
+        device_type = x.device.type
+        if _runtime.autocasts(device_type):
+            args = self.cast(*args)
+            with torch.autocast(device_type, enabled=False):
+                return self(*args)
+        if _runtime.transformed() or not self._are_plain(args):
+            return self.definition(*args)
+        if torch.compiler.is_compiling():  # whatever the size, which would be a guard
+            records = self.own_backward or (
+                _runtime.compiles(x) and self.takes(x) and self.compiles_to_operator(*args)
+            )
+        else:
+            implementation = self._chosen(x, args)
+            if implementation is None:
+                return self.definition(*args)
+            records = torch._C._len_torch_dispatch_stack() > 0
+            if not records:
+                return self._function.apply(*args, implementation)  # type: ignore[no-any-return]
+        return _as_tuple(self.operator(*args))[0] if records else self.definition(*args)
 
     def cast(self, *args: Any) -> tuple[Any, ...]:
         """Cast tensors as autocast does, if it is on for the device of the first."""
@@ -144,156 +165,154 @@ class op:  # lower case, like torch.autocast: used as a function
         device_type = args[0].device.type
         if self.autocast == "leave" or not _runtime.autocasts(device_type):
             return args
-        half = self.autocast == "half"
-        dtype = torch.get_autocast_dtype(device_type) if half else torch.float32
+        dtype = torch.get_autocast_dtype(device_type)
         casts = [isinstance(a, torch.Tensor) and a.dtype in _runtime.DTYPES for a in args]
         return tuple(a.to(dtype) if cast else a for a, cast in zip(args, casts, strict=True))
 
-    def _called(self, args: tuple[Any, ...]) -> torch.Tensor:
-        if self._by_definition(args):
-            return self.definition(*args[: self._count])
-        if _runtime.recorded():
-            return _as_tuple(self.operator(*args))[0]
-        y: torch.Tensor = self._function.apply(*args)
-        return y
+    def _are_plain(self, args: Sequence[Any]) -> bool:
+        """Whether kernels know the tensors: all but subclasses and other floating dtypes."""
+        for i in self._at_tensors:
+            tensor = args[i]
+            if tensor is None:
+                continue
+            if type(tensor) not in _runtime.PLAIN:
+                return False
+            if tensor.dtype not in _runtime.DTYPES and tensor.is_floating_point():
+                return False
+        return True
 
-    def _by_definition(self, args: tuple[Any, ...]) -> bool:
-        x = args[0]
-        if _runtime.transformed() or not all(map(_runtime.is_plain, args)):
-            return True
-        if torch.compiler.is_compiling():  # whatever the size, which would be a guard
-            opaque = _compiles(x) and self.takes(x) and self.compiles_to_operator(*args)
-            return not (self.own_backward or opaque)
-        if x.numel() == 0:
-            return True
-        if self.own_backward or self._fuses(x, self.least):
+    def _chosen(self, x: torch.Tensor, args: tuple[Any, ...]) -> Any:
+        """What computes an eager call on plain tensors: kernels, pieces; None: the definition."""
+        size, forced = x.numel(), _runtime.forced()
+        if not size:
+            return None
+        if (forced or size >= self.least) and self._fuses(x):
+            return self._kernels()
+        if self.own_backward:
+            return self.pieces
+        pays = x.is_cpu and self.pieces is not None and forced is None
+        return self.pieces if pays and self.pieces.pays(*args) else None
+
+    def _fuses(self, x: torch.Tensor) -> bool:
+        """Whether there is a kernel for ``x``, and can run."""
+        if not self._kernel_file or x.dtype not in _runtime.DTYPES:
             return False
-        pays = x.is_cpu and self.pieces is not None and _runtime.forced() is None
-        return not (pays and self.pieces.pays(*args))
-
-    def _fuses(self, x: torch.Tensor, least: int = 1) -> bool:
-        """Whether the kernel is to run, given that the path is not the definition."""
-        if x.dtype not in _runtime.DTYPES or x.numel() < (1 if _runtime.forced() else least):
-            return False
-        return bool(self._kernel_file) and _runtime.can_fuse(x.device) and self.takes(x)
-
-    def run(self, *args: Any) -> Any:
-        """Compute ``y`` and what the backward needs, outside of autograd."""
-        return self._computed(self.implementation(args[0]), args)
-
-    def implementation(self, x: torch.Tensor) -> Any:
-        """What computes ``forward`` and ``backward``: kernels, pieces, or None."""
-        return self._kernels() if self._fuses(x) else self.pieces
+        return _runtime.can_fuse(x.device) and self.takes(x)
 
     def _kernels(self) -> Any:
         # late: importing an operation must not import triton
-        return importlib.import_module(f"apex.kernels.{self._kernel_file}")
+        return sys.modules.get(self._kernel_file) or importlib.import_module(self._kernel_file)
 
-    def _computed(self, implementation: Any, args: Sequence[Any]) -> Any:
-        if implementation is None or args[0].numel() == 0:
-            return self._by_definition_alone(args)
-        return _call(implementation.forward, args[0], *self._dense(args[: self._count]))
+    def implementation(self, x: torch.Tensor) -> Any:
+        """What computes ``forward`` and ``backward`` of an operator: kernels, pieces, or None."""
+        return self._kernels() if self._fuses(x) else self.pieces
 
-    def _by_definition_alone(self, args: Sequence[Any]) -> Any:
-        """What an operator returns where no kernel runs; its backward computes a forward again."""
-        y, *more = _as_tuple(self._allocate(*args))
+    def run(self, *args: Any) -> Any:
+        """Compute ``y`` and what the backward needs, as an operator."""
+        implementation = self.implementation(args[0])
+        if implementation is not None and args[0].numel():
+            return _call(implementation.forward, args[0], *self._dense(args, self._at_tensors))
+        y, *more = _as_tuple(self._allocate(*args))  # the backward computes a forward again
         with torch.no_grad():
-            y.copy_(self.definition(*args[: self._count]))
+            y.copy_(self.definition(*args))
         return (y, *(m.fill_(math.nan) for m in more)) if more else y
 
     def _allocate(self, *args: Any) -> Any:
         source = self._kernels() if self.pieces is None else self.pieces
-        return source.allocate(*self._dense(args[: self._count]))
+        return source.allocate(*self._dense(args, self._at_tensors))
 
-    def _dense(self, args: Sequence[Any]) -> list[Any]:
-        """Arguments as kernels read them: no ``z.conj().imag``, whose sign is not in memory yet."""
-        dense = [a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args]
-        if not self.contiguous:
-            return dense
-        return [a.contiguous() if isinstance(a, torch.Tensor) else a for a in dense]
+    def _dense(self, arguments: Sequence[Any], at: Sequence[int]) -> list[Any]:
+        """Arguments, with tensors ``at`` some positions as kernels read them.
+
+        Contiguous, and no ``z.conj().imag``, whose sign is not in memory yet.
+        """
+        dense = [*arguments]
+        for i in at:
+            tensor = dense[i]
+            if tensor is not None:
+                if tensor.is_neg():
+                    dense[i] = tensor = tensor.resolve_neg()
+                if self.contiguous and not tensor.is_contiguous():
+                    dense[i] = tensor.contiguous()
+        return dense
 
     # -- autograd ----------------------------------------------------------------------------------
 
-    def save_and_run(self, ctx: Any, *args: Any) -> Any:
-        """Forward of an ``autograd.Function``: compute ``y`` and save what its backward needs."""
-        if _runtime.recorded():
-            output = self.operator(*args)
-        else:
-            ctx.implementation = self.implementation(args[0])  # that of the backward, too
-            output = self._computed(ctx.implementation, args)
-        outputs = _as_tuple(output)
-        self._save(ctx, args, outputs)
+    def _computed_and_saved(self, ctx: Any, *args: Any) -> Any:
+        *inputs, implementation = args
+        dense = self._dense(inputs, self._at_tensors)
+        output = _call(implementation.forward, args[0], *dense)
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.implementation = implementation
+        self._save(ctx, inputs, outputs)
         return outputs[0]
 
     def _save_for_operator(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         outputs = _as_tuple(output)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
+        ctx.implementation = None
         self._save(ctx, inputs, outputs)
 
     def _save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
-        known = dict(zip(self.names, inputs, strict=True))
-        ctx.constants = {name: known[name] for name in self.constants}
-        known |= zip(self.results, outputs, strict=True)
-        ctx.save_for_backward(*[known[name] for name in self.saves])
+        known = (*inputs, *outputs)
+        ctx.constants = [known[i] for i in self._at_constants]
+        ctx.save_for_backward(*[known[i] for i in self._at_saves])
 
-    def gradients(
-        self, ctx: Any, dy: torch.Tensor | None, *_: Any, needs: Sequence[bool] | None = None
-    ) -> Any:
-        """Backward of an ``autograd.Function``: a gradient, or None, for each argument.
-
-        Args:
-            ctx: Where :meth:`save_and_run` saved what is needed.
-            dy: The gradient of ``y``.
-            needs: Which gradients are wanted, for the first arguments at least.
-        """
+    def _gradients(self, ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
+        """Backward of an ``autograd.Function``: a gradient, or None, for each argument."""
+        found: list[torch.Tensor | None] = [None] * len(self.names)
         if dy is None:  # only another result was used
-            return (None,) * len(self.names)
-        needed = dict.fromkeys(self.names, False)
-        given = (needs or ctx.needs_input_grad)[: len(self.tensors)]
-        # Two slices: in Dynamo of torch 2.9 zip(strict=False) is strict.
-        needed |= zip(self.tensors[: len(given)], given, strict=True)
-        saved = dict(zip(self.saves, ctx.saved_tensors, strict=True)) | ctx.constants
-        wanted = [name for name in self.tensors if needed[name]]
-        with _runtime.without_autocast(dy.device.type):
-            again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            if again or not set(wanted) <= set(self.grads):
-                found = self._definition_gradients(dy, saved, wanted)
-            else:
-                each = [needed[name] for name in self.grads]
-                if _runtime.recorded() or _runtime.batched(dy):
-                    run = self.backward_operator
-                else:
-                    run = functools.partial(self._run_backward, ctx=ctx)
-                each_gradient = _as_tuple(run(dy, each, *saved.values()))
-                found = dict(zip(self.grads, each_gradient, strict=True))
-        return tuple(found[name] if needed[name] else None for name in self.names)
+            return tuple(found)
+        if _runtime.autocasts(dy.device.type):
+            with torch.autocast(dy.device.type, enabled=False):
+                return self._gradients(ctx, dy)
+        needed, saved = ctx.needs_input_grad, (*ctx.saved_tensors, *ctx.constants)
+        compiling = torch.compiler.is_compiling()
+        again = torch.is_grad_enabled() and not compiling
+        if again or (self._at_others and any(needed[i] for i in self._at_others)):
+            at = [i for i in self._at_tensors if needed[i]]
+            by_name = self._definition_gradients(dy, saved, [self.names[i] for i in at])
+            for i in at:
+                found[i] = by_name[self.names[i]]
+            return tuple(found)
+        needs = [needed[i] for i in self._at_grads]
+        records = compiling or torch._C._len_torch_dispatch_stack() > 0
+        if ctx.implementation is None or records or _runtime.batched(dy):
+            gradients = _as_tuple(self.backward_operator(dy, needs, *saved))
+        else:
+            gradients = self._computed_gradients(ctx.implementation, dy, needs, saved)
+        for i, gradient, need in zip(self._at_grads, gradients, needs, strict=True):
+            found[i] = gradient if need else None
+        return tuple(found)
 
-    def _run_backward(
-        self, dy: torch.Tensor, needs: list[bool], *rest: Any, ctx: Any = None
+    def _computed_gradients(
+        self, implementation: Any, dy: torch.Tensor, needs: Sequence[bool], saved: Sequence[Any]
     ) -> Any:
-        saved = dict(zip([*self.saves, *self.constants], rest, strict=True))
-        if dy.numel() == 0:
-            empty = _as_tuple(self._empty_gradients(dy, needs, *rest))
+        dy, *dense = self._dense((dy, *saved), range(1 + len(self.saves)))
+        given = dict(zip(self._saved, dense, strict=True))
+        return _call(implementation.backward, dy, dy, needs, **given)
+
+    def _run_backward(self, dy: torch.Tensor, needs: list[bool], *saved: Any) -> Any:
+        if not dy.numel():
+            empty = _as_tuple(self._empty_gradients(dy, needs, *saved))
             return _as_result([gradient.zero_() for gradient in empty])
-        first = saved[self.saves[0]]
-        implementation = getattr(ctx, "implementation", None) or self.implementation(first)
-        if implementation is None or first.numel() == 0:
+        implementation = self.implementation(saved[0])
+        if implementation is not None and saved[0].numel():
+            found = self._computed_gradients(implementation, dy, needs, saved)
+        else:
             wanted = [name for name, need in zip(self.grads, needs, strict=True) if need]
             # A dispatch mode runs operators without autograd. No gradients of these gradients.
             key = torch._C.DispatchKey.AutogradFunctionality
             with torch.no_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
                 by_name = self._definition_gradients(dy, saved, wanted)
             found = [by_name.get(name) for name in self.grads]
-        else:
-            dense = dict(zip(saved, self._dense([*saved.values()]), strict=True))
-            found = _call(implementation.backward, first, *self._dense([dy]), needs, **dense)
         # What is not needed may have been computed on the way: the sums of weight and bias are one.
-        kept = [grad if need else None for grad, need in zip(found, needs, strict=True)]
-        return _as_result([dy.new_empty(0) if grad is None else grad for grad in kept])
+        each = zip(found, needs, strict=True)
+        return _as_result([g if need and g is not None else dy.new_empty(0) for g, need in each])
 
     def _empty_gradients(self, dy: torch.Tensor, needs: list[bool], *rest: Any) -> Any:
-        saved = dict(zip([*self.saves, *self.constants], rest, strict=True))
+        saved = dict(zip(self._saved, rest, strict=True))
         found = []
         for name, need in zip(self.grads, needs, strict=True):
             if not need or (name in saved and saved[name] is None):
@@ -307,8 +326,9 @@ class op:  # lower case, like torch.autocast: used as a function
         return _as_result(found)
 
     def _definition_gradients(
-        self, dy: torch.Tensor, saved: dict[str, Any], wanted: Sequence[str]
+        self, dy: torch.Tensor, rest: Sequence[Any], wanted: Sequence[str]
     ) -> dict[str, torch.Tensor | None]:
+        saved = dict(zip(self._saved, rest, strict=True))
         if self.gradient is not None:
             return dict(zip(self.grads, self.gradient(dy, **saved), strict=True))
         if not set(self.tensors) <= set(saved):
@@ -329,12 +349,6 @@ class op:  # lower case, like torch.autocast: used as a function
         leaves = list(views.values())
         found = torch.autograd.grad(y, leaves, dy, create_graph=create)
         return dict(zip(views, found, strict=True))
-
-
-def _compiles(x: torch.Tensor) -> bool:
-    """Whether a compiled graph may get an operator: on a CPU it always gets the definition."""
-    forced = _runtime.forced()
-    return forced == "triton" or (x.is_cuda and _runtime.HAS_TRITON and forced is None)
 
 
 def _call(function: Callable[..., Any], beside: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

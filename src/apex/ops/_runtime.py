@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of the kernels
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # without importing it
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # no subclass
 _forced: list[str] = []  # a list and no context variable, which torch.compile cannot trace
 
 
@@ -56,6 +56,11 @@ def can_fuse(device: torch.device) -> bool:
     if _forced:
         return _forced[-1] == "triton"
     return device.type == "cuda" and _missing() is None
+
+
+def compiles(x: torch.Tensor) -> bool:
+    """Whether a compiled graph may get an operator: on a CPU it always gets the definition."""
+    return _forced[-1] == "triton" if _forced else x.is_cuda and HAS_TRITON
 
 
 @contextlib.contextmanager
@@ -100,15 +105,6 @@ def batched(gradient: torch.Tensor) -> bool:
     """Whether a backward runs under vmap, for instance with ``is_grads_batched``."""
     functorch = torch._C._functorch
     return functorch.is_legacy_batchedtensor(gradient) or functorch.is_batchedtensor(gradient)
-
-
-def is_plain(argument: object) -> bool:
-    """Whether kernels know an argument: all but subclasses of tensors and other dtypes."""
-    if not isinstance(argument, torch.Tensor):
-        return True
-    return type(argument) in _PLAIN and (
-        argument.dtype in DTYPES or not argument.is_floating_point()
-    )
 
 
 def autocasts(device_type: str) -> bool:

@@ -1,10 +1,8 @@
 """``focal_loss`` and ``FocalLoss``: of sigmoids, over all anchors and classes."""
 
-from typing import Any
-
 import torch
 
-from apex.ops._function import Chosen
+from apex.ops._function import Applied
 from apex.ops.losses import focal_loss as ops
 from apex.ops.norms._scripted import left_to_python
 
@@ -44,36 +42,28 @@ def focal_loss(
         >>> focal_loss(logits, targets, torch.tensor([1.0]), 3, alpha=0.25, gamma=2.0)
         tensor(0.6931)
     """
+    return _of_anchors(
+        cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma,
+        label_smoothing,
+    )  # fmt: skip
+
+
+def _of_anchors(
+    cls_output: torch.Tensor, cls_targets_at_level: torch.Tensor, num_positives_sum: torch.Tensor,
+    num_real_classes: int, alpha: float, gamma: float, label_smoothing: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
     args = ops.checked(
-        "focal_loss", cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha,
+        "focal_loss", cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha,
         gamma, label_smoothing,
     )  # fmt: skip
     return ops.OP(*args)
 
 
-class FocalLoss(Chosen):
+class FocalLoss(Applied):
     """:func:`focal_loss` as an autograd function, to be called by ``apply``."""
 
-    function = staticmethod(focal_loss)
-
-    @staticmethod
-    def forward(
-        ctx: Any, cls_output: torch.Tensor, cls_targets_at_level: torch.Tensor,
-        num_positives_sum: torch.Tensor, num_real_classes: int, alpha: float, gamma: float,
-        label_smoothing: float = 0.0,
-    ) -> torch.Tensor:  # fmt: skip
-        """Compute the loss."""
-        args = ops.checked(
-            "FocalLoss", cls_output, cls_targets_at_level, num_positives_sum, num_real_classes,
-            alpha, gamma, label_smoothing,
-        )  # fmt: skip
-        loss: torch.Tensor = ops.OP.save_and_run(ctx, *args)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
-        """Compute the gradient of the logits."""
-        return ops.OP.gradients(ctx, grad_loss)
+    function = staticmethod(_of_anchors)
+    gradient = "grad_loss"
 
 
 # In the package this name hides the module, by which programs know it: `focal_loss.focal_loss()`.

@@ -4,52 +4,32 @@ The output has the weight's dtype: a float32 input may meet 16-bit weights. NVID
 hidden sizes only, on a GPU only.
 """
 
-from typing import Any
-
 import torch
 
-from apex.normalization._functions import FusedLayerNormAffineMixedDtypesFunction
-from apex.ops._check import refuse_wider_weight
+from apex.ops._function import Applied
 from apex.ops.norms import _scripted
-from apex.ops.norms.row_norms import OP, layer_norm
+from apex.ops.norms.row_norms import norm
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
-
-MIXED = "apex.normalization.MixedFusedLayerNorm"
-
-
-class FastLayerNormFN(FusedLayerNormAffineMixedDtypesFunction):
-    """Layer norm, called by ``.apply``; autocast does not matter here."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]  # noqa: D102
-        ctx: Any,
-        x: torch.Tensor,
-        gamma: torch.Tensor,
-        beta: torch.Tensor,
-        epsilon: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        refuse_wider_weight(x, gamma, MIXED)
-        return FusedLayerNormAffineMixedDtypesFunction.forward(
-            ctx, x, gamma, beta, gamma.shape, epsilon, memory_efficient
-        )
 
 
 @_scripted.left_to_python
 def _fast_layer_norm(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
     epsilon: float,
-    memory_efficient: bool,
+    memory_efficient: bool = False,
 ) -> torch.Tensor:
-    x, weight, bias = OP.cast(x, weight, bias)
-    refuse_wider_weight(x, weight, MIXED)
-    return layer_norm(
-        x, weight, bias, weight.shape, epsilon, memory_efficient=memory_efficient,
-        dtype=weight.dtype,
-    )  # fmt: skip
+    instead = "apex.normalization.MixedFusedLayerNorm"
+    return norm(x, gamma, beta, gamma.shape, epsilon, memory_efficient, True, "half", instead)
+
+
+class FastLayerNormFN(Applied):
+    """Layer norm, called by ``.apply``; autocast does not matter here."""
+
+    function = staticmethod(_fast_layer_norm)
+    gradient = "dy"
 
 
 class FastLayerNorm(torch.nn.Module):

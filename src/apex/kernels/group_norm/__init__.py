@@ -16,6 +16,7 @@ Variances", 1979, eq. 2.1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class _Shape:
         return x.new_empty((self.images, *shape), dtype=torch.float32)
 
 
+@functools.cache
 def tile_channels(channels: int) -> int:
     """Channels of a tile: as many as leave at most an eighth of the threads without work."""
     for block in (512, 256, 128, 64, 32):

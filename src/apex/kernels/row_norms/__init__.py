@@ -14,6 +14,7 @@ memory would be 16.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -60,6 +61,7 @@ RESIDENT_WARPS = 16
 # -- launching -----------------------------------------------------------------------------------
 
 
+@functools.cache
 def _tile(n_cols: int, per_warp: int = ELEMENTS_PER_WARP) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps."""
     block = triton.next_power_of_2(n_cols)
@@ -67,6 +69,7 @@ def _tile(n_cols: int, per_warp: int = ELEMENTS_PER_WARP) -> tuple[int, int, int
     return rows, block, min(WARPS, rows * block // per_warp)
 
 
+@functools.cache
 def _backward_tile(n_cols: int, from_output: bool) -> tuple[int, int, int]:
     per_warp = PER_WARP_FROM_OUTPUT if from_output else ELEMENTS_PER_WARP
     rows, block, warps = _tile(n_cols, per_warp)
@@ -77,6 +80,7 @@ def _stages(elements: int, size: int) -> int:
     return 2 if elements * size <= READ_AHEAD_BYTES else 1
 
 
+@functools.cache
 def _sum_tile(n_cols: int, multiprocessors: int) -> tuple[int, int]:
     """Rows and columns of a tile of the second stage: at least a program a multiprocessor.
 
@@ -90,7 +94,7 @@ def _sum_tile(n_cols: int, multiprocessors: int) -> tuple[int, int]:
 
 def allocate(
     x: torch.Tensor, weight: Any, bias: Any, shape: Sequence[int], eps: float, centered: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``y``, and float32, one number a row: ``mean``, empty for RMS norm, and ``rstd``."""
     n_rows = math.prod(x.shape[: x.dim() - len(shape)])
@@ -100,7 +104,7 @@ def allocate(
 
 def forward(
     x: torch.Tensor, weight: Any, bias: Any, shape: Sequence[int], eps: float, centered: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As :func:`allocate`, computed; ``x`` is contiguous."""
     n_cols = math.prod(shape)

@@ -15,7 +15,7 @@ Autocast: inputs and parameters are cast to its dtype, float64 excepted, and the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,6 @@ from apex import _compat
 from apex.ops import _runtime
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._dtypes import Optional
-
-Needs = Sequence[bool]
 
 
 def gelu_dense(
@@ -52,28 +50,18 @@ def gelu_dense_backward(
     weight2: torch.Tensor,
     hidden: torch.Tensor,
     activated: torch.Tensor,
-    needs: Needs = (True,) * 5,
-) -> list[Optional]:
+) -> list[torch.Tensor]:
     """Gradients of ``x``, ``weight1``, ``bias1``, ``weight2`` and ``bias2``."""
-    each = (any(needs[:3]), *needs[3:])
-    grad, *second = linear_backward(dy, activated, weight2, each)
-    if grad is None:
-        return [None, None, None, *second]
+    grad, *second = linear_backward(dy, activated, weight2)
     grad = torch.ops.aten.gelu_backward(grad, hidden, approximate="tanh")
-    return [*linear_backward(grad, x, weight1, needs[:3]), *second]
+    return [*linear_backward(grad, x, weight1), *second]
 
 
 def linear_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: Needs = (True,) * 3
-) -> tuple[Optional, Optional, Optional]:
-    """Gradients of ``x``, the weight and the bias; ``None`` where one is not needed."""
-    x = rows(x)
-    flat = dy.reshape(x.shape[0], weight.shape[0])  # not by rows(): vmap over a backward has none
-    return (
-        dy @ weight if needs[0] else None,
-        flat.t() @ x if needs[1] else None,
-        flat.sum(0) if needs[2] else None,
-    )
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of ``x``, the weight and the bias."""
+    return dy @ weight, rows(dy).t() @ rows(x), rows(dy).sum(0)
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -110,33 +98,6 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
                 some.add_(torch.mm(part, b, out_dtype=total.dtype))
             else:
                 some.addmm_(part.to(total.dtype), b)
-
-
-# -- autocast and derivatives of derivatives, for autograd functions that are called by .apply -----
-
-
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Autocast's dtype for the device of ``x``; ``None`` where it is off."""
-    on = _runtime.autocasts(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if on else None
-
-
-def cast(dtype: torch.dtype | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Cast tensors, but float64 and None, to a dtype, if there is one."""
-    return [_cast(t, dtype) if dtype and t is not None else t for t in tensors]
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-
-def again() -> bool:
-    """Whether a backward has to compute what lies between arguments and output again.
-
-    What a forward of an autograd function saved besides its arguments and its result has no
-    derivative, so gradients of gradients would lack a term.
-    """
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 @contextlib.contextmanager
@@ -193,7 +154,7 @@ def check_one_dtype(name: str, tensors: Mapping[str, Optional]) -> None:
     dtypes = {t.dtype for t in given.values()}
     if len(dtypes) == 1:
         return
-    on = any(autocast_dtype(t) for t in given.values())
+    on = any(_runtime.autocasts(t.device.type) for t in given.values())
     if on and torch.float64 not in dtypes:
         return
     found = ", ".join(f"{key} {t.dtype}" for key, t in given.items())

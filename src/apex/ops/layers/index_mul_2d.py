@@ -71,7 +71,6 @@ OP = op(
     "index_mul_2d(Tensor in2, Tensor in1, Tensor index) -> Tensor y",
     reference,
     grads=("in2", "in1"),
-    least=2**20,  # a guess
     pieces=SimpleNamespace(
         allocate=lambda in2, in1, index: torch.empty_like(in2),
         forward=_forward,

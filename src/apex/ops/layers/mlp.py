@@ -44,22 +44,17 @@ def backward(
     weights: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     activation: int,
-    needs: tuple[bool, dense.Needs, dense.Needs],
-) -> tuple[Optional, list[Optional], list[Optional]]:
-    """Gradients of ``x``, the weights and the biases; ``None`` where one is not needed."""
-    need_x, need_weights, need_biases = needs
-    inputs = [x, *outputs[:-1]]
-    d_weights: list[Optional] = [None] * len(weights)
-    d_biases: list[Optional] = [None] * len(weights)
-    grad: Optional = dy
-    for i in reversed(range(len(weights))):
-        if grad is None:  # nothing below needs one
-            break
-        grad = _activation_backward(grad, outputs[i], activation)
-        below = need_x or any(need_weights[:i]) or any(need_biases[:i])
-        each = (below, need_weights[i], need_biases[i])
-        grad, d_weights[i], d_biases[i] = dense.linear_backward(grad, inputs[i], weights[i], each)
-    return grad, d_weights, d_biases
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of ``x``, the weights and the biases, from the output of every layer."""
+    d_weights, d_biases = [], []
+    for weight, y, below in zip(
+        reversed(weights), reversed(outputs), reversed([x, *outputs[:-1]]), strict=True
+    ):
+        dz = _activation_backward(dy, y, activation)
+        dy, d_weight, d_bias = dense.linear_backward(dz, below, weight)
+        d_weights.append(d_weight)
+        d_biases.append(d_bias)
+    return dy, d_weights[::-1], d_biases[::-1]
 
 
 def _activation_backward(dy: torch.Tensor, y: torch.Tensor, activation: int) -> torch.Tensor:

@@ -100,7 +100,6 @@ OP = op(
     "rotary(Tensor t, Tensor cos, Tensor sin, Tensor? positions, int dim) -> Tensor y",
     reference,
     grads=("t",),
-    least=2**20,  # a guess
     saves=("cos", "sin", "positions"),
     gradient=lambda dy, cos, sin, **rest: [reference(dy, cos, transposed(sin), **rest)],
     pieces=SimpleNamespace(
@@ -198,20 +197,21 @@ def _tables(t: Tensor, layout: str, counts: Sequence[int] = (), **tables: Tensor
     check_tensors("rotary", tensors, floating=tensors, required=tensors)
     if t.dim() != layout.count(",") + 1:
         raise ArgumentError(f"rotary: t has shape {list(t.shape)}. Pass [{layout}].")
-    most, found = t.shape[-1] // (2 if counts else 1), []
+    most, to, found = t.shape[-1] // (2 if counts else 1), wide(t), []
     counts = counts or [0 if t.dim() == 3 else t.shape[0]] * len(tables)  # 3: not known here
     width = next(iter(tables.values())).shape[-1:]
     for (key, table), count in zip(tables.items(), counts, strict=True):
-        flat = table.dim() == 4 and sum(size != 1 for size in table.shape[:3]) < 2
-        even = flat and table.shape[3] % 2 == 0 and 0 < table.shape[3] <= most
-        if not even or table.shape[3:] != width or table.shape[:3].numel() < count:
+        a, b, c, channels = table.shape if table.dim() == 4 else (0, 0, 0, 0)
+        flat = (a != 1) + (b != 1) + (c != 1) < 2
+        even = channels % 2 == 0 and 0 < channels <= most
+        if not (flat and even) or table.shape[3:] != width or a * b * c < count:
             raise ArgumentError(
                 f"rotary: {key} has shape {list(table.shape)} and t {list(t.shape)}. Pass "
                 f"[positions, 1, 1, channels] with at least {count} positions and an even number "
                 f"of channels, at most {most} and the same in all tables."
             )
-        table = table.detach().flatten(0, 2)
+        rows = (table.detach() if table.requires_grad else table).flatten(0, 2)
         # No `if` about the sizes: torch.export and jit.trace would keep its answer.
-        table = table if t.dim() == 3 else table[:count]
-        found.append(table if table.dtype == wide(t) else table.to(wide(t)))
+        rows = rows if t.dim() == 3 else rows[:count]
+        found.append(rows if rows.dtype == to else rows.to(to))
     return found

@@ -135,7 +135,6 @@ OP = op(
     "scaled_softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor y",
     reference,
     grads=("x",),
-    least=2**20,  # a guess
     saves=("y",),
     gradient=gradient,
     pieces=SimpleNamespace(

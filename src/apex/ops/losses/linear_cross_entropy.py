@@ -230,7 +230,6 @@ ROWS = op(
     " -> (Tensor losses, Tensor lse)",
     reference,
     grads=("x", "weight", "bias"),
-    kernel="",
     pieces=SimpleNamespace(allocate=_allocate_rows, forward=_rows_forward, backward=_rows_backward),
     autocast="half",
 )
@@ -239,7 +238,6 @@ REDUCED = op(
     " -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
     _reduced_reference,
     grads=("x", "weight", "bias"),
-    kernel="",
     pieces=SimpleNamespace(
         allocate=_allocate_reduced, forward=_reduced_forward, backward=_reduced_backward
     ),

@@ -39,7 +39,7 @@ def pays(
 
 def allocate(
     x: torch.Tensor, weight: Optional, bias: Optional, shape: Sequence[int], eps: float,
-    centered: bool, dtype: torch.dtype,
+    centered: bool, dtype: torch.dtype, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``y``, ``mean`` (empty for RMS norm) and ``rstd``: float32, or float64 for float64."""
     n_rows = math.prod(x.shape[: x.dim() - len(shape)])
@@ -56,7 +56,7 @@ def _blocks(rows: torch.Tensor) -> Iterator[slice]:
 
 def forward(
     x: torch.Tensor, weight: Optional, bias: Optional, shape: Sequence[int], eps: float,
-    centered: bool, dtype: torch.dtype,
+    centered: bool, dtype: torch.dtype, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As :func:`allocate`, computed."""
     to = wide(x)

@@ -11,47 +11,19 @@ Sources: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450, eq. 3 an
 Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4.
 """
 
-from __future__ import annotations
+# Annotations are no strings here: TorchScript would not find their names.
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from apex.ops._check import check_norm
+from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors
 from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
 from apex.ops._op import op
 from apex.ops.norms import row_norm_pieces
-
-# Elements of the input from which on the kernel replaces PyTorch's. Not measured (there was no
-# GPU) but derived from published medians of forward plus backward in bfloat16, 4096 wide, on a
-# B200 (Liger-Kernel, benchmark/data/all_benchmark_data_cutile.csv): at 2**22 elements PyTorch takes
-# 0.060 ms and a Triton autograd function 0.212 ms, nearly all of it Python; at 2**25 they take
-# 0.264 and 0.218 ms. PyTorch's time is linear in between, about 0.03 ms + 7 ps an element, so that
-# 0.1 ms, a guess at two launches forward and backward without the dispatcher in between, is reached
-# near 2**23. RMS norm: H100 medians of the same collection agree (bfloat16, 4096 x 1024: 0.074
-# against 0.300).
-LEAST = 2**23
-
-
-def layer_norm_reference(
-    x: torch.Tensor, weight: Optional, bias: Optional, shape: Sequence[int], eps: float
-) -> torch.Tensor:
-    """Compute the definition in the dtype of ``x``: in float64, the oracle of the tests."""
-    dims = tuple(range(-len(shape), 0))
-    centered = x - x.mean(dims, keepdim=True)
-    y = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
-
-
-def rms_norm_reference(
-    x: torch.Tensor, weight: Optional, shape: Sequence[int], eps: float
-) -> torch.Tensor:
-    """Compute the definition in the dtype of ``x``: in float64, the oracle of the tests."""
-    dims = tuple(range(-len(shape), 0))
-    y = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
-    return y if weight is None else y * weight
+from apex.ops.norms._scripted import Shape, left_to_python
 
 
 def _definition(
@@ -62,6 +34,7 @@ def _definition(
     eps: float,
     centered: bool,
     dtype: torch.dtype,
+    *_: Any,
 ) -> torch.Tensor:
     same = x.dtype == dtype and (weight is None or weight.dtype == dtype)
     if not same or (centered and x.is_cpu and dtype in NARROW):
@@ -80,7 +53,6 @@ OP = op(
     f"row_norm({_ARGUMENTS}) -> (Tensor y, Tensor mean, Tensor rstd)",
     _definition,
     grads=("x", "weight", "bias"),
-    least=LEAST,
     kernel="row_norms",
     pieces=row_norm_pieces,
     autocast="half",
@@ -129,10 +101,7 @@ def layer_norm(
         ArgumentError: What is passed does not fit together.
     """
     x, weight, bias = OP.cast(x, weight, bias)
-    check_norm("layer_norm", x, weight, bias, shape)
-    if memory_efficient:
-        return MEMORY_EFFICIENT(x, weight, bias, shape, eps, True, dtype or x.dtype, x.dtype)
-    return OP(x, weight, bias, shape, eps, True, dtype or x.dtype)
+    return _normalized(x, weight, bias, shape, eps, True, memory_efficient, dtype)
 
 
 def rms_norm(
@@ -146,7 +115,119 @@ def rms_norm(
 ) -> torch.Tensor:
     """Scale each row to a root mean square of 1, then by ``weight``; see :func:`layer_norm`."""
     x, weight = OP.cast(x, weight)
-    check_norm("rms_norm", x, weight, None, shape)
+    return _normalized(x, weight, None, shape, eps, False, memory_efficient, dtype)
+
+
+@left_to_python
+def norm(
+    x: torch.Tensor, weight: Optional, bias: Optional, shape: Shape, eps: float,
+    memory_efficient: bool, centered: bool, weights: str, instead: str,
+) -> torch.Tensor:  # fmt: skip
+    """Layer norm, or RMS norm unless ``centered``, as Apex's functions and modules compute it.
+
+    Args:
+        x: As for :func:`layer_norm`; so are the next five.
+        weight: As well.
+        bias: As well.
+        shape: As well.
+        eps: As well.
+        memory_efficient: As well.
+        centered: Whether it is a layer norm.
+        weights: Which dtypes of a weight fit, see `refuse_other_dtype`. The output has the
+            weight's, but the input's with ``"float32"``.
+        instead: What takes others, for the error.
+    """
+    x, weight, bias = OP.cast(x, weight, bias)
+    refuse_other_dtype(x, weight, instead, weights)
+    dtype = None if weight is None or weights == "float32" else weight.dtype
+    return _normalized(x, weight, bias, shape, eps, centered, memory_efficient, dtype)
+
+
+def _normalized(
+    x: torch.Tensor, weight: Optional, bias: Optional, shape: Sequence[int], eps: float,
+    centered: bool, memory_efficient: bool, dtype: torch.dtype | None,
+) -> torch.Tensor:  # fmt: skip
+    check_norm("layer_norm" if centered else "rms_norm", x, weight, bias, shape)
+    dtype = dtype or x.dtype
     if memory_efficient:
-        return MEMORY_EFFICIENT(x, weight, None, shape, eps, False, dtype or x.dtype, x.dtype)
-    return OP(x, weight, None, shape, eps, False, dtype or x.dtype)
+        return MEMORY_EFFICIENT(x, weight, bias, shape, eps, centered, dtype, x.dtype)
+    return OP(x, weight, bias, shape, eps, centered, dtype)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+_SCALAR_TYPES = dict(zip(FLOATS, ("Half", "BFloat16", "Float", "Double"), strict=True))
+
+
+def check_norm(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: Sequence[int],
+) -> None:
+    """Check the arguments of a norm over the last dimensions, with the words of torch.
+
+    Raises:
+        ArgumentError: They do not fit together.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return  # sizes are tensors then; torch's functions, which are traced, check
+    if isinstance(shape, int):
+        raise ArgumentError(
+            f"{name}: normalized_shape is {shape}, a number; pass the last dimensions of the "
+            f"input: [{shape}]."
+        )
+    row = tuple(shape)
+    if not row:
+        raise ArgumentError(
+            f"{name}: Expected normalized_shape to be at least 1-dimensional, i.e., containing at "
+            "least one element, but got normalized_shape = ()"
+        )
+    if x.shape[-len(row) :] != row:
+        raise ArgumentError(
+            f"{name}: Given normalized_shape={list(row)}, expected input with shape "
+            f"[{', '.join(['*', *map(str, row)])}], but got input of size{list(x.shape)}"
+        )
+    tensors = {"input": x, "weight": weight, "bias": bias}
+    check_tensors(name, tensors, floating=tensors)
+    for key, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != row:  # else the text would cost 1 us
+            check_shape(name, key, tensor, row, f"normalized_shape is {list(row)}")
+    if bias is not None and (weight is None or weight.dtype != bias.dtype):
+        dtype = None if weight is None else weight.dtype
+        raise ArgumentError(
+            f"{name}: weight is {dtype} and bias {bias.dtype}; pass both in one dtype, or no bias."
+        )
+
+
+def refuse_other_dtype(
+    x: torch.Tensor, weight: torch.Tensor | None, instead: str, weights: str = "same"
+) -> None:
+    """Refuse a weight of a dtype that does not fit the input's, in torch's words.
+
+    What is no floating dtype at all is left to :func:`check_tensors`.
+
+    Args:
+        x: The input.
+        weight: The weight, if there is one.
+        instead: What takes it, for the error.
+        weights: Which dtypes fit besides the input's: with ``"same"`` none; with ``"half"`` 16 bits
+            beside a wider input; with ``"float32"`` that beside 16 bits; with ``"any"`` all.
+
+    Raises:
+        ArgumentError: The dtypes do not fit.
+    """
+    if weight is None or weight.dtype == x.dtype or weights == "any":
+        return
+    if weights == "half":
+        fits = weight.dtype in NARROW and x.dtype not in NARROW
+    else:
+        fits = weights == "float32" and weight.dtype == torch.float32 and x.dtype in NARROW
+    if not fits and {x.dtype, weight.dtype} <= {*FLOATS}:
+        raise ArgumentError(
+            f"expected scalar type {_SCALAR_TYPES[x.dtype]} but found "
+            f"{_SCALAR_TYPES[weight.dtype]}: the input is {x.dtype} and the weight "
+            f"{weight.dtype}. Use {instead}, whose output has the weight's dtype, or "
+            "torch.autocast, or cast one of them."
+        )

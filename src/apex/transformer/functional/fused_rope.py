@@ -4,11 +4,9 @@
 any floating dtype and no gradient; the product is computed in float32 and rounded once.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
+from apex.ops._function import Applied
 from apex.ops.layers import rotary as ops
 from apex.ops.norms._scripted import left_to_python
 
@@ -75,60 +73,25 @@ def fused_apply_rotary_pos_emb_2d(
     return ops.by_places(t, img_h, img_w, cos_h, sin_h, cos_w, sin_w).rotate(t)
 
 
-class _Rotated(torch.autograd.Function):
-    """To be called by ``.apply``, as the function of this name."""
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        cos, sin, positions = ctx.saved_tensors
-        dt = ops.Rotation(cos, sin, positions, ctx.dim).back(grad_output)
-        return (dt, *[None] * (len(ctx.needs_input_grad) - 1))
-
-
-def _kept(ctx: Any, t: Tensor, rotation: ops.Rotation) -> Tensor:
-    *tables, ctx.dim = rotation
-    ctx.save_for_backward(*tables)
-    return rotation.rotate(t)
-
-
-class FusedRoPEFunc(_Rotated):
+class FusedRoPEFunc(Applied):
     """:func:`fused_apply_rotary_pos_emb`, to be called by ``.apply``."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, t: Tensor, freqs: Tensor, transpose_output_memory: bool = False
-    ) -> Tensor:
-        """Rotate."""
-        return _kept(ctx, t, ops.by_angles(t, freqs, transpose_output_memory))
+    function = staticmethod(fused_apply_rotary_pos_emb)
 
 
-class FusedRoPECachedFunc(_Rotated):
+class FusedRoPECachedFunc(Applied):
     """:func:`fused_apply_rotary_pos_emb_cached`, to be called by ``.apply``."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False
-    ) -> Tensor:
-        """Rotate."""
-        return _kept(ctx, t, ops.by_tables(t, cos_, sin_, transpose_output_memory))
+    function = staticmethod(fused_apply_rotary_pos_emb_cached)
 
 
-class FusedRoPETHDFunc(_Rotated):
+class FusedRoPETHDFunc(Applied):
     """:func:`fused_apply_rotary_pos_emb_thd`, to be called by ``.apply``."""
 
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Tensor:
-        """Rotate."""
-        return _kept(ctx, t, ops.by_sequences(t, cu_seqlens, freqs))
+    function = staticmethod(fused_apply_rotary_pos_emb_thd)
 
 
-class FusedRoPE2DFunc(_Rotated):
+class FusedRoPE2DFunc(Applied):
     """:func:`fused_apply_rotary_pos_emb_2d`, to be called by ``.apply``."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, t: Tensor, img_h: int, img_w: int,
-        cos_h: Tensor, sin_h: Tensor, cos_w: Tensor, sin_w: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Rotate."""
-        return _kept(ctx, t, ops.by_places(t, img_h, img_w, cos_h, sin_h, cos_w, sin_w))
+    function = staticmethod(fused_apply_rotary_pos_emb_2d)

@@ -14,6 +14,7 @@ import torch
 
 from apex.ops._check import ArgumentError
 from apex.ops._dtypes import Optional, wide
+from apex.ops._function import Applied
 from apex.ops.layers import scaled_softmax as ops
 from apex.ops.norms._scripted import left_to_python
 from apex.transformer.enums import AttnMaskType
@@ -31,52 +32,6 @@ __all__ = [
 ]
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class ScaledMaskedSoftmax(torch.autograd.Function):
-    """:func:`scaled_masked_softmax` by ``apply(inputs, mask, scale)``, whatever autocast says."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, mask: Optional, scale: float) -> torch.Tensor:
-        """Compute the softmax and save it."""
-        return _saved(ctx, "ScaledMaskedSoftmax", inputs, mask, scale)
-
-    @staticmethod
-    def backward(ctx: Any, output_grads: torch.Tensor) -> Any:
-        """Compute the gradient of the inputs."""
-        # In the subclasses the second argument is the scale: a parameter gets no gradient.
-        needs = ctx.needs_input_grad
-        return ops.OP.gradients(ctx, output_grads, needs=needs[:1])[: len(needs)]
-
-
-class GenericScaledMaskedSoftmax(ScaledMaskedSoftmax):
-    """The same; Apex had kernels of its own for it, for any number of keys."""
-
-
-class ScaledSoftmax(ScaledMaskedSoftmax):
-    """The same without a mask: ``apply(inputs, scale)``."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, scale: float) -> torch.Tensor:  # type: ignore[override]
-        """Compute the softmax and save it."""
-        return _saved(ctx, "ScaledSoftmax", inputs, None, scale)
-
-
-class ScaledUpperTriangMaskedSoftmax(ScaledMaskedSoftmax):
-    """:func:`scaled_upper_triang_masked_softmax` by ``apply(inputs, scale)``."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, scale: float) -> torch.Tensor:  # type: ignore[override]
-        """Compute the softmax and save it."""
-        return _saved(ctx, "ScaledUpperTriangMaskedSoftmax", inputs, None, scale, causal=True)
-
-
-def _saved(
-    ctx: Any, name: str, x: torch.Tensor, mask: Optional, scale: float, causal: bool = False
-) -> torch.Tensor:
-    ops.check(name, x, mask, causal)
-    y: torch.Tensor = ops.OP.save_and_run(ctx, x, mask, float(scale), causal)
-    return y
 
 
 @left_to_python
@@ -126,6 +81,44 @@ def scaled_upper_triang_masked_softmax(inputs: torch.Tensor, _: Any, scale: floa
     """
     name = "scaled_upper_triang_masked_softmax"
     return ops.scaled_softmax(inputs, None, scale, causal=True, name=name)
+
+
+class ScaledMaskedSoftmax(Applied):
+    """:func:`scaled_masked_softmax` by ``apply(inputs, mask, scale)``, whatever autocast says."""
+
+    function = staticmethod(scaled_masked_softmax)
+    gradient = "output_grads"
+
+
+class GenericScaledMaskedSoftmax(Applied):
+    """The same; Apex had kernels of its own for it, for any number of keys."""
+
+    function = staticmethod(generic_scaled_masked_softmax)
+    gradient = "output_grads"
+
+
+@left_to_python
+def _scaled_softmax(inputs: torch.Tensor, scale: float) -> torch.Tensor:
+    return scaled_masked_softmax(inputs, None, scale)
+
+
+class ScaledSoftmax(Applied):
+    """The same without a mask: ``apply(inputs, scale)``."""
+
+    function = staticmethod(_scaled_softmax)
+    gradient = "output_grads"
+
+
+@left_to_python
+def _causal_softmax(inputs: torch.Tensor, scale: float) -> torch.Tensor:
+    return scaled_upper_triang_masked_softmax(inputs, None, scale)
+
+
+class ScaledUpperTriangMaskedSoftmax(Applied):
+    """:func:`scaled_upper_triang_masked_softmax` by ``apply(inputs, scale)``."""
+
+    function = staticmethod(_causal_softmax)
+    gradient = "output_grads"
 
 
 class FusedScaleMaskSoftmax(torch.nn.Module):
