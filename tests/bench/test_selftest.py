@@ -15,12 +15,12 @@ import warnings
 
 import pytest
 import torch
+from apex.bench.selftest.formulas import Step
 
 from apex.bench import kernel_cases, layer_modes, transformer_cases
 from apex.bench.cli import main
 from apex.bench.selftest import command, formulas, gpu, optimizers, run, tensor_ops
 from apex.bench.selftest.check import Check, Measured, Setting
-from apex.bench.selftest.formulas import Step
 from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest
 
 CPU = torch.device("cpu")

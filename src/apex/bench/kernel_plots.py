@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apex.bench.kernel_cases import DTYPES, LISTS
+from apex.bench.catalogue.sizes import LISTS, MATRICES
+from apex.bench.kernel_cases import DTYPES
 from apex.bench.kernel_rows import Report, Row
 from apex.bench.kernel_table import sets
-from apex.bench.layer_modes import MATRICES
 from apex.bench.looks import provider_look
 from apex.bench.panels import MOST_WRITTEN, Bar, draw_bars
 from apex.bench.plots import PANEL, new_figure, save

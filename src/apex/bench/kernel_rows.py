@@ -19,7 +19,7 @@ import torch
 
 from apex.bench.clocks import launches, take_turns
 from apex.bench.intervals import interval
-from apex.bench.kernel_cases import DTYPES, Call, Op, Provider, Shapes
+from apex.bench.kernel_cases import DTYPES, Call, Case, Provider, Shapes
 from apex.bench.kernel_model import Model
 from apex.bench.memory import peak_bytes, source
 from apex.bench.results import percentile
@@ -116,7 +116,7 @@ class Measured(NamedTuple):
 
 
 def measure(
-    op: Op,
+    op: Case,
     name: str,
     shapes: Shapes,
     dtype: str,
@@ -201,11 +201,11 @@ def _numbers(
     }
 
 
-def _providers(op: Op, device: torch.device) -> list[Provider]:
+def _providers(op: Case, device: torch.device) -> list[Provider]:
     return [one for one in op.providers if one.only_on in (None, device.type)]
 
 
-def _peak_mib(op: Op, call: Call, device: torch.device) -> float | None:
+def _peak_mib(op: Case, call: Call, device: torch.device) -> float | None:
     peak = peak_bytes(call, device) if op.measure_memory else None
     return None if peak is None else peak / 2**20
 
@@ -228,7 +228,7 @@ class _Ready(NamedTuple):
     problems: dict[str, str]
 
 
-def _prepare(op: Op, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> _Ready:
+def _prepare(op: Case, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> _Ready:
     """Make what is timed, and call it a few times: what fails, fails now."""
     torch.manual_seed(0)
     inputs = op.make(shapes, dtype, device)

@@ -1,4 +1,4 @@
-"""One step of each optimizer as a formula in float64, for one tensor.
+"""One step of each algorithm as a formula in float64, for one tensor.
 
 These are separate from the library's definitions on purpose. `Step` holds what a formula may use;
 the formula returns the new weight and the new state by the names of `optimizer.state`. Tests
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
     Attributes:
         number: Which step it is, from 1.
-        group: The options: ``lr``, ``weight_decay``, ...
+        group: Options of the constructor and of the group: ``lr``, ``weight_decay``, ...
         grad: The gradient, unscaled and clipped.
         param: The weight.
         state: State before the step; empty at the first.
@@ -58,17 +58,13 @@ def _moments(step: Step, grad: torch.Tensor) -> tuple[State, torch.Tensor, torch
     return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, *unbiased
 
 
-def adam(*, decoupled: bool) -> Formula:
+def adam(step: Step) -> tuple[torch.Tensor, State]:
     """AdamW, or Adam with an L2 penalty."""
-
-    def formula(step: Step) -> tuple[torch.Tensor, State]:
-        group, param = step.group, step.param
-        decay = group["weight_decay"] * param
-        state, mean, square = _moments(step, step.grad if decoupled else step.grad + decay)
-        update = mean / (square.sqrt() + group["eps"])
-        return param - group["lr"] * (update + decay if decoupled else update), state
-
-    return formula
+    group, param = step.group, step.param
+    decay, decoupled = group["weight_decay"] * param, group.get("adam_w_mode", True)
+    state, mean, square = _moments(step, step.grad if decoupled else step.grad + decay)
+    update = mean / (square.sqrt() + group["eps"])
+    return param - group["lr"] * (update + decay if decoupled else update), state
 
 
 def adam_eps_inside(step: Step) -> tuple[torch.Tensor, State]:
@@ -82,32 +78,37 @@ def adam_eps_inside(step: Step) -> tuple[torch.Tensor, State]:
 
 
 def lamb(step: Step) -> tuple[torch.Tensor, State]:
-    """LAMB: AdamW's step, times the ratio of the norms of weight and step."""
+    """LAMB: Adam's step, times the ratio of the norms of weight and step."""
     group, param = step.group, step.param
-    state, mean, square = _moments(step, step.grad)
-    update = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * param
+    decay, decoupled = group["weight_decay"] * param, group.get("adam_w_mode", True)
+    state, mean, square = _moments(step, step.grad if decoupled else step.grad + decay)
+    update = mean / (square.sqrt() + group["eps"])
+    update = update + decay if decoupled else update
     ratio = param.norm() / update.norm() if group["weight_decay"] and update.any() else 1.0
     return param - group["lr"] * (ratio or 1.0) * update, state
 
 
 def sgd(step: Step) -> tuple[torch.Tensor, State]:
-    """SGD with momentum, dampening and Nesterov's variant."""
+    """SGD with momentum, dampening and Nesterov's variant; weight decay before or after them."""
     group, momentum = step.group, step.group["momentum"]
-    grad = step.grad + group["weight_decay"] * step.param
-    if not momentum:
-        return step.param - group["lr"] * grad, {}
-    before = step.state.get("momentum_buffer")
-    buffer = grad if before is None else momentum * before + (1 - group["dampening"]) * grad
-    update = grad + momentum * buffer if group["nesterov"] else buffer
-    return step.param - group["lr"] * update, {"momentum_buffer": buffer}
+    decay, after = group["weight_decay"] * step.param, group.get("wd_after_momentum", False)
+    grad, state = (step.grad if after else step.grad + decay), {}
+    if momentum:
+        before = step.state.get("momentum_buffer")
+        buffer = grad if before is None else momentum * before + (1 - group["dampening"]) * grad
+        grad = grad + momentum * buffer if group["nesterov"] else buffer
+        state = {"momentum_buffer": buffer}
+    return step.param - group["lr"] * (grad + decay if after else grad), state
 
 
 def adagrad(step: Step) -> tuple[torch.Tensor, State]:
-    """Adagrad with an L2 penalty."""
+    """Adagrad with an L2 penalty, or with decoupled decay."""
     group = step.group
-    grad = step.grad + group["weight_decay"] * step.param
+    decay, decoupled = group["weight_decay"] * step.param, group.get("adagrad_w_mode", False)
+    grad = step.grad if decoupled else step.grad + decay
     total = step.state.get("sum", torch.zeros_like(grad)) + grad**2
-    return step.param - group["lr"] * grad / (total.sqrt() + group["eps"]), {"sum": total}
+    update = grad / (total.sqrt() + group["eps"])
+    return step.param - group["lr"] * (update + decay if decoupled else update), {"sum": total}
 
 
 def lion(step: Step) -> tuple[torch.Tensor, State]:
@@ -120,14 +121,21 @@ def lion(step: Step) -> tuple[torch.Tensor, State]:
 
 
 def novograd(step: Step) -> tuple[torch.Tensor, State]:
-    """NovoGrad with decoupled decay; ``state["norm"]`` is the tensor's second moment, a norm."""
+    """NovoGrad; ``state["norm"]`` is the tensor's second moment, a norm."""
     group, param, number = step.group, step.param, step.number
     beta1, beta2 = group["betas"]
-    current = step.grad.norm()
+    largest = group.get("norm_type") == 0
+    entries = torch.cat([step.grad.flatten(), step.grad.new_zeros(1)])  # there may be none
+    current = entries.norm(torch.inf if largest else 2)
     norm = step.state.get("norm", current)
-    norm = (beta2 * norm**2 + (1 - beta2) * current**2).sqrt()
-    before = step.state.get("exp_avg", torch.zeros_like(param))
-    exp_avg = beta1 * before + (1 - beta1) * step.grad
+    if largest:
+        norm = beta2 * norm + (1 - beta2) * current
+    else:
+        norm = (beta2 * norm**2 + (1 - beta2) * current**2).sqrt()
     scale = norm / (1 - beta2**number) ** 0.5 + group["eps"]
-    update = exp_avg / (1 - beta1**number) / scale + group["weight_decay"] * param
+    decay, inside = group["weight_decay"] * param, group.get("reg_inside_moment", False)
+    grad = step.grad / scale + decay if inside else step.grad
+    exp_avg = beta1 * step.state.get("exp_avg", torch.zeros_like(param)) + (1 - beta1) * grad
+    update = exp_avg / (1 - beta1**number)
+    update = update if inside else update / scale + decay
     return param - group["lr"] * update, {"exp_avg": exp_avg, "norm": norm}
