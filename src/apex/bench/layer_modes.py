@@ -30,9 +30,7 @@ def _forward(function: Function, inputs: Inputs) -> Call:
 def _backward(function: Function, inputs: Inputs) -> Call:
     y = function(*inputs.leaves, *inputs.rest)
     grad = torch.ones_like(y)
-    return lambda: torch.autograd.grad(
-        y, inputs.leaves, grad, retain_graph=True, allow_unused=True
-    )
+    return lambda: torch.autograd.grad(y, inputs.leaves, grad, retain_graph=True, allow_unused=True)
 
 
 def _both(function: Function, inputs: Inputs) -> Call:

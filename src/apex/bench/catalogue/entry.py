@@ -35,11 +35,12 @@ def random(
 
 
 class Leaf(NamedTuple):
-    """An input that gets a gradient: its shape, and how its numbers are distributed."""
+    """An input that gets a gradient: its shape, how its numbers are distributed, its own dtype."""
 
     shape: Sequence[int]
     scale: float = 1.0
     mean: float = 0.0
+    dtype: torch.dtype | None = None
 
 
 class Inputs(NamedTuple):
@@ -119,7 +120,9 @@ class Op:
     def inputs(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
         """Make the arguments, with random numbers that are the same on every device."""
         leaves = [
-            random(leaf.shape, dtype, device, seed=seed, scale=leaf.scale, mean=leaf.mean)
+            random(
+                leaf.shape, leaf.dtype or dtype, device, seed=seed, scale=leaf.scale, mean=leaf.mean
+            )
             for seed, leaf in enumerate(self.leaves(shape))
         ]
         leaves[0] = leaves[0].contiguous(memory_format=self.layout)

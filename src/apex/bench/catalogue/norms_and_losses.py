@@ -46,6 +46,11 @@ def _rows(shape: Shape, params: int = 2) -> Sequence[Leaf]:
     return [Leaf(shape, 2.0, 0.5), Leaf(columns, 0.2, 1.0), Leaf(columns, 0.2)][: 1 + params]
 
 
+def _float32_weights(shape: Shape) -> Sequence[Leaf]:
+    x, *params = _rows(shape)
+    return [x, *(param._replace(dtype=torch.float32) for param in params)]
+
+
 def _images(shape: Shape) -> Sequence[Leaf]:
     return [Leaf(shape, 2.0, 0.5), *_rows((1, shape[1]))[1:]]
 
@@ -67,12 +72,6 @@ def _layer_norm(function: Any, thrifty: bool = False) -> Function:
 
 def _rms_norm(thrifty: bool) -> Function:
     return lambda x, weight: norms.fused_rms_norm_affine(x, weight, weight.shape, EPS, thrifty)
-
-
-def _mixed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Weights of float32; results have their dtype."""
-    function = norms.mixed_dtype_fused_layer_norm_affine
-    return function(x, weight.float(), bias.float(), weight.shape, EPS)
 
 
 def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -127,9 +126,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _torchs_cross_entropy(
-    logits: Tensor, labels: Tensor, smoothing: float, padding: int
-) -> Tensor:
+def _torchs_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, padding: int) -> Tensor:
     return F.cross_entropy(
         _at_least_float32(logits), labels, reduction="none", label_smoothing=smoothing,
         ignore_index=padding,
@@ -209,8 +206,9 @@ OPS: tuple[Op, ...] = (
         _torchs_layer_norm, _rows, small=WIDE, busy=MANY_WIDE, dtypes=("fp32",),
     ),
     Op(
-        "layer_norm, mixed", "layer norm, fp32 weights", _mixed, _torchs_layer_norm, _rows,
-        small=ROWS, busy=MANY_ROWS, dtypes=("bf16",),
+        "layer_norm, mixed", "layer norm, fp32 weights",
+        _layer_norm(norms.mixed_dtype_fused_layer_norm_affine), _torchs_layer_norm,
+        _float32_weights, small=ROWS, busy=MANY_ROWS, dtypes=("bf16",),
     ),
     Op(
         "layer_norm, from the output", "layer norm, memory-efficient",
