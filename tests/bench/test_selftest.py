@@ -17,10 +17,10 @@ import warnings
 import pytest
 import torch
 
-from apex.bench.catalogue import formulas, sizes
 from apex.bench.catalogue import ops as catalogue
-from apex.bench.catalogue.formulas import Step
-from apex.bench.catalogue.optimizers import OPTIMIZERS
+from apex.bench.catalogue import optimizers as formulas
+from apex.bench.catalogue import sizes
+from apex.bench.catalogue.optimizers import OPTIMIZERS, Step
 from apex.bench.cli import main
 from apex.bench.selftest import command, gpu, ops, run
 from apex.bench.selftest.check import Check, Measured, Setting

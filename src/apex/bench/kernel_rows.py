@@ -71,6 +71,24 @@ class Row:
     """Of ours on a GPU that is not here; never a time."""
     problem: str | None = None
 
+    @property
+    def ratio(self) -> float | None:
+        """Our time divided by this provider's, which is what readers see: below 1 ours is faster.
+
+        The JSON file has its inverse, ``speed``.
+        """
+        return self.speed and 1 / self.speed
+
+    @property
+    def ratio_low(self) -> float | None:
+        """The lower end of its interval."""
+        return self.speed_high and 1 / self.speed_high
+
+    @property
+    def ratio_high(self) -> float | None:
+        """The upper end."""
+        return self.speed_low and 1 / self.speed_low
+
 
 @dataclass(frozen=True)
 class Report:
@@ -96,8 +114,9 @@ def how_measured(device: torch.device) -> dict[str, str]:
         "ms": f"by {'CUDA events' if cuda else 'the host clock'}, after {WARM_UP} calls that do "
         "not count; providers take turns on the same tensors, in an order drawn for each turn"
         + (", the L2 cache overwritten before each call" if cuda else ""),
-        "our speed / its": "this provider's time divided by ours in the same turn, the geometric "
-        "mean over the turns and its 95 % interval: above 1 ours is faster",
+        "our time / its": "our time divided by this provider's in the same turn, the geometric "
+        "mean over the turns and its 95 % interval: below 1 ours is faster (the JSON file has the "
+        "inverse, speed)",
         "GB/s": "from the bytes that have to be moved, which are declared for each provider: an "
         "optimizer with 16-bit state has fewer",
         "peak MiB": f"of one call, beyond its inputs; from {source(device)}",

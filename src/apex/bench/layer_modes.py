@@ -34,7 +34,9 @@ def _backward(function: Function, inputs: Inputs) -> Call:
 
 
 def _both(function: Function, inputs: Inputs) -> Call:
-    forward = _forward(function, inputs)
+    def forward() -> torch.Tensor:
+        return function(*inputs.leaves, *inputs.rest)
+
     grad = torch.ones_like(forward())
     return lambda: torch.autograd.grad(forward(), inputs.leaves, grad, allow_unused=True)
 
@@ -65,12 +67,12 @@ def _ligers(function: Function) -> Function:
 def _providers(op: Op, timed: Timed) -> Iterator[tuple[str, Callable[[], Function], str | None]]:
     """Name, what makes the function when it is timed, and the one type of device that it knows."""
     yield "apex", lambda: op.ours, None
-    yield "torch", lambda: op.torch, None
-    if timed.written_out:
-        yield "torch, written out", lambda: timed.written_out, None
-    yield "torch.compile", lambda: _compiled(op.torch), None
-    if timed.liger:
-        yield "Liger-Kernel", lambda: _ligers(timed.liger), "cuda"
+    yield "torch", lambda: op.theirs, None
+    if written_out := timed.written_out:
+        yield "torch, written out", lambda: written_out, None
+    yield "torch.compile", lambda: _compiled(op.theirs), None
+    if liger := timed.liger:
+        yield "Liger-Kernel", lambda: _ligers(liger), "cuda"
 
 
 def _each_mode(op: Op, timed: Timed) -> Iterator[Case]:

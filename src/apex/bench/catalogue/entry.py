@@ -76,7 +76,7 @@ class Op:
         name: What users choose it by; a variant's has a comma.
         title: For people.
         ours: The public function, of all inputs.
-        torch: The fastest expression of torch's functions that computes the same. In float64 it is
+        theirs: The fastest expression of torch's functions that computes the same. In float64 it is
             what results are compared with; in the dtype of the inputs it is what we are timed with.
         leaves: The inputs that get gradients, from the shape of the first.
         rest: The arguments behind them, from the first tensor.
@@ -101,7 +101,7 @@ class Op:
     name: str
     title: str
     ours: Function
-    torch: Function
+    theirs: Function
     leaves: Callable[[Shape], Sequence[Leaf]]
     rest: Callable[[torch.Tensor], tuple[Any, ...]] = lambda x: ()
     small: tuple[Shape, ...] = ()

@@ -62,7 +62,7 @@ def _norms(listed: Tensors) -> torch.Tensor:
 
 
 def _norm(listed: Tensors) -> torch.Tensor:
-    return _norms(listed).norm().reshape(1)
+    return _norms(listed).square().sum().sqrt().reshape(1)
 
 
 def _scale(flag: torch.Tensor, x: Tensors) -> Written:

@@ -9,14 +9,14 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 __all__ = ["Peer", "foreach_novograd", "of_torch", "timms_lamb"]
 
-Params = Sequence[torch.Tensor]
+Params = list[torch.Tensor]
 Peer = Callable[..., Callable[[], object]]  # from parameters and numbers to what takes a step
 
 
@@ -38,7 +38,7 @@ def of_torch(name: str) -> dict[str, Peer]:
 def foreach_novograd(
     params: Params, *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> Callable[[], object]:
-    """NovoGrad in torch's foreach functions, with the formula of `formulas.novograd`.
+    """NovoGrad in torch's foreach functions, with the formula of `optimizers.novograd`.
 
     The norms of a step stay on the device, in one tensor.
     """
@@ -61,8 +61,9 @@ def foreach_novograd(
         scales = squares[0].sqrt().div_((1 - beta2**taken) ** 0.5).add_(1e-8)
         factors = scales.reciprocal_().mul_(-lr / (1 - beta1**taken))
         torch._foreach_mul_(params, 1 - lr * weight_decay)
-        updates = torch._foreach_mul(means, factors.to(means[0].dtype).unbind())
-        torch._foreach_add_(params, updates)
+        # As 0-dim tensors: numbers on the host, or a product of their own, took 1.1 to 1.7 times
+        # as long on a CPU (3 million elements in one tensor, and 1,000 tiny ones).
+        torch._foreach_addcmul_(params, means, factors.unbind())
 
     return step
 

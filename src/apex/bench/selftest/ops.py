@@ -38,7 +38,7 @@ def _compared(op: Op, dtype: torch.dtype, backward: bool, setting: Setting) -> I
         inputs = op.inputs(shape, dtype, setting.device)
         found, again = (_results(op.ours, inputs, backward) for _ in range(2))
         exact, torchs = (
-            _results(op.torch, inputs, backward, to) for to in (torch.float64, torch.float32)
+            _results(op.theirs, inputs, backward, to) for to in (torch.float64, torch.float32)
         )
         size = "x".join(map(str, shape))
         for name, one in found.items():

@@ -17,8 +17,7 @@ import torch
 
 from apex.bench import tolerance
 from apex.bench.catalogue.entry import DTYPES
-from apex.bench.catalogue.formulas import State, Step
-from apex.bench.catalogue.optimizers import OPTIMIZERS, Optimizer, Variant
+from apex.bench.catalogue.optimizers import OPTIMIZERS, Optimizer, State, Step, Variant
 from apex.bench.selftest.check import (
     Check,
     Measured,
