@@ -101,25 +101,29 @@ def _scores(shape: Shape) -> Sequence[Leaf]:
     return [Leaf(shape, 2.0)]
 
 
-def _mask(empty: bool, x: Tensor) -> tuple[Tensor]:
-    """A mask that the heads share: uint8, 1 is masked and 2 is not; ``empty``: no key is left."""
+def _mask(empty: bool, x: Tensor) -> tuple[Tensor, float]:
+    """A mask that the heads share, and a scale.
+
+    With ``empty`` it is uint8, 1 is masked and 2 is not; the last query has no key. A larger scale
+    then: of equal probabilities the gradient is what cancellation leaves.
+    """
     queries, keys = x.shape[-2:]
     mask = torch.arange(queries * keys, device=x.device).view(1, 1, queries, keys) % 3
     if empty:
         mask[..., -1:, :] = 1
     elif keys == 1:
         mask.zero_()
-    return (mask.to(torch.uint8) if empty else mask == 1,)
+    return (mask.to(torch.uint8), 0.7) if empty else (mask == 1, SCALE)
 
 
-def _torchs_masked_softmax(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.softmax((x * SCALE).masked_fill(mask, MASKED), dim=-1)
+def _torchs_masked_softmax(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return torch.softmax((x * scale).masked_fill(mask, MASKED), dim=-1)
 
 
-def _torchs_emptied_softmax(x: Tensor, mask: Tensor) -> Tensor:
+def _torchs_emptied_softmax(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """The same where a query may have no key: its probabilities are 0."""
     masked = mask == 1
-    return _torchs_masked_softmax(x, masked).masked_fill(masked.all(-1, keepdim=True), 0.0)
+    return _torchs_masked_softmax(x, masked, scale).masked_fill(masked.all(-1, keepdim=True), 0.0)
 
 
 def _later(x: Tensor) -> tuple[Tensor]:
@@ -209,15 +213,15 @@ OPS: tuple[Op, ...] = (
     Op("mlp", "MLP", _mlp, _torchs_mlp, _two_layers, timed=Timed(MATRICES, None)),
     Op(
         "masked_softmax", "masked softmax, keys for all",
-        lambda x, mask: scaled_masked_softmax(x, mask, SCALE), _torchs_masked_softmax, _scores,
+        scaled_masked_softmax, _torchs_masked_softmax, _scores,
         partial(_mask, False), timed=Timed(SCORES, (2, 3)),
     ),
     Op(
         "masked_softmax, no key", "masked softmax",
-        lambda x, mask: scaled_masked_softmax(x, mask, SCALE), _torchs_emptied_softmax, _scores,
+        scaled_masked_softmax, _torchs_emptied_softmax, _scores,
         partial(_mask, True), small=((1, 2, 7, 123), (1, 2, 4, 4097)),
         busy=((1, 2, 4096, 1024), (1, 2, 1027, 4096)), in_eps=tolerance.FROM_RESULT,
-        operator=scaled_softmax.OP, arguments=lambda x, mask: (x, mask, SCALE, False),
+        operator=scaled_softmax.OP, arguments=lambda *inputs: (*inputs, False),
         of_matrix=lambda shape: (*(1,) * (4 - len(shape)), *shape), terms=512,
     ),
     Op(
