@@ -1,6 +1,7 @@
 """``apex selftest``: its formulas, what it does with wrong numbers and errors, and the command."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -16,11 +17,13 @@ import warnings
 import pytest
 import torch
 
-from apex.bench import kernel_cases, layer_modes, transformer_cases
+from apex.bench.catalogue import ops as catalogue
+from apex.bench.catalogue import optimizers as formulas
+from apex.bench.catalogue import sizes
+from apex.bench.catalogue.optimizers import OPTIMIZERS, Step
 from apex.bench.cli import main
-from apex.bench.selftest import command, formulas, gpu, optimizers, run, tensor_ops
+from apex.bench.selftest import command, gpu, ops, run
 from apex.bench.selftest.check import Check, Measured, Setting
-from apex.bench.selftest.formulas import Step
 from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest
 
 CPU = torch.device("cpu")
@@ -49,8 +52,8 @@ SGD = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
 @pytest.mark.parametrize(
     ("formula", "theirs", "options"),
     [
-        (formulas.adam(decoupled=True), torch.optim.AdamW, ADAM),
-        (formulas.adam(decoupled=False), torch.optim.Adam, ADAM),
+        (formulas.adam, torch.optim.AdamW, ADAM),
+        (formulas.adam, torch.optim.Adam, {**ADAM, "adam_w_mode": False}),
         (formulas.sgd, torch.optim.SGD, SGD),
         (formulas.sgd, torch.optim.SGD, {**SGD, "momentum": 0.0}),
         (formulas.sgd, torch.optim.SGD, {**SGD, "dampening": 0.3}),
@@ -61,7 +64,8 @@ SGD = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
 def test_formulas_are_torch_s(formula, theirs, options):
     param = torch.randn(50, dtype=torch.float64)
     twin = param.clone().requires_grad_()
-    optimizer = theirs([twin], **NUMBERS, **options)
+    known = {name: value for name, value in options.items() if name != "adam_w_mode"}
+    optimizer = theirs([twin], **NUMBERS, **known)
     state = {}
     for number in range(1, 6):
         twin.grad = torch.randn_like(param)
@@ -81,8 +85,15 @@ def test_names_are_different():
 def test_every_optimizer_of_the_package_is_checked():
     from apex import optimizers as package
 
-    made = {variant.make for variant in optimizers.VARIANTS}
+    made = {optimizer.make for optimizer in OPTIMIZERS}
     assert {getattr(package, name) for name in package.__all__ if name.startswith("Fused")} <= made
+
+
+def test_every_op_of_the_catalogue_is_checked_in_some_variant():
+    """But for products of matrices, whose functions are torch's."""
+    checked = {op.name.partition(",")[0] for op in ops.CHECKED}
+    others = {op.name for op in catalogue.OPS if "," not in op.name} - checked
+    assert others == {"attention", "dense_gelu_dense", "mlp"}
 
 
 @pytest.mark.exhaustive
@@ -146,7 +157,11 @@ def test_a_wrong_kernel_is_exit_code_1(tmp_path, monkeypatch, capsys):
 
 
 def test_a_check_that_raises_is_a_failed_check_and_not_the_end(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tensor_ops.SoftmaxCrossEntropyLoss, "apply", _raising)
+    failing = [
+        dataclasses.replace(op, ours=_raising) if op.name == "cross_entropy" else op
+        for op in ops.CHECKED
+    ]
+    monkeypatch.setattr(ops, "CHECKED", failing)
     assert _selftest(tmp_path / "f.json", "--only", "cross-entropy, fp32") == 1
     content = _read(tmp_path / "f.json")
     raised = [check for check in content["checks"] if check["status"] == "raised"]
@@ -195,15 +210,14 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(gpu, "_copy_gb_s", lambda device: 100.0)
     for name in ("transformer", "middle"):
         small = {"transformer": [(3,), (2, 5)], "middle": [(8, 64)]}[name]
-        for sets in (kernel_cases.LISTS, layer_modes.MATRICES):
+        for sets in (sizes.LISTS, sizes.MATRICES):
             if name in sets:
                 monkeypatch.setitem(sets, name, lambda full, small=small: small)
-    others = transformer_cases.SHAPES
     for sets, shape in (
-        (layer_modes.IMAGES, (1, 32, 4, 4)),
-        (others["softmax"], (1, 2, 3, 64)),
-        (others["causal"], (2, 8, 8)),
-        (others["rotary"], (3, 1, 2, 64)),
+        (sizes.IMAGES, (1, 32, 4, 4)),
+        (sizes.SCORES, (1, 2, 3, 64)),
+        (sizes.CAUSAL, (2, 8, 8)),
+        (sizes.ROTARY, (3, 1, 2, 64)),
     ):
         monkeypatch.setitem(sets, "middle", lambda full, shape=shape: [shape])
 

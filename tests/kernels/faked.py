@@ -22,18 +22,12 @@ import triton
 import triton.language as tl
 import xentropy_cuda
 
+from apex.bench.catalogue.entry import DTYPES
+from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.ops.layers import rotary
 from apex.ops.lists.unscale import unscale_into
-from apex.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedLion,
-    FusedMixedPrecisionLamb,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
 from tests.kernels.fake_cuda import fake_cuda
 from tests.kernels.planted import turned
@@ -118,34 +112,25 @@ def on_both_devices(make):
 
 
 def optimizers():
-    makers = {
-        "adam": FusedAdam,
-        "sgd": functools.partial(FusedSGD, lr=0.1),
-        "momentum": functools.partial(FusedSGD, lr=0.1, momentum=0.9),
-        "adagrad": FusedAdagrad,
-        "lamb": FusedLAMB,
-        "lion": FusedLion,
-        "novograd": FusedNovoGrad,
-    }
     scaler = {"grad_scale": 8.0, "found_inf": 0.0}
-    for name, make in makers.items():
-        yield name, stepped(make)
-        yield f"{name}, scaled", stepped(make, HALF, **scaler)
-        yield f"{name}, dtypes", of_several_dtypes(make)
-        yield f"{name}, groups", in_groups(make, (0.1, 0.2, 0.3))
-        yield f"{name}, equal groups", in_groups(make, (0.1, 0.1, 0.1), **scaler)
-        yield f"{name}, gaps", with_gaps(make)
-        yield f"{name}, devices", on_both_devices(make)
-    for storage in ("low_bits", "kahan", "stochastic"):
-        yield f"adam, {storage}", stepped(functools.partial(FusedAdam, storage=storage), BRAIN)
+    for entry in OPTIMIZERS:
+        for variant in entry.variants:
+            options = {"lr": 0.1, **entry.options, **variant.options}
+            make = functools.partial(entry.make, **options)
+            name, dtype = entry.called(variant), DTYPES[variant.dtypes[0]]
+            if not variant.larc and "apex.contrib" not in name:
+                yield name, stepped(make, dtype)
+            if variant.every_test and not variant.title:
+                yield f"{name}, scaled", stepped(make, HALF, **scaler)
+                yield f"{name}, dtypes", of_several_dtypes(make)
+                yield f"{name}, groups", in_groups(make, (0.1, 0.2, 0.3))
+                yield f"{name}, equal groups", in_groups(make, (0.1, 0.1, 0.1), **scaler)
+                yield f"{name}, gaps", with_gaps(make)
+                yield f"{name}, devices", on_both_devices(make)
     masters = functools.partial(FusedAdam, capturable=True, master_weights=True)
-    yield "adam, masters", stepped(masters, HALF, **scaler)
-    yield "adam, clipped", stepped(functools.partial(FusedAdam, max_grad_norm=1.0))
+    yield "adam, masters, scaled", stepped(masters, HALF, **scaler)
     yield "adam, metered", metered
     yield "adam, tensor lr", with_tensor_lr
-    yield "novograd, largest", stepped(functools.partial(FusedNovoGrad, norm_type=0))
-    wide = functools.partial(FusedMixedPrecisionLamb, reduced_precision_dtype=HALF)
-    yield "lamb, masters", stepped(wide, HALF, **scaler)
     yield "larc", stepped(lambda params: LARC(FusedSGD(params, lr=0.1, weight_decay=0.1)))
 
 

@@ -1,27 +1,21 @@
-"""What holds for every operation that `op` builds. A new one adds a line to ``CASES``."""
+"""What holds for every operator that `op` builds: those of the catalogue."""
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
 import itertools
-import math
 import pkgutil
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._compat import IS_2_13
+from apex.bench.catalogue.ops import OPS
 from apex.ops import __path__ as PATH
 from apex.ops import _runtime
 from apex.ops._op import op
-from apex.ops.layers import index_mul_2d, rotary, scaled_softmax, swiglu
-from apex.ops.losses import cross_entropy, focal_loss
 from apex.ops.norms import group_norm
-from apex.ops.norms.row_norms import MEMORY_EFFICIENT, OP
-from tests.norms import layer_norm_reference, rms_norm_reference
 from tests.tolerance import assert_one_rounding
 from tests.vmapped import assert_backward_under_vmap
 
@@ -31,32 +25,15 @@ SHAPES = [(7, 123), (4, 512), (2, 3, 65), (48, 33)]  # a padded block, a full on
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@dataclasses.dataclass
 class Case:
-    """An operation, and how a test calls it.
+    """An op of the catalogue, called as the operator that it is."""
 
-    Attributes:
-        name: What the test is called.
-        op: The operation.
-        inputs: Shapes of the floating tensors, from that of a matrix.
-        constants: The arguments behind these tensors, from the first one.
-        reference: The definition in the dtype of its tensors, of the tensors and all constants.
-        dtype: Of the result, from that of the tensors.
-        terms: How many terms of both signs make a gradient of a gradient, if they cancel.
-        layout: Of the first tensor in memory.
-        fused_by: Who fuses it in a graph compiled for a GPU: "us", in one operator, or the
-            "compiler", with its neighbours. Which moves fewer bytes is in docs/performance.md.
-    """
-
-    name: str
-    op: op
-    inputs: Callable
-    constants: Callable
-    reference: Callable
-    dtype: Callable = lambda dtype: dtype
-    terms: int = 1
-    layout: torch.memory_format = torch.contiguous_format
-    fused_by: str = "us"
+    def __init__(self, entry, layout):
+        self.entry, self.layout = entry, layout
+        self.name = (
+            f"{entry.name}, {str(layout)[6:]}" if layout != torch.contiguous_format else entry.name
+        )
+        self.op, self.terms, self.fused_by = entry.operator, entry.terms, entry.fused_by
 
     @property
     def fuses(self):
@@ -69,169 +46,41 @@ class Case:
         return self.op.results[0] in self.op.saves
 
     def arguments(self, *tensors):
-        return (*tensors, *self.constants(tensors[0]))
+        return self.entry.arguments(*tensors, *self.entry.rest(tensors[0]))
 
     def __call__(self, *tensors):
         return self.op(*self.arguments(*tensors))
 
     def exact(self, *tensors):
-        return self.reference(*self.arguments(*tensors))
+        """The same in torch's functions."""
+        return self.entry.theirs(*tensors, *self.entry.rest(tensors[0]))
 
     def operator(self, *tensors):
         output = self.op.operator(*self.arguments(*tensors))
         return (output,) if isinstance(output, torch.Tensor) else output
 
+    def dtype(self, dtype):
+        """Of the result."""
+        return torch.promote_types(dtype, torch.float32) if self.entry.widens else dtype
+
     def tensors(self, shape=SHAPE, dtype=torch.float32, scale=1.0, step=1):
         """Leaf tensors that require gradients; with ``step`` 2 they are not contiguous."""
         made = []
-        for seed, size in enumerate(self.inputs(shape)):
+        for seed, leaf in enumerate(self.entry.leaves(self.entry.of_matrix(shape))):
             generator = torch.Generator().manual_seed(seed)
-            values = scale * torch.randn(*size[:-1], size[-1] * step, generator=generator)
+            size = (*leaf.shape[:-1], leaf.shape[-1] * step)
+            values = scale * torch.randn(size, generator=generator)
             layout = torch.contiguous_format if made else self.layout
             values = values.to(dtype).contiguous(memory_format=layout)
             made.append(values[..., ::step].requires_grad_())
         return made
 
 
-def _rows(count):
-    return lambda shape: (shape, *[shape[-1:]] * (count - 1))
-
-
-def _layer(x, weight, bias, shape, eps, *_):
-    return layer_norm_reference(x, weight, bias, shape, eps)
-
-
-def _rms(x, weight, bias, shape, eps, *_):
-    return rms_norm_reference(x, weight, shape, eps)
-
-
-def _logits(shape):
-    return [(math.prod(shape[:-1]) if shape[-1] else 0, shape[-1])]
-
-
-def _labels(logits):
-    """Labels, the first of them that of rows to leave out; smoothing; that label."""
-    rows, classes = logits.shape
-    return (11 * torch.arange(rows) + 3) % classes, 0.1, 3
-
-
-def _at_least_float32(dtype):
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _images(shape):
-    channels = 3 * math.prod(shape[1:])
-    return (2, channels, shape[0], 2), (channels,), (channels,)
-
-
-def _of_groups(x):
-    return 3, 1e-5, True
-
-
-def _anchors(logits):
-    """Targets from -2 on; a number of positives; classes, of which columns of padding are left."""
-    rows, columns = logits.shape
-    classes = columns - columns // 8
-    targets = torch.arange(rows) % (classes + 2) - 2
-    return targets, torch.full((1,), 3.0), classes, 0.25, 2.0, 0.1
-
-
-def _indexed(shape):
-    """A matrix, and one of four rows."""
-    columns = shape[-1]
-    return (math.prod(shape[:-1]) if columns else 0, columns), (4, columns)
-
-
-def _index(in2, rows=4):
-    """Rows in no order, the last of them left out."""
-    return ((7 * torch.arange(in2.shape[0]) + 2) % (rows - 1),)
-
-
-def _masked(x):
-    """A mask of the last two dimensions, in which 1 is masked and 2 is not; scale; causal."""
-    mask = torch.arange(math.prod(x.shape[-2:])).view(x.shape[-2:]) % 3
-    return mask.to(torch.uint8), 0.7, False
-
-
-_GROUP_NORM = (group_norm.OP, _images, _of_groups, group_norm.reference)
-
-
-def _angles(t):
-    """cos and sin for two positions; the angles of two channels of a pair differ."""
-    angles = torch.arange(2 * (t.shape[-1] // 3 * 2)).view(2, -1) * 0.7
-    return angles.cos(), angles.sin(), None, 0
-
-
 CASES = [
-    Case("layer_norm", OP, _rows(3), lambda x: (x.shape[-1:], 1e-5, True, x.dtype), _layer),
-    Case(
-        "rms_norm",
-        OP,
-        _rows(2),
-        lambda x: (None, x.shape[-1:], 1e-5, False, x.dtype),
-        _rms,
-        fused_by="compiler",
-    ),
-    Case(
-        "layer_norm from the output",
-        MEMORY_EFFICIENT,
-        _rows(3),
-        lambda x: (x.shape[-1:], 1e-5, True, x.dtype, x.dtype),
-        _layer,
-    ),
-    Case(
-        "rms_norm from the output",
-        MEMORY_EFFICIENT,
-        _rows(2),
-        lambda x: (None, x.shape[-1:], 1e-5, False, x.dtype, x.dtype),
-        _rms,
-    ),
-    Case(
-        "cross_entropy",
-        cross_entropy.OP,
-        _logits,
-        _labels,
-        cross_entropy.reference,
-        dtype=_at_least_float32,
-        terms=SHAPE[1],
-    ),
-    Case("group_norm, channels first", *_GROUP_NORM),
-    Case("group_norm, channels last", *_GROUP_NORM, layout=torch.channels_last),
-    Case(
-        "swiglu",
-        swiglu.OP,
-        lambda shape: (shape, shape),
-        lambda gate: (),
-        swiglu.reference,
-        fused_by="compiler",
-    ),
-    Case(
-        "focal_loss",
-        focal_loss.OP,
-        _logits,
-        _anchors,
-        focal_loss.reference,
-        dtype=_at_least_float32,
-        terms=SHAPE[1],
-        fused_by="compiler",
-    ),
-    Case("index_mul_2d", index_mul_2d.OP, _indexed, _index, index_mul_2d.reference),
-    Case(
-        "rotary",
-        rotary.OP,
-        lambda shape: [(2, 1, math.prod(shape[:-1]), shape[-1])],
-        _angles,
-        rotary.reference,
-        fused_by="compiler",
-    ),
-    Case(
-        "scaled_softmax",
-        scaled_softmax.OP,
-        lambda shape: (shape,),
-        _masked,
-        scaled_softmax.reference,
-        terms=SHAPE[1],
-    ),
+    Case(entry, layout)
+    for entry in OPS
+    if entry.operator
+    for layout in {torch.contiguous_format: 0, entry.layout: 0}
 ]
 
 
@@ -416,7 +265,7 @@ def test_gradients_of_gradients_where_one_argument_comes_from_another(case, path
 
 def test_no_operation_is_left_out():
     """The linear cross-entropies have no kernel, and tests of their own in tests/contrib."""
-    modules = [importlib.import_module(m.name) for m in pkgutil.iter_modules(PATH, "apex.ops.")]
+    modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(PATH, "apex.ops.")]
     found = {x.name for module in modules for x in vars(module).values() if isinstance(x, op)}
     assert found - {"linear_cross_entropy", "linear_cross_entropy_rows"} == {
         case.op.name for case in CASES

@@ -6,42 +6,30 @@ import copy
 import numpy as np
 import torch
 
+from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.ops import _runtime
-from apex.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedLion,
-    FusedNovoGrad,
-    FusedSGD,
-)
 from tests.tolerance import assert_one_rounding
 
 PATHS = (None, "reference", "triton")  # torch's own kernels, the definition, the interpreter
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SHAPES = ((), (1,), (7,), (0,), (33, 5), (3, 4, 5))
-MODES = {  # each with state, and with weight decay in both of its modes
-    "FusedAdam": (FusedAdam, {"lr": 0.02}),
-    "FusedAdam, L2": (FusedAdam, {"lr": 0.02, "adam_w_mode": False}),
-    "FusedSGD": (FusedSGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
-    "FusedSGD, after": (FusedSGD, {"lr": 0.05, "momentum": 0.9, "wd_after_momentum": True}),
-    "FusedAdagrad": (FusedAdagrad, {"lr": 0.05}),
-    "FusedAdagrad, decoupled": (FusedAdagrad, {"lr": 0.05, "adagrad_w_mode": True}),
-    "FusedNovoGrad": (FusedNovoGrad, {"lr": 0.02}),
-    "FusedNovoGrad, inside": (FusedNovoGrad, {"lr": 0.02, "reg_inside_moment": True}),
-    "FusedLAMB": (FusedLAMB, {"lr": 0.02}),
-    "FusedLAMB, L2": (FusedLAMB, {"lr": 0.02, "adam_w_mode": False}),
-    "FusedLion": (FusedLion, {"lr": 0.02}),
+WAYS = {  # every variant of the catalogue that float32 weights can have
+    optimizer.called(variant): (optimizer, variant)
+    for optimizer in OPTIMIZERS
+    for variant in optimizer.variants
+    if "fp32" in variant.dtypes and not variant.larc
 }
 
 
 def maker(name):
     """How the tests make an optimizer: with weight decay, and what they add."""
-    kind, options = MODES[name]
-    return lambda params, **more: kind(params, **{"weight_decay": 0.1, **options, **more})
+    optimizer, variant = WAYS[name]
+    options = {"lr": 0.02, "weight_decay": 0.1, **optimizer.options, **variant.options}
+    return lambda params, **more: optimizer.make(params, **{**options, **more})
 
 
-EVERY = {name: maker(name) for name in MODES if "," not in name}  # one way to make each
+MODES = {name: maker(name) for name, (_, variant) in WAYS.items() if variant.every_test}
+EVERY = {name: make for name, make in MODES.items() if "," not in name}  # one way to make each
 
 
 def in_two_groups(params, lr=0.03):
@@ -136,7 +124,7 @@ def assert_pooled(pairs, path):
 
 
 def norm_of(optimizer, group, param):
-    if not isinstance(optimizer, FusedNovoGrad):
+    if "exp_avg_sq" not in group:  # NovoGrad's: a norm for each tensor
         return None
     kinds = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
     mine = [other for other in group["params"] if other.dtype == param.dtype]

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp, optimizers
+from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.contrib import optimizers as contrib
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad
@@ -21,6 +22,7 @@ from tests.optimizers.common import (
     EVERY,
     MODES,
     PATHS,
+    WAYS,
     give_grads,
     maker,
     on,
@@ -33,6 +35,9 @@ from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rou
 
 SMALL = ((7,), (33, 5))
 every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY.keys())
+# Not those that have no step_scaled, or whose gradients are clipped as well.
+SCALED = [name for name in WAYS if "apex.contrib" not in name and "clipped" not in name]
+every_way = pytest.mark.parametrize("make", [*map(maker, SCALED)], ids=SCALED)
 paths = pytest.mark.parametrize("path", PATHS)
 
 
@@ -245,7 +250,7 @@ def test_parameters_with_the_negative_bit_are_refused(make):
 # -- what surrounds a step -----------------------------------------------------------------------
 
 
-@every
+@every_way
 @paths
 def test_scaled_gradients(make, path):
     """A power of two is taken out exactly; gradients are left multiplied if asked."""
@@ -264,7 +269,7 @@ def test_scaled_gradients(make, path):
     assert same(values(params), values(expected))
 
 
-@every
+@every_way
 @paths
 def test_a_skipped_step_changes_nothing(make, path):
     params = parameters()
@@ -307,7 +312,7 @@ def test_scaled_and_skipped_steps_of_two_groups(name, path, lags):
         [{"params": p[:3]}, {"params": p[3:], "lr": 0.07, "weight_decay": 0.03}]
         for p in (params, wide)
     ]
-    optimizer, plain = (maker(name)(group) for group in groups)
+    optimizer, plain = (MODES[name](group) for group in groups)
     for number, skipped in enumerate((True, False, True, False, False)):
         give_grads(params, number, scale=8.0)
         if skipped:
@@ -1039,15 +1044,15 @@ def test_keys_that_change_the_maths(make, key):
         EVERY["FusedAdagrad"]([{"params": parameters(), "lr_decay": 0.1}])
 
 
-OTHERS = (FusedMixedPrecisionLamb, contrib.FusedAdam, contrib.FusedLAMB)
+KINDS = [*dict.fromkeys(optimizer.make for optimizer in OPTIMIZERS), contrib.FusedLAMB]
 
 
 def test_no_optimizer_is_left_out():
-    kinds = {kind.__name__ for kind in (*(kind for kind, _ in MODES.values()), *OTHERS)}
+    kinds = {kind.__name__ for kind in KINDS}
     assert {name for name in optimizers.__all__ if name.startswith("Fused")} <= kinds
 
 
-@pytest.mark.parametrize("kind", [*dict.fromkeys(kind for kind, _ in MODES.values()), *OTHERS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_arguments_of_the_constructor_in_a_group(kind):
     """torch's ZeroRedundancyOptimizer puts them there, which is right if they are the same."""
     defaults = inspect.signature(kind).parameters

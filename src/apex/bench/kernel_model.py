@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from apex.bench import kernel_cases
-from apex.bench.kernel_cases import DTYPES
-from apex.bench.layer_cases import LAYERS
+from apex.bench.kernel_cases import DTYPES, OF_LISTS
+from apex.bench.layer_modes import OF_LAYERS
 from apex.ops import _runtime
 
 __all__ = ["NOTE", "Asked", "Model", "models"]
@@ -91,14 +90,14 @@ def _main(target: str, asked: Sequence[Asked]) -> None:
 
 def _model(target: str, asked: Asked, launched: list[tuple[str, int]]) -> Model:
     name, shapes, dtype, full = asked
-    op = next(op for op in (*kernel_cases.OPS, *LAYERS) if op.name == name)
-    ours, sizes = op.providers[0], op.shapes[shapes](full)
+    case = next(case for case in (*OF_LISTS, *OF_LAYERS) if case.name == name)
+    ours, sizes = case.providers[0], case.shapes[shapes](full)
     moved = ours.bytes_per_element
     elements = sum(torch.Size(size).numel() for size in sizes)
     bytes_ = None if moved is None else moved(DTYPES[dtype]) * elements
     try:
         with _runtime.use("triton"):
-            call = ours.prepare(op.make(sizes, DTYPES[dtype], torch.device("cpu")))
+            call = ours.prepare(case.make(sizes, DTYPES[dtype], torch.device("cpu")))
             call()  # the first makes an optimizer's state
             launched.clear()
             call()

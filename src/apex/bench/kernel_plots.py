@@ -1,14 +1,14 @@
-"""The pictures of `apex bench kernels`: our speed beside each provider, a picture for each set."""
+"""The pictures of `apex bench kernels`: our time beside each provider, a picture for each set."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apex.bench.kernel_cases import DTYPES, LISTS
+from apex.bench.catalogue.sizes import LISTS, MATRICES
+from apex.bench.kernel_cases import DTYPES
 from apex.bench.kernel_rows import Report, Row
 from apex.bench.kernel_table import sets
-from apex.bench.layer_modes import MATRICES
 from apex.bench.looks import provider_look
 from apex.bench.panels import MOST_WRITTEN, Bar, draw_bars
 from apex.bench.plots import PANEL, new_figure, save
@@ -63,14 +63,14 @@ def _figure(rows: Sequence[Row]) -> "Figure | None":
     for axes, groups in zip(found, panels, strict=True):
         draw_bars(axes, groups)
         axes.set_xlim(-1, max(most, LEAST))  # bars as wide in each panel
-        axes.set_ylabel("× the provider's speed (95 % interval)")
-    found[0].set_title(f"Our speed, the provider's = 1: {rows[0].shapes}, {rows[0].dtype}")
+        axes.set_ylabel("× the provider's time (95 % interval)")
+    found[0].set_title(f"Our time, the provider's = 1: {rows[0].shapes}, {rows[0].dtype}")
     return figure
 
 
 def _bar(row: Row) -> Bar | None:
-    if row.speed is None:
+    if row.ratio is None:
         return None
-    low, high = row.speed_low, row.speed_high
+    low, high = row.ratio_low, row.ratio_high
     ends = None if low is None or high is None else (low, high)
-    return Bar(row.provider, row.speed, ends, provider_look(row.provider))
+    return Bar(row.provider, row.ratio, ends, provider_look(row.provider))

@@ -19,7 +19,7 @@ import torch
 
 from apex.bench.clocks import launches, take_turns
 from apex.bench.intervals import interval
-from apex.bench.kernel_cases import DTYPES, Call, Op, Provider, Shapes
+from apex.bench.kernel_cases import DTYPES, Call, Case, Provider, Shapes
 from apex.bench.kernel_model import Model
 from apex.bench.memory import peak_bytes, source
 from apex.bench.results import percentile
@@ -71,6 +71,24 @@ class Row:
     """Of ours on a GPU that is not here; never a time."""
     problem: str | None = None
 
+    @property
+    def ratio(self) -> float | None:
+        """Our time divided by this provider's, which is what readers see: below 1 ours is faster.
+
+        The JSON file has its inverse, ``speed``.
+        """
+        return self.speed and 1 / self.speed
+
+    @property
+    def ratio_low(self) -> float | None:
+        """The lower end of its interval."""
+        return self.speed_high and 1 / self.speed_high
+
+    @property
+    def ratio_high(self) -> float | None:
+        """The upper end."""
+        return self.speed_low and 1 / self.speed_low
+
 
 @dataclass(frozen=True)
 class Report:
@@ -96,8 +114,9 @@ def how_measured(device: torch.device) -> dict[str, str]:
         "ms": f"by {'CUDA events' if cuda else 'the host clock'}, after {WARM_UP} calls that do "
         "not count; providers take turns on the same tensors, in an order drawn for each turn"
         + (", the L2 cache overwritten before each call" if cuda else ""),
-        "our speed / its": "this provider's time divided by ours in the same turn, the geometric "
-        "mean over the turns and its 95 % interval: above 1 ours is faster",
+        "our time / its": "our time divided by this provider's in the same turn, the geometric "
+        "mean over the turns and its 95 % interval: below 1 ours is faster (the JSON file has the "
+        "inverse, speed)",
         "GB/s": "from the bytes that have to be moved, which are declared for each provider: an "
         "optimizer with 16-bit state has fewer",
         "peak MiB": f"of one call, beyond its inputs; from {source(device)}",
@@ -116,7 +135,7 @@ class Measured(NamedTuple):
 
 
 def measure(
-    op: Op,
+    op: Case,
     name: str,
     shapes: Shapes,
     dtype: str,
@@ -201,11 +220,11 @@ def _numbers(
     }
 
 
-def _providers(op: Op, device: torch.device) -> list[Provider]:
+def _providers(op: Case, device: torch.device) -> list[Provider]:
     return [one for one in op.providers if one.only_on in (None, device.type)]
 
 
-def _peak_mib(op: Op, call: Call, device: torch.device) -> float | None:
+def _peak_mib(op: Case, call: Call, device: torch.device) -> float | None:
     peak = peak_bytes(call, device) if op.measure_memory else None
     return None if peak is None else peak / 2**20
 
@@ -228,7 +247,7 @@ class _Ready(NamedTuple):
     problems: dict[str, str]
 
 
-def _prepare(op: Op, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> _Ready:
+def _prepare(op: Case, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> _Ready:
     """Make what is timed, and call it a few times: what fails, fails now."""
     torch.manual_seed(0)
     inputs = op.make(shapes, dtype, device)

@@ -35,9 +35,9 @@ def _text(name: str) -> Callable[[Row], str]:
 
 
 def _interval(row: Row) -> str:
-    if row.speed_low is None or row.speed_high is None:
+    if row.ratio_low is None or row.ratio_high is None:
         return NOTHING
-    return f"{row.speed_low:.2f}–{row.speed_high:.2f}"
+    return f"{row.ratio_low:.2f}–{row.ratio_high:.2f}"
 
 
 def _model_number(name: str) -> Callable[[Row], Value]:
@@ -69,14 +69,14 @@ COLUMNS: tuple[Column[Row], ...] = (
         "twentieth and eightieth percentile of the same turns, in ms", drop=4,
     ),
     Column(
-        "our speed\n/ its", lambda row: number(row.speed, ".2f", "×"), {"speed": _of("speed")},
-        "this provider's time divided by ours in the same turn, the geometric mean over the turns: "
-        "above 1 ours is faster", OURS,
+        "our time\n/ its", lambda row: number(row.ratio, ".2f", "×"), {"ratio": _of("ratio")},
+        "our time divided by this provider's in the same turn, the geometric mean over the turns: "
+        "below 1 ours is faster", OURS,
     ),
     Column(
         "95 %\ninterval", _interval,
-        {"speed_low": _of("speed_low"), "speed_high": _of("speed_high")},
-        "confidence interval of our speed over the turns", f"fewer than three turns; {OURS}",
+        {"ratio_low": _of("ratio_low"), "ratio_high": _of("ratio_high")},
+        "confidence interval of that ratio over the turns", f"fewer than three turns; {OURS}",
         drop=2,
     ),
     Column(

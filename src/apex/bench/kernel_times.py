@@ -1,6 +1,6 @@
 """``apex bench kernels``: times of each operation, ours and those of other packages.
 
-The command. What is timed is declared in `kernel_cases` and `layer_cases`, one row is measured in
+The command. What is timed is in `kernel_cases` and `layer_modes`, one row is measured in
 `kernel_rows` by the clocks of `clocks`, `kernel_report` shows the rows, and `kernel_model` computes
 what is known of a GPU that is not here.
 """
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from apex.bench import kernel_cases, kernel_report
+from apex.bench import kernel_report
 from apex.bench.cli import UsageError
 from apex.bench.clocks import copy_gb_s
-from apex.bench.kernel_cases import DTYPES, Op
+from apex.bench.kernel_cases import DTYPES, OF_LISTS, Case
 from apex.bench.kernel_model import NOTE, Asked, Model, models
 from apex.bench.kernel_rows import Report, Row, how_measured, measure
-from apex.bench.layer_cases import LAYERS
+from apex.bench.layer_modes import OF_LAYERS
 from apex.bench.options import (
     at_least,
     check_file,
@@ -40,7 +40,7 @@ HELP = (
     "Time each optimizer step, each operation on lists of tensors, each norm and each loss beside "
     "the same of torch, timm and Liger-Kernel, on the same tensors, taking turns."
 )
-OPS: tuple[Op, ...] = (*kernel_cases.OPS, *LAYERS)
+OPS: tuple[Case, ...] = (*OF_LISTS, *OF_LAYERS)
 PEERS = ("timm", "liger_kernel", "triton")  # whose versions matter besides torch's
 REPEATS = 30
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes

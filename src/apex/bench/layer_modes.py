@@ -1,64 +1,44 @@
-"""How ``apex bench kernels`` times a function of tensors: forward, backward and both.
+"""How ``apex bench kernels`` times the ops of the catalogue: forward, backward and both.
 
-Forward is as in training: with what backward needs. The functions are in `layer_cases` and
-`transformer_cases`.
+Forward is as in training: with what backward needs. Providers beside ours: torch's functions, the
+expression that people write out where there is one, torch.compile of torch's functions, and
+Liger-Kernel on a GPU.
 """
 
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from apex.bench.kernel_cases import Call, Op, Provider, Shapes
+from apex.bench.catalogue.entry import Function, Inputs, Op, Timed
+from apex.bench.catalogue.ops import OPS
+from apex.bench.kernel_cases import Call, Case, Provider, Shapes
 
-__all__ = [
-    "COMPILE", "IMAGES", "MATRICES", "Inputs", "compiled", "each_mode", "given", "liger",
-]  # fmt: skip
-
-Inputs = tuple[torch.Tensor, ...]
-Function = Callable[..., torch.Tensor]
-Make = Callable[[Shapes, torch.dtype, torch.device], Inputs]
+__all__ = ["COMPILE", "OF_LAYERS"]
 
 COMPILE: dict[str, Any] = {"dynamic": False}
-
-# --- shapes ---------------------------------------------------------------------------------------
-
-MATRICES: dict[str, Callable[[bool], Shapes]] = {
-    "small": lambda full: [(2048, 1024)],
-    "middle": lambda full: [(4096, 4096)],
-    "wide": lambda full: [(2048 if full else 256, 32768)],
-}
-IMAGES: dict[str, Callable[[bool], Shapes]] = {  # as many elements as the matrices of the name
-    "small": lambda full: [(2, 64, 128, 128)],
-    "middle": lambda full: [(4, 256, 128, 128)],
-    "wide": lambda full: [(16 if full else 2, 256, 128, 128)],
-}
 
 
 # --- modes ----------------------------------------------------------------------------------------
 
 
 def _forward(function: Function, inputs: Inputs) -> Call:
-    return lambda: function(*inputs)
+    return lambda: function(*inputs.leaves, *inputs.rest)
 
 
 def _backward(function: Function, inputs: Inputs) -> Call:
-    y, wanted, grad = _traced(function, inputs)
-    return lambda: torch.autograd.grad(y, wanted, grad, retain_graph=True, allow_unused=True)
+    y = function(*inputs.leaves, *inputs.rest)
+    grad = torch.ones_like(y)
+    return lambda: torch.autograd.grad(y, inputs.leaves, grad, retain_graph=True, allow_unused=True)
 
 
 def _both(function: Function, inputs: Inputs) -> Call:
-    _, wanted, grad = _traced(function, inputs)
-    return lambda: torch.autograd.grad(function(*inputs), wanted, grad, allow_unused=True)
+    def forward() -> torch.Tensor:
+        return function(*inputs.leaves, *inputs.rest)
 
-
-def _traced(
-    function: Function, inputs: Inputs
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """The result of a first call, what has a gradient, and the gradient to start from."""
-    y = function(*inputs)
-    return y, [x for x in inputs if x.requires_grad], torch.ones_like(y)
+    grad = torch.ones_like(forward())
+    return lambda: torch.autograd.grad(forward(), inputs.leaves, grad, allow_unused=True)
 
 
 MODES = {"forward": _forward, "backward": _backward, "both": _both}
@@ -67,75 +47,51 @@ MODES = {"forward": _forward, "backward": _backward, "both": _both}
 # --- providers ------------------------------------------------------------------------------------
 
 
-class Who(NamedTuple):
-    name: str
-    get: Callable[[], Function]
-    only_on: str | None = None
+def _compiled(function: Function) -> Function:
+    torch._dynamo.reset()  # else torch gives up compiling at the ninth shape or dtype
+    compiled = torch.compile(function, **COMPILE)
+
+    def call(*inputs: Any) -> torch.Tensor:
+        # Donated buffers would refuse a second backward pass over the same graph.
+        with torch._functorch.config.patch(donated_buffer=False):
+            return compiled(*inputs)
+
+    return call
 
 
-def given(name: str, function: Function) -> Who:
-    """Somebody who needs nothing to be prepared."""
-    return Who(name, lambda: function)
+def _ligers(function: Function) -> Function:
+    functions = importlib.import_module("liger_kernel.transformers.functional")
+    return lambda *inputs: function(functions, *inputs)
 
 
-def compiled(function: Function) -> Who:
-    """torch.compile of a function."""
-
-    def get() -> Function:
-        torch._dynamo.reset()  # else torch gives up compiling at the ninth shape or dtype
-        compiled = torch.compile(function, **COMPILE)
-
-        def call(*inputs: torch.Tensor) -> torch.Tensor:
-            # Donated buffers would refuse a second backward pass over the same graph.
-            with torch._functorch.config.patch(donated_buffer=False):
-                return compiled(*inputs)
-
-        return call
-
-    return Who("torch.compile", get)
+def _providers(op: Op, timed: Timed) -> Iterator[tuple[str, Callable[[], Function], str | None]]:
+    """Name, what makes the function when it is timed, and the one type of device that it knows."""
+    yield "apex", lambda: op.ours, None
+    yield "torch", lambda: op.theirs, None
+    if written_out := timed.written_out:
+        yield "torch, written out", lambda: written_out, None
+    yield "torch.compile", lambda: _compiled(op.theirs), None
+    if liger := timed.liger:
+        yield "Liger-Kernel", lambda: _ligers(liger), "cuda"
 
 
-def liger(call: Callable[[Any, Inputs], torch.Tensor]) -> Who:
-    """Liger-Kernel; ``call`` gets its functions and the inputs."""
+def _each_mode(op: Op, timed: Timed) -> Iterator[Case]:
+    def make(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Inputs:
+        return op.inputs(shapes[0], dtype, device)
 
-    def get() -> Function:
-        functions = importlib.import_module("liger_kernel.transformers.functional")
-        return lambda *inputs: call(functions, inputs)
-
-    return Who("Liger-Kernel", get, only_on="cuda")
-
-
-def each_mode(
-    name: str,
-    make: Make,
-    who: tuple[Who, ...],
-    *,
-    columns: tuple[float, float] | None,
-    shapes: dict[str, Callable[[bool], Shapes]] = MATRICES,
-) -> Iterator[Op]:
-    """One operation for each mode.
-
-    Args:
-        name: Of the operation, before that of the mode.
-        make: Makes the inputs.
-        who: Who computes it, ours first.
-        columns: Numbers read or written for an element, forward and backward; ``None`` where
-            products of matrices and not the memory decide.
-        shapes: The sets of shapes.
-    """
     for mode in MODES:
         providers = tuple(
-            Provider(one.name, _prepare(mode, one.get), _moved(mode, columns), one.only_on)
-            for one in who
+            Provider(name, _prepare(mode, get), _moved(mode, timed.columns), only_on)
+            for name, get, only_on in _providers(op, timed)
         )
-        yield Op(f"{name}_{mode}", make, providers, shapes, measure_memory=mode == "both")
+        yield Case(f"{op.name}_{mode}", make, providers, timed.sizes, mode == "both")
 
 
 def _prepare(mode: str, get: Callable[[], Function]) -> Callable[[Inputs], Call]:
     def prepare(inputs: Inputs) -> Call:
         # A copy for each: Liger-Kernel writes the gradient over the logits.
-        own = tuple(x.clone().requires_grad_(x.is_floating_point()) for x in inputs)
-        return MODES[mode](get(), own)
+        own = [leaf.clone().requires_grad_() for leaf in inputs.leaves]
+        return MODES[mode](get(), Inputs(own, inputs.rest))
 
     return prepare
 
@@ -145,3 +101,8 @@ def _moved(mode: str, columns: tuple[float, float] | None) -> Callable[[torch.dt
         return None
     count = {"forward": columns[0], "backward": columns[1], "both": sum(columns)}[mode]
     return lambda dtype: count * dtype.itemsize
+
+
+OF_LAYERS: tuple[Case, ...] = tuple(
+    case for op in OPS if op.timed for case in _each_mode(op, op.timed)
+)

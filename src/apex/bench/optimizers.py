@@ -1,25 +1,21 @@
 """The optimizers that `apex bench` trains with, by the names of its option."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from apex import optimizers
+from apex.bench.catalogue import optimizers as catalogue
 
 __all__ = ["OPTIMIZERS", "make"]
 
 # Lower case is torch's.
-OPTIMIZERS: dict[str, dict[str, float]] = {
+OPTIMIZERS: dict[str, Mapping[str, float]] = {
     "sgd": {"lr": 0.05, "momentum": 0.9},
     "adam": {"lr": 0.005},
     "adamw": {"lr": 0.005, "weight_decay": 0.01},
-    "FusedSGD": {"lr": 0.05, "momentum": 0.9},
-    "FusedAdam": {"lr": 0.005, "weight_decay": 0.01},
-    "FusedLAMB": {"lr": 0.005, "weight_decay": 0.01},
-    "FusedNovoGrad": {"lr": 0.3},
-    "FusedAdagrad": {"lr": 0.05},
-    "FusedLion": {"lr": 0.0005, "weight_decay": 0.01},
+    **{one.title: one.training for one in catalogue.OPTIMIZERS if one.training},
 }
 _TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 

@@ -15,17 +15,7 @@ import torch
 
 from apex.bench import tolerance
 
-__all__ = [
-    "DTYPES",
-    "PATHS",
-    "Check",
-    "Measured",
-    "Setting",
-    "differing",
-    "one_rounding",
-    "random",
-    "same_again",
-]
+__all__ = ["PATHS", "Check", "Measured", "Setting", "differing", "joined", "one_rounding", "same"]
 
 # Ways to compute, and the word that `apex.ops._runtime.use` has for each.
 PATHS: dict[str, str | None] = {
@@ -33,17 +23,12 @@ PATHS: dict[str, str | None] = {
     "definition": "reference",  # plain PyTorch
     "kernels": "triton",
 }
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+Pair = tuple[torch.Tensor, torch.Tensor]  # what was computed, and its definition in float64
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a check runs.
-
-    Attributes:
-        device: Of the tensors; a GPU with its number.
-        path: One of `PATHS`.
-    """
+    """Where a check runs: the device of the tensors (a GPU with its number), and one of `PATHS`."""
 
     device: torch.device
     path: str
@@ -60,13 +45,9 @@ class Setting:
 
 
 class Measured(NamedTuple):
-    """One number.
+    """One number: what was measured, its value, and the largest value that is right.
 
-    Attributes:
-        what: What was measured.
-        value: The number.
-        allowed: The largest that is right; ``None`` for a number that is only reported.
-        unit: Of both.
+    ``None`` is allowed for a number that is only reported. ``unit`` is that of both.
     """
 
     what: str
@@ -82,14 +63,10 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report.
+    """One line of the report: what it belongs to and its name, for people; and what measures.
 
-    Attributes:
-        area: What it belongs to, for people.
-        name: What is checked, for people.
-        run: Measures. Warnings are kept beside the result.
-        paths: By which of `PATHS` it runs.
-        gpu: Whether it needs a GPU.
+    Warnings of ``run`` are kept beside the result. ``paths`` are those of `PATHS` by which it runs;
+    ``gpu`` says that it needs a GPU.
     """
 
     area: str
@@ -99,31 +76,28 @@ class Check:
     gpu: bool = False
 
 
-def one_rounding(
-    what: str, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], setting: Setting
-) -> Iterator[Measured]:
+def one_rounding(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator[Measured]:
     """Compare results with their float64 definitions: one rounding is allowed.
 
-    Args:
-        what: What is compared.
-        pairs: What was computed and its definition. Those of a dtype are taken together: a single
-            number may be off by chance.
-        setting: Where it was computed.
+    Pairs of a dtype are taken together: a single number may be off by chance.
     """
-    pools: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    pools: dict[torch.dtype, list[Pair]] = {}
     for actual, exact in pairs:
         if actual.shape != exact.shape:
             yield Measured(f"{what}: shape", 1, 0, "wrong shapes")
-        pools.setdefault(actual.dtype, []).append((actual.detach().flatten(), exact.flatten()))
+        pools.setdefault(actual.dtype, []).append((actual, exact))
     for dtype, pool in pools.items():
-        actual, exact = (torch.cat(side) for side in zip(*pool, strict=True))
-        found = tolerance.roundings(actual, exact, truncated=setting.interpreted)
+        found = tolerance.roundings(*joined(pool), truncated=setting.interpreted)
         yield Measured(what, found, tolerance.ROUNDINGS[dtype], "roundings")
 
 
-def same_again(
-    what: str, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
-) -> Measured:
+def joined(pairs: Iterable[Pair]) -> Pair:
+    """Flatten and join all that was computed, and all definitions."""
+    actual, exact = (torch.cat([x.flatten() for x in side]) for side in zip(*pairs, strict=True))
+    return actual.detach(), exact
+
+
+def same(what: str, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> Measured:
     """Compare two runs of the same: not a bit may differ."""
     pairs = zip(first, second, strict=True)
     return Measured(what, sum(differing(a, b) for a, b in pairs), 0, "elements differ")
@@ -134,18 +108,3 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
     if a.shape != b.shape or a.dtype != b.dtype:
         return max(a.numel(), b.numel(), 1)
     return int(((a != b) & ~((a != a) & (b != b))).sum())
-
-
-def random(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    setting: Setting,
-    *,
-    seed: int = 0,
-    scale: float = 1.0,
-    mean: float = 0.0,
-) -> torch.Tensor:
-    """Normally distributed numbers, the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    made = scale * torch.randn(tuple(shape), generator=generator) + mean
-    return made.to(dtype).to(setting.device)

@@ -12,11 +12,10 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,12 +27,10 @@ from apex.bench.options import (
     environment,
     pick_device,
     terminated_like_interrupted,
-)
+)  # fmt: skip
+from apex.bench.progress import progress
 from apex.bench.results import save
 from apex.ops import _runtime
-
-if TYPE_CHECKING:
-    from apex.bench.selftest.run import Planned
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -96,11 +93,10 @@ def _in_a_process(args: argparse.Namespace) -> int:
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from apex.bench.cli import main; sys.exit(main({words!r}))"
     )
+    call, environ = [sys.executable, "-c", code], {**os.environ, INTERPRET: "1"}
     # A session of its own, so that Ctrl-C reaches it once, through us.
     with (
-        subprocess.Popen(
-            [sys.executable, "-c", code], env={**os.environ, INTERPRET: "1"}, start_new_session=True
-        ) as process,
+        subprocess.Popen(call, env=environ, start_new_session=True) as process,
         terminated_like_interrupted(),
     ):
         try:
@@ -110,11 +106,8 @@ def _in_a_process(args: argparse.Namespace) -> int:
             ended = process.wait()
     if ended >= 0:
         return ended
-    print(
-        f"apex selftest: ended by signal {-ended}; finished checks are in {args.json}, and its "
-        '"next" is the one that ended it',
-        file=sys.stderr,
-    )
+    said = f"ended by signal {-ended}; finished checks are in {args.json}, and its"
+    print(f'apex selftest: {said} "next" is the one that ended it', file=sys.stderr)
     return FAILED
 
 
@@ -122,14 +115,19 @@ def _checked(args: argparse.Namespace, device: torch.device) -> int:
     from apex.bench.selftest import report
     from apex.bench.selftest.run import Result, carry_out, plan
 
-    why_not = _why_no_kernels(device)
+    gpu, why_not = device.type == "cuda", None
+    if gpu:
+        why_not = _runtime.why_not_triton("cuda")
+    elif importlib.util.find_spec("triton") is None:
+        why_not = "the triton package is not installed: pip install triton"
     planned = plan(device, kernels=why_not is None, only=args.only)
     if not planned:
         raise UsageError(f"--only {args.only!r}: no check has this in its name")
+    ran = "compiled" if gpu else "in Triton's interpreter, on the CPU"
     content: dict[str, Any] = {
         "format": FORMAT,
         "environment": _environment(device),
-        "kernels": _kernels(device, why_not),
+        "kernels": ran if why_not is None else f"not run: {why_not}",
         "planned": len(planned),
         "complete": False,
     }
@@ -137,40 +135,25 @@ def _checked(args: argparse.Namespace, device: torch.device) -> int:
     with terminated_like_interrupted():
         interrupted = False
         try:
-            with report.progress(len(planned)) as bar:
-                for result in carry_out(planned, bar.begin):
-                    bar.end(result)
+            with progress(report.Failures, len(planned), "{task.completed}/{task.total}") as bar:
+                for result in carry_out(planned, bar.begun):
+                    bar.ended(result)
                     results.append(result)
                     content["complete"] = len(results) == len(planned)
-                    content["next"] = _next(planned[len(results) :])
+                    left = planned[len(results) :]
+                    # The check that runs while a file is the newest: what a crash leaves.
+                    content["next"] = f"{left[0][0].name} ({left[0][1].path})" if left else None
                     save({**content, "checks": report.as_json(results)}, args.json)
         except KeyboardInterrupt:
             interrupted = True
         with suppress(KeyboardInterrupt):
-            _show(args, device, content, results)
+            to = console(140)
+            report.show(to, results, content, device)
+            if results:
+                to.print(f"In {args.json}; attach it to an issue.", markup=False)
     if interrupted:
         return INTERRUPTED
     return OK if content["complete"] and all(r.status == "right" for r in results) else FAILED
-
-
-def _next(planned: Sequence[Planned]) -> str | None:
-    """The check that runs while a file is the newest: what a crash leaves."""
-    return f"{planned[0][0].name} ({planned[0][1].path})" if planned else None
-
-
-def _why_no_kernels(device: torch.device) -> str | None:
-    """Why kernels cannot run, not even in the interpreter; ``None`` if they can."""
-    if device.type == "cuda":
-        return _runtime.why_not_triton("cuda")
-    if importlib.util.find_spec("triton") is None:
-        return "the triton package is not installed: pip install triton"
-    return None
-
-
-def _kernels(device: torch.device, why_not: str | None) -> str:
-    if why_not is not None:
-        return f"not run: {why_not}"
-    return "compiled" if device.type == "cuda" else "in Triton's interpreter, on the CPU"
 
 
 def _environment(device: torch.device) -> dict[str, Any]:
@@ -179,31 +162,3 @@ def _environment(device: torch.device) -> dict[str, Any]:
     found["variables"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
     found["command"] = sys.argv[1:]
     return found
-
-
-def _show(
-    args: argparse.Namespace, device: torch.device, content: dict[str, Any], results: list[Any]
-) -> None:
-    from apex.bench.selftest import report
-
-    to = console(140)
-    here = content["environment"]
-    versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("apex", "torch", "triton"))
-    gpu = device.type == "cuda"
-    to.print(f"{here['device']['name']} ({device}), {versions}", style="bold", markup=False)
-    headings = {"kernels": "kernels" if gpu else "kernels, interpreted"}
-    headings |= {path: path for path in ("as called", "definition")}
-    report.show(to, results, headings)
-    failed = sum(result.status != "right" for result in results)
-    seconds = sum(result.seconds for result in results)
-    if not content["complete"]:
-        to.print(f"INCOMPLETE: {len(results)} of {content['planned']} checks", style="bold red")
-    to.print(f"{len(results)} checks in {seconds:.0f} s, {failed} failed.", style="bold")
-    to.print(f"Kernels: {content['kernels']}.", markup=False)
-    if not gpu:
-        to.print(
-            "No GPU was used: nothing was compiled, and CUDA graphs, waits and bandwidth were not "
-            "checked."
-        )
-    if results:
-        to.print(f"In {args.json}; attach it to an issue.", markup=False)

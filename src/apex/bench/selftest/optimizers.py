@@ -9,145 +9,57 @@ every bit as it is, and a second run has to end with the same bits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from apex import optimizers
 from apex.bench import tolerance
-from apex.bench.selftest import formulas
+from apex.bench.catalogue.entry import DTYPES
+from apex.bench.catalogue.optimizers import OPTIMIZERS, Optimizer, State, Step, Variant
 from apex.bench.selftest.check import (
-    DTYPES,
     Check,
     Measured,
+    Pair,
     Setting,
     differing,
+    joined,
     one_rounding,
-    same_again,
-)
-from apex.bench.selftest.formulas import Formula, Step
-from apex.bench.selftest.list_ops import tensors
-from apex.contrib import optimizers as contrib
+    same,
+)  # fmt: skip
+from apex.bench.selftest.lists import tensors
 from apex.ops.lists.storage import join
+from apex.optimizers import FusedAdam
 from apex.parallel import LARC
 
-__all__ = [
-    "VARIANTS",
-    "Params",
-    "Variant",
-    "checks",
-    "give_grads",
-    "gradients",
-    "parameters",
-    "tell",
-]
+__all__ = ["EVERY", "checks", "give_grads", "gradients", "made", "parameters", "tell"]
 
 AREA = "optimizers"
 STEPS = 3
 SCALE = 1024.0  # of the gradients; a power of two, so that taking it out is exact
 TRUST = 0.02  # LARC's coefficient
+EVERY = [(optimizer, variant) for optimizer in OPTIMIZERS for variant in optimizer.variants]
 
 Params = list[torch.nn.Parameter]
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way to make an optimizer.
-
-    Attributes:
-        name: For people.
-        make: Makes it from groups.
-        formula: Its step.
-        dtypes: Of the weights, names of `DTYPES`.
-        options: Of the constructor.
-        max_norm: To which all gradients together are clipped; 0 for not at all.
-        larc: Whether it is wrapped by `apex.parallel.LARC`.
-    """
-
-    name: str
-    make: Callable[..., Any]
-    formula: Formula
-    dtypes: tuple[str, ...] = ("fp32",)
-    options: dict[str, Any] = field(default_factory=dict)
-    max_norm: float = 0.0
-    larc: bool = False
-
-    def optimizer(self, params: Params) -> Any:
-        """Make the optimizer: two groups, the second with half the learning rate and more decay."""
-        options = {"lr": 0.02, "weight_decay": 0.01, **self.options}
-        second = {"lr": options["lr"] / 2, "weight_decay": 0.1}
-        groups = [{"params": params[::2]}, {"params": params[1::2], **second}]
-        made = self.make(groups, **options)
-        return LARC(made, trust_coefficient=TRUST) if self.larc else made
-
-
-EVERY = tuple(DTYPES)
-MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
-VARIANTS = (
-    Variant("FusedAdam (AdamW)", optimizers.FusedAdam, formulas.adam(decoupled=True), EVERY),
-    Variant(
-        "FusedAdam with an L2 penalty", optimizers.FusedAdam, formulas.adam(decoupled=False),
-        options={"adam_w_mode": False},
-    ),
-    Variant(
-        "FusedAdam, clipped", optimizers.FusedAdam, formulas.adam(decoupled=True),
-        options={"max_grad_norm": 1.0}, max_norm=1.0,
-    ),
-    Variant(
-        "FusedAdam, capturable", optimizers.FusedAdam, formulas.adam(decoupled=True),
-        ("fp32", "bf16"), {"capturable": True},
-    ),
-    Variant(
-        "FusedAdam, fp32 masters", optimizers.FusedAdam, formulas.adam(decoupled=True),
-        ("fp16", "bf16"), {"capturable": True, "master_weights": True},
-    ),
-    *(
-        Variant(
-            f"FusedAdam, storage={storage}", optimizers.FusedAdam, formulas.adam(decoupled=True),
-            ("bf16",), {"storage": storage},
-        )
-        for storage in ("low_bits", "kahan", "stochastic")
-    ),
-    Variant(
-        "FusedAdam of apex.contrib, eps inside the root", contrib.FusedAdam,
-        formulas.adam_eps_inside, options={"eps_inside_sqrt": True},
-    ),
-    Variant(
-        "FusedSGD", optimizers.FusedSGD, formulas.sgd,
-        options={**MOMENTUM, "momentum": 0.0},
-    ),
-    Variant("FusedSGD with momentum", optimizers.FusedSGD, formulas.sgd, EVERY, MOMENTUM),
-    Variant(
-        "FusedSGD with dampening", optimizers.FusedSGD, formulas.sgd,
-        options={**MOMENTUM, "dampening": 0.3},
-    ),
-    Variant(
-        "FusedSGD, Nesterov", optimizers.FusedSGD, formulas.sgd,
-        options={**MOMENTUM, "nesterov": True},
-    ),
-    Variant(
-        "FusedSGD with LARC", optimizers.FusedSGD, formulas.sgd, options=MOMENTUM, larc=True
-    ),
-    Variant("FusedAdagrad", optimizers.FusedAdagrad, formulas.adagrad, EVERY),
-    Variant("FusedLion", optimizers.FusedLion, formulas.lion, EVERY),
-    Variant("FusedNovoGrad", optimizers.FusedNovoGrad, formulas.novograd, EVERY),
-    Variant("FusedLAMB", optimizers.FusedLAMB, formulas.lamb, EVERY, max_norm=1.0),
-    Variant(
-        "FusedMixedPrecisionLamb", optimizers.FusedMixedPrecisionLamb, formulas.lamb, ("fp16",),
-        {"reduced_precision_dtype": torch.float16}, max_norm=1.0,
-    ),
-)  # fmt: skip
 
 
 def checks() -> Iterator[Check]:
     """The checks of this module."""
-    for variant in VARIANTS:
+    for optimizer, variant in EVERY:
         for dtype in variant.dtypes:
-            yield Check(AREA, f"{variant.name}, {dtype}", _compared(variant, DTYPES[dtype]))
+            run = partial(_compared, optimizer, variant, DTYPES[dtype])
+            yield Check(AREA, f"{optimizer.called(variant)}, {dtype}", run)
     yield Check(AREA, "FusedAdam, lost updates, bf16", _lost_updates)
+
+
+def made(optimizer: Optimizer, variant: Variant, params: Params) -> Any:
+    """Make it with two groups, the second with half the learning rate and more decay."""
+    options = {"lr": 0.02, "weight_decay": 0.01, **optimizer.options, **variant.options}
+    second = {"lr": options["lr"] / 2, "weight_decay": 0.1}
+    groups = [{"params": params[::2]}, {"params": params[1::2], **second}]
+    found = optimizer.make(groups, **options)
+    return LARC(found, trust_coefficient=TRUST) if variant.larc else found
 
 
 def parameters(setting: Setting, dtype: torch.dtype) -> Params:
@@ -169,112 +81,93 @@ def give_grads(params: Params, setting: Setting, number: int, scale: float = SCA
         param.grad = grad
 
 
-def _compared(variant: Variant, dtype: torch.dtype) -> Callable[[Setting], Iterator[Measured]]:
-    def run(setting: Setting) -> Iterator[Measured]:
-        ends = []
-        for first in (True, False):
-            torch.manual_seed(0)  # stochastic rounding draws
-            params = parameters(setting, dtype)
-            optimizer = variant.optimizer(params)
-            found = [*_steps(variant, optimizer, params, setting)]
-            if first:
-                yield from found
-            if first and not variant.larc:
-                yield _skipped(optimizer, params, setting)
-            ends.append([*map(_stored, params), *_kept(optimizer)])
-        yield same_again("second run", *ends)
-
-    return run
-
-
-def _steps(
-    variant: Variant, optimizer: Any, params: Params, setting: Setting
-) -> Iterator[Measured]:
-    norms: dict[torch.Tensor, formulas.State] = {}  # NovoGrad's, which no tensor's state holds
-    for number in range(1, STEPS + 1):
-        # LARC compares the norms of gradient and weight: GradScaler unscales before it.
-        scale = 1.0 if variant.larc else SCALE
-        give_grads(params, setting, number, scale)
-        if not variant.larc:
-            tell(optimizer, 0.0, setting)
-        grads = _clipped([_stored(p.grad).double() / scale for p in params], variant.max_norm)
-        wanted = []
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                grad = next(g for p, g in zip(params, grads, strict=True) if p is param)
-                state = {**_state(optimizer, param), **norms.get(param, {})}
-                step = Step(number, group, grad, _weight(optimizer, param).double(), state)
-                exact, after = variant.formula(_with_local_rate(step) if variant.larc else step)
-                norms[param] = {k: after.pop(k) for k in ("norm",) if k in after}
-                wanted.append((param, exact, after))
-        optimizer.step()
-        yield from _judged(variant, optimizer, wanted, number, setting)
-
-
-def _judged(
-    variant: Variant, optimizer: Any, wanted: Sequence[Any], number: int, setting: Setting
-) -> Iterator[Measured]:
-    weights = [(_weight(optimizer, param), exact) for param, exact, _ in wanted]
-    rule = _STORAGES.get(variant.options.get("storage", "plain"), one_rounding)
-    yield from rule(f"weights, step {number}", weights, setting)
-    masters = [
-        (_stored(p), optimizer.state[p]["master_param"].double())
-        for p, _, _ in wanted
-        if "master_param" in optimizer.state[p]
-    ]
-    yield from one_rounding(f"weights from masters, step {number}", masters, setting)
-    of_slots = _normed if variant.max_norm or variant.larc else one_rounding
-    for slot in wanted[0][2]:
-        pairs = [(optimizer.state[param][slot], after[slot]) for param, _, after in wanted]
-        yield from of_slots(f"{slot}, step {number}", pairs, setting)
-
-
-def _skipped(optimizer: Any, params: Params, setting: Setting) -> Measured:
-    give_grads(params, setting, STEPS + 1)
-    tell(optimizer, 1.0, setting)
-    before = copy.deepcopy([*map(_stored, params), *_kept(optimizer)])
-    optimizer.step()
-    tell(optimizer, 0.0, setting)
-    return same_again("skipped step", before, [*map(_stored, params), *_kept(optimizer)])
-
-
 def tell(optimizer: Any, found_inf: float, setting: Setting) -> None:
     """Tell an optimizer what `torch.amp.GradScaler` tells it before a step."""
     optimizer.grad_scale = torch.full((), SCALE, device=setting.device)
     optimizer.found_inf = torch.full((), found_inf, device=setting.device)
 
 
-def _stored(x: torch.Tensor | None) -> torch.Tensor:
-    assert x is not None
-    return x.detach()
+def _compared(
+    entry: Optimizer, variant: Variant, dtype: torch.dtype, setting: Setting
+) -> Iterator[Measured]:
+    ends = []
+    for first in (True, False):
+        torch.manual_seed(0)  # stochastic rounding draws
+        params = parameters(setting, dtype)
+        optimizer = made(entry, variant, params)
+        found = [*_steps(entry, variant, optimizer, params, setting)]
+        if first:
+            yield from found
+        if first and not variant.larc:
+            give_grads(params, setting, STEPS + 1)
+            tell(optimizer, 1.0, setting)
+            before = copy.deepcopy(_kept(optimizer))
+            optimizer.step()
+            yield same("skipped step", before, _kept(optimizer))
+        ends.append(_kept(optimizer))
+    yield same("second run", *ends)
+
+
+def _steps(
+    entry: Optimizer, variant: Variant, optimizer: Any, params: Params, setting: Setting
+) -> Iterator[Measured]:
+    norms: dict[torch.Tensor, State] = {}  # NovoGrad's, which no tensor's state holds
+    max_norm = variant.options.get("max_grad_norm", entry.max_norm)
+    # LARC compares the norms of gradient and weight: GradScaler unscales before it.
+    scale = 1.0 if variant.larc else SCALE
+    for number in range(1, STEPS + 1):
+        give_grads(params, setting, number, scale)
+        if not variant.larc:
+            tell(optimizer, 0.0, setting)
+        grads = [p.grad.double() / scale for p in params if p.grad is not None]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        clip = max_norm / norm if max_norm and norm > max_norm else 1.0
+        of = {param: grad * clip for param, grad in zip(params, grads, strict=True)}
+        wanted = []
+        for group in optimizer.param_groups:
+            options = {**entry.options, **variant.options, **group}
+            for param in group["params"]:
+                state = {**_state(optimizer, param), **norms.get(param, {})}
+                step = Step(number, options, of[param], _weight(optimizer, param).double(), state)
+                exact, after = entry.formula(_with_local_rate(step) if variant.larc else step)
+                norms[param] = {k: after.pop(k) for k in ("norm",) if k in after}
+                wanted.append((param, exact, after))
+        optimizer.step()
+        rule = _STORAGES.get(variant.options.get("storage", "plain"), one_rounding)
+        weights = [(_weight(optimizer, param), exact) for param, exact, _ in wanted]
+        yield from rule(f"weights, step {number}", weights, setting)
+        masters = [(p.detach(), optimizer.state[p].get("master_param")) for p, _, _ in wanted]
+        pairs = [(p, master.double()) for p, master in masters if master is not None]
+        yield from one_rounding(f"weights from masters, step {number}", pairs, setting)
+        of_slots = _normed if max_norm or variant.larc else one_rounding
+        for slot in wanted[0][2]:
+            pairs = [(optimizer.state[param][slot], after[slot]) for param, _, after in wanted]
+            yield from of_slots(f"{slot}, step {number}", pairs, setting)
 
 
 def _kept(optimizer: Any) -> list[torch.Tensor]:
-    states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
-    return [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
+    """The weights and the state."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [*(p.detach() for p in params), *(x for p in params for x in _of(optimizer, p).values())]
 
 
-def _state(optimizer: Any, param: torch.Tensor) -> formulas.State:
+def _of(optimizer: Any, param: torch.Tensor) -> State:
     found = optimizer.state.get(param, {}).items()
-    return {slot: x.double() for slot, x in found if isinstance(x, torch.Tensor)}
+    return {slot: x for slot, x in found if isinstance(x, torch.Tensor)}
+
+
+def _state(optimizer: Any, param: torch.Tensor) -> State:
+    return {slot: x.double() for slot, x in _of(optimizer, param).items()}
 
 
 def _weight(optimizer: Any, param: torch.Tensor) -> torch.Tensor:
     """The weight with all the bits that are kept of it."""
-    state = optimizer.state.get(param, {})
+    state = _of(optimizer, param)
     if "low_bits" in state:
         return join(param.detach(), state["low_bits"])
     if "error" in state:
-        error: torch.Tensor = state["error"]
-        return param.detach().double() + error.double()
-    kept: torch.Tensor = state.get("master_param", param)
-    return kept.detach()
-
-
-def _clipped(grads: list[torch.Tensor], max_norm: float) -> list[torch.Tensor]:
-    norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
-    factor = max_norm / norm if max_norm and norm > max_norm else 1.0
-    return [grad * factor for grad in grads]
+        return param.detach().double() + state["error"].double()
+    return state.get("master_param", param).detach()
 
 
 def _with_local_rate(step: Step) -> Step:
@@ -291,39 +184,36 @@ def _with_local_rate(step: Step) -> Step:
 def _lost_updates(setting: Setting) -> Iterator[Measured]:
     """The meter counts the weights that a step leaves as they were."""
     params = parameters(setting, torch.bfloat16)
-    optimizer = optimizers.FusedAdam(params, lr=1e-3)
+    optimizer = FusedAdam(params, lr=1e-3)
     meter = optimizer.count_lost_updates()
     assert meter is not None  # asked for
     before = [param.detach().clone() for param in params]
     give_grads(params, setting, 1)
     optimizer.step()
-    pairs = zip(before, params, strict=True)
-    moved = sum(differing(old, param.detach()) for old, param in pairs)
+    moved = sum(differing(old, p.detach()) for old, p in zip(before, params, strict=True))
     total = sum(param.numel() for param in params)
     off = abs(round(meter.share * total) - (total - moved))
     yield Measured("lost updates counted and expected", off, 0, "off")
     yield Measured("fraction of updates lost", meter.share, None, "")
 
 
-def _normed(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator[Measured]:
+def _normed(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured]:
     """Compare what a norm was multiplied into, which shows in float32 only."""
-    listed = [*pairs]
-    wide = [pair for pair in listed if pair[0].dtype == torch.float32]
-    yield from one_rounding(what, [p for p in listed if p[0].dtype != torch.float32], setting)
+    wide = [pair for pair in pairs if pair[0].dtype == torch.float32]
+    yield from one_rounding(what, [p for p in pairs if p[0].dtype != torch.float32], setting)
     if wide:
-        error = tolerance.errors_in_eps(*_joined(wide))
-        yield Measured(what, error, tolerance.NORMED, "eps")
+        yield Measured(what, tolerance.errors_in_eps(*joined(wide)), tolerance.NORMED, "eps")
 
 
-def _kahan(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator[Measured]:
+def _kahan(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured]:
     """Compare the sums of weights and rounding errors."""
-    error = tolerance.errors_in_eps(*_joined(pairs), torch.bfloat16)
+    error = tolerance.errors_in_eps(*joined(pairs), torch.bfloat16)
     yield Measured(what, error, tolerance.KAHAN, "eps")
 
 
-def _stochastic(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator[Measured]:
+def _stochastic(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured]:
     """Each weight is a neighbour of the exact one, and together they are off by nothing."""
-    actual, exact = _joined(pairs)
+    actual, exact = joined(pairs)
     off = (actual.double() - exact) / tolerance.ulps(exact, actual.dtype)
     far = int((off.abs() > 1 + tolerance.BEYOND_A_NEIGHBOUR).sum())
     yield Measured(f"{what}, not a neighbour", far, 0, "elements")
@@ -332,12 +222,6 @@ def _stochastic(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator[
     yield Measured(f"{what}, mean error", mean, tolerance.DEVIATIONS, "deviations")
 
 
-def _joined(pairs: Iterable[Pair]) -> Pair:
-    actual, exact = zip(*pairs, strict=True)
-    return torch.cat([x.flatten() for x in actual]), torch.cat([x.flatten() for x in exact])
-
-
 _STORAGES: dict[str, Callable[..., Iterator[Measured]]] = {
-    "kahan": _kahan,
-    "stochastic": _stochastic,
-}
+    "kahan": _kahan, "stochastic": _stochastic,
+}  # fmt: skip

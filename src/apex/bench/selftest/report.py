@@ -2,100 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from apex.bench.console import NOTHING
 from apex.bench.options import unique
+from apex.bench.progress import Bar
 from apex.bench.selftest.check import PATHS, Check, Measured, Setting
 from apex.bench.selftest.run import Result
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
-__all__ = ["Bar", "as_json", "progress", "show"]
-
-NOTHING = "—"
+__all__ = ["Failures", "as_json", "show"]
 
 
-class Bar:
-    """Where the run is, on standard error: a bar, or a line for each area in a log file."""
+class Failures(Bar):
+    """Names the check that runs, and says at once what failed; a log file gets nothing else."""
 
-    def __init__(self, bar: Progress, total: int) -> None:
-        self._bar = bar
-        self._task = bar.add_task("", total=total)
-        self._area = ""
+    def begun(self, check: Check, setting: Setting) -> None:
+        """A check begins."""
+        self.doing(f"{check.area}: {check.name} ({setting.path})")
 
-    def begin(self, check: Check, setting: Setting) -> None:
-        """Say which check comes."""
-        name = f"{check.area}: {check.name} ({setting.path})"
-        self._bar.update(self._task, description=name)
-        if not self._bar.console.is_terminal and check.area != self._area:
-            self._bar.console.print(check.area, markup=False)
-        self._area = check.area
-
-    def end(self, result: Result) -> None:
-        """Say that it is over, and at once if it failed."""
-        self._bar.advance(self._task)
+    def ended(self, result: Result) -> None:
+        """It is over."""
+        self._ended += 1
+        self._bar.update(self._task, completed=self._ended)
         if result.status != "right":
             self._bar.console.print(_failure(result), style="red", markup=False)
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Bar]:
-    """Show how far ``total`` checks have come."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def show(
+    to: Console, results: Sequence[Result], content: dict[str, Any], device: torch.device
+) -> None:
+    """Print where it ran, a table of each area, everything that failed, and what was not run."""
+    here, gpu = content["environment"], device.type == "cuda"
+    versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("apex", "torch", "triton"))
+    to.print(f"{here['device']['name']} ({device}), {versions}", style="bold", markup=False)
+    for area in unique(result.area for result in results):
+        _show_area(to, area, [result for result in results if result.area == area], gpu)
+    failed = [result for result in results if result.status != "right"]
+    for result in failed:
+        to.print(_failure(result), style="red", markup=False)
+    if not content["complete"]:
+        to.print(f"INCOMPLETE: {len(results)} of {content['planned']} checks", style="bold red")
+    seconds = sum(result.seconds for result in results)
+    to.print(f"{len(results)} checks in {seconds:.0f} s, {len(failed)} failed.", style="bold")
+    to.print(f"Kernels: {content['kernels']}.", markup=False)
+    if not gpu:
+        to.print(
+            "No GPU was used: nothing was compiled, and CUDA graphs, waits and bandwidth were not "
+            "checked."
+        )
 
-    to = Console(stderr=True, highlight=False, soft_wrap=True)
-    with Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=to,
-        transient=True,
-        disable=not to.is_terminal,
-    ) as bar:
-        yield Bar(bar, total)
 
-
-def show(to: Console, results: Sequence[Result], headings: dict[str, str]) -> None:
-    """Print a table of each area, then everything that failed.
-
-    Args:
-        to: Where to.
-        results: What came of the checks.
-        headings: Of the columns, by path.
-    """
+def _show_area(to: Console, area: str, results: Sequence[Result], gpu: bool) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    for area in unique(result.area for result in results):
-        mine = [result for result in results if result.area == area]
-        paths = [path for path in PATHS if any(result.path == path for result in mine)]
-        table = Table(title=area, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("check")
-        for path in paths:
-            table.add_column(headings[path])
-        for name in unique(result.name for result in mine):
-            found = {result.path: result for result in mine if result.name == name}
-            cells = [_cell(found[path]) if path in found else NOTHING for path in paths]
-            bad = any(result.status != "right" for result in found.values())
-            table.add_row(*map(Text, (name, *cells)), style="red" if bad else None)
-        to.print(table)
-    failed = [result for result in results if result.status != "right"]
-    for result in failed:
-        to.print(_failure(result), style="red", markup=False)
+    paths = [path for path in PATHS if any(result.path == path for result in results)]
+    table = Table(title=area, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("check", *paths):
+        interpreted = heading == "kernels" and not gpu
+        table.add_column("kernels, interpreted" if interpreted else heading)
+    for name in unique(result.name for result in results):
+        found = {result.path: result for result in results if result.name == name}
+        cells = [_cell(found[path]) if path in found else NOTHING for path in paths]
+        bad = any(result.status != "right" for result in found.values())
+        table.add_row(*map(Text, (name, *cells)), style="red" if bad else None)
+    to.print(table)
 
 
 def _cell(result: Result) -> str:
     if result.status == "raised":
         return "RAISED"
-    worst = result.worst
-    said = NOTHING if worst is None else _number(worst)
+    said = NOTHING if result.worst is None else _number(result.worst)
     return said if result.status == "right" else f"WRONG: {said}"
 
 

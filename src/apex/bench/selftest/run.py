@@ -10,19 +10,18 @@ import contextlib
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from apex.bench.selftest import gpu, list_ops, optimizers, tensor_ops, training
+from apex.bench.selftest import gpu, lists, ops, optimizers, training
 from apex.bench.selftest.check import PATHS, Check, Measured, Setting
 from apex.ops import _runtime
 
-__all__ = ["Planned", "Result", "Status", "carry_out", "every_check", "plan"]
+__all__ = ["Planned", "Result", "carry_out", "every_check", "plan"]
 
-Status = Literal["right", "wrong", "raised"]
 Planned = tuple[Check, Setting]
 
 
@@ -30,21 +29,14 @@ Planned = tuple[Check, Setting]
 class Result:
     """What came of a check on one path.
 
-    Attributes:
-        area: Of the check.
-        name: Of the check.
-        path: One of `check.PATHS`.
-        status: Whether all numbers were right, one was wrong, or the check raised.
-        measured: The numbers, those until an error included.
-        seconds: How long it took, compiling included.
-        error: The traceback of what it raised.
-        warnings: What was warned of meanwhile.
+    ``measured`` has the numbers, those until an error included; ``error`` is the traceback of what
+    it raised, ``seconds`` include compiling, and ``warnings`` are those of the check.
     """
 
     area: str
     name: str
     path: str
-    status: Status
+    status: Literal["right", "wrong", "raised"]
     measured: tuple[Measured, ...]
     seconds: float
     error: str | None
@@ -65,7 +57,7 @@ def _share(one: Measured) -> float:
 
 def every_check() -> Iterator[Check]:
     """All checks, those for a GPU included."""
-    for module in (tensor_ops, list_ops, optimizers, training, gpu):
+    for module in (ops, lists, optimizers, training, gpu):
         yield from module.checks()
 
 
@@ -90,15 +82,7 @@ def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[Planned
 def carry_out(
     planned: Sequence[Planned], begin: Callable[[Check, Setting], object]
 ) -> Iterator[Result]:
-    """Run checks one after the other.
-
-    Args:
-        planned: From `plan`.
-        begin: Is told before each.
-
-    Yields:
-        The result of each; the last is that in which a GPU was lost, if it was.
-    """
+    """Run checks one after the other, up to that in which a GPU is lost; ``begin`` is told each."""
     for check, setting in planned:
         begin(check, setting)
         result = _result(check, setting)
@@ -122,12 +106,12 @@ def _result(check: Check, setting: Setting) -> Result:
                 torch.cuda.synchronize(setting.device)
         except Exception:  # noqa: BLE001  a failed check is a result
             error = traceback.format_exc()
-    status: Status = "raised" if error else "right" if _all_right(measured) else "wrong"
+    right = measured and all(one.right for one in measured)  # nothing measured proves nothing
     return Result(
         check.area,
         check.name,
         setting.path,
-        status,
+        "raised" if error else "right" if right else "wrong",
         tuple(measured),
         time.perf_counter() - started,
         error,
@@ -135,17 +119,11 @@ def _result(check: Check, setting: Setting) -> Result:
     )
 
 
-def _all_right(measured: Iterable[Measured]) -> bool:
-    listed = list(measured)
-    return bool(listed) and all(one.right for one in listed)  # nothing measured proves nothing
-
-
 def _is_lost(device: torch.device) -> bool:
     """Whether a GPU fails at everything since an error: an illegal address, an assertion."""
-    if device.type != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return True
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            return True
     return False

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from apex import amp
 from apex.bench import tolerance
-from apex.bench.selftest.check import Check, Measured, Setting, same_again
+from apex.bench.selftest.check import Check, Measured, Setting, same
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam
 
-__all__ = ["LEVELS", "Level", "Trainer", "checks"]
+__all__ = ["LEVELS", "Trainer", "checks"]
 
 AREA = "training"
 STEPS = 8
 FEATURES, WIDTH, CLASSES, BATCH = 16, 32, 5, 32
 
 
-@dataclass(frozen=True)
-class Level:
-    """What a level promises.
-
-    Attributes:
-        weights: dtype of the model's weights.
-        stepped: dtype of what the optimizer steps: masters where weights are 16 bits wide.
-        computes: dtype of a linear layer's output.
-        scale: Loss scale of the first step.
-    """
+class _Level(NamedTuple):
+    """What a level promises: dtypes of weights, of what is stepped, of results; the first scale."""
 
     weights: torch.dtype
     stepped: torch.dtype
@@ -42,21 +34,22 @@ class Level:
 
 _32, _16, _B16 = torch.float32, torch.float16, torch.bfloat16
 LEVELS = {
-    "O0": Level(_32, _32, _32, 1.0),
-    "O1": Level(_32, _32, _16, 2.0**16),
-    "O2": Level(_16, _32, _16, 2.0**16),
-    "O3": Level(_16, _16, _16, 1.0),
-    "O4": Level(_32, _32, _B16, 1.0),
-    "O5": Level(_B16, _32, _B16, 1.0),
+    "O0": _Level(_32, _32, _32, 1.0),
+    "O1": _Level(_32, _32, _16, 2.0**16),
+    "O2": _Level(_16, _32, _16, 2.0**16),
+    "O3": _Level(_16, _16, _16, 1.0),
+    "O4": _Level(_32, _32, _B16, 1.0),
+    "O5": _Level(_B16, _32, _B16, 1.0),
 }
 
 
 def checks() -> Iterator[Check]:
     """The checks of this module."""
     for level in LEVELS:
-        yield Check(AREA, f"training at {level}, FusedAdam", _trained(level))
+        yield Check(AREA, f"training at {level}, FusedAdam", partial(_trained, level))
     for level in ("O1", "O2", "O5"):
-        yield Check(AREA, f"training at {level}, fused_step and clipping", _fused(level))
+        run = partial(_fused, level)
+        yield Check(AREA, f"training at {level}, fused_step and clipping", run)
 
 
 class Trainer:
@@ -81,9 +74,8 @@ class Trainer:
     def step(self, max_norm: float = 0.0) -> torch.Tensor:
         """Take one step and return the loss, on its device."""
         self.optimizer.zero_grad()
-        loss: torch.Tensor = SoftmaxCrossEntropyLoss.apply(
-            self.model(self.x), self.labels, 0.0, -1
-        ).mean()
+        losses = SoftmaxCrossEntropyLoss.apply(self.model(self.x), self.labels, 0.0, -1)
+        loss: torch.Tensor = losses.mean()
         with amp.scale_loss(loss, self.optimizer) as scaled:
             scaled.backward()  # type: ignore[no-untyped-call]
         if max_norm:
@@ -91,33 +83,26 @@ class Trainer:
         self.optimizer.step()
         return loss.detach()
 
-    def weights(self) -> list[torch.Tensor]:
-        """Copies of the model's weights."""
-        return [param.detach().clone() for param in self.model.parameters()]
+
+def _trained(level: str, setting: Setting) -> Iterator[Measured]:
+    ends = []
+    for first in (True, False):
+        try:
+            trainer = Trainer(level, setting)
+            if first:
+                yield from _numbers(trainer, LEVELS[level])
+            losses = [float(trainer.step()) for _ in range(STEPS)]
+            ends.append([param.detach().clone() for param in trainer.model.parameters()])
+        finally:
+            amp.reset()
+    finite = sum(int((~weight.isfinite()).sum()) for weight in ends[0])
+    ratio = losses[-1] / losses[0]
+    yield Measured("last loss / first loss", ratio, tolerance.LOSS_FALLS, "")
+    yield Measured("weights that are not finite", finite, 0, "elements")
+    yield same("second run", *ends)
 
 
-def _trained(level: str) -> Callable[[Setting], Iterator[Measured]]:
-    def run(setting: Setting) -> Iterator[Measured]:
-        ends = []
-        for first in (True, False):
-            try:
-                trainer = Trainer(level, setting)
-                if first:
-                    yield from _numbers(trainer, LEVELS[level])
-                losses = [trainer.step() for _ in range(STEPS)]
-                ends.append(trainer.weights())
-            finally:
-                amp.reset()
-        finite = sum(int((~weight.isfinite()).sum()) for weight in ends[0])
-        ratio = float(losses[-1]) / float(losses[0])
-        yield Measured("last loss / first loss", ratio, tolerance.LOSS_FALLS, "")
-        yield Measured("weights that are not finite", finite, 0, "elements")
-        yield same_again("second run", *ends)
-
-    return run
-
-
-def _numbers(trainer: Trainer, level: Level) -> Iterator[Measured]:
+def _numbers(trainer: Trainer, level: _Level) -> Iterator[Measured]:
     """Look at dtypes and loss scale before the first step."""
     seen: list[torch.dtype] = []
     handle = trainer.first.register_forward_hook(lambda _, __, y: seen.append(y.dtype))
@@ -136,20 +121,16 @@ def _numbers(trainer: Trainer, level: Level) -> Iterator[Measured]:
     yield Measured(f"loss scale, {level.scale:g} expected", abs(scale - level.scale), 0, "off")
 
 
-def _fused(level: str) -> Callable[[Setting], Iterator[Measured]]:
+def _fused(level: str, setting: Setting) -> Iterator[Measured]:
     """Gradients that stay scaled until the step give the losses of the default."""
-
-    def run(setting: Setting) -> Iterator[Measured]:
-        losses = []
-        for fused in (False, True):
-            try:
-                trainer = Trainer(level, setting, fused_step=fused)
-                losses.append([float(trainer.step(max_norm=0.5)) for _ in range(STEPS)])
-            finally:
-                amp.reset()
-        ratio = losses[1][-1] / losses[1][0]
-        yield Measured("last loss / first loss", ratio, tolerance.LOSS_FALLS, "")
-        apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
-        yield Measured("losses beside the default's", apart, tolerance.SAME_LOSSES, "of a loss")
-
-    return run
+    losses = []
+    for fused in (False, True):
+        try:
+            trainer = Trainer(level, setting, fused_step=fused)
+            losses.append([float(trainer.step(max_norm=0.5)) for _ in range(STEPS)])
+        finally:
+            amp.reset()
+    ratio = losses[1][-1] / losses[1][0]
+    yield Measured("last loss / first loss", ratio, tolerance.LOSS_FALLS, "")
+    apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+    yield Measured("losses beside the default's", apart, tolerance.SAME_LOSSES, "of a loss")

@@ -1,0 +1,320 @@
+"""All optimizers, and the ways to make them that differ in what a kernel computes.
+
+Each has a step as a formula in float64, for one tensor. These are separate from the library's
+definitions on purpose. `Step` holds what a formula may use; the formula returns the new weight and
+the new state by the names of `optimizer.state`. Tests compare Adam, SGD and Adagrad with
+`torch.optim` in float64, bit for bit but for a few roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from apex import optimizers
+from apex.bench.catalogue.entry import DTYPES
+from apex.bench.catalogue.peers import Peer, foreach_novograd, of_torch, timms_lamb
+from apex.contrib import optimizers as contrib
+
+__all__ = [
+    "OPTIMIZERS", "Formula", "Optimizer", "State", "Step", "TimedStep", "Variant",
+    "adagrad", "adam", "adam_eps_inside", "lamb", "lion", "novograd", "sgd",
+]  # fmt: skip
+
+State = dict[str, torch.Tensor]
+
+
+class Step(NamedTuple):
+    """What a step starts from.
+
+    Attributes:
+        number: Which step it is, from 1.
+        group: Options of the constructor and of the group: ``lr``, ``weight_decay``, ...
+        grad: The gradient, unscaled and clipped.
+        param: The weight.
+        state: State before the step; empty at the first.
+    """
+
+    number: int
+    group: Mapping[str, Any]
+    grad: torch.Tensor
+    param: torch.Tensor
+    state: State
+
+
+Formula = Callable[[Step], tuple[torch.Tensor, State]]
+
+
+# --- formulas -------------------------------------------------------------------------------------
+
+
+def _moments(step: Step, grad: torch.Tensor) -> tuple[State, torch.Tensor, torch.Tensor]:
+    """Adam's moments: as they are kept, and corrected for their start at 0."""
+    beta1, beta2 = step.group["betas"]
+    zero = torch.zeros_like(grad)
+    exp_avg = beta1 * step.state.get("exp_avg", zero) + (1 - beta1) * grad
+    exp_avg_sq = beta2 * step.state.get("exp_avg_sq", zero) + (1 - beta2) * grad**2
+    unbiased = exp_avg / (1 - beta1**step.number), exp_avg_sq / (1 - beta2**step.number)
+    return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, *unbiased
+
+
+def adam(step: Step) -> tuple[torch.Tensor, State]:
+    """AdamW, or Adam with an L2 penalty."""
+    group, param = step.group, step.param
+    decay, decoupled = group["weight_decay"] * param, group.get("adam_w_mode", True)
+    state, mean, square = _moments(step, step.grad if decoupled else step.grad + decay)
+    update = mean / (square.sqrt() + group["eps"])
+    return param - group["lr"] * (update + decay if decoupled else update), state
+
+
+def adam_eps_inside(step: Step) -> tuple[torch.Tensor, State]:
+    """The Adam of 2019: corrections in the learning rate, ``eps`` below the root."""
+    group, param = step.group, step.param
+    beta1, beta2 = group["betas"]
+    state, _, _ = _moments(step, step.grad)
+    rate = group["lr"] * (1 - beta2**step.number) ** 0.5 / (1 - beta1**step.number)
+    update = state["exp_avg"] / (state["exp_avg_sq"] + group["eps"]).sqrt()
+    return param - rate * (update + group["weight_decay"] * param), state
+
+
+def lamb(step: Step) -> tuple[torch.Tensor, State]:
+    """LAMB: Adam's step, times the ratio of the norms of weight and step."""
+    group, param = step.group, step.param
+    decay, decoupled = group["weight_decay"] * param, group.get("adam_w_mode", True)
+    state, mean, square = _moments(step, step.grad if decoupled else step.grad + decay)
+    update = mean / (square.sqrt() + group["eps"])
+    update = update + decay if decoupled else update
+    ratio = param.norm() / update.norm() if group["weight_decay"] and update.any() else 1.0
+    return param - group["lr"] * (ratio or 1.0) * update, state
+
+
+def sgd(step: Step) -> tuple[torch.Tensor, State]:
+    """SGD with momentum, dampening and Nesterov's variant; weight decay before or after them."""
+    group, momentum = step.group, step.group["momentum"]
+    decay, after = group["weight_decay"] * step.param, group.get("wd_after_momentum", False)
+    grad, state = (step.grad if after else step.grad + decay), {}
+    if momentum:
+        before = step.state.get("momentum_buffer")
+        buffer = grad if before is None else momentum * before + (1 - group["dampening"]) * grad
+        grad = grad + momentum * buffer if group["nesterov"] else buffer
+        state = {"momentum_buffer": buffer}
+    return step.param - group["lr"] * (grad + decay if after else grad), state
+
+
+def adagrad(step: Step) -> tuple[torch.Tensor, State]:
+    """Adagrad with an L2 penalty, or with decoupled decay."""
+    group = step.group
+    decay, decoupled = group["weight_decay"] * step.param, group.get("adagrad_w_mode", False)
+    grad = step.grad if decoupled else step.grad + decay
+    total = step.state.get("sum", torch.zeros_like(grad)) + grad**2
+    update = grad / (total.sqrt() + group["eps"])
+    return step.param - group["lr"] * (update + decay if decoupled else update), {"sum": total}
+
+
+def lion(step: Step) -> tuple[torch.Tensor, State]:
+    """Lion."""
+    group, before = step.group, step.state.get("exp_avg", torch.zeros_like(step.grad))
+    beta1, beta2 = group["betas"]
+    update = (beta1 * before + (1 - beta1) * step.grad).sign() + group["weight_decay"] * step.param
+    exp_avg = beta2 * before + (1 - beta2) * step.grad
+    return step.param - group["lr"] * update, {"exp_avg": exp_avg}
+
+
+def novograd(step: Step) -> tuple[torch.Tensor, State]:
+    """NovoGrad; ``state["norm"]`` is the tensor's second moment, a norm."""
+    group, param, number = step.group, step.param, step.number
+    beta1, beta2 = group["betas"]
+    largest = group.get("norm_type") == 0
+    entries = torch.cat([step.grad.flatten(), step.grad.new_zeros(1)])  # there may be none
+    current = entries.norm(torch.inf if largest else 2)
+    norm = step.state.get("norm", current)
+    if largest:
+        norm = beta2 * norm + (1 - beta2) * current
+    else:
+        norm = (beta2 * norm**2 + (1 - beta2) * current**2).sqrt()
+    scale = norm / (1 - beta2**number) ** 0.5 + group["eps"]
+    decay, inside = group["weight_decay"] * param, group.get("reg_inside_moment", False)
+    grad = step.grad / scale + decay if inside else step.grad
+    exp_avg = beta1 * step.state.get("exp_avg", torch.zeros_like(param)) + (1 - beta1) * grad
+    update = exp_avg / (1 - beta1**number)
+    update = update if inside else update / scale + decay
+    return param - group["lr"] * update, {"exp_avg": exp_avg, "norm": norm}
+
+
+# --- entries --------------------------------------------------------------------------------------
+
+EVERY = tuple(DTYPES)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to make an optimizer.
+
+    Attributes:
+        title: What is special, for people; the first of an optimizer has none.
+        options: Of the constructor.
+        dtypes: Of the weights, names of `DTYPES`.
+        every_test: Whether the tests that hold for all optimizers run it. It has state, and the
+            variants that do have weight decay in both of its modes.
+        larc: Whether it is wrapped by `apex.parallel.LARC`.
+    """
+
+    title: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("fp32",)
+    every_test: bool = False
+    larc: bool = False
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """How `apex bench kernels` times a step.
+
+    Attributes:
+        peers: Others who take the same step, by name, from parameters and ``numbers``.
+        numbers: Options of ours and theirs.
+        states: How many numbers are kept for each weight.
+        float32_states: Whether ours are float32 for 16-bit weights too.
+        more_reads: Bytes of further passes, from the bytes of a weight.
+    """
+
+    peers: Mapping[str, Peer]
+    numbers: Mapping[str, Any]
+    states: int
+    float32_states: bool = False
+    more_reads: Callable[[int], int] = lambda size: 0
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer.
+
+    Attributes:
+        make: The class.
+        formula: A step for one tensor, in float64.
+        variants: The ways to make it.
+        name: For people, where the class's is not enough.
+        options: Of the constructor, in all variants.
+        max_norm: To which all gradients together are clipped by default; 0 for not at all.
+        training: Numbers by which `apex bench` trains with it, if it does.
+        launches: Kernels of a step, for one group and one dtype.
+        shared_launches: How many of these are there once for all groups.
+        timed: How it is timed, if it is.
+    """
+
+    make: Callable[..., Any]
+    formula: Formula
+    variants: tuple[Variant, ...]
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_norm: float = 0.0
+    training: Mapping[str, float] = field(default_factory=dict)
+    launches: int = 1
+    shared_launches: int = 0
+    timed: TimedStep | None = None
+
+    @property
+    def title(self) -> str:
+        """Its name for people."""
+        return self.name or str(getattr(self.make, "__name__", self.make))
+
+    def called(self, variant: Variant) -> str:
+        """The name of a variant for people."""
+        return f"{self.title}, {variant.title}" if variant.title else self.title
+
+
+MOMENTUM = {"momentum": 0.9}
+OPTIMIZERS: tuple[Optimizer, ...] = (
+    Optimizer(
+        optimizers.FusedAdam, adam,
+        (
+            Variant(dtypes=EVERY, every_test=True),
+            Variant("L2", {"adam_w_mode": False}, every_test=True),
+            Variant("clipped", {"max_grad_norm": 1.0}),
+            Variant("capturable", {"capturable": True}, ("fp32", "bf16")),
+            Variant(
+                "fp32 masters", {"capturable": True, "master_weights": True}, ("fp16", "bf16")
+            ),
+            *(
+                Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
+                for storage in ("low_bits", "kahan", "stochastic")
+            ),
+        ),
+        training={"lr": 0.005, "weight_decay": 0.01},
+        timed=TimedStep(of_torch("AdamW"), {"weight_decay": 0.01}, 2, float32_states=True),
+    ),
+    Optimizer(
+        contrib.FusedAdam, adam_eps_inside,
+        (Variant("eps inside the root", {"eps_inside_sqrt": True}),),
+        name="FusedAdam of apex.contrib",
+    ),
+    Optimizer(
+        optimizers.FusedSGD, sgd,
+        (
+            Variant("", {**MOMENTUM, "dampening": 0.5}, EVERY, every_test=True),
+            Variant("decay after momentum", {**MOMENTUM, "wd_after_momentum": True},
+                    every_test=True),
+            Variant("no momentum"),
+            Variant("no dampening", MOMENTUM),
+            Variant("Nesterov", {**MOMENTUM, "nesterov": True}),
+            Variant("LARC", MOMENTUM, larc=True),
+        ),
+        options={"lr": 0.05}, training={"lr": 0.05, "momentum": 0.9},
+        timed=TimedStep(of_torch("SGD"), {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}, 1),
+    ),
+    Optimizer(
+        optimizers.FusedAdagrad, adagrad,
+        (
+            Variant(dtypes=EVERY, every_test=True),
+            Variant("decoupled decay", {"adagrad_w_mode": True}, every_test=True),
+        ),
+        options={"lr": 0.05}, training={"lr": 0.05},
+        timed=TimedStep(of_torch("Adagrad"), {"lr": 1e-2}, 1),
+    ),
+    Optimizer(
+        optimizers.FusedLAMB, lamb,
+        (
+            Variant(dtypes=EVERY, every_test=True),
+            Variant("L2", {"adam_w_mode": False}, every_test=True),
+            Variant("storage=low_bits", {"storage": "low_bits"}, ("bf16",)),
+        ),
+        max_norm=1.0, training={"lr": 0.005, "weight_decay": 0.01},
+        launches=5, shared_launches=2,  # the norm of all gradients
+        timed=TimedStep(
+            {
+                "timm foreach": partial(timms_lamb, foreach=True),
+                "timm loop": partial(timms_lamb, foreach=False),
+            },
+            {"weight_decay": 0.01}, 2,
+            # The gradients once for their norm, then weight and update for the step.
+            more_reads=lambda size: size + (2 * size + 4),
+        ),
+    ),
+    Optimizer(
+        optimizers.FusedMixedPrecisionLamb, lamb,
+        (Variant("", {"reduced_precision_dtype": torch.float16}, ("fp16",)),),
+        max_norm=1.0, launches=5, shared_launches=2,
+    ),
+    Optimizer(
+        optimizers.FusedNovoGrad, novograd,
+        (
+            Variant(dtypes=EVERY, every_test=True),
+            Variant("decay inside", {"reg_inside_moment": True}, every_test=True),
+            Variant("largest", {"norm_type": 0}),
+        ),
+        training={"lr": 0.3}, launches=3,
+        timed=TimedStep(
+            {"torch foreach": foreach_novograd},
+            {"lr": 1e-3, "betas": (0.95, 0.98), "weight_decay": 0.01}, 1,
+            more_reads=lambda size: size,  # the norms'
+        ),
+    ),
+    Optimizer(
+        optimizers.FusedLion, lion, (Variant(dtypes=EVERY, every_test=True),),
+        training={"lr": 0.0005, "weight_decay": 0.01},
+    ),
+)  # fmt: skip
