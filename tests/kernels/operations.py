@@ -167,7 +167,7 @@ def tensors():
     """Ops at the smaller of their shapes, and what other shapes and options add."""
     for op in OPS:
         if op.operator:
-            for dtype in {op.dtypes[0], op.dtypes[-1]}:
+            for dtype in dict.fromkeys((op.dtypes[0], op.dtypes[-1])):
                 yield f"{op.name}, {dtype}", called(op, op.small[0], DTYPES[dtype])
     for cls in (FusedLayerNorm, FusedRMSNorm):
         plain = functools.partial(cls, elementwise_affine=False)
