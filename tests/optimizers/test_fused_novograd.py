@@ -113,6 +113,23 @@ def test_awkward_lists(seed):
 # -- the norms in the group ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_moment_of_inf_stays_inf(path):
+    """On a CPU torch's foreach_lerp would make nan of it."""
+    (param,) = params = parameters(torch.float32, ((7,),))
+    optimizer = FusedNovoGrad(params, lr=0.02)
+    for moment in (0.0, torch.inf):
+        param.grad = torch.ones_like(param)
+        with on(path):
+            optimizer.step()
+            optimizer.state[param]["exp_avg"].fill_(moment)
+    param.grad = torch.ones_like(param)
+    with on(path):
+        optimizer.step()
+    assert (optimizer.state[param]["exp_avg"] == torch.inf).all()
+    assert (param == -torch.inf).all()
+
+
 def test_layout_of_the_state():
     params = parameters(torch.float16, SMALL) + parameters(torch.float32, ((4,),))
     optimizer = FusedNovoGrad(params)

@@ -162,11 +162,8 @@ def _by_foreach(hyper: NovoGrad) -> Callable[..., None]:
                     torch._foreach_add_(grads, params, alpha=decay)
             elif decay:
                 torch._foreach_mul_(params, shrunk)
-            if hyper.grad_averaging:
-                torch._foreach_lerp_(moments, grads, share)
-            else:
-                torch._foreach_mul_(moments, beta1)
-                torch._foreach_add_(moments, grads)
+            torch._foreach_mul_(moments, beta1)  # not lerp, which makes nan of a moment of inf
+            torch._foreach_add_(moments, grads, alpha=share)
             if hyper.reg_inside_moment:
                 torch._foreach_add_(params, moments, alpha=moved)
             else:
