@@ -258,7 +258,7 @@ OPS: tuple[Op, ...] = (
         _images, _groups, small=PICTURES, busy=MANY_PICTURES, in_eps=_NORM_IN_EPS,
         layout=torch.channels_last, operator=group_norm.OP,
         arguments=lambda *inputs: (*inputs, EPS, True),
-        of_matrix=lambda shape: (2, 3 * math.prod(shape[1:]), shape[0], 2),
+        of_matrix=lambda shape: (2, 3 * -(-math.prod(shape[1:]) // 4), shape[0], 2),
     ),
     Op(
         "cross_entropy", "cross-entropy", SoftmaxCrossEntropyLoss.apply, _torchs_cross_entropy,
