@@ -379,7 +379,11 @@ def main() -> None:
     for row in rows():
         if not args.words or any(word in row.name for word in args.words):
             long = sum(torch.Size(shape).numel() for shape in row.shapes) > 10**6
-            print(*measure(row, args.rounds // 10 if long else args.rounds), sep="\n", flush=True)
+            print(
+                *measure(row, max(3, args.rounds // 10 if long else args.rounds)),
+                sep="\n",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

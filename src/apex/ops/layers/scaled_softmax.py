@@ -11,7 +11,8 @@ about -9,900. Of few elements torch computes the gradients, before ``y`` is roun
 
 Bytes an element that the kernels move, in 16 bits: 4 forward, a read and a write, and 6 backward;
 3 and 4 if causal; a mask of all heads adds its byte over their number. Torch's ``softmax((x *
-scale).masked_fill(mask, -10000), -1)`` moves 12, in three passes, and 14: 2.6 times as many.
+scale).masked_fill(mask, -10000), -1)`` moves 12, in three passes, and 14: 2.6 times
+as many bytes. Instructions, which limit the kernels sooner on some GPUs: docs/performance.md.
 """
 
 from __future__ import annotations

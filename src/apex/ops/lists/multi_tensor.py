@@ -90,15 +90,15 @@ class _Call(NamedTuple):
     update: Update
     columns: Sequence[Column]
     stores: tuple[tuple[int, int], ...]
-    scalars: tuple[Scalar, ...] = NO_SCALARS
-    noop: torch.Tensor | None = None
-    sums: tuple[int, ...] = ()
-    codec: Codec = PLAIN
-    seed: torch.Tensor | None = None
-    flag: torch.Tensor | None = None
-    flags: tuple[int, ...] = ()
-    largest: bool = False
-    dense: bool = False
+    scalars: tuple[Scalar, ...]
+    noop: torch.Tensor | None
+    sums: tuple[int, ...]
+    codec: Codec
+    seed: torch.Tensor | None
+    flag: torch.Tensor | None
+    flags: tuple[int, ...]
+    largest: bool
+    dense: bool
 
     @property
     def device(self) -> torch.device:
@@ -110,7 +110,15 @@ def run(
     columns: Sequence[Column],
     stores: tuple[tuple[int, int], ...],
     scalars: tuple[Scalar, ...] = NO_SCALARS,
-    **options: Any,
+    *,
+    noop: torch.Tensor | None = None,
+    sums: tuple[int, ...] = (),
+    codec: Codec = PLAIN,
+    seed: torch.Tensor | None = None,
+    flag: torch.Tensor | None = None,
+    flags: tuple[int, ...] = (),
+    largest: bool = False,
+    dense: bool = False,
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns, in place.
 
@@ -121,7 +129,6 @@ def run(
         stores: Pairs (column, number of the new value that is written to it).
         scalars: An ``update.scalars`` of numbers, of one-element tensors on the device, or of
             float32 vectors there with a number for each position.
-        **options: The others, by name.
         noop: One-element tensor on the device; nothing is written if it is not 0.
         sums: Numbers of new values to sum over each position.
         codec: How the columns are stored.
@@ -136,11 +143,12 @@ def run(
     Returns:
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.
     """
-    call = _Call(update, columns, stores, scalars, **options)
-    sums = call.sums
     if not columns[0]:
         return torch.zeros(len(sums), 0) if sums else None
-    call = call if call.flag is not None else call._replace(flags=())
+    flags = flags if flag is not None else ()
+    call = _Call(
+        update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense
+    )  # fmt: skip
     if not _runtime.can_fuse(call.device) or not {column[0].dtype for column in columns} <= FUSABLE:
         return _reference(call)
     odd = [] if call.dense else odd_positions(columns)
