@@ -502,6 +502,7 @@ def test_stochastic_steps_differ_and_repeat():
         ({"master_weights": True}, RuntimeError, "only supported with the capturable version"),
         ({"betas": (0.9, 1.0)}, ValueError, "Invalid beta parameter at index 1: 1.0"),
         ({"betas": (-0.1, 0.9)}, ValueError, "Invalid beta parameter at index 0: -0.1"),
+        ({"betas": ([0.9], 0.99)}, ValueError, r"Invalid beta parameter at index 0: \[0.9\]"),
         ({"eps": -1e-8}, ValueError, "Invalid epsilon value: -1e-08"),
         ({"storage": "int8"}, ValueError, "allowed are 'plain', 'low_bits'"),
         ({"storage": "kahan"}, RuntimeError, "keeps bfloat16 weights"),

@@ -90,7 +90,7 @@ def check_numbers(optimizer: str, group: Mapping[str, Any]) -> None:
     if len(betas) != 2:
         raise ValueError(f"Invalid betas: {betas}. {optimizer} needs two, 0 <= beta < 1.")
     for number, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
+        if not (isinstance(beta, Real | torch.Tensor) and 0.0 <= float(beta) < 1.0):
             raise ValueError(
                 f"Invalid beta parameter at index {number}: {beta}. {optimizer} "
                 "needs 0 <= beta < 1."
