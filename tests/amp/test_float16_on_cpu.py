@@ -11,7 +11,7 @@ from torch import nn
 
 from apex import amp, fp16_utils
 from apex.amp.casting import cpu_float16
-from apex.bench.precision import precision
+from apex.bench.training.precision import precision
 from tests.amp.levels import cast, start
 from tests.amp.training import same
 from tests.tolerance import RECURRENT_16_BIT, ROUNDED_ONCE, assert_close_in_rms

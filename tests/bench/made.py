@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from apex.bench.results import Cell, Report, Run
-from apex.bench.rows import baseline_of, rows, runs_of
-from apex.bench.verdict import Interval, Verdict
+from apex.bench.training.results import Cell, Report, Run
+from apex.bench.training.rows import baseline_of, rows, runs_of
+from apex.bench.training.verdict import Interval, Verdict
 
 # level: step time and memory in units of O0's, per cent right
 LEVELS = {

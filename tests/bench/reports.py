@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from apex.bench.results import Cell, Report, Run
+from apex.bench.training.results import Cell, Report, Run
 
 CPU = {
     "device": "cpu",

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex.bench import ceilings, clocks
-from apex.bench.counts import count
-from apex.bench.precision import LEVELS
-from apex.bench.rows import rows
+from apex.bench.kernels import clocks
+from apex.bench.training import ceilings
+from apex.bench.training.counts import count
+from apex.bench.training.precision import LEVELS
+from apex.bench.training.rows import rows
 from tests.bench.reports import level, report
 
 CPU = torch.device("cpu")

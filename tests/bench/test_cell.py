@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from apex.bench import cell as cells
-from apex.bench import probe as probes
-from apex.bench.precision import LEVELS, precision
-from apex.bench.results import Cell
+from apex.bench.training import cell as cells
+from apex.bench.training import probe as probes
+from apex.bench.training.precision import LEVELS, precision
+from apex.bench.training.results import Cell
 from tests.bench import user_task
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def _one_thread():
 
 
 def train(task, **changes):
-    from apex.bench.tasks import complete
+    from apex.bench.training.tasks import complete
 
     return cells.train(dataclasses.replace(CELL, **changes), complete(task), CPU, alone=False)
 
@@ -99,7 +99,7 @@ def test_skipped_steps_and_the_scale_are_seen():
 
 def test_the_share_that_is_told_ends_at_one():
     told = []
-    from apex.bench.tasks import complete
+    from apex.bench.training.tasks import complete
 
     cells.train(CELL, complete(user_task.Regression()), CPU, told.append, alone=False)
     assert told == sorted(told)
@@ -242,7 +242,7 @@ def test_a_batch_to_try_has_as_many_samples_as_it_says(monkeypatch, name):
             seen.append((batch["x"].shape, batch["scalar"].shape))
             return model(batch["x"].T).float().mean()
 
-    from apex.bench.tasks import complete
+    from apex.bench.training.tasks import complete
 
     monkeypatch.setattr(probes, "_limit", lambda *_: None)  # it would be this process's own
     run = probes.probe(dataclasses.replace(CELL, batch=5), complete(Task()), CPU, 0)

@@ -3,9 +3,9 @@ import math
 import pytest
 
 from apex.bench import cli
-from apex.bench.compare import changes, differences
 from apex.bench.intervals import difference_interval
-from apex.bench.results import write
+from apex.bench.training.compare import changes, differences
+from apex.bench.training.results import write
 from tests.bench.reports import CPU, ENVIRONMENT, level, report, without
 
 STEADY = (1.0, 1.01, 0.99)

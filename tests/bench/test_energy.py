@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex.bench import energy
-from apex.bench.energy import Meter
+from apex.bench.training import energy
+from apex.bench.training.energy import Meter
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 1)

@@ -12,7 +12,9 @@ import torch
 
 import apex
 from apex.amp.casting import cpu_float16
-from apex.bench import cli, families, info, installs, machine
+from apex.bench import cli
+from apex.bench.info import command as info
+from apex.bench.info import families, installs, machine
 
 PYPROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
 COMMAND = re.search('^apex = "(.+)"$', PYPROJECT.read_text(), re.MULTILINE).group(1)

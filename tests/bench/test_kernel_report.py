@@ -14,13 +14,15 @@ from matplotlib.image import imread
 from PIL import Image
 from scipy import stats
 
-from apex.bench import kernel_report, kernel_rows, results
-from apex.bench.kernel_model import Model
-from apex.bench.kernel_rows import FORMAT, Report, Row
+from apex.bench.kernels import report as kernel_report
+from apex.bench.kernels import rows as kernel_rows
+from apex.bench.kernels.model import Model
+from apex.bench.kernels.rows import FORMAT, Report, Row
+from apex.bench.output import files
 from tests.bench import made
 from tests.bench.test_page import HOSTILE, TRY, Elements, browse, browser, found_in
 
-SCHEMA = json.loads((Path(results.__file__).parent / "kernels.schema.json").read_text())
+SCHEMA = json.loads((Path(kernel_rows.__file__).parent / "kernels.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 SPEEDS = {"torch fused": 1.25, "torch foreach": 3.2, "torch foreach, no check": 0.5}
 OPS = ("adam", "sgd", "axpby", "layer_norm_both")
@@ -67,7 +69,7 @@ def _report(rows=None, **changes):
 
 
 def _show(of, folder, name="kernels.json"):
-    results.save(kernel_report.content(of), folder / name)
+    files.save(kernel_report.content(of), folder / name)
     kernel_report.show(of, folder / name)
 
 
@@ -186,7 +188,7 @@ def test_a_sceptic_finds_what_is_needed(text):
         assert fact in said
     assert "INCOMPLETE" not in said
     [raw] = re.findall(r'<script type="application/json" id="raw">(.*?)</script>', text, re.DOTALL)
-    assert json.loads(raw) == results.jsonable(kernel_report.content(_report()))
+    assert json.loads(raw) == files.jsonable(kernel_report.content(_report()))
 
 
 def test_an_interrupted_run_is_marked(tmp_path, capsys):

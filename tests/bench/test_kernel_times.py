@@ -10,19 +10,17 @@ import jsonschema
 import pytest
 import torch
 
-from apex.bench import (
-    clocks,
-    kernel_cases,
-    kernel_rows,
-    kernel_times,
-    layer_modes,
-)
 from apex.bench.catalogue import peers, sizes
 from apex.bench.cli import main
-from apex.bench.kernel_cases import OF_LISTS, Case, Provider
-from apex.bench.kernel_model import Model
-from apex.bench.kernel_times import OPS
-from apex.bench.layer_modes import OF_LAYERS
+from apex.bench.kernels import cases as kernel_cases
+from apex.bench.kernels import clocks
+from apex.bench.kernels import command as kernel_times
+from apex.bench.kernels import layers as layer_modes
+from apex.bench.kernels import rows as kernel_rows
+from apex.bench.kernels.cases import OF_LISTS, Case, Provider
+from apex.bench.kernels.command import OPS
+from apex.bench.kernels.layers import OF_LAYERS
+from apex.bench.kernels.model import Model
 
 CPU = torch.device("cpu")
 SMALL = [(3,), (2, 5), (1,)]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import apex
-from apex.bench import cli, info, kernels
+from apex.bench import cli
+from apex.bench.info import command as info
+from apex.bench.kernels import inspection as kernels
 from apex.ops import _runtime
 
 NEEDS_TRITON = pytest.mark.skipif(

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex.bench import command, matrix, plots, results
 from apex.bench.cli import UsageError, main
-from apex.bench.tasks.task import TaskOptions
+from apex.bench.training import command, matrix, plots, results
+from apex.bench.training.tasks.task import TaskOptions
 
 TASKS = Path(__file__).with_name("user_task.py")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from apex.bench import page, plots, results
+from apex.bench.training import page, plots, results
 from tests.bench import made
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

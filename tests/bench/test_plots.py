@@ -8,9 +8,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from apex.bench import curves, looks, panels, plots
-from apex.bench.precision import LEVELS
-from apex.bench.remarks import marks
+from apex.bench.output import looks
+from apex.bench.training import curves, panels, plots
+from apex.bench.training.precision import LEVELS
+from apex.bench.training.remarks import marks
 from tests.bench import made
 
 ALL = {"overview", "speed", "time", "memory", "accuracy", "loss", "loss-difference", "scale"}

@@ -8,9 +8,10 @@ import types
 
 import pytest
 
-from apex.bench import cli, plot_command, remarks, report, results, table, tensorboard
-from apex.bench.columns import three, write_csv
-from apex.bench.rows import rows
+from apex.bench import cli
+from apex.bench.output.columns import three, write_csv
+from apex.bench.training import plot_command, remarks, report, results, table, tensorboard
+from apex.bench.training.rows import rows
 from tests.bench import made
 
 

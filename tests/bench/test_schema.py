@@ -9,8 +9,8 @@ import hatchling.builders.wheel
 import jsonschema
 import pytest
 
-from apex.bench import results
-from apex.bench.results import FORMAT, Cell, Report, Run, read, write
+from apex.bench.training import results
+from apex.bench.training.results import FORMAT, Cell, Report, Run, read, write
 from tests.bench.reports import cell, report, run
 
 SCHEMA = json.loads((Path(results.__file__).parent / "schema.json").read_text())
@@ -172,4 +172,4 @@ def test_the_schema_is_in_the_wheel(tmp_path):
     builder = hatchling.builders.wheel.WheelBuilder(str(root))
     (wheel,) = builder.build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
-        assert json.loads(archive.read("apex/bench/schema.json")) == SCHEMA
+        assert json.loads(archive.read("apex/bench/training/schema.json")) == SCHEMA

@@ -10,15 +10,15 @@ from torch import nn
 
 from apex import amp
 from apex.bench.cli import UsageError
-from apex.bench.precision import LEVELS, precision
-from apex.bench.tasks import TASKS, cifar10, complete, corpus, load, resnet50
-from apex.bench.tasks.batches import Batches
-from apex.bench.tasks.task import Task, TaskOptions
+from apex.bench.training.precision import LEVELS, precision
+from apex.bench.training.tasks import TASKS, cifar10, complete, corpus, load, resnet50
+from apex.bench.training.tasks.batches import Batches
+from apex.bench.training.tasks.task import Task, TaskOptions
 from apex.optimizers import FusedAdam
 from tests.tolerance import RESAMPLED, assert_close_to_largest
 
 pytest.importorskip("sklearn")
-from apex.bench.tasks import bert, digits
+from apex.bench.training.tasks import bert, digits
 
 CPU = torch.device("cpu")
 QUICK = TaskOptions(CPU, quick=True)

@@ -6,7 +6,7 @@ from scipy import stats
 
 from apex.bench import intervals
 from apex.bench.intervals import Interval, difference_interval, inside, interval, mean_interval
-from apex.bench.verdict import verdicts
+from apex.bench.training.verdict import verdicts
 from tests.bench.reports import CPU, ENVIRONMENT, level, report, run, without
 
 FAST = (0.50, 0.52, 0.51)

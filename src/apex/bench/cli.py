@@ -49,18 +49,27 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "info": Command("apex.bench.info", "what is installed here and which code path runs it"),
-    "bench": Command("apex.bench.command", "time, memory and accuracy of each precision level"),
-    "bench compare": Command("apex.bench.compare", "what got slower between two results files"),
-    "bench plot": Command("apex.bench.plot_command", "the plots of earlier results, or of several"),
+    "info": Command(
+        "apex.bench.info.command", "what is installed here and which code path runs it"
+    ),
+    "bench": Command(
+        "apex.bench.training.command", "time, memory and accuracy of each precision level"
+    ),
+    "bench compare": Command(
+        "apex.bench.training.compare", "what got slower between two results files"
+    ),
+    "bench plot": Command(
+        "apex.bench.training.plot_command", "the plots of earlier results, or of several"
+    ),
     "bench kernels": Command(
-        "apex.bench.kernel_times", "times of each operation, ours and those of other packages"
+        "apex.bench.kernels.command", "times of each operation, ours and those of other packages"
     ),
     "selftest": Command(
         "apex.bench.selftest.command", "whether this installation computes correct numbers here"
     ),
     "kernels": Command(
-        "apex.bench.kernels", "registers, spills and memory accesses of each Triton kernel"
+        "apex.bench.kernels.inspection",
+        "registers, spills and memory accesses of each Triton kernel",
     ),
     "completion": Command("apex.bench.completion", "a script that completes commands in a shell"),
 }

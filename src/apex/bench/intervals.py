@@ -27,6 +27,7 @@ __all__ = [
     "inside",
     "interval",
     "mean_interval",
+    "percentile",
 ]
 
 LEAST = 3  # values; of two, t's interval is 13 times as wide as their distance
@@ -151,3 +152,8 @@ def inside(values: Sequence[float], others: Sequence[float]) -> bool | None:
     share = math.sqrt(1 / len(others) + 1 / len(values))
     half = _t(len(others) - 1) * float(np.std(others, ddof=1)) * share
     return bool(abs(np.mean(values) - np.mean(others)) <= half)
+
+
+def percentile(values: Any, percent: float) -> float | None:
+    """Interpolate linearly between the two nearest ranks; ``None`` of nothing."""
+    return float(np.percentile(values, percent)) if len(values) else None

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from apex.bench import machine
 from apex.bench.cli import UsageError
+from apex.bench.info import machine
 
 __all__ = [
     "at_least",

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from apex.bench import machine
 from apex.bench.cli import UsageError
-from apex.bench.console import console
+from apex.bench.info import machine
 from apex.bench.options import (
     check_file,
     environment,
     pick_device,
     terminated_like_interrupted,
 )  # fmt: skip
-from apex.bench.progress import progress
-from apex.bench.results import save
+from apex.bench.output.console import console
+from apex.bench.output.files import save
+from apex.bench.output.progress import progress
 from apex.ops import _runtime
 
 __all__ = ["HELP", "add_arguments", "run"]

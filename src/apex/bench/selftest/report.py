@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from apex.bench.console import NOTHING
 from apex.bench.options import unique
-from apex.bench.progress import Bar
+from apex.bench.output.console import NOTHING
+from apex.bench.output.progress import Bar
 from apex.bench.selftest.check import PATHS, Check, Measured, Setting
 from apex.bench.selftest.run import Result
 

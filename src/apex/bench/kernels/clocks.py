@@ -1,0 +1,95 @@
+"""The times of `apex bench kernels` and of the bandwidths in `apex selftest`.
+
+Calls take turns: what disturbs the machine disturbs all of them, so the ratio of two neighbours'
+times holds where neither time does.
+
+* CPU: the host's clock.
+* GPU: CUDA events, with the L2 cache overwritten before each call.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from apex.bench.kernels.cases import Call
+
+__all__ = ["Lap", "copy_gb_s", "launches", "take_turns"]
+
+COPY_BYTES = 2**30  # of the copy that bytes per second are compared with
+FLUSH_BYTES = 2**28  # more than any L2 cache has
+
+
+class Lap(NamedTuple):
+    """One timed call."""
+
+    ms: float
+    host_ms: float
+
+
+def take_turns(
+    calls: Mapping[str, Call], repeats: int, device: torch.device
+) -> dict[str, list[Lap]]:
+    """Time every call ``repeats`` times, one after the other and not one many times.
+
+    The order is drawn anew for each turn: who follows a provider of small needs finds the tensors
+    in the cache, and memory that was just given back.
+    """
+    time_once = _cuda_clock(device) if device.type == "cuda" else _host_clock
+    laps: dict[str, list[Lap]] = {name: [] for name in calls}
+    draw = random.Random(0)  # the same order in each run
+    for _ in range(repeats):
+        for name in draw.sample(list(calls), len(calls)):
+            laps[name].append(time_once(calls[name]))
+    return laps
+
+
+def _host_clock(call: Call) -> Lap:
+    begin = time.perf_counter()
+    call()
+    ms = 1000 * (time.perf_counter() - begin)
+    return Lap(ms, ms)
+
+
+def _cuda_clock(device: torch.device) -> Callable[[Call], Lap]:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def time_once(call: Call) -> Lap:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        flush.zero_()  # also keeps the GPU at work until the call's first launch has arrived
+        start.record()
+        begin = time.perf_counter()
+        call()
+        host = 1000 * (time.perf_counter() - begin)
+        stop.record()
+        stop.synchronize()
+        return Lap(start.elapsed_time(stop), host)
+
+    return time_once
+
+
+def copy_gb_s(device: torch.device, repeats: int) -> float:
+    """Measure a copy from memory to memory: gigabytes read and written per second."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
+    target.copy_(source)
+    laps = take_turns(calls, repeats, device)["copy"]
+    return 2 * COPY_BYTES / statistics.median(lap.ms for lap in laps) / 1e6
+
+
+def launches(call: Call) -> int:
+    """Count the kernels of a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return sum(
+        str(event.device_type).endswith("CUDA") and not event.name.startswith(("Memcpy", "Memset"))
+        for event in profiler.events()
+    )

@@ -1,0 +1,170 @@
+"""``apex kernels``: registers, spills and memory accesses of each Triton kernel, without a GPU.
+
+The work is done by :mod:`apex.kernels.inspect.finding`; here are the options, the table and the
+exit code. Triton is imported when the command runs, as other commands need none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from apex.bench.cli import UsageError, suggestion
+from apex.bench.output.columns import Column, fitted
+from apex.bench.output.console import NOTHING, console
+
+if TYPE_CHECKING:
+    from apex.kernels.inspect.finding import Finding
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = (
+    "Compile every Triton kernel, which needs no GPU, and show registers, spills, how many "
+    "programs fit on a multiprocessor, widths of the accesses to memory, bytes moved per "
+    "element, instructions per byte and what limits the kernel. The exit code is 1 if something "
+    "is wrong: a program cannot be launched on the target, registers are spilled, tiles are not "
+    "moved by the widest accesses, or there are more instructions than an H100 issues meanwhile. "
+    "The last three are advice for a target that the kernels are not made for (sm_75)."
+)
+DEFAULT = "sm_90"
+OK, FAILED = 0, 1  # exit codes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``apex kernels``."""
+    parser.add_argument(
+        "--target", nargs="+", default=[DEFAULT], metavar="NAME",
+        help=f"what to compile for: sm_80, sm_90, sm_100, gfx942, ... (default: {DEFAULT})",
+    )  # fmt: skip
+    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``apex kernels``.
+
+    Raises:
+        UsageError: triton or its compiler for a target is missing, or a name is unknown.
+        ModuleNotFoundError: A package of the ``bench`` extra is missing; nothing was compiled.
+    """
+    if not args.json:
+        importlib.import_module("rich")  # now and not after a minute of compiling
+    findings = _inspect(_unique(args.target), args.kernel)
+    if args.json:
+        print(json.dumps({"kernels": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        _show(findings)
+    return FAILED if any(finding.problems for finding in findings) else OK
+
+
+def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Finding]:
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("triton is missing: pip install triton (it exists for Linux)")
+    # Under Triton's interpreter nothing would be compiled; read when triton is imported.
+    os.environ.pop("TRITON_INTERPRET", None)
+    from apex.kernels.inspect import finding
+
+    cases = list(finding.cases())
+    known = _unique(case.name for case in cases)
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        hint = suggestion(unknown[0], known)
+        raise UsageError(f"--kernel {unknown[0]}: {hint}unknown; there are {', '.join(known)}")
+    chosen = [case for case in cases if not names or case.name in names]
+    try:
+        found = [finding.inspect(chosen, target) for target in targets]
+        return list(itertools.chain(*zip(*found, strict=True)))
+    except finding.UnavailableError as error:
+        raise UsageError(str(error)) from error
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    to = console(180)
+    table, left_out = fitted(COLUMNS, findings, to)
+    to.print(table)
+    to.print(
+        "Spilled bytes are per thread, bytes of shared memory per program. Programs: how many fit "
+        "on a multiprocessor at once; computed, not measured. Accesses are those in the code of "
+        "one thread: how many × bits each; main is the path without masks, tiles only. "
+        "Instructions: of all threads, on the fast path, for each byte it moves. Limit: memory, "
+        "or the pipe whose instructions take longer than the memory on an H100 and an H200 (sm_90) "
+        "or an A100 (sm_80), and how many times as long.",
+        style="dim",
+    )
+    if left_out:
+        names = ", ".join(left_out)
+        to.print(f"Columns left out, too wide: {names} (--json has them).", style="dim")
+    for finding in findings:
+        where = f"{finding.kernel} ({finding.variant}), {finding.target}"
+        for problem in finding.problems:
+            to.print(f"{where}: {problem}", markup=False, style="red")
+        for advice in finding.advice:
+            to.print(f"{where}: {advice}", markup=False, style="yellow")
+
+
+def _column(heading: str, name: str, drop: int = 0, *, left: bool = False) -> Column[Finding]:
+    """A number or a word of a finding."""
+
+    def text(finding: Finding) -> str:
+        value = getattr(finding, name)
+        return (
+            NOTHING if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        )
+
+    return Column(heading, text, {}, drop=drop, left=left)
+
+
+def _instructions(finding: Finding) -> str:
+    return f"{sum(finding.instructions.values()):.2f}" if finding.instructions else NOTHING
+
+
+def _pipes(finding: Finding) -> str:
+    pipes = sorted((finding.instructions or {}).items(), key=lambda pair: -pair[1])
+    return " ".join(f"{pipe} {number:.2f}" for pipe, number in pipes if number >= 0.005)
+
+
+def _limits(finding: Finding) -> str:
+    said = finding.limits
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return ", ".join(f"{gpu} {limit}" for gpu, limit in said.items()) or NOTHING
+
+
+def _accesses(heading: str, name: str, drop: int) -> Column[Finding]:
+    """Widths of accesses in the code."""
+
+    def text(finding: Finding) -> str:
+        counts: dict[int, int] = getattr(finding, name) or {}
+        return " ".join(f"{counts[bits]}×{bits}" for bits in sorted(counts, reverse=True))
+
+    return Column(heading, text, {}, drop=drop, left=True)
+
+
+COLUMNS = (
+    _column("kernel", "kernel", left=True),
+    _column("variant", "variant", left=True),
+    _column("target", "target", left=True),
+    _column("regis-\nters", "registers"),
+    _column("spilled", "spilled"),
+    _column("shared", "shared", 3),
+    _column("pro-\ngrams", "programs"),
+    _accesses("main\nloads", "main_loads", 1),
+    _accesses("main\nstores", "main_stores", 1),
+    _accesses("all\nloads", "loads", 4),
+    _accesses("all\nstores", "stores", 4),
+    _column("bytes per\nelement", "bytes_per_element", 3),
+    Column("instructions\nper byte", _instructions, {}, drop=1),
+    Column("by pipe", _pipes, {}, drop=5, left=True),
+    Column("limit", _limits, {}, drop=2, left=True),
+)

@@ -1,0 +1,129 @@
+"""Output of `apex bench kernels`: tables in the terminal, and the files beside the JSON file."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from apex.bench.kernels import plots as kernel_plots
+from apex.bench.kernels.rows import FORMAT, HUGE_PAGES, Report, Row
+from apex.bench.kernels.table import COLUMNS, sets, title
+from apex.bench.output import html
+from apex.bench.output.columns import fitted, write_csv
+from apex.bench.output.console import console
+from apex.bench.output.looks import provider_look
+from apex.bench.training.remarks import source
+
+__all__ = ["content", "show"]
+
+WIDTH = 150  # columns, where the output is no terminal
+
+
+def content(report: Report) -> dict[str, Any]:
+    """Make what the JSON file has."""
+    return {"format": FORMAT, **dataclasses.asdict(report)}
+
+
+def show(report: Report, file: Path) -> None:
+    """Print the tables, and write page, CSV file and plots beside ``file``."""
+    to = console(WIDTH)
+    if not report.rows:
+        to.print("Interrupted before the first case was finished: nothing to show.")
+        return
+    to.print(_source(report), style="bold", markup=False)
+    for mark in _marks(report):
+        to.print(mark, style="bold red")
+    for rows in sets(report.rows).values():
+        table, left_out = fitted(COLUMNS, rows, to, _style)
+        to.print(f"\n{title(rows)}", style="italic", markup=False)
+        to.print(table)
+        if left_out:
+            said = f"Columns left out, too wide: {', '.join(left_out)} ({file.stem}.csv has all)."
+            to.print(said, style="dim", markup=False)
+    for where, said in (*_problems(report), *report.notes.items()):
+        to.print(f"{where}: {said.rstrip('.')}.", markup=False, style="dim")
+    names = ", ".join([file.name, *_write_all(report, file)])
+    to.print(f"In {file.parent}: {names}", markup=False)
+
+
+def _write_all(report: Report, file: Path) -> list[str]:
+    said, here = _marks(report), _source(report)
+    svgs = kernel_plots.draw(report, file.parent, file.stem, said, here)
+    write_csv(COLUMNS, report.rows, file.with_suffix(".csv"))
+    columns = [column for column in COLUMNS if not column.group]
+    copy = report.environment["copy_gb_s"]
+    found = sets(report.rows)
+    captions = {"-".join(key): title(rows) for key, rows in found.items()}
+    html.render(
+        "kernels.html.j2",
+        file.with_suffix(".html"),
+        environment=report.environment,
+        content=content(report),
+        colour=lambda provider: provider_look(provider).colour,
+        title=report.environment["device"]["name"],
+        file=file.name,
+        source=here,
+        marks=said,
+        turns=report.options["repeats"],
+        plots={name: html.plot(svg, captions[name]) for name, svg in svgs.items()},
+        tables={
+            title(rows): html.column_table(columns, rows, lambda row: row.provider)
+            for rows in found.values()
+        },
+        problems=_problems(report),
+        notes=report.notes,
+        settings=_settings(report.options),
+        ceilings=[("copy", f"{copy:.0f} GB/s")] if copy else [],
+        **html.about_columns(columns, report.rows),
+    )
+    drawn = [f"{file.stem}-{name}.{suffix}" for name in svgs for suffix in ("png", "svg")]
+    return [f"{file.stem}.html", f"{file.stem}.csv", *drawn]
+
+
+def _settings(options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (name, html.join(value if isinstance(value, list) else [value]))
+        for name, value in options.items()
+    ]
+
+
+def _source(report: Report) -> str:
+    """Say what the numbers depend on."""
+    threads, turns = report.environment["threads"], report.options["repeats"]
+    copy = report.environment["copy_gb_s"]
+    said = [
+        source(report.environment),
+        f"{threads} thread{'s' * (threads > 1)}",
+        f"{turns} turn{'s' * (turns > 1)}",
+        f"{HUGE_PAGES}=1" if any(row.huge_pages for row in report.rows) else "",
+        "" if copy is None else f"copy {copy:.0f} GB/s",
+    ]
+    return ", ".join(filter(None, said))
+
+
+def _marks(report: Report) -> list[str]:
+    found = [] if report.complete else ["INCOMPLETE: interrupted"]
+    timed = [row for row in report.rows if row.p20_ms is not None and row.p80_ms is not None]
+    unsteady = [row for row in timed if (row.p80_ms or 0) > 2 * (row.p20_ms or 0)]
+    if unsteady:
+        found.append(f"BUSY MACHINE: {len(unsteady)} of {len(timed)} times vary a lot")
+    return found
+
+
+def _style(row: Row) -> str | None:
+    return "red" if row.problem else "bold" if row.ours else None
+
+
+def _problems(report: Report) -> list[tuple[str, str]]:
+    """List what failed, what has no model, and what is not installed."""
+    found = []
+    for row in report.rows:
+        case = f"{row.op}, {row.shapes}, {row.dtype}"
+        if row.problem:
+            found.append((f"{case}, {row.provider}", row.problem))
+        if row.model and row.model.problem:
+            found.append((case, f"no model: {row.model.problem}"))
+    for package, names in report.missing.items():
+        said = f"not installed (pip install --no-deps {package}); not timed: {', '.join(names)}"
+        found.append((package, said))
+    return found

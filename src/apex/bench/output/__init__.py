@@ -1,0 +1,3 @@
+"""What commands share to show results: tables, pages, progress."""
+
+__all__: list[str] = []

@@ -1,0 +1,128 @@
+"""Columns of a table, one list for the terminal, the CSV file and the HTML page.
+
+A column knows its heading, its text for people, and its plain numbers for CSV. A column in which
+nothing was measured is left out of the tables that people read; `absent` says why it may be so.
+"""
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+from apex.bench.output.console import NOTHING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["Column", "Value", "filled", "fitted", "span", "three", "write_csv", "write_records"]
+
+T = TypeVar("T")  # what a line of the table shows
+Value = str | float | int | None
+
+
+@dataclass(frozen=True)
+class Column(Generic[T]):
+    """One column of a table."""
+
+    heading: str
+    """With line breaks for the terminal."""
+    text: Callable[[T], str]
+    numbers: dict[str, Callable[[T], Value]]
+    """Heading in the CSV, with the unit, to the number; a page sorts by the first."""
+    meaning: str = ""
+    absent: str = ""
+    """Why the number may be missing."""
+    drop: int = 0
+    """A narrow terminal leaves columns out, the highest first; 0 stays."""
+    left: bool = False
+    group: bool = False
+    """Named in the title of a terminal's table."""
+
+
+def filled(columns: Sequence[Column[T]], of: Sequence[T]) -> list[Column[T]]:
+    """Leave out the columns without any value."""
+    return [column for column in columns if any(column.text(x) not in ("", NOTHING) for x in of)]
+
+
+def three(value: float | None) -> str:
+    """Show at least three digits, and no more decimals than they need."""
+    if value is None:
+        return NOTHING
+    if abs(value) < 1:
+        return f"{value:.3g}"
+    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+
+
+def span(low: float | None, high: float | None) -> str:
+    """Show the two ends of a range."""
+    return NOTHING if low is None or high is None else f"{three(low)}–{three(high)}"
+
+
+def write_csv(columns: Sequence[Column[T]], of: Sequence[T], path: Path) -> None:
+    """Write a line for each of ``of``: plain numbers, nothing where nothing was measured."""
+    heads = {name: value for column in columns for name, value in column.numbers.items()}
+    write_records([{name: value(line) for name, value in heads.items()} for line in of], path)
+
+
+def write_records(records: Sequence[dict[str, Value]], path: Path) -> None:
+    """Write records that have the same names."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]) if records else [])
+        writer.writeheader()
+        writer.writerows(records)
+
+
+# --- the terminal --------------------------------------------------------------------------------
+
+
+def fitted(
+    columns: Sequence[Column[T]],
+    of: Sequence[T],
+    to: "Console",
+    style: Callable[[T], str | None] = lambda line: None,
+) -> "tuple[Table, list[str]]":
+    """Make a table that fits the console, and name the columns that had to be left out."""
+    columns = filled([column for column in columns if not column.group], of)
+    unlimited = to.options.update(max_width=1000)
+    left_out: list[str] = []
+    for narrow in (False, True):
+        table = _table(columns, of, style, narrow=narrow)
+        if to.measure(table, options=unlimited).maximum <= to.width:
+            return table, left_out
+    while to.measure(table, options=unlimited).maximum > to.width:
+        least = max(columns, key=lambda column: column.drop)
+        if not least.drop:
+            break
+        columns.remove(least)
+        left_out.append(least.heading.replace("\n", " "))
+        table = _table(columns, of, style, narrow=True)
+    return table, left_out
+
+
+def _table(
+    columns: Sequence[Column[T]],
+    of: Sequence[T],
+    style: Callable[[T], str | None],
+    *,
+    narrow: bool,
+) -> "Table":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    padding = (0, 1 if narrow else 2, 0, 0)
+    table = Table(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column.left else "right"
+        last = column.heading == "problem"
+        table.add_column(
+            column.heading, justify=justify, vertical="bottom", no_wrap=not last, overflow="fold"
+        )
+    for line in of:
+        cells = [column.text(line) for column in columns]
+        if narrow:
+            cells = [cell.replace(" ± ", "±") for cell in cells]
+        table.add_row(*map(Text, cells), style=style(line))
+    return table

@@ -1,0 +1,72 @@
+"""How a level or a provider looks in every plot and table: colour, marker, dashes.
+
+Okabe and Ito's colours, which colour-blind readers can tell apart, two violets and a brown: as
+protanopes, deuteranopes and tritanopes see them, any two are at least 16 apart in CIELAB. A
+bfloat16 level has the lighter shade of its float16 level, and every level has a marker of its own,
+so that no reader depends on colours. They name levels; none means good or bad.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+__all__ = ["INK", "Look", "look", "provider_look"]
+
+INK = "#333333"  # text and axes too; a page on a dark background replaces it
+
+
+@dataclass(frozen=True)
+class Look:
+    """Of one line, bar or point."""
+
+    colour: str
+    marker: str
+    width: float
+    """Curves often lie on top of each other: wide ones below, thin broken ones above."""
+    dash: str | tuple[int, tuple[int, ...]] = "-"
+    hollow: bool = False
+    """Markers without filling, bars with hatching."""
+
+
+LOOKS = {
+    "O0": Look(INK, "o", 3.6),
+    "O1": Look("#0072B2", "s", 3.0),
+    "O2": Look("#D55E00", "^", 2.6, (0, (5, 1))),
+    "O3": Look("#009E73", "D", 2.2, (0, (2, 1))),
+    "O4": Look("#56B4E9", "v", 1.8, (0, (4, 2))),
+    "O5": Look("#E69F00", "P", 1.6, (0, (1, 1))),
+    "native-fp16": Look("#7722EE", "<", 1.6, (0, (6, 2))),
+    "native-bf16": Look("#BB66FF", ">", 1.4, (0, (6, 2, 1, 2))),
+    "FP16": Look("#884422", "X", 1.4, (0, (3, 1, 1, 1))),
+}
+PROVIDERS = dict(
+    zip(
+        (
+            "apex", "torch", "torch fused", "torch foreach", "torch loop",
+            "torch.compile", "timm foreach", "timm loop", "Liger-Kernel",
+        ),
+        LOOKS.values(),
+        strict=True,
+    )
+)  # fmt: skip
+TF32_ON = "#858585"  # O0 with TF32, beside O0 without
+
+
+def look(label: str, among: Collection[str] = ()) -> Look:
+    """Find the look of a label, `apex.bench.training.results.Cell.label`.
+
+    Args:
+        label: A level, with TF32 where that is a choice.
+        among: All labels of the plot: only a level that is there with and without TF32 needs two
+            looks.
+    """
+    level, _, tf32 = label.partition(" TF32 ")
+    found = LOOKS[level]
+    if tf32 != "on" or f"{level} TF32 off" not in among:
+        return found
+    return replace(found, hollow=True, colour=TF32_ON if level == "O0" else found.colour)
+
+
+def provider_look(name: str) -> Look:
+    """Find the look of a provider of `apex bench kernels`; bars of a variant are hatched."""
+    provider, _, variant = name.partition(", ")
+    return replace(PROVIDERS.get(provider, LOOKS["FP16"]), hollow=bool(variant))

@@ -1,0 +1,154 @@
+"""The tasks of `apex bench` by name, and the user's own from a file.
+
+A task of ours is a class that is called with `TaskOptions`; its module is imported
+only once it has been chosen. Data come from installed packages or from a folder of the
+user's, and are the same at every seed: a seed decides the first weights and the order.
+"""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from apex.bench.cli import UsageError
+from apex.bench.training.tasks.task import Task, TaskOptions
+
+__all__ = ["NEEDED", "TASKS", "Entry", "complete", "load"]
+
+
+class Entry(NamedTuple):
+    """Where a task is (``module:class``), and what a list of tasks says of it."""
+
+    where: str
+    summary: str
+
+
+_HERE = "apex.bench.training.tasks"
+TASKS = {
+    "digits-mlp": Entry(f"{_HERE}.digits:DigitsMlp", "three linear layers, digits of 16x16"),
+    "digits-cnn": Entry(f"{_HERE}.digits:DigitsCnn", "three convolutions, digits of 16x16"),
+    "digits-vgg16": Entry(
+        f"{_HERE}.digits:DigitsVgg16", "VGG16 with a quarter of the channels, digits of 32x32"
+    ),
+    "cifar10-vgg16": Entry(
+        f"{_HERE}.cifar10:Cifar10Vgg16", "VGG16, CIFAR-10's binary files in --data"
+    ),
+    "cifar10-resnet18": Entry(
+        f"{_HERE}.cifar10:Cifar10ResNet18", "ResNet-18, CIFAR-10's binary files in --data"
+    ),
+    "resnet50": Entry(
+        f"{_HERE}.resnet50:ResNet50",
+        "torchvision's or timm's ResNet-50; synthetic images, or a folder per class in --data",
+    ),
+    "text-lstm": Entry(f"{_HERE}.text:TextLstm", "LSTM, next character of Python's documentation"),
+    "text-transformer": Entry(
+        f"{_HERE}.text:TextTransformer", "transformer, next character of Python's documentation"
+    ),
+    "bert-tiny": Entry(f"{_HERE}.bert:BertTiny", "BERT of 2 layers, masked words, random weights"),
+    "bert-base": Entry(f"{_HERE}.bert:BertBase", "BERT of 12 layers, masked words, random weights"),
+    "seq2seq": Entry(
+        f"{_HERE}.seq2seq:Seq2Seq", "GRUs with attention that write words backwards; loss scale"
+    ),
+    "dcgan-digits": Entry(
+        f"{_HERE}.dcgan:DcganDigits", "DCGAN of digits: two models, two optimizers, three losses"
+    ),
+    "linear": Entry(f"{_HERE}.linear:LinearRegression", "regression with Linear(1024, 512)"),
+}
+
+NEEDED = ("model", "loss", "loader")
+_OPTIONAL: dict[str, tuple[Any, str]] = {  # attributes with defaults in Task: what they must be
+    "optimizer": (str, "a string"),
+    "lr": ((int, float, type(None)), "a number"),
+    "epochs": (int, "a whole number"),
+    "unit": (str, "a string"),
+    "accuracy": ((Callable, type(None)), "a function"),
+    "step": ((Callable, type(None)), "a function"),
+    "losses": (int, "a whole number"),
+    "growth_interval": (int, "a whole number"),
+}
+
+
+def load(name: str, options: TaskOptions) -> Task:
+    """Make a task.
+
+    Args:
+        name: One of `TASKS`, or ``file.py:function`` for a task of the user's. The file is imported
+            under its own name, with its folder first on the import path.
+        options: What ``function`` is called with.
+
+    Raises:
+        UsageError: There is no such task, or it cannot be made; the message is one line.
+    """
+    if name in TASKS:
+        module, _, made_by = TASKS[name].where.partition(":")
+        task: Task = getattr(importlib.import_module(module), made_by)(options)
+        return task
+    path, colon, function = name.rpartition(":")
+    if not colon or not path or not function:
+        raise UsageError(f"--task {name}: use FILE.py:FUNCTION or one of {', '.join(TASKS)}")
+    build = getattr(_imported(name, Path(path)), function, None)
+    if not callable(build):
+        raise UsageError(f"--task {name}: there is no function {function} in {path}")
+    try:
+        made = build(options)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--task {name}: {function} raised {_told(error)}") from error
+    try:
+        return complete(made)
+    except TypeError as error:
+        raise UsageError(f"--task {name}: what {function} returned {error}") from None
+
+
+def complete(made: Any) -> Task:
+    """Give an object of the user's, which may be a module, the defaults of `Task`.
+
+    Raises:
+        TypeError: One of `NEEDED` is missing, or an attribute is of the wrong kind; the message
+            goes on after "what the function returned".
+    """
+    if made is None:
+        raise TypeError("is None; a task with model, loss and loader is needed")
+    missing = [name for name in NEEDED if not callable(getattr(made, name, None))]
+    if missing:
+        raise TypeError(f"({type(made).__name__}) has no function {' and no '.join(missing)}")
+    for name, (kind, described) in _OPTIONAL.items():
+        if not isinstance(getattr(made, name, getattr(Task, name)), kind):
+            given = type(getattr(made, name)).__name__
+            raise TypeError(f"has {name} of type {given}; {described} is needed")
+    if isinstance(made, Task):
+        return made
+    task = Task()
+    for name in (*NEEDED, *_OPTIONAL):
+        if hasattr(made, name):
+            setattr(task, name, getattr(made, name))
+    return task
+
+
+def _imported(name: str, file: Path) -> ModuleType:
+    """Import a file of the user's as ``python file`` would find its neighbours."""
+    if file.suffix != ".py" or not file.is_file():
+        raise UsageError(f"--task {name}: there is no Python file {file}")
+    file = file.resolve()
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    try:
+        module = importlib.import_module(file.stem)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--task {name}: {file.name} raised {_told(error)}") from error
+    if Path(getattr(module, "__file__", None) or "").resolve() != file:
+        raise UsageError(
+            f"--task {name}: another module is called {file.stem} ({module.__name__} of "
+            f"{getattr(module, '__file__', None) or 'Python itself'}); rename the file"
+        )
+    return module
+
+
+def _told(error: BaseException) -> str:
+    """Say an error and the line that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"

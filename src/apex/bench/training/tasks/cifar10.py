@@ -1,0 +1,123 @@
+"""CIFAR-10 from its binary files: a byte for the class and 3,072 for the image, 10,000 times each.
+
+The files are those of ``cifar-10-binary.tar.gz``, in ``--data`` or in its folder
+``cifar-10-batches-bin``. ``--download`` fetches them into ``--data`` where torchvision is
+installed. They are read as bytes: the other archives hold pickles, which can run code.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from apex.bench.cli import UsageError
+from apex.bench.training.tasks.batches import package
+from apex.bench.training.tasks.images import Classification, Split
+from apex.bench.training.tasks.networks import resnet18, vgg16
+from apex.bench.training.tasks.task import TaskOptions
+
+__all__ = ["Cifar10ResNet18", "Cifar10Vgg16", "load"]
+
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+FOLDER = "cifar-10-batches-bin"  # in the archive
+TRAINING = [f"data_batch_{number}.bin" for number in range(1, 6)]
+TEST = ["test_batch.bin"]
+IN_FILE, BYTES = 10_000, 1 + 3 * 32 * 32
+QUICK, QUICK_TEST = 2048, 1000  # images
+# Mean and standard deviation of the training images' channels, of values in [0, 1].
+MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+def load(task: str, options: TaskOptions) -> Split:
+    """Read the images, with mean 0 and standard deviation 1.
+
+    Raises:
+        UsageError: There is no such folder, or its files are not CIFAR-10's.
+    """
+    folder = _folder(task, options)
+    train_x, train_y = _read(folder, TRAINING[:1] if options.quick else TRAINING)
+    test_x, test_y = _read(folder, TEST)
+    if options.quick:
+        train_x, train_y = train_x[:QUICK], train_y[:QUICK]
+        test_x, test_y = test_x[:QUICK_TEST], test_y[:QUICK_TEST]
+    parts = (_normal(train_x), train_y, _normal(test_x), test_y)
+    return Split(*(part.to(options.device) for part in parts))
+
+
+def _folder(task: str, options: TaskOptions) -> Path:
+    if options.data is None:
+        raise UsageError(
+            f"--task {task} needs --data FOLDER with the files of {URL}; with --download and "
+            "torchvision they are put there"
+        )
+    places = [options.data, options.data / FOLDER]
+    found = [place for place in places if (place / TEST[0]).is_file()]
+    if found:
+        return found[0]
+    if not options.download:
+        raise UsageError(
+            f"--data {options.data}: there is no {TEST[0]}; put the files of {URL} there, or use "
+            "--download"
+        )
+    package("torchvision", task)
+    try:
+        package("torchvision.datasets.utils", task).download_and_extract_archive(
+            URL, str(options.data), md5=MD5
+        )
+    except (OSError, RuntimeError) as error:  # no network, no space, another checksum
+        raise UsageError(f"--download: {URL} could not be fetched: {error}") from error
+    return places[1]
+
+
+def _read(folder: Path, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give bytes ``(n, 3, 32, 32)`` and classes ``(n)`` of some files."""
+    contents = []
+    for name in names:
+        try:
+            content = np.fromfile(folder / name, dtype=np.uint8)
+        except OSError as error:
+            raise UsageError(f"--data {folder / name}: {error.strerror}") from None
+        if content.size != IN_FILE * BYTES:
+            raise UsageError(
+                f"--data {folder / name}: {content.size} bytes; CIFAR-10's files have "
+                f"{IN_FILE * BYTES}"
+            )
+        contents.append(content.reshape(IN_FILE, BYTES))
+    rows = torch.from_numpy(np.concatenate(contents))
+    classes = rows[:, 0].long()
+    if int(classes.max()) > 9:
+        raise UsageError(f"--data {folder}: there are classes above 9; these are other files")
+    return rows[:, 1:].reshape(-1, 3, 32, 32), classes
+
+
+def _normal(images: torch.Tensor) -> torch.Tensor:
+    mean, deviation = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, DEVIATION))
+    return (images / 255 - mean) / deviation
+
+
+class Cifar10Vgg16(Classification):
+    """The network of tutorial T2 and its data."""
+
+    epochs = 10
+
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(load("cifar10-vgg16", options))
+
+    def model(self) -> nn.Module:
+        """Build it: 14,724,042 parameters."""
+        return vgg16(channels=3)
+
+
+class Cifar10ResNet18(Classification):
+    """A network with shortcuts on the same data."""
+
+    epochs = 10
+
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(load("cifar10-resnet18", options))
+
+    def model(self) -> nn.Module:
+        """Build it: 11,173,962 parameters."""
+        return resnet18()
