@@ -365,7 +365,7 @@ WITH_INSTRUCTIONS = """
 
 def test_with_float16_instructions_torchs_products_stay():
     attention = "_scaled_dot_product_flash_attention_for_cpu"
-    wanted = ["convolution_backward", attention, f"{attention}_backward"]
+    wanted = ["convolution_backward", attention, f"{attention}_backward", "addbmm"]
     assert run_program(WITH_INSTRUCTIONS) == wanted
 
 
