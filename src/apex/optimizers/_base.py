@@ -311,18 +311,18 @@ class FusedOptimizer(StatefulOptimizer):
         plain: bool,
     ) -> tuple[list[Sequence[torch.Tensor]], Sequence[torch.Tensor | None] | None]:
         """Gradients, weights and every slot; and what is stored beside the weights, if anything."""
-        states = self._states(params)
+        states, kept = self._states(params), self._stepped_slots()
         if self._mastered and not all(map(MASTERED, states)):
             for param in params:
                 self._master_or(param)
         try:
-            slots = [[*map(itemgetter(slot), states)] for slot in self.slots]
+            slots = [[*map(itemgetter(slot), states)] for slot in kept]
         except KeyError:  # the first step of some
-            states = [*map(self._state_of, params)]
-            slots = [[*map(itemgetter(slot), states)] for slot in self.slots]
+            states = [*map(self._state_of, params, repeat(kept))]
+            slots = [[*map(itemgetter(slot), states)] for slot in kept]
         weights = here = params if plain else local_parts(params)
         # as many entries as slots: nothing else is there
-        mastered = {*map(len, states)} != {len(self.slots)} and any(map(MASTERED, states))
+        mastered = {*map(len, states)} != {len(kept)} and any(map(MASTERED, states))
         extra = self._extras(params, weights, states, copies, mastered=mastered)
         if mastered:
             both = zip(states, weights, strict=True)
@@ -330,7 +330,7 @@ class FusedOptimizer(StatefulOptimizer):
         columns = [grads, weights, *slots]
         if not plain:
             columns = [*map(local_parts, columns)]
-        shapes = {slot: self.slot_shapes.get(slot) for slot in self.slots}
+        shapes = {slot: self.slot_shapes.get(slot) for slot in kept}
         check_places(type(self).__name__, here, columns, extra, shapes)
         return columns, extra
 
