@@ -52,7 +52,7 @@ class FusedOptimizer(StatefulOptimizer):
             float64 tensor, or has the negative bit.
     """
 
-    # How one bucket is stepped, and the NamedTuple of the numbers of that.
+    # How one bucket is stepped, and the type of the numbers of that.
     _algorithm: Callable[[Any, Any, StepOptions], None]
     _numbers: Any
 
@@ -369,7 +369,7 @@ class FusedOptimizer(StatefulOptimizer):
             found[name]
             if name in found
             else (group[name] if name in self.defaults else getattr(self, name))
-            for name in self._numbers._fields
+            for name in self._numbers.__match_args__
         ]
         return self._numbers(*numbers)
 
