@@ -162,6 +162,7 @@ class FusedOptimizer(StatefulOptimizer):
             What ``closure`` returned, else ``None``.
 
         Raises:
+            KeyError: A number was deleted from a group.
             RuntimeError: A gradient is sparse, complex, or a DTensor of another mesh than its
                 parameter; a parameter is not of the dtype that ``storage`` keeps; or an argument is
                 no longer taken.
@@ -170,6 +171,13 @@ class FusedOptimizer(StatefulOptimizer):
 
     def _stepped(self, closure: Callable[[], Any] | None, historic: dict[str, Any]) -> Any:
         """Do what ``step`` does: torch replaces that with one that runs the user's hooks."""
+        try:
+            return self._step(closure, historic)
+        except KeyError:
+            _groups.check_complete(type(self).__name__, self.param_groups, self.defaults)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None, historic: dict[str, Any]) -> Any:
         scaler = historic.pop("grad_scaler", None)
         self._refuse(historic)
         loss = None
