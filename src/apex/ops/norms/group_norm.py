@@ -35,9 +35,9 @@ from apex.ops._op import op
 
 ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-# Up to SMALL elements the calls of `_PIECES` cost more than they save. 2 x 64 x 16 x 16, forward and
-# backward, one core of an EPYC, took 1.4 (float32, channels last), 1.5 (bfloat16) and 2.7 times
-# (bfloat16, channels last) the definition's time; 2 x 128 x 32 x 32 took 0.5, 0.8 and 1.0 of it.
+# Up to SMALL elements the calls of `_PIECES` cost more than they save. Their time over the
+# definition's, forward and backward, one core of an EPYC, in float32 with channels last, bfloat16,
+# and bfloat16 with channels last: 2 x 64 x 16 x 16 1.4, 1.5, 2.7; 2 x 128 x 32 x 32 0.5, 0.8, 1.0.
 SMALL = 2**17
 
 
