@@ -22,7 +22,8 @@ from apex.bench.catalogue import optimizers as formulas
 from apex.bench.catalogue import sizes
 from apex.bench.catalogue.optimizers import OPTIMIZERS, Step
 from apex.bench.cli import main
-from apex.bench.selftest import command, gpu, ops, run
+from apex.bench.selftest import check as checks
+from apex.bench.selftest import command, gpu, ops
 from apex.bench.selftest.check import Check, Measured, Setting
 from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest
 
@@ -78,7 +79,7 @@ def test_formulas_are_torch_s(formula, theirs, options):
 
 
 def test_names_are_different():
-    names = [(check.area, check.name) for check in run.every_check()]
+    names = [(check.area, check.name) for check in command.every_check()]
     assert len({*names}) == len(names)
 
 
@@ -113,9 +114,9 @@ def test_every_kernel_is_launched_by_a_check(monkeypatch):
         return launch(self, *args, **more)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", noted)
-    for planned in run.plan(CPU, kernels=True):
+    for planned in command.plan(CPU, kernels=True):
         if planned[1].path == "kernels":
-            assert run._result(*planned).status == "right"
+            assert checks._result(*planned).status == "right"
     cases = [*finding.cases()]
     assert (
         functions(v for case in cases for v in (case.kernel, *case.constants.values())) <= launched
@@ -176,7 +177,7 @@ def test_nan_is_wrong_and_nothing_measured_proves_nothing():
     assert not Measured("nan", float("nan"), 1.0, "").right
     assert Measured("reported", float("nan"), None, "").right
     empty = Check("area", "nothing", lambda setting: [])
-    assert run._result(empty, DEFINITION).status == "wrong"
+    assert checks._result(empty, DEFINITION).status == "wrong"
 
 
 def test_warnings_are_kept_beside_the_result():
@@ -184,13 +185,13 @@ def test_warnings_are_kept_beside_the_result():
         warnings.warn("lukewarm", stacklevel=1)
         yield Measured("fine", 0, 0, "")
 
-    assert run._result(Check("area", "warns", warn), DEFINITION).warnings == ("lukewarm",)
+    assert checks._result(Check("area", "warns", warn), DEFINITION).warnings == ("lukewarm",)
 
 
 def test_a_gpu_that_is_lost_ends_the_run(monkeypatch):
-    monkeypatch.setattr(run, "_is_lost", lambda device: True)
+    monkeypatch.setattr(checks, "_is_lost", lambda device: True)
     planned = [(Check("area", f"{n}", _raising), DEFINITION) for n in range(3)]
-    assert [result.name for result in run.carry_out(planned, lambda *_: None)] == ["0"]
+    assert [result.name for result in checks.carry_out(planned, lambda *_: None)] == ["0"]
 
 
 # --- what only a GPU can show, with stand-ins -----------------------------------------------------
@@ -224,7 +225,7 @@ def stand_ins(monkeypatch):
 
 @pytest.mark.parametrize("check", [*gpu.checks()], ids=lambda check: f"{check.area}, {check.name}")
 def test_checks_for_a_gpu(check, stand_ins):
-    result = run._result(check, Setting(CPU, "as called"))
+    result = checks._result(check, Setting(CPU, "as called"))
     assert result.status == "right", result
 
 
@@ -239,7 +240,7 @@ def test_replays_that_do_something_else_are_wrong(replay, stand_ins, monkeypatch
     graphs = [check for check in gpu.checks() if check.area == gpu.GRAPHS]
     assert len(graphs) > 10
     for check in graphs:
-        assert run._result(check, Setting(CPU, "as called")).status == "wrong", check.name
+        assert checks._result(check, Setting(CPU, "as called")).status == "wrong", check.name
 
 
 def test_a_wait_is_a_failed_check(stand_ins, monkeypatch):
@@ -251,8 +252,8 @@ def test_a_wait_is_a_failed_check(stand_ins, monkeypatch):
 
     monkeypatch.setattr(gpu, "waits_refused", refused)
     work = lambda: torch.ones(1).item()  # noqa: E731
-    waits = Check("waits", "item", lambda setting: gpu._without_waits(work, setting))
-    assert "on strike" in run._result(waits, DEFINITION).error
+    waits = Check("waits", "item", lambda setting: gpu._without_waits(lambda _: work, setting))
+    assert "on strike" in checks._result(waits, DEFINITION).error
 
 
 class _Noting:
@@ -377,8 +378,8 @@ def test_an_interruption_keeps_and_shows_what_is_finished(tmp_path, monkeypatch,
         yield from itertools.islice(carry_out(planned, begin), 2)
         raise KeyboardInterrupt
 
-    carry_out = run.carry_out
-    monkeypatch.setattr(run, "carry_out", interrupted)
+    carry_out = command.carry_out
+    monkeypatch.setattr(command, "carry_out", interrupted)
     assert _selftest(tmp_path / "f.json", "--only", "RMS norm, bf16") == 130
     content = _read(tmp_path / "f.json")
     assert not content["complete"]
@@ -398,7 +399,7 @@ def _in_a_process(file, *options):
 
 
 @pytest.mark.slow
-def test_the_interpreter_is_started_in_a_process_of_its_own(tmp_path):
+def test_the_interpreter_is_chosen_where_there_is_no_gpu(tmp_path):
     process = _in_a_process(tmp_path / "f.json", "--only", "FusedSGD, fp32")
     shown, told = process.communicate(timeout=300)
     assert process.returncode == 0, told
@@ -408,7 +409,7 @@ def test_the_interpreter_is_started_in_a_process_of_its_own(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_a_signal_reaches_the_process_that_works(number, tmp_path):
+def test_a_signal_ends_it_like_ctrl_c(number, tmp_path):
     file = tmp_path / "f.json"
     process = _in_a_process(file)
     while not file.exists() and process.poll() is None:
@@ -431,7 +432,7 @@ def test_a_signal_reaches_the_process_that_works(number, tmp_path):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_bad_option_is_one_line(options, complaint, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "carry_out", pytest.fail)
+    monkeypatch.setattr(command, "carry_out", pytest.fail)
     (tmp_path / "file").write_text("precious")
     options = [option.replace("FOLDER", str(tmp_path)) for option in options]
     assert _selftest(tmp_path / "f.json", *options) == 2
@@ -446,6 +447,14 @@ def test_the_interpreter_is_refused_on_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "pick_device", lambda asked: torch.device("cuda:1"))
     assert _selftest(tmp_path / "f.json") == 2
     assert "TRITON_INTERPRET=1 is set: kernels would not run on the GPU" in capsys.readouterr().err
+
+
+def test_triton_that_is_imported_already_cannot_be_interpreted(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert _selftest(tmp_path / "f.json") == 2
+    assert "set TRITON_INTERPRET=1 before Python starts" in capsys.readouterr().err
+    assert "TRITON_INTERPRET" not in os.environ
 
 
 @pytest.mark.gpu

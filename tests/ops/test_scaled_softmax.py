@@ -193,3 +193,12 @@ def test_what_lies_above_the_diagonal_does_not_count(path):
             assert torch.equal(one, other)
     y = run(torch.where(torch.eye(7).bool(), NAN, x), causal=True)[0]
     assert y.isnan().sum() == 7 * 8 // 2  # and zeros above
+
+
+@NUMPY
+def test_what_lies_above_the_diagonal_gets_no_gradient(path):
+    """Not in a row of nan either."""
+    x = torch.where(torch.eye(7).bool(), NAN, torch.arange(7.0)).expand(1, 1, 7, 7)
+    dx = run(x, causal=True, dy=torch.arange(49.0).view(1, 1, 7, 7))[1]
+    assert dx.isnan().sum() == 7 * 8 // 2
+    assert not dx.triu(1).nan_to_num(1.0).any()

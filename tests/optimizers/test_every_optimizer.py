@@ -1089,3 +1089,17 @@ def test_a_group_made_like_a_scheduled_one(make):
     like = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "exp_avg_sq")}
     optimizer.add_param_group({**like, "params": params[1:]})
     train(optimizer, params, range(1))
+
+
+@pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_number_deleted_from_a_group_is_named(make, groups):
+    params = parameters()
+    optimizer = make([{"params": params[n::groups]} for n in range(groups)])
+    give_grads(params, 0)
+    before = values(params)
+    del optimizer.param_groups[-1]["lr"]
+    with pytest.raises(KeyError, match=f"group {groups - 1} has no 'lr' any more"):
+        optimizer.step()
+    if groups == 1:
+        assert same(before, values(params))

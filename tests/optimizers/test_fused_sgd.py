@@ -162,22 +162,37 @@ def test_a_parameter_that_comes_late_starts_its_own_history(path):
 
 
 def test_layout_of_the_state():
-    """The buffer is there without momentum too."""
     params = parameters(torch.float16, SMALL)
-    optimizer = FusedSGD(params, lr=0.1, dampening=0.5)
+    optimizer = FusedSGD(params, lr=0.1, momentum=0.5)
     train(optimizer, params, range(1))
     saved = optimizer.state_dict()
     assert {*saved["state"][0]} == {"momentum_buffer"}
     assert saved["state"][0]["momentum_buffer"].dtype == torch.float16
-    assert not saved["state"][0]["momentum_buffer"].any()
     keys = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "params"}
     assert {*saved["param_groups"][0]} == keys
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("storage", ["plain", "kahan"])
+def test_no_buffers_without_momentum(storage, path):
+    """As in torch; what a program keeps beside the weights is loaded all the same."""
+    params = parameters(torch.bfloat16, SMALL)
+    optimizer = FusedSGD(params, lr=0.1, dampening=0.5, storage=storage)
+    train(optimizer, params, range(2), path)
+    assert not any("momentum_buffer" in optimizer.state[param] for param in params)
+    for param in params:
+        optimizer.state[param]["average"] = torch.ones_like(param)
+    other = FusedSGD(params, lr=0.1, dampening=0.5, storage=storage)
+    other.load_state_dict(optimizer.state_dict())
+    assert all("average" in other.state[param] for param in params)
+    optimizer.get_momentums(params)  # asked for by programs
+    assert all("momentum_buffer" in optimizer.state[param] for param in params)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("between", ["nothing", "copy", "checkpoint"])
 def test_momentum_switched_on_later(path, between):
-    """The buffer that is there without momentum has no history: torch has none at all."""
+    """It begins a history, as in torch."""
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = FusedSGD([param], lr=0.1, dampening=0.5)
     plain_param = torch.nn.Parameter(torch.ones(3))

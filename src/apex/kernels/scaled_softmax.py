@@ -125,6 +125,8 @@ def scaled_softmax_backward(
         dy = tl.load(dy_ptr + cols, mask=read & inside, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + cols, mask=read & inside, other=0.0).to(tl.float32)
         dx = (tl.where(counts, dy, 0.0) - dot) * y * scale
+        if CAUSAL:
+            dx = tl.where(counts, dx, 0.0)  # in a row of nan, too
         tl.store(dx_ptr + cols, dx, mask=inside & (cols < n_cols))
 
 

@@ -121,7 +121,7 @@ def _taken(function: str, name: str, value: Any, device: torch.device) -> Any:
 
 
 def numbers_of(kind: Any, given: Any) -> Any:
-    """The NamedTuple of an update's numbers, of the arguments of a function."""
+    """The numbers of an update, of the arguments of a function."""
     found = dict(vars(given))
     for ours, theirs in (("eps", "epsilon"), ("use_nvlamb", "use_nvlamb_python")):
         found[ours] = found.get(theirs)
@@ -129,7 +129,7 @@ def numbers_of(kind: Any, given: Any) -> Any:
     decoupled = bool(found.get("mode"))
     found |= {"adam_w_mode": decoupled, "adagrad_w_mode": decoupled}
     found["reg_inside_moment"] = not decoupled
-    return kind(**{name: found[name] for name in kind._fields if name in found})
+    return kind(**{name: found[name] for name in kind.__match_args__ if name in found})
 
 
 def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.Tensor]]:

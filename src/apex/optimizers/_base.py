@@ -52,7 +52,7 @@ class FusedOptimizer(StatefulOptimizer):
             float64 tensor, or has the negative bit.
     """
 
-    # How one bucket is stepped, and the NamedTuple of the numbers of that.
+    # How one bucket is stepped, and the type of the numbers of that.
     _algorithm: Callable[[Any, Any, StepOptions], None]
     _numbers: Any
 
@@ -162,6 +162,7 @@ class FusedOptimizer(StatefulOptimizer):
             What ``closure`` returned, else ``None``.
 
         Raises:
+            KeyError: A number was deleted from a group.
             RuntimeError: A gradient is sparse, complex, or a DTensor of another mesh than its
                 parameter; a parameter is not of the dtype that ``storage`` keeps; or an argument is
                 no longer taken.
@@ -170,6 +171,13 @@ class FusedOptimizer(StatefulOptimizer):
 
     def _stepped(self, closure: Callable[[], Any] | None, historic: dict[str, Any]) -> Any:
         """Do what ``step`` does: torch replaces that with one that runs the user's hooks."""
+        try:
+            return self._step(closure, historic)
+        except KeyError:
+            _groups.check_complete(type(self).__name__, self.param_groups, self.defaults)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None, historic: dict[str, Any]) -> Any:
         scaler = historic.pop("grad_scaler", None)
         self._refuse(historic)
         loss = None
@@ -311,18 +319,18 @@ class FusedOptimizer(StatefulOptimizer):
         plain: bool,
     ) -> tuple[list[Sequence[torch.Tensor]], Sequence[torch.Tensor | None] | None]:
         """Gradients, weights and every slot; and what is stored beside the weights, if anything."""
-        states = self._states(params)
+        states, kept = self._states(params), self._stepped_slots()
         if self._mastered and not all(map(MASTERED, states)):
             for param in params:
                 self._master_or(param)
         try:
-            slots = [[*map(itemgetter(slot), states)] for slot in self.slots]
+            slots = [[*map(itemgetter(slot), states)] for slot in kept]
         except KeyError:  # the first step of some
-            states = [*map(self._state_of, params)]
-            slots = [[*map(itemgetter(slot), states)] for slot in self.slots]
+            states = [*map(self._state_of, params, repeat(kept))]
+            slots = [[*map(itemgetter(slot), states)] for slot in kept]
         weights = here = params if plain else local_parts(params)
         # as many entries as slots: nothing else is there
-        mastered = {*map(len, states)} != {len(self.slots)} and any(map(MASTERED, states))
+        mastered = {*map(len, states)} != {len(kept)} and any(map(MASTERED, states))
         extra = self._extras(params, weights, states, copies, mastered=mastered)
         if mastered:
             both = zip(states, weights, strict=True)
@@ -330,7 +338,7 @@ class FusedOptimizer(StatefulOptimizer):
         columns = [grads, weights, *slots]
         if not plain:
             columns = [*map(local_parts, columns)]
-        shapes = {slot: self.slot_shapes.get(slot) for slot in self.slots}
+        shapes = {slot: self.slot_shapes.get(slot) for slot in kept}
         check_places(type(self).__name__, here, columns, extra, shapes)
         return columns, extra
 
@@ -369,7 +377,7 @@ class FusedOptimizer(StatefulOptimizer):
             found[name]
             if name in found
             else (group[name] if name in self.defaults else getattr(self, name))
-            for name in self._numbers._fields
+            for name in self._numbers.__match_args__
         ]
         return self._numbers(*numbers)
 

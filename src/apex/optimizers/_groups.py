@@ -68,6 +68,18 @@ def _meant(key: str, known: Collection[str]) -> str | None:
     return close[0] if close else _SPELLED.get(written)
 
 
+def check_complete(
+    optimizer: str, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> None:
+    """Raise ``KeyError`` if a group lacks one of its numbers."""
+    for number, group in enumerate(groups):
+        for key in defaults.keys() - group.keys():
+            raise KeyError(
+                f"{optimizer}: group {number} has no {key!r} any more. Put it back; its default is "
+                f"{defaults[key]!r}."
+            )
+
+
 def check_numbers(optimizer: str, group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for a number out of range."""
     for key in _AT_LEAST_0:

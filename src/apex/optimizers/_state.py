@@ -92,9 +92,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
             return [*self.state.values()]
         return [*map(self.state.__getitem__, params)]
 
-    def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
+    def _stepped_slots(self) -> tuple[str, ...]:
+        """The slots that a step needs now."""
+        return self.slots
+
+    def _state_of(
+        self, param: torch.Tensor, slots: tuple[str, ...] | None = None
+    ) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
-        for slot in self.slots:
+        for slot in self._stepped_slots() if slots is None else slots:
             if slot not in state:
                 state[slot] = self._new_slot(slot, param)
         storage = self._storage
@@ -216,7 +222,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 self.param_groups,
                 {slot: self.slot_shapes.get(slot, _SHAPE) for slot in self.slots},
                 self._more_state,
-                may_be_others=_checkpoint.has_slots_and_numbers(given, self.slots, numbers),
+                may_be_others=_checkpoint.has_slots_and_numbers(
+                    given, self._stepped_slots(), numbers
+                ),
             )
             return loaded
 

@@ -114,7 +114,11 @@ class FusedSGD(FusedOptimizer):
         """
         params = list(params)
         fresh = all(self._is_fresh(param) for param in params)
-        return [self._state_of(param)["momentum_buffer"] for param in params], fresh
+        return [self._state_of(param, self.slots)["momentum_buffer"] for param in params], fresh
+
+    def _stepped_slots(self) -> tuple[str, ...]:
+        # As in torch: no buffers where no group has momentum.
+        return self.slots if any(group["momentum"] for group in self.param_groups) else ()
 
     def _is_fresh(self, param: torch.Tensor) -> bool:
         return "momentum_buffer" not in self.state.get(param, {})

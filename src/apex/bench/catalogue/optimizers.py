@@ -22,8 +22,10 @@ from apex.contrib import optimizers as contrib
 
 __all__ = [
     "OPTIMIZERS", "Formula", "Optimizer", "State", "Step", "TimedStep", "Variant",
-    "adagrad", "adam", "adam_eps_inside", "lamb", "lion", "novograd", "sgd",
+    "TRUST", "adagrad", "adam", "adam_eps_inside", "lamb", "larc", "lion", "novograd", "sgd",
 ]  # fmt: skip
+
+TRUST = 0.02  # LARC's coefficient
 
 State = dict[str, torch.Tensor]
 
@@ -105,6 +107,16 @@ def sgd(step: Step) -> tuple[torch.Tensor, State]:
     return step.param - group["lr"] * (grad + decay if after else grad), state
 
 
+def larc(step: Step) -> tuple[torch.Tensor, State]:
+    """SGD in LARC: gradient and weight decay are multiplied by a local rate before it."""
+    group, decay = {**step.group, "weight_decay": 0.0}, step.group["weight_decay"]
+    grad, size, weight = step.grad, step.grad.norm(), step.param.norm()
+    if size * weight:
+        rate = TRUST * weight / (size + decay * weight + 1e-8) / group["lr"]
+        grad = (grad + decay * step.param) * rate.clamp(max=1.0)
+    return sgd(step._replace(grad=grad, group=group))
+
+
 def adagrad(step: Step) -> tuple[torch.Tensor, State]:
     """Adagrad with an L2 penalty, or with decoupled decay."""
     group = step.group
@@ -160,7 +172,7 @@ class Variant:
         dtypes: Of the weights, names of `DTYPES`.
         every_test: Whether the tests that hold for all optimizers run it. It has state, and the
             variants that do have weight decay in both of its modes.
-        larc: Whether it is wrapped by `apex.parallel.LARC`.
+        larc: Whether it is wrapped by `apex.parallel.LARC`, with `TRUST` as its coefficient.
     """
 
     title: str = ""

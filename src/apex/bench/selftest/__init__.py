@@ -1,7 +1,7 @@
 """``apex selftest``: is what is installed here right on this machine?
 
-The checks are in `ops`, `lists`, `optimizers`, `training` and `gpu`; what they go over is in
-`apex.bench.catalogue`. `run` carries them out, `report` shows them, `command` is the command line.
+The checks are in `ops`, `optimizers`, `training` and `gpu`; what they go over is in
+`apex.bench.catalogue`. `check` runs them, `report` shows them, `command` is the command line.
 """
 
 __all__: list[str] = []

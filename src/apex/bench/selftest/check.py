@@ -1,21 +1,28 @@
-"""What a check is: a name that users recognise, and a function that measures.
+"""What a check is: a name that users recognise, and a function that measures; and its result.
 
 A check is run once for each *path* by which the library computes. Its function gets a `Setting` and
-yields `Measured`: a number and the largest one allowed. It does not compare the two and catches no
-error: a number above what is allowed, a nan and an error are all a failed check.
+yields `Measured`: a number and the largest one allowed. A number above that, a nan and an error are
+all a failed check, and not the end of the run. Only a GPU that no longer answers ends it, because
+after such an error every later call on it fails too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from apex.bench import tolerance
+from apex.ops import _runtime
 
-__all__ = ["PATHS", "Check", "Measured", "Setting", "differing", "joined", "one_rounding", "same"]
+__all__ = ["PATHS", "Check", "Measured", "Planned", "Result", "Setting"]
+__all__ += ["carry_out", "joined", "one_rounding", "same"]
 
 # Ways to compute, and the word that `apex.ops._runtime.use` has for each.
 PATHS: dict[str, str | None] = {
@@ -45,10 +52,7 @@ class Setting:
 
 
 class Measured(NamedTuple):
-    """One number: what was measured, its value, and the largest value that is right.
-
-    ``None`` is allowed for a number that is only reported. ``unit`` is that of both.
-    """
+    """What was measured, and the largest value that is right; ``None`` if it is only reported."""
 
     what: str
     value: float
@@ -57,23 +61,100 @@ class Measured(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether the number is as small as it has to be; nan is not."""
+        """Whether the value is as small as it has to be; nan is not."""
         return self.allowed is None or self.value <= self.allowed
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: what it belongs to and its name, for people; and what measures.
-
-    Warnings of ``run`` are kept beside the result. ``paths`` are those of `PATHS` by which it runs;
-    ``gpu`` says that it needs a GPU.
-    """
+    """One line of the report: ``area`` and ``name``, for people; whether it needs a ``gpu``."""
 
     area: str
     name: str
     run: Callable[[Setting], Iterable[Measured]]
     paths: tuple[str, ...] = tuple(PATHS)
     gpu: bool = False
+
+
+Planned = tuple[Check, Setting]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a check on one path.
+
+    ``measured`` has the numbers, those until an error included; ``error`` is the traceback of what
+    it raised, ``seconds`` include compiling, and ``warnings`` are those of the check.
+    """
+
+    area: str
+    name: str
+    path: str
+    status: Literal["right", "wrong", "raised"]
+    measured: tuple[Measured, ...]
+    seconds: float
+    error: str | None
+    warnings: tuple[str, ...]
+
+    @property
+    def worst(self) -> Measured | None:
+        """The number that is nearest to what is allowed, or furthest beyond."""
+        wrong = [one for one in self.measured if not one.right]
+        return max(wrong or self.measured, key=_share, default=None)
+
+
+def _share(one: Measured) -> float:
+    if one.allowed:
+        return one.value / one.allowed
+    return 0.0 if one.right else float("inf")
+
+
+def carry_out(
+    planned: Sequence[Planned], begin: Callable[[Check, Setting], object]
+) -> Iterator[Result]:
+    """Run checks one after the other, up to that in which a GPU is lost; ``begin`` is told each."""
+    for check, setting in planned:
+        begin(check, setting)
+        result = _result(check, setting)
+        yield result
+        if result.status == "raised" and _is_lost(setting.device):
+            return
+
+
+def _result(check: Check, setting: Setting) -> Result:
+    measured: list[Measured] = []
+    error, started, wanted = None, time.perf_counter(), PATHS[setting.path]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with _runtime.use(wanted) if wanted else contextlib.nullcontext():
+                for one in check.run(setting):
+                    measured.append(one)
+            if setting.device.type == "cuda":
+                torch.cuda.synchronize(setting.device)
+        except Exception:  # noqa: BLE001  a failed check is a result
+            error = traceback.format_exc()
+    right = measured and all(one.right for one in measured)  # nothing measured proves nothing
+    status: Literal["right", "wrong", "raised"]
+    status = "raised" if error else "right" if right else "wrong"
+    texts = dict.fromkeys(" ".join(str(one.message).split()) for one in caught)
+    found, seconds = tuple(measured), time.perf_counter() - started
+    return Result(
+        check.area, check.name, setting.path, status, found, seconds, error, tuple(texts)
+    )  # fmt: skip
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Whether a GPU fails at everything since an error: an illegal address, an assertion."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            return True
+    return False
+
+
+# --- comparisons ----------------------------------------------------------------------------------
 
 
 def one_rounding(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator[Measured]:
@@ -100,10 +181,10 @@ def joined(pairs: Iterable[Pair]) -> Pair:
 def same(what: str, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> Measured:
     """Compare two runs of the same: not a bit may differ."""
     pairs = zip(first, second, strict=True)
-    return Measured(what, sum(differing(a, b) for a, b in pairs), 0, "elements differ")
+    return Measured(what, sum(_differing(a, b) for a, b in pairs), 0, "elements differ")
 
 
-def differing(a: torch.Tensor, b: torch.Tensor) -> int:
+def _differing(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many elements differ; nan equals nan."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return max(a.numel(), b.numel(), 1)

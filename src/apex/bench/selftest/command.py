@@ -1,7 +1,7 @@
 """``apex selftest``: the command line.
 
 On a machine without a GPU the same checks run on the CPU, the kernels in Triton's interpreter. That
-has to be chosen before kernels are imported, so the run is then a process of its own.
+has to be chosen before triton is imported.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import argparse
 import importlib
 import importlib.util
 import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,18 +21,15 @@ import torch
 
 from apex.bench.cli import UsageError
 from apex.bench.info import machine
-from apex.bench.options import (
-    check_file,
-    environment,
-    pick_device,
-    terminated_like_interrupted,
-)  # fmt: skip
+from apex.bench.options import check_file, environment, pick_device, terminated_like_interrupted
 from apex.bench.output.console import console
 from apex.bench.output.files import save
 from apex.bench.output.progress import progress
+from apex.bench.selftest import gpu, ops, optimizers, report, training
+from apex.bench.selftest.check import Check, Planned, Result, Setting, carry_out
 from apex.ops import _runtime
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "every_check", "plan", "run"]
 
 HELP = (
     "Check this installation on this machine: every kernel and every optimizer beside its "
@@ -41,7 +38,6 @@ HELP = (
     "the CPU, the kernels in Triton's interpreter. The exit code is 1 if a "
     "number is wrong or a check raised. Attach the JSON file to an issue."
 )
-FORMAT = "apex selftest 1"
 INTERPRET = "TRITON_INTERPRET"
 VARIABLES = ("TRITON_", "CUDA_", "PYTORCH_", "TORCH_", "NVIDIA_", "OMP_", "THP_")  # beginnings
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
@@ -63,69 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``apex selftest``.
-
-    Returns:
-        0, or 1 if a number was wrong or a check raised, or 130 if the run was interrupted; what was
-        finished until then is shown and kept.
-
-    Raises:
-        UsageError: An option asks for what cannot be done; nothing was checked.
-        ModuleNotFoundError: A package of the ``bench`` extra is missing; nothing was checked.
-    """
+    """Carry out ``apex selftest``; what is finished when it is interrupted is shown and kept."""
     importlib.import_module("rich")  # now and not after minutes of work
     device = pick_device(args.device)
     check_file("--json", args.json)
-    interpreted = os.environ.get(INTERPRET) == "1"
-    if device.type == "cuda":
-        if interpreted:
-            raise UsageError(f"{INTERPRET}=1 is set: kernels would not run on the GPU; unset it")
-        device = torch.device("cuda", device.index or 0)
-    elif not interpreted and importlib.util.find_spec("triton"):
-        return _in_a_process(args)
-    return _checked(args, device)
-
-
-def _in_a_process(args: argparse.Namespace) -> int:
-    """Do the same with Triton's interpreter."""
-    words = ["selftest", "--device", "cpu", "--json", str(args.json), "--only", args.only]
-    code = (  # the same packages, whatever the current folder holds
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from apex.bench.cli import main; sys.exit(main({words!r}))"
-    )
-    call, environ = [sys.executable, "-c", code], {**os.environ, INTERPRET: "1"}
-    # A session of its own, so that Ctrl-C reaches it once, through us.
-    with (
-        subprocess.Popen(call, env=environ, start_new_session=True) as process,
-        terminated_like_interrupted(),
-    ):
-        try:
-            ended = process.wait()
-        except KeyboardInterrupt:
-            process.terminate()  # it shows and keeps what is finished
-            ended = process.wait()
-    if ended >= 0:
-        return ended
-    said = f"ended by signal {-ended}; finished checks are in {args.json}, and its"
-    print(f'apex selftest: {said} "next" is the one that ended it', file=sys.stderr)
-    return FAILED
-
-
-def _checked(args: argparse.Namespace, device: torch.device) -> int:
-    from apex.bench.selftest import report
-    from apex.bench.selftest.run import Result, carry_out, plan
-
-    gpu, why_not = device.type == "cuda", None
-    if gpu:
-        why_not = _runtime.why_not_triton("cuda")
-    elif importlib.util.find_spec("triton") is None:
-        why_not = "the triton package is not installed: pip install triton"
+    device, why_not = _choose(device)
     planned = plan(device, kernels=why_not is None, only=args.only)
     if not planned:
         raise UsageError(f"--only {args.only!r}: no check has this in its name")
-    ran = "compiled" if gpu else "in Triton's interpreter, on the CPU"
+    ran = "compiled" if device.type == "cuda" else "in Triton's interpreter, on the CPU"
     content: dict[str, Any] = {
-        "format": FORMAT,
+        "format": "apex selftest 1",
         "environment": _environment(device),
         "kernels": ran if why_not is None else f"not run: {why_not}",
         "planned": len(planned),
@@ -151,9 +95,42 @@ def _checked(args: argparse.Namespace, device: torch.device) -> int:
             report.show(to, results, content, device)
             if results:
                 to.print(f"In {args.json}; attach it to an issue.", markup=False)
-    if interrupted:
-        return INTERRUPTED
-    return OK if content["complete"] and all(r.status == "right" for r in results) else FAILED
+    right = content["complete"] and all(result.status == "right" for result in results)
+    return INTERRUPTED if interrupted else OK if right else FAILED
+
+
+def _choose(device: torch.device) -> tuple[torch.device, str | None]:
+    """Number a GPU, or choose the interpreter; the text says why kernels cannot run."""
+    interpreted, why_not = os.environ.get(INTERPRET) == "1", None
+    if device.type == "cuda":
+        if interpreted:
+            raise UsageError(f"{INTERPRET}=1 is set: kernels would not run on the GPU; unset it")
+        device, why_not = torch.device("cuda", device.index or 0), _runtime.why_not_triton("cuda")
+    elif importlib.util.find_spec("triton") is None:
+        why_not = "the triton package is not installed: pip install triton"
+    elif not interpreted:
+        if "triton" in sys.modules:
+            raise UsageError(f"triton is imported already; set {INTERPRET}=1 before Python starts")
+        os.environ[INTERPRET] = "1"
+    return device, why_not
+
+
+def every_check() -> Iterator[Check]:
+    """All checks, those for a GPU included."""
+    for module in (ops, optimizers, training, gpu):
+        yield from module.checks()
+
+
+def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[Planned]:
+    """The checks with ``only`` in area or name, on each path; ``kernels`` says if these can run."""
+    return [
+        (check, Setting(device, path))
+        for check in every_check()
+        if only.lower() in f"{check.area}: {check.name}".lower()
+        if not check.gpu or device.type == "cuda"
+        for path in check.paths
+        if path != "kernels" or kernels
+    ]
 
 
 def _environment(device: torch.device) -> dict[str, Any]:

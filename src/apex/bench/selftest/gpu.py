@@ -34,7 +34,8 @@ REPEATS = 10  # of a timed call
 # Replayed, these draw other random numbers, or count their steps in Python, than step by step.
 NOT_CAPTURED = ("storage=stochastic", "apex.contrib")
 
-Refill = Callable[[int], None]
+# Parameters, what steps them, and what gives the next step other inputs, by their number.
+Stepped = tuple[list[nn.Parameter], Callable[[], None], Callable[[int], None]]
 
 
 def captured(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -81,12 +82,13 @@ def checks() -> Iterator[Check]:
         stepping = partial(_stepping, optimizer, variant)
         if not any(word in name for word in NOT_CAPTURED):
             yield live(GRAPHS, name, partial(_replayed, stepping))
-        yield live(WAITS, name, partial(_steps_without_waits, stepping))
+        yield live(WAITS, name, partial(_without_waits, partial(_only_step, stepping)))
     yield live(GRAPHS, "forward, backward and step", partial(_replayed, _learning))
     for op in ops.CHECKED:
-        yield live(WAITS, op.title, partial(_op_without_waits, op))
+        yield live(WAITS, op.title, partial(_without_waits, partial(_differentiated, op)))
     for level in training.LEVELS:
-        yield live(WAITS, f"training at {level}, FusedAdam", partial(_level_without_waits, level))
+        trained = partial(_without_waits, partial(_trained, level))
+        yield live(WAITS, f"training at {level}, FusedAdam", trained)
     yield live(ELSEWHERE, "on a GPU that is not the current one", _elsewhere)
     for cases, shapes in ((OF_LISTS, "transformer"), (OF_LAYERS, "middle")):
         for case in cases:
@@ -98,21 +100,14 @@ def checks() -> Iterator[Check]:
 # --- CUDA graphs ----------------------------------------------------------------------------------
 
 
-def _replayed(
-    make: Callable[[Setting], tuple[list[nn.Parameter], Callable[[], None], Refill]],
-    setting: Setting,
-) -> Iterator[Measured]:
+def _replayed(make: Callable[[Setting], Stepped], setting: Setting) -> Iterator[Measured]:
     """Replays with new inputs end with the bits of as many steps."""
     ends = []
     for in_a_graph in (True, False):
         params, work, refill = make(setting)
-        refill(0)
-        if in_a_graph:
-            again = captured(work, setting.device)
-        else:
-            again = work
-            for _ in range(WARM_UP):
-                work()
+        again = captured(work, setting.device) if in_a_graph else work
+        for _ in range(0 if in_a_graph else WARM_UP):
+            work()
         for number in range(1, 1 + REPLAYS):
             refill(number)
             again()
@@ -120,36 +115,31 @@ def _replayed(
     yield same("weights beside single steps", *ends)
 
 
-def _stepping(
-    optimizer: Optimizer, variant: Variant, setting: Setting
-) -> tuple[list[nn.Parameter], Callable[[], None], Refill]:
-    """Parameters, a step from gradients that stay where they are, and what refills these."""
+def _stepping(optimizer: Optimizer, variant: Variant, setting: Setting) -> Stepped:
+    """Step from gradients that stay where they are."""
     params = optimizers.parameters(setting, DTYPES[variant.dtypes[0]])
     made = optimizers.made(optimizer, variant, params)
     grads = [torch.empty_like(param) for param in params]
-    given = [torch.empty_like(param) for param in params]  # a step may change its gradients
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
+    given = optimizers.gradients(params, setting, 0)  # a step may change its gradients
+    optimizers.give(params, grads)
     if not variant.larc:
         optimizers.tell(made, 0.0, setting)
 
     def work() -> None:
-        for grad, new in zip(grads, given, strict=True):
-            grad.copy_(new)
+        torch._foreach_copy_(grads, given)
         made.step()
 
     def refill(number: int) -> None:
-        for grad, new in zip(given, optimizers.gradients(params, setting, number), strict=True):
-            grad.copy_(new)
+        torch._foreach_copy_(given, optimizers.gradients(params, setting, number))
 
     return params, work, refill
 
 
-def _learning(setting: Setting) -> tuple[list[nn.Parameter], Callable[[], None], Refill]:
+def _learning(setting: Setting) -> Stepped:
     """A network of ours as a whole, learning from other inputs each time."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), FusedLayerNorm(256), nn.Linear(256, 8))
-    model = model.to(setting.device)
+    model.to(setting.device)
     optimizer = FusedAdam(model.parameters(), lr=0.01, capturable=True)
     x = random((32, 64), torch.float32, setting.device)
 
@@ -167,15 +157,15 @@ def _learning(setting: Setting) -> tuple[list[nn.Parameter], Callable[[], None],
 # --- no waits -------------------------------------------------------------------------------------
 
 
-def _steps_without_waits(
-    make: Callable[[Setting], tuple[object, Callable[[], None], Refill]], setting: Setting
-) -> Iterator[Measured]:
-    _, work, refill = make(setting)
-    refill(0)
-    yield from _without_waits(work, setting)
+def _only_step(make: Callable[[Setting], Stepped], setting: Setting) -> Callable[[], object]:
+    return make(setting)[1]
 
 
-def _op_without_waits(op: Op, setting: Setting) -> Iterator[Measured]:
+def _trained(level: str, setting: Setting) -> Callable[[], object]:
+    return training.Trainer(level, setting).step
+
+
+def _differentiated(op: Op, setting: Setting) -> Callable[[], object]:
     leaves, rest = op.inputs(op.small[-1], DTYPES[op.dtypes[-1]], setting.device)
     leaves = [x.requires_grad_() for x in leaves]
 
@@ -183,24 +173,23 @@ def _op_without_waits(op: Op, setting: Setting) -> Iterator[Measured]:
         y = op.ours(*leaves, *rest)
         torch.autograd.grad(y, leaves, torch.ones_like(y))
 
-    yield from _without_waits(work, setting)
+    return work
 
 
-def _level_without_waits(level: str, setting: Setting) -> Iterator[Measured]:
+def _without_waits(
+    make: Callable[[Setting], Callable[[], object]], setting: Setting
+) -> Iterator[Measured]:
+    """Warm up, then do it twice where a wait raises."""
     try:
-        yield from _without_waits(training.Trainer(level, setting).step, setting)
+        work = make(setting)
+        for _ in range(WARM_UP):
+            work()
+        with waits_refused(setting.device):
+            for _ in range(2):
+                work()
+        yield Measured("waits", 0, 0, "waits")  # one would have raised
     finally:
         amp.reset()
-
-
-def _without_waits(work: Callable[[], object], setting: Setting) -> Iterator[Measured]:
-    """Warm up, then do it twice where a wait raises."""
-    for _ in range(WARM_UP):
-        work()
-    with waits_refused(setting.device):
-        for _ in range(2):
-            work()
-    yield Measured("waits", 0, 0, "waits")  # one would have raised
 
 
 # --- devices and bandwidth ------------------------------------------------------------------------

@@ -1,27 +1,29 @@
-"""Ops on tensors: forward and every gradient, beside torch's own functions in float64.
+"""Ops on tensors and on lists of tensors, beside float64, and twice with the same bits.
 
-One rounding is allowed, or a few eps where sums of terms of both signs decide. In float32 twice
-the error of torch's own float32 function is allowed too: sums over thousands of rows round at
-every addition. (4 x 320 x 64 x 64, gradient of a group norm's weight: torch's is 10
-eps off.)
+Of ops on tensors that is forward and every gradient. One rounding is allowed, or a few eps where
+sums of terms of both signs decide. In float32 twice the error of torch's own float32 function is
+allowed too: sums over thousands of rows round at every addition. (4 x 320 x 64 x 64, gradient of a
+group norm's weight: torch's is 10 eps off.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from apex.bench import tolerance
-from apex.bench.catalogue.entry import DTYPES, Function, Inputs, Op
+from apex.bench.catalogue.entry import DTYPES, Function, Inputs, Op, random
+from apex.bench.catalogue.lists import LISTS, ListOp
 from apex.bench.catalogue.ops import OPS
-from apex.bench.selftest.check import Check, Measured, Setting, same
+from apex.bench.selftest.check import Check, Measured, Setting, one_rounding, same
 
-__all__ = ["CHECKED", "checks"]
+__all__ = ["CHECKED", "checks", "tensors"]
 
-AREA = "norms and losses"
 CHECKED = [op for op in OPS if op.small]
+SHAPES = ((), (1,), (0,), (7,), (33, 5), (1025,), (8193,))  # 8193: one more than a block
+LARGE = ((1_000_003,), (3000, 1000))
 
 
 def checks() -> Iterator[Check]:
@@ -29,21 +31,28 @@ def checks() -> Iterator[Check]:
     for op in CHECKED:
         for dtype in op.dtypes:
             for mode in ("forward", "backward"):
-                run = partial(_compared, op, DTYPES[dtype], mode == "backward")
-                yield Check(AREA, f"{op.title}, {dtype}, {mode}", run)
+                run = partial(_op, op, DTYPES[dtype], mode == "backward")
+                yield Check("norms and losses", f"{op.title}, {dtype}, {mode}", run)
+    for listed in LISTS:
+        for dtype in listed.dtypes:
+            run = partial(_list_op, listed, DTYPES[dtype])
+            yield Check("lists of tensors", f"{listed.name}, {dtype}", run)
 
 
-def _compared(op: Op, dtype: torch.dtype, backward: bool, setting: Setting) -> Iterator[Measured]:
+# --- on tensors -----------------------------------------------------------------------------------
+
+
+def _op(op: Op, dtype: torch.dtype, backward: bool, setting: Setting) -> Iterator[Measured]:
     for shape in (*op.small, *(op.busy if setting.large else ())):
         inputs = op.inputs(shape, dtype, setting.device)
         found, again = (_results(op.ours, inputs, backward) for _ in range(2))
         exact, torchs = (
             _results(op.theirs, inputs, backward, to) for to in (torch.float64, torch.float32)
         )
-        size = "x".join(map(str, shape))
+        size, in_eps = "x".join(map(str, shape)), op.in_eps.get(dtype)
         for name, one in found.items():
             three = (one, exact[name], torchs[name])
-            yield _judged(f"{name}, {size}", *three, op.in_eps.get(dtype), dtype, setting)
+            yield _judged(f"{name}, {size}", *three, in_eps, dtype, setting)
         yield same(f"second call, {size}", [*found.values()], [*again.values()])
 
 
@@ -51,11 +60,11 @@ def _judged(
     what: str, found: torch.Tensor, exact: torch.Tensor, torchs: torch.Tensor,
     in_eps: float | None, dtype: torch.dtype, setting: Setting,
 ) -> Measured:  # fmt: skip
-    error: Callable[[torch.Tensor], float] = lambda x: (  # noqa: E731
-        tolerance.roundings(x, exact, truncated=setting.interpreted)
-        if in_eps is None
-        else tolerance.errors_in_eps(x, exact, dtype)
-    )
+    def error(x: torch.Tensor) -> float:
+        if in_eps is None:
+            return tolerance.roundings(x, exact, truncated=setting.interpreted)
+        return tolerance.errors_in_eps(x, exact, dtype)
+
     if found.shape != exact.shape:
         return Measured(what, float("inf"), 0, "wrong shape")
     allowed = tolerance.ROUNDINGS[found.dtype] if in_eps is None else in_eps
@@ -76,5 +85,33 @@ def _results(
     # Multiples of 1/8, which every dtype holds: the exact result starts from the same gradient.
     grad = torch.randint(-16, 17, y.shape, generator=generator).to(y) / 8
     found = torch.autograd.grad(y, leaves, grad)
-    names = ["input", "weight", "bias"]
-    return {f"gradient of {name}": one for name, one in zip(names, found, strict=False)}
+    names = [f"gradient of {name}" for name in ("input", "weight", "bias")]
+    return dict(zip(names, found, strict=False))
+
+
+# --- on lists of tensors --------------------------------------------------------------------------
+
+
+def tensors(setting: Setting, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """A list of awkward sizes, and of large tensors on a GPU."""
+    shapes = (*SHAPES, *(LARGE if setting.large else ()))
+    return [random(s, dtype, setting.device, seed=100 * seed + n) for n, s in enumerate(shapes)]
+
+
+def _list_op(op: ListOp, dtype: torch.dtype, setting: Setting) -> Iterator[Measured]:
+    lists = [tensors(setting, dtype, seed) for seed in range(op.lists)]
+    flag = torch.zeros(1, dtype=torch.int32, device=setting.device)
+    found, again = (op.ours(flag, *lists) for _ in range(2))
+    exact = op.exact(*([x.double() for x in column] for column in lists))
+    yield from one_rounding("output", zip(found.rounded, exact.rounded, strict=True), setting)
+    for norm, wanted in zip(found.norms, exact.norms, strict=True):
+        # Few numbers, each off by the additions of a sum.
+        error = tolerance.errors_in_eps(norm, wanted) if norm.shape == wanted.shape else torch.inf
+        yield Measured("norm", error, tolerance.NORM, "eps")
+    yield same("second call", [*found.rounded, *found.norms], [*again.rounded, *again.norms])
+    yield Measured("flag, 0 expected", int(flag), 0, "off")
+    for bad in (torch.inf, torch.nan) if op.flags else ():
+        lists[-1][-1].view(-1)[-1] = bad
+        flag.zero_()
+        op.ours(flag, *lists)
+        yield Measured("flag, 1 expected", 1 - int(flag), 0, "off")

@@ -9,7 +9,7 @@ every bit as it is, and a second run has to end with the same bits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,28 +17,18 @@ import torch
 
 from apex.bench import tolerance
 from apex.bench.catalogue.entry import DTYPES
-from apex.bench.catalogue.optimizers import OPTIMIZERS, Optimizer, State, Step, Variant
-from apex.bench.selftest.check import (
-    Check,
-    Measured,
-    Pair,
-    Setting,
-    differing,
-    joined,
-    one_rounding,
-    same,
-)  # fmt: skip
-from apex.bench.selftest.lists import tensors
+from apex.bench.catalogue.optimizers import OPTIMIZERS, TRUST, Optimizer, State, Step, Variant, larc
+from apex.bench.selftest.check import Check, Measured, Pair, Setting, joined, one_rounding, same
+from apex.bench.selftest.ops import tensors
 from apex.ops.lists.storage import join
 from apex.optimizers import FusedAdam
 from apex.parallel import LARC
 
-__all__ = ["EVERY", "checks", "give_grads", "gradients", "made", "parameters", "tell"]
+__all__ = ["EVERY", "checks", "give", "gradients", "made", "parameters", "tell"]
 
 AREA = "optimizers"
 STEPS = 3
 SCALE = 1024.0  # of the gradients; a power of two, so that taking it out is exact
-TRUST = 0.02  # LARC's coefficient
 EVERY = [(optimizer, variant) for optimizer in OPTIMIZERS for variant in optimizer.variants]
 
 Params = list[torch.nn.Parameter]
@@ -58,26 +48,23 @@ def made(optimizer: Optimizer, variant: Variant, params: Params) -> Any:
     options = {"lr": 0.02, "weight_decay": 0.01, **optimizer.options, **variant.options}
     second = {"lr": options["lr"] / 2, "weight_decay": 0.1}
     groups = [{"params": params[::2]}, {"params": params[1::2], **second}]
-    found = optimizer.make(groups, **options)
-    return LARC(found, trust_coefficient=TRUST) if variant.larc else found
+    made = optimizer.make(groups, **options)
+    return LARC(made, trust_coefficient=TRUST) if variant.larc else made
 
 
 def parameters(setting: Setting, dtype: torch.dtype) -> Params:
-    """Parameters of awkward sizes."""
+    """Make parameters of awkward sizes."""
     return [torch.nn.Parameter(x) for x in tensors(setting, dtype, 20)]
 
 
-def gradients(
-    params: Params, setting: Setting, number: int, scale: float = SCALE
-) -> list[torch.Tensor]:
+def gradients(params: Params, setting: Setting, number: int) -> list[torch.Tensor]:
     """The gradients of a step."""
-    found = tensors(setting, params[0].dtype, 20 + number, [tuple(p.shape) for p in params])
-    return [grad * scale for grad in found]
+    return [grad * SCALE for grad in tensors(setting, params[0].dtype, 20 + number)]
 
 
-def give_grads(params: Params, setting: Setting, number: int, scale: float = SCALE) -> None:
-    """Give parameters the gradients of a step."""
-    for param, grad in zip(params, gradients(params, setting, number, scale), strict=True):
+def give(params: Params, grads: list[torch.Tensor]) -> None:
+    """Give parameters their gradients."""
+    for param, grad in zip(params, grads, strict=True):
         param.grad = grad
 
 
@@ -91,21 +78,19 @@ def _compared(
     entry: Optimizer, variant: Variant, dtype: torch.dtype, setting: Setting
 ) -> Iterator[Measured]:
     ends = []
-    for first in (True, False):
+    for _ in range(2):
         torch.manual_seed(0)  # stochastic rounding draws
         params = parameters(setting, dtype)
         optimizer = made(entry, variant, params)
         found = [*_steps(entry, variant, optimizer, params, setting)]
-        if first:
-            yield from found
-        if first and not variant.larc:
-            give_grads(params, setting, STEPS + 1)
-            tell(optimizer, 1.0, setting)
-            before = copy.deepcopy(_kept(optimizer))
-            optimizer.step()
-            yield same("skipped step", before, _kept(optimizer))
-        ends.append(_kept(optimizer))
+        ends.append(copy.deepcopy(_kept(optimizer)))
+    yield from found
     yield same("second run", *ends)
+    if not variant.larc:
+        give(params, gradients(params, setting, STEPS + 1))
+        tell(optimizer, 1.0, setting)
+        optimizer.step()
+        yield same("skipped step", ends[1], _kept(optimizer))
 
 
 def _steps(
@@ -113,23 +98,25 @@ def _steps(
 ) -> Iterator[Measured]:
     norms: dict[torch.Tensor, State] = {}  # NovoGrad's, which no tensor's state holds
     max_norm = variant.options.get("max_grad_norm", entry.max_norm)
-    # LARC compares the norms of gradient and weight: GradScaler unscales before it.
-    scale = 1.0 if variant.larc else SCALE
     for number in range(1, STEPS + 1):
-        give_grads(params, setting, number, scale)
-        if not variant.larc:
+        scaled = gradients(params, setting, number)
+        grads = [grad.double() / SCALE for grad in scaled]
+        if variant.larc:  # it compares the norms of gradient and weight: GradScaler unscales before
+            give(params, [grad / SCALE for grad in scaled])
+        else:
+            give(params, scaled)
             tell(optimizer, 0.0, setting)
-        grads = [p.grad.double() / scale for p in params if p.grad is not None]
-        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        norm = torch.cat([grad.flatten() for grad in grads]).norm()
         clip = max_norm / norm if max_norm and norm > max_norm else 1.0
         of = {param: grad * clip for param, grad in zip(params, grads, strict=True)}
         wanted = []
         for group in optimizer.param_groups:
             options = {**entry.options, **variant.options, **group}
             for param in group["params"]:
-                state = {**_state(optimizer, param), **norms.get(param, {})}
-                step = Step(number, options, of[param], _weight(optimizer, param).double(), state)
-                exact, after = entry.formula(_with_local_rate(step) if variant.larc else step)
+                kept = {slot: x.double() for slot, x in _state(optimizer, param).items()}
+                kept.update(norms.get(param, {}))
+                step = Step(number, options, of[param], _weight(optimizer, param).double(), kept)
+                exact, after = (larc if variant.larc else entry.formula)(step)
                 norms[param] = {k: after.pop(k) for k in ("norm",) if k in after}
                 wanted.append((param, exact, after))
         optimizer.step()
@@ -148,37 +135,22 @@ def _steps(
 def _kept(optimizer: Any) -> list[torch.Tensor]:
     """The weights and the state."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [*(p.detach() for p in params), *(x for p in params for x in _of(optimizer, p).values())]
+    return [x for p in params for x in (p.detach(), *_state(optimizer, p).values())]
 
 
-def _of(optimizer: Any, param: torch.Tensor) -> State:
+def _state(optimizer: Any, param: torch.Tensor) -> State:
     found = optimizer.state.get(param, {}).items()
     return {slot: x for slot, x in found if isinstance(x, torch.Tensor)}
 
 
-def _state(optimizer: Any, param: torch.Tensor) -> State:
-    return {slot: x.double() for slot, x in _of(optimizer, param).items()}
-
-
 def _weight(optimizer: Any, param: torch.Tensor) -> torch.Tensor:
     """The weight with all the bits that are kept of it."""
-    state = _of(optimizer, param)
+    state = _state(optimizer, param)
     if "low_bits" in state:
         return join(param.detach(), state["low_bits"])
     if "error" in state:
         return param.detach().double() + state["error"].double()
     return state.get("master_param", param).detach()
-
-
-def _with_local_rate(step: Step) -> Step:
-    """LARC: the gradient and the decay are multiplied by a local rate, then SGD has no decay."""
-    group, decay = step.group, step.group["weight_decay"]
-    size, weight = step.grad.norm(), step.param.norm()
-    if not size * weight:
-        return step._replace(group={**group, "weight_decay": 0.0})
-    rate = (TRUST * weight / (size + decay * weight + 1e-8) / group["lr"]).clamp(max=1.0)
-    grad = (step.grad + decay * step.param) * rate
-    return step._replace(grad=grad, group={**group, "weight_decay": 0.0})
 
 
 def _lost_updates(setting: Setting) -> Iterator[Measured]:
@@ -188,10 +160,9 @@ def _lost_updates(setting: Setting) -> Iterator[Measured]:
     meter = optimizer.count_lost_updates()
     assert meter is not None  # asked for
     before = [param.detach().clone() for param in params]
-    give_grads(params, setting, 1)
+    give(params, gradients(params, setting, 1))
     optimizer.step()
-    moved = sum(differing(old, p.detach()) for old, p in zip(before, params, strict=True))
-    total = sum(param.numel() for param in params)
+    total, moved = sum(param.numel() for param in params), same("", before, params).value
     off = abs(round(meter.share * total) - (total - moved))
     yield Measured("lost updates counted and expected", off, 0, "off")
     yield Measured("fraction of updates lost", meter.share, None, "")
@@ -222,6 +193,4 @@ def _stochastic(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Meas
     yield Measured(f"{what}, mean error", mean, tolerance.DEVIATIONS, "deviations")
 
 
-_STORAGES: dict[str, Callable[..., Iterator[Measured]]] = {
-    "kahan": _kahan, "stochastic": _stochastic,
-}  # fmt: skip
+_STORAGES = {"kahan": _kahan, "stochastic": _stochastic}

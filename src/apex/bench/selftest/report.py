@@ -10,8 +10,7 @@ import torch
 from apex.bench.options import unique
 from apex.bench.output.console import NOTHING
 from apex.bench.output.progress import Bar
-from apex.bench.selftest.check import PATHS, Check, Measured, Setting
-from apex.bench.selftest.run import Result
+from apex.bench.selftest.check import PATHS, Check, Measured, Result, Setting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,19 +76,16 @@ def _show_area(to: Console, area: str, results: Sequence[Result], gpu: bool) -> 
 
 
 def _cell(result: Result) -> str:
-    if result.status == "raised":
-        return "RAISED"
     said = NOTHING if result.worst is None else _number(result.worst)
-    return said if result.status == "right" else f"WRONG: {said}"
+    return {"raised": "RAISED", "right": said, "wrong": f"WRONG: {said}"}[result.status]
 
 
 def _number(one: Measured) -> str:
     """Show the value, what is allowed and the unit; a count of nothing is said in one word."""
-    if one.allowed is None:
-        return f"{one.value:.3g} {one.unit}".rstrip()
     if one.allowed == 0 and one.right:
         return "exact"
-    return f"{one.value:.3g} of {one.allowed:.3g} {one.unit}".rstrip()
+    of = "" if one.allowed is None else f" of {one.allowed:.3g}"
+    return f"{one.value:.3g}{of} {one.unit}".rstrip()
 
 
 def _failure(result: Result) -> str:

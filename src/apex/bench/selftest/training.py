@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,23 +23,15 @@ STEPS = 8
 FEATURES, WIDTH, CLASSES, BATCH = 16, 32, 5, 32
 
 
-class _Level(NamedTuple):
-    """What a level promises: dtypes of weights, of what is stepped, of results; the first scale."""
-
-    weights: torch.dtype
-    stepped: torch.dtype
-    computes: torch.dtype
-    scale: float
-
-
 _32, _16, _B16 = torch.float32, torch.float16, torch.bfloat16
+# What a level promises: dtypes of weights, of what is stepped, of results; the first loss scale.
 LEVELS = {
-    "O0": _Level(_32, _32, _32, 1.0),
-    "O1": _Level(_32, _32, _16, 2.0**16),
-    "O2": _Level(_16, _32, _16, 2.0**16),
-    "O3": _Level(_16, _16, _16, 1.0),
-    "O4": _Level(_32, _32, _B16, 1.0),
-    "O5": _Level(_B16, _32, _B16, 1.0),
+    "O0": (_32, _32, _32, 1.0),
+    "O1": (_32, _32, _16, 2.0**16),
+    "O2": (_16, _32, _16, 2.0**16),
+    "O3": (_16, _16, _16, 1.0),
+    "O4": (_32, _32, _B16, 1.0),
+    "O5": (_B16, _32, _B16, 1.0),
 }
 
 
@@ -63,10 +55,9 @@ class Trainer:
         noise = torch.randn(BATCH, FEATURES, generator=generator)
         self.x = (centres[labels] + noise).to(setting.device)
         self.labels = labels.to(setting.device)
-        self.first = nn.Linear(FEATURES, WIDTH)
-        network = nn.Sequential(
-            self.first, FusedLayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, CLASSES)
-        ).to(setting.device)
+        self.first, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        network = nn.Sequential(self.first, FusedLayerNorm(WIDTH), nn.GELU(), last)
+        network.to(setting.device)
         optimizer = FusedAdam(network.parameters(), lr=0.05, weight_decay=0.01)
         made = amp.initialize(network, optimizer, opt_level=level, verbosity=0, **options)
         self.model, self.optimizer = made
@@ -90,35 +81,40 @@ def _trained(level: str, setting: Setting) -> Iterator[Measured]:
         try:
             trainer = Trainer(level, setting)
             if first:
-                yield from _numbers(trainer, LEVELS[level])
+                yield from _numbers(trainer, *LEVELS[level])
             losses = [float(trainer.step()) for _ in range(STEPS)]
             ends.append([param.detach().clone() for param in trainer.model.parameters()])
         finally:
             amp.reset()
-    finite = sum(int((~weight.isfinite()).sum()) for weight in ends[0])
-    ratio = losses[-1] / losses[0]
-    yield Measured("last loss / first loss", ratio, tolerance.LOSS_FALLS, "")
-    yield Measured("weights that are not finite", finite, 0, "elements")
+    yield _falls(losses)
+    not_finite = sum(int((~weight.isfinite()).sum()) for weight in ends[0])
+    yield Measured("weights that are not finite", not_finite, 0, "elements")
     yield same("second run", *ends)
 
 
-def _numbers(trainer: Trainer, level: _Level) -> Iterator[Measured]:
+def _falls(losses: list[float]) -> Measured:
+    return Measured("last loss / first loss", losses[-1] / losses[0], tolerance.LOSS_FALLS, "")
+
+
+def _numbers(
+    trainer: Trainer, weights: torch.dtype, stepped: torch.dtype, computes: torch.dtype,
+    scale: float,
+) -> Iterator[Measured]:  # fmt: skip
     """Look at dtypes and loss scale before the first step."""
-    seen: list[torch.dtype] = []
-    handle = trainer.first.register_forward_hook(lambda _, __, y: seen.append(y.dtype))
+    seen: list[torch.Tensor] = []
+    handle = trainer.first.register_forward_hook(lambda _, __, y: seen.append(y))
     trainer.model(trainer.x)
     handle.remove()
-    stepped = [p.dtype for group in trainer.optimizer.param_groups for p in group["params"]]
-    weights = [param.dtype for param in trainer.first.parameters()]
+    params = [param for group in trainer.optimizer.param_groups for param in group["params"]]
     for what, found, expected in (
-        ("weights", weights, level.weights),
-        ("weights of the optimizer", stepped, level.stepped),
-        ("output of a linear layer", seen, level.computes),
+        ("weights", trainer.first.parameters(), weights),
+        ("weights of the optimizer", params, stepped),
+        ("output of a linear layer", seen, computes),
     ):
-        wrong = sum(dtype != expected for dtype in found)
+        wrong = sum(x.dtype != expected for x in found)
         yield Measured(f"{what} not {str(expected)[6:]}", wrong, 0, "tensors")
-    scale = float(amp.state_dict()["loss_scaler0"]["loss_scale"])
-    yield Measured(f"loss scale, {level.scale:g} expected", abs(scale - level.scale), 0, "off")
+    found_scale = float(amp.state_dict()["loss_scaler0"]["loss_scale"])
+    yield Measured(f"loss scale, {scale:g} expected", abs(found_scale - scale), 0, "off")
 
 
 def _fused(level: str, setting: Setting) -> Iterator[Measured]:
@@ -130,7 +126,6 @@ def _fused(level: str, setting: Setting) -> Iterator[Measured]:
             losses.append([float(trainer.step(max_norm=0.5)) for _ in range(STEPS)])
         finally:
             amp.reset()
-    ratio = losses[1][-1] / losses[1][0]
-    yield Measured("last loss / first loss", ratio, tolerance.LOSS_FALLS, "")
+    yield _falls(losses[1])
     apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
     yield Measured("losses beside the default's", apart, tolerance.SAME_LOSSES, "of a loss")

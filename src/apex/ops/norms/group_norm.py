@@ -35,6 +35,10 @@ from apex.ops._op import op
 
 ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+# Up to SMALL elements the calls of `_PIECES` cost more than they save. Their time over the
+# definition's, forward and backward, one core of an EPYC, in float32 with channels last, bfloat16,
+# and bfloat16 with channels last: 2 x 64 x 16 x 16 1.4, 1.5, 2.7; 2 x 128 x 32 x 32 0.5, 0.8, 1.0.
+SMALL = 2**17
 
 
 def reference(
@@ -110,7 +114,7 @@ def _of_no_pixel(x: torch.Tensor, *weights: Optional) -> torch.Tensor:
 def _pays(
     x: torch.Tensor, weight: Optional, bias: Optional, groups: int, eps: float, silu: bool
 ) -> bool:
-    return not silu and (x.dtype in NARROW or _is_taken(x))
+    return x.numel() > SMALL and not silu and (x.dtype in NARROW or _is_taken(x))
 
 
 def _is_taken(x: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -121,8 +121,9 @@ def l2_and_decay(weight_decay: Scalar, decoupled: object) -> tuple[Scalar, Scala
     return (0.0, weight_decay) if decoupled else (weight_decay, 0.0)
 
 
-class Adam(NamedTuple):
-    """The hyperparameters of one step.
+@dataclass
+class AdamNumbers:
+    """The hyperparameters of one step that Adam and LAMB have.
 
     Attributes:
         lr: Learning rate.
@@ -133,7 +134,6 @@ class Adam(NamedTuple):
         adam_w_mode: Which of the two.
         bias_correction: Whether the moments are corrected for their start at 0.
         step: Which step this is, from 1; what is counted on a device is read there.
-        eps_inside_sqrt: Add ``eps`` to the second moment instead, below the root.
     """
 
     lr: Scalar
@@ -144,15 +144,19 @@ class Adam(NamedTuple):
     adam_w_mode: bool
     bias_correction: bool
     step: Step
+
+
+@dataclass
+class Adam(AdamNumbers):
+    """``eps_inside_sqrt``: add ``eps`` to the second moment instead, below the root."""
+
     eps_inside_sqrt: bool = False
 
     def scalars(self, factor: Scalar) -> AdamScalars:
         """What the update takes."""
-        _, beta1, beta2, *_ = self
-        l2, decay = l2_and_decay(self.weight_decay, self.adam_w_mode)
         return AdamScalars(
-            factor, self.lr, beta1, 1 - beta1, beta2, 1 - beta2, self.eps, *corrections(self),
-            l2, decay,
+            factor, self.lr, self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2, self.eps,
+            *corrections(self), *l2_and_decay(self.weight_decay, self.adam_w_mode),
         )  # fmt: skip
 
 

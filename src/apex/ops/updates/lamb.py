@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -34,7 +34,7 @@ from apex.ops.lists.multi_tensor import Codec, Update, Values, run
 from apex.ops.lists.storage import DEFAULT_OPTIONS, PLAIN, StepOptions, run_stored
 from apex.ops.lists.tensor_norms import square_sums
 from apex.ops.updates import cpu_fused
-from apex.ops.updates.adam import Step, corrections, for_torch, l2_and_decay
+from apex.ops.updates.adam import AdamNumbers, corrections, for_torch, l2_and_decay
 
 # What the first launch takes; "unbias" are the inverses of the bias corrections.
 TermScalars = namedtuple(
@@ -62,38 +62,23 @@ TERM = Update(_term, "lamb:lamb_term", TermScalars)
 APPLY = Update(_apply, "lamb:lamb_apply", ApplyScalars)
 
 
-class Lamb(NamedTuple):
-    """The hyperparameters of one step.
+@dataclass
+class Lamb(AdamNumbers):
+    """The hyperparameters of one step: Adam's, and two more.
 
     Attributes:
-        lr: Learning rate.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the corrected root.
-        weight_decay: L2 penalty, or decoupled decay with ``adam_w_mode``.
-        adam_w_mode: Which of the two.
-        bias_correction: Whether the moments are corrected for their start at 0.
         grad_averaging: Whether a gradient enters the moment by ``1 - beta1`` or whole.
         use_nvlamb: Whether tensors without weight decay are adapted too.
-        step: Which step this is, from 1; what is counted on a device is read there.
     """
 
-    lr: Scalar
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: Scalar
-    adam_w_mode: bool
-    bias_correction: bool
     grad_averaging: bool
     use_nvlamb: bool
-    step: Step
 
     def scalars(self, factor: Scalar) -> TermScalars:
         """What the first launch takes."""
-        _, beta1, beta2, *_ = self
+        share = 1 - self.beta1 if self.grad_averaging else 1.0
         return TermScalars(
-            factor, beta1, 1 - beta1 if self.grad_averaging else 1.0, beta2, 1 - beta2, self.eps,
+            factor, self.beta1, share, self.beta2, 1 - self.beta2, self.eps,
             *corrections(self), *l2_and_decay(self.weight_decay, self.adam_w_mode),
         )  # fmt: skip
 
