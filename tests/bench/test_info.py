@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 import json
 import os
@@ -14,10 +15,12 @@ import apex
 from apex.amp.casting import cpu_float16
 from apex.bench import cli
 from apex.bench.info import command as info
-from apex.bench.info import families, installs, machine
+from apex.bench.info import families, installs, machine, speeds
+from apex.bench.kernels.clocks import Lap
 
 PYPROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
 COMMAND = re.search('^apex = "(.+)"$', PYPROJECT.read_text(), re.MULTILINE).group(1)
+CPU = torch.device("cpu")
 MISSING = machine.Cuda(False, None, None, None, None, None, None, None, "a CPU build")
 
 
@@ -34,6 +37,11 @@ def tools(tmp_path, monkeypatch):
     return put
 
 
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(speeds, "SIZES", {"cpu": (8, 1)})
+
+
 # --- the command ---------------------------------------------------------------------------
 
 
@@ -47,6 +55,8 @@ def test_json_is_one_object_and_nothing_else(capfd):
     assert facts["devices"][0]["device"] == "cpu"
     assert {half["dtype"] for half in facts["devices"][0]["half_types"]} == {"float16", "bfloat16"}
     assert set(facts["cuda"]) >= {"torch_cuda", "cudnn", "driver", "nvcc"}
+    assert len(facts["speeds"]["cpu"]) == 12
+    assert all(speed["ms"] > 0 for speed in facts["speeds"]["cpu"])
     assert facts["installs"]["running"] == str(pathlib.Path(OURS, "apex"))
 
 
@@ -193,6 +203,81 @@ def test_a_gpu_that_fails_is_a_line_of_the_report(monkeypatch):
     assert machine.devices()[1].name == "unusable: CUDA error: device unavailable"
 
 
+# --- the speeds of dtypes ------------------------------------------------------------------
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """Replace the operations by one that notes how it is called, float16 in torch being slow."""
+    calls = []
+
+    def prepare(dtype, device):
+        if dtype == torch.bfloat16:
+            raise RuntimeError("not implemented for 'BFloat16'")
+        return lambda: calls.append((dtype, cpu_float16.is_on(), torch.is_grad_enabled()))
+
+    def clock(device):
+        def time_once(call):
+            call()
+            dtype, under_amp, _ = calls[-1]
+            return Lap(1000.0 if (dtype, under_amp) == (torch.float16, False) else 2.0, 0.0)
+
+        return time_once
+
+    monkeypatch.setattr(speeds, "OPERATIONS", {"product": prepare})
+    monkeypatch.setattr(speeds, "clock", clock)
+    return calls
+
+
+def test_each_dtype_is_timed_and_a_slow_one_once(noted):
+    found = speeds.speeds(torch.device("cpu"))
+    assert [(one.dtype, one.under, one.ms) for one in found] == [
+        ("float32", "torch", 2.0),
+        ("float16", "torch", 1000.0),
+        ("float16", "amp", 2.0),
+        ("bfloat16", "torch", None),
+    ]
+    assert collections.Counter(noted) == {
+        (torch.float32, False, True): 6,
+        (torch.float16, False, True): 1,
+        (torch.float16, True, True): 6,
+    }
+    assert speeds.times_of_float32(found)["float16", "torch"] == {"product": 500.0}
+    drawn = info.draw(dataclasses.replace(info.collect(), speeds={"cpu": found}))
+    rows = [line.split() for line in drawn.splitlines()]
+    for row in ("float16 500", "float16, amp 1", "bfloat16 cannot", "float32 in ms 2"):
+        assert ["cpu", *row.split()] in rows
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_timing_dtypes_leaves_the_process_as_it_was(on, noted, monkeypatch):
+    before = cpu_float16.is_on(), torch.random.get_rng_state()
+    if on:
+        cpu_float16.begin(torch.float16, ["cpu"])
+    try:
+        with torch.no_grad(), torch.autocast("cpu"):
+            speeds.speeds(torch.device("cpu"))
+            assert (cpu_float16.is_on(), torch.is_grad_enabled()) == (on, False)
+            assert torch.is_autocast_enabled("cpu")
+            monkeypatch.setattr(speeds, "_best_times", lambda plan, device: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                speeds.speeds(torch.device("cpu"))
+        assert cpu_float16.is_on() == on
+        assert torch.equal(torch.random.get_rng_state(), before[1])
+    finally:
+        cpu_float16.switch(on=before[0])
+
+
+def test_what_is_timed_is_of_the_dtype(monkeypatch):
+    """A product, a convolution, and the gradients of its input and its weight."""
+    results = [prepare(torch.float16, CPU)() for prepare in speeds.OPERATIONS.values()]
+    product, forward, backward = results
+    assert {x.dtype for x in (product, forward, *backward)} == {torch.float16}
+    shapes = [tuple(x.shape) for x in (product, forward, *backward)]
+    assert shapes == [(8, 8), (1, 64, 32, 32), (1, 32, 32, 32), (64, 32, 3, 3)]
+    assert speeds.speeds(torch.device("meta")) == ()
+
+
 # --- the code paths ------------------------------------------------------------------------
 
 
@@ -211,15 +296,6 @@ def test_float16_on_the_cpu(native, monkeypatch):
     assert ("matrix products" in line.why) is not native
     assert "attention" in line.why
     assert "float32, rounded once" in line.why
-
-
-def test_a_family_that_is_not_here_is_not_promised():
-    choice = families.Choice("Triton", "always")
-    rows = [
-        families.Family("here", "apex.bench", lambda device: choice),
-        families.Family("later", "apex.no_such_room.norms", lambda device: choice),
-    ]
-    assert [line.family for line in families.live_paths(["cpu"], rows)] == ["here"]
 
 
 def test_unscaling_says_why_it_cannot_run(monkeypatch):

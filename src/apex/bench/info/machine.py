@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,7 +113,6 @@ def cuda() -> Cuda:
     available = torch.cuda.is_available()
     cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     driver, driver_cuda = _driver()
-    nvcc_path = shutil.which("nvcc")
     return Cuda(
         available=available,
         torch_cuda=torch.version.cuda,
@@ -121,8 +120,8 @@ def cuda() -> Cuda:
         cudnn=None if cudnn is None else _cudnn_version(cudnn),
         driver=driver,
         driver_cuda=driver_cuda,
-        nvcc=_search(r"release ([\d.]+)", _output_of([nvcc_path, "--version"])),
-        nvcc_path=nvcc_path,
+        nvcc=_search(r"release ([\d.]+)", _output_of("nvcc", "--version")),
+        nvcc_path=shutil.which("nvcc"),
         why_not=None if available else _why_no_gpu(driver),
     )
 
@@ -131,23 +130,20 @@ def _cpu() -> Device:
     flags = _cpu_flags()
     return Device(
         device="cpu",
-        name=_cpu_name(),
+        name=next(_cpuinfo("model name"), "") or platform.processor() or platform.machine(),
         memory_bytes=_physical_memory(),
         cores=os.cpu_count(),
         capability=torch.backends.cpu.get_cpu_capability(),
-        half_types=tuple(
-            _cpu_half_type(dtype, wanted, flags) for dtype, wanted in CPU_HALF_FLAGS.items()
-        ),
+        half_types=tuple(_cpu_half_type(dtype, flags) for dtype in CPU_HALF_FLAGS)
+        if flags
+        else _unknown_half_types("this system does not say what its CPU can do"),
     )
 
 
-def _cpu_half_type(dtype: str, wanted: Sequence[str], flags: frozenset[str]) -> HalfType:
-    if not flags:
-        return HalfType(dtype, None, "this system does not say what its CPU can do")
-    present = [flag for flag in wanted if flag in flags]
-    if present:
-        return HalfType(dtype, True, ", ".join(present))
-    return HalfType(dtype, False, f"no such instructions: {CPU_WITHOUT[dtype]}")
+def _cpu_half_type(dtype: str, flags: frozenset[str]) -> HalfType:
+    present = [flag for flag in CPU_HALF_FLAGS[dtype] if flag in flags]
+    why = ", ".join(present) or f"no such instructions: {CPU_WITHOUT[dtype]}"
+    return HalfType(dtype, bool(present), why)
 
 
 def _gpu(index: int) -> Device:
@@ -164,29 +160,27 @@ def _gpu(index: int) -> Device:
         memory_bytes=properties.total_memory,
         cores=properties.multi_processor_count,
         capability=properties.gcnArchName if rocm else "{}.{}".format(*capability),
-        half_types=_rocm_half_types() if rocm else _cuda_half_types(capability),
+        half_types=_unknown_half_types("not known here for AMD's architectures")
+        if rocm
+        else _cuda_half_types(capability),
     )
 
 
 def _cuda_half_types(capability: tuple[int, int]) -> tuple[HalfType, ...]:
-    """Say what a compute capability means for the half types.
-
-    Source: CUDA C++ Programming Guide, "Compute Capabilities", feature support.
-    """
+    """Source: CUDA C++ Programming Guide, "Compute Capabilities", feature support."""
+    why = "needs compute capability 5.3: saves memory only"
+    if capability >= (5, 3):
+        why = "arithmetic since 5.3, but no tensor cores before 7.0"
     if capability >= (7, 0):
-        float16 = HalfType("float16", True, "tensor cores since compute capability 7.0")
-    elif capability >= (5, 3):
-        float16 = HalfType("float16", True, "arithmetic since 5.3, but no tensor cores before 7.0")
-    else:
-        float16 = HalfType("float16", False, "needs compute capability 5.3: saves memory only")
+        why = "tensor cores since compute capability 7.0"
+    float16 = HalfType("float16", capability >= (5, 3), why)
     if capability >= (8, 0):
         return float16, HalfType("bfloat16", True, "tensor cores since compute capability 8.0")
     return float16, HalfType("bfloat16", False, "needs compute capability 8.0: emulated, slow")
 
 
-def _rocm_half_types() -> tuple[HalfType, ...]:
-    unknown = "not known here for AMD's architectures"
-    return HalfType("float16", None, unknown), HalfType("bfloat16", None, unknown)
+def _unknown_half_types(why: str) -> tuple[HalfType, ...]:
+    return tuple(HalfType(dtype, None, why) for dtype in CPU_HALF_FLAGS)
 
 
 def _other_accelerators() -> list[Device]:
@@ -195,7 +189,7 @@ def _other_accelerators() -> list[Device]:
     if accelerator is None or not accelerator.is_available():
         return []
     kind = accelerator.current_accelerator().type
-    unknown = tuple(HalfType(dtype, None, "not known here") for dtype in CPU_HALF_FLAGS)
+    unknown = _unknown_half_types("not known here")
     return [
         Device(f"{kind}:{index}", kind, None, None, None, unknown)
         for index in range(accelerator.device_count())
@@ -215,31 +209,26 @@ def _why_no_gpu(driver: str | None) -> str:
 
 def _driver() -> tuple[str | None, str | None]:
     """Ask nvidia-smi for the driver's version and the newest CUDA that it serves."""
-    tool = shutil.which("nvidia-smi")
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    version = _search(r"^\s*(\d+\.[\d.]+)\s*$", _output_of(query))
+    said = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    version = _search(r"^\s*(\d+\.[\d.]+)\s*$", said)
     if version is None:
         return None, None
-    return version, _search(r"CUDA[^:|]*Version\s*:\s*([\d.]+)", _output_of([tool]))
+    return version, _search(r"CUDA[^:|]*Version\s*:\s*([\d.]+)", _output_of("nvidia-smi"))
 
 
-def _output_of(command: Sequence[str | None]) -> str:
+def _output_of(*command: str) -> str:
     """Return what a tool prints, or nothing where it is missing, fails or hangs."""
-    words = [word for word in command if word is not None]
-    if len(words) < len(command):
-        return ""
     try:
-        done = subprocess.run(
-            words,
+        return subprocess.run(
+            command,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=TOOL_TIMEOUT_S,
             check=True,
-        )
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
 
 
 def _search(pattern: str, text: str) -> str | None:
@@ -266,10 +255,6 @@ def _cpu_flags() -> frozenset[str]:
     if capabilities is not None:
         return frozenset(name for name, present in capabilities.items() if present is True)
     return frozenset(word for line in _cpuinfo("flags", "Features") for word in line.split())
-
-
-def _cpu_name() -> str:
-    return next(_cpuinfo("model name"), "") or platform.processor() or platform.machine()
 
 
 def _cpuinfo(*fields: str) -> Iterator[str]:

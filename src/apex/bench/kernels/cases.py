@@ -18,13 +18,13 @@ from apex.bench.catalogue.entry import Sizes
 from apex.bench.catalogue.optimizers import OPTIMIZERS, Optimizer, TimedStep
 from apex.bench.catalogue.peers import Peer
 from apex.bench.catalogue.sizes import LISTS
+from apex.bench.kernels.clocks import Call
 from apex.ops.lists.scale import axpby_, scale_
 from apex.ops.lists.tensor_norms import l2_norm
 
 __all__ = ["DTYPES", "OF_LISTS", "Call", "Case", "Provider", "Shapes"]
 
 Shapes = list[tuple[int, ...]]
-Call = Callable[[], object]
 Column = list[torch.Tensor]
 
 DTYPES = {

@@ -1,15 +1,13 @@
 """``apex bench kernels``: times of each operation, ours and those of other packages.
 
-The command. What is timed is in `kernel_cases` and `layer_modes`, one row is measured in
-`kernel_rows` by the clocks of `clocks`, `kernel_report` shows the rows, and `kernel_model` computes
-what is known of a GPU that is not here.
+What is timed is in `cases` and `layers`; one row is measured in `timing` by the clocks of `clocks`;
+`timing_report` shows the rows.
 """
 
 import argparse
-import dataclasses
 import importlib
 import importlib.metadata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,12 @@ from typing import Any
 import torch
 
 from apex.bench.cli import UsageError
-from apex.bench.kernels import report as kernel_report
+from apex.bench.kernels import timing_report
 from apex.bench.kernels.cases import DTYPES, OF_LISTS, Case
 from apex.bench.kernels.clocks import copy_gb_s
 from apex.bench.kernels.layers import OF_LAYERS
-from apex.bench.kernels.model import NOTE, Asked, Model, models
-from apex.bench.kernels.rows import Report, Row, how_measured, measure
+from apex.bench.kernels.timing import Row, how_measured, measure
+from apex.bench.kernels.timing_report import Report
 from apex.bench.options import (
     at_least,
     check_file,
@@ -81,11 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)"
     )
     parser.add_argument(
-        "--model", metavar="TARGET",
-        help="add what can be computed of our operations on a GPU that is not here (sm_80, sm_90, "
-        "sm_100, ...): bytes, launches, programs per multiprocessor; never a time",
-    )  # fmt: skip
-    parser.add_argument(
         "--json", type=Path, default=Path("apex-bench", "kernels.json"), metavar="PATH",
         help="file to write, with a page, a CSV file and plots beside it (default: %(default)s)",
     )  # fmt: skip
@@ -108,15 +101,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json.suffix in (".csv", ".html"):
         raise UsageError(f"--json {args.json}: another file gets this name; use one in .json")
     check_file("--json", args.json)
-    _models(args.model, [])  # now and not after minutes of work
     with _threads(args.threads):
         bench = _Bench(args, device)
         with terminated_like_interrupted():
-            with suppress(KeyboardInterrupt):  # the report says by itself that it is incomplete
-                with progress(Bar, bench.cases, TIMED) as bar:
-                    bench.measure_all(bar)
-                bench.add_models()
-            kernel_report.show(bench.report(), args.json)
+            # The report says by itself that it is incomplete.
+            with suppress(KeyboardInterrupt), progress(Bar, bench.cases, TIMED) as bar:
+                bench.measure_all(bar)
+            timing_report.show(bench.report(), args.json)
     if not bench.complete:
         return INTERRUPTED
     return FAILED if any(row.problem and row.ours for row in bench.rows) else OK
@@ -152,14 +143,11 @@ class _Bench:
             "repeats": args.repeats,
             "full": self._full,
             "device": str(device),
-            "model": args.model,
         }
         self._environment = environment(device)
         for peer in PEERS:
             self._environment["versions"][peer] = _version(peer)
         self._how = how_measured(device)
-        if args.model:
-            self._how["model"] = NOTE.format(target=args.model)
         self._missing: dict[str, list[str]] = {}
         self._copy_gb_s: float | None = None
 
@@ -178,15 +166,6 @@ class _Bench:
             self._save()
             bar.done(case)
 
-    def add_models(self) -> None:
-        """Say of our own rows what can be computed of a GPU that is not here."""
-        target = self._options["model"]
-        ours = [number for number, row in enumerate(self.rows) if row.ours]
-        asked = [(r.op, r.shapes, r.dtype, self._full) for r in map(self.rows.__getitem__, ours)]
-        for number, model in zip(ours, _models(target, asked), strict=bool(target)):
-            self.rows[number] = dataclasses.replace(self.rows[number], model=model)
-        self._save()
-
     def report(self) -> Report:
         return Report(
             environment={**self._environment, "copy_gb_s": self._copy_gb_s},
@@ -198,16 +177,7 @@ class _Bench:
         )
 
     def _save(self) -> None:
-        save(kernel_report.content(self.report()), self._file)
-
-
-def _models(target: str | None, asked: Sequence[Asked]) -> list[Model]:
-    if target is None:
-        return []
-    try:
-        return models(target, asked)
-    except RuntimeError as error:
-        raise UsageError(f"--model {target}: {error}") from error
+        save(timing_report.content(self.report()), self._file)
 
 
 @contextmanager
