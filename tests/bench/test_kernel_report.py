@@ -58,7 +58,7 @@ def _report(rows=None, **changes):
         "missing": {"timm": ["lamb: timm loop"]},
         "notes": {"ms": "by the host clock"},
     }  # fmt: skip
-    return Report(**{**values, **changes}, rows=tuple(rows))
+    return Report(**{**values, **changes}, rows=rows)
 
 
 def _show(of, folder, name="kernels.json"):

@@ -7,7 +7,6 @@ be moved, as declared, not those that a provider moves.
 import math
 import os
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 
 from apex.bench.intervals import Interval, interval, percentile
 from apex.bench.kernels.cases import DTYPES, Case, Provider, Shapes
-from apex.bench.kernels.clocks import Call, Lap, launches, take_turns
+from apex.bench.kernels.clocks import Call, launches, take_turns
 from apex.bench.memory import peak_bytes, source
 
 __all__ = ["HUGE_PAGES", "Measured", "Row", "how_measured", "measure"]
@@ -28,26 +27,7 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
 class Row:
     """One provider of one operation on one set of tensors; what was not measured is ``None``.
 
-    Attributes:
-        op: The operation.
-        provider: Who computes it.
-        ours: Whether that is us.
-        shapes: The name of the set of shapes.
-        dtype: Of the tensors.
-        tensors: How many there are.
-        elements: Of all of them together.
-        repeats: Turns.
-        threads: That torch may use on the CPU.
-        huge_pages: Whether torch asks Linux for huge pages: THP_MEM_ALLOC_ENABLE=1.
-        times: In ms, of each turn; empty where the provider failed.
-        our_times: Ours in the same turns, beside another provider's.
-        bytes_per_element: That have to be moved.
-        copy_gb_s: Bytes per second of a copy on the same device in the same run.
-        peak_mib: Tensor memory of one call beyond its inputs.
-        host_ms: Until the call returns on a GPU; on a CPU the time on as many tensors of one
-            element: what a call costs before any data.
-        launches: Kernels of one call, on a GPU.
-        problem: Why the provider failed.
+    The columns of `timing_columns` say what they mean.
     """
 
     op: str
@@ -60,8 +40,11 @@ class Row:
     repeats: int
     threads: int
     huge_pages: bool
+    """Whether torch asks Linux for huge pages: THP_MEM_ALLOC_ENABLE=1."""
     times: tuple[float, ...] = ()
+    """In ms, of each turn; empty where the provider failed."""
     our_times: tuple[float, ...] = ()
+    """Ours in the same turns, beside another provider's."""
     bytes_per_element: float | None = None
     copy_gb_s: float | None = None
     peak_mib: float | None = None
@@ -69,20 +52,9 @@ class Row:
     launches: int | None = None
     problem: str | None = None
 
-    @property
-    def p20_ms(self) -> float | None:
-        """The twentieth percentile of the turns."""
-        return percentile(self.times, 20)
-
-    @property
-    def p50_ms(self) -> float | None:
-        """Their median."""
-        return percentile(self.times, 50)
-
-    @property
-    def p80_ms(self) -> float | None:
-        """The eightieth percentile."""
-        return percentile(self.times, 80)
+    p20_ms = property(lambda row: percentile(row.times, 20))
+    p50_ms = property(lambda row: percentile(row.times, 50))
+    p80_ms = property(lambda row: percentile(row.times, 80))
 
     @property
     def ratio(self) -> float | None:
@@ -145,17 +117,7 @@ def measure(
     repeats: int,
     copy_gb_s: float | None = None,
 ) -> Measured:
-    """Time all providers of an operation on the same tensors, taking turns.
-
-    Args:
-        op: What to time.
-        name: Of the set of shapes.
-        shapes: Of the tensors.
-        dtype: Of the tensors, by name.
-        device: Where they are.
-        repeats: How many turns each provider has.
-        copy_gb_s: Gigabytes per second of a copy on the device.
-    """
+    """Time all providers of an operation on tensors of ``shapes``, a set of that ``name``."""
     ready = _prepare(op, shapes, DTYPES[dtype], device)
     laps = take_turns(ready.calls, repeats, device)
     host = laps
@@ -186,7 +148,7 @@ def measure(
             bytes_per_element=moved(DTYPES[dtype]) if moved and call else None,
             copy_gb_s=copy_gb_s,
             peak_mib=_peak_mib(call, device) if op.measure_memory and call else None,
-            host_ms=_host_ms(host.get(provider.name, [])),
+            host_ms=percentile([lap.host_ms for lap in host.get(provider.name, ())], 50),
             launches=launches(call) if call and device.type == "cuda" else None,
             problem=ready.problems.get(provider.name),
         )
@@ -202,10 +164,6 @@ def _providers(op: Case, device: torch.device) -> list[Provider]:
 def _peak_mib(call: Call, device: torch.device) -> float | None:
     peak = peak_bytes(call, device)
     return None if peak is None else peak / 2**20
-
-
-def _host_ms(laps: Sequence[Lap]) -> float | None:
-    return percentile([lap.host_ms for lap in laps], 50)
 
 
 class _Ready(NamedTuple):

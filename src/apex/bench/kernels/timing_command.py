@@ -7,10 +7,9 @@ What is timed is in `cases` and `layers`; one row is measured in `timing` by the
 import argparse
 import importlib
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from apex.bench.kernels import timing_report
 from apex.bench.kernels.cases import DTYPES, OF_LISTS, Case
 from apex.bench.kernels.clocks import copy_gb_s
 from apex.bench.kernels.layers import OF_LAYERS
-from apex.bench.kernels.timing import Row, how_measured, measure
+from apex.bench.kernels.timing import how_measured, measure
 from apex.bench.kernels.timing_report import Report
 from apex.bench.options import (
     at_least,
@@ -101,83 +100,72 @@ def run(args: argparse.Namespace) -> int:
     if args.json.suffix in (".csv", ".html"):
         raise UsageError(f"--json {args.json}: another file gets this name; use one in .json")
     check_file("--json", args.json)
-    with _threads(args.threads):
-        bench = _Bench(args, device)
-        with terminated_like_interrupted():
-            # The report says by itself that it is incomplete.
-            with suppress(KeyboardInterrupt), progress(Bar, bench.cases, TIMED) as bar:
-                bench.measure_all(bar)
-            timing_report.show(bench.report(), args.json)
-    if not bench.complete:
+    plan = _plan(args)
+    with _threads(args.threads), terminated_like_interrupted():
+        report = _nothing_yet(args, device)
+        with suppress(KeyboardInterrupt), progress(Bar, len(plan), TIMED) as bar:
+            _measure_all(report, plan, device, args.json, bar)
+        timing_report.show(report, args.json)
+    if not report.complete:
         return INTERRUPTED
-    return FAILED if any(row.problem and row.ours for row in bench.rows) else OK
+    return FAILED if any(row.problem and row.ours for row in report.rows) else OK
 
 
-class _Bench:
-    """All cases that the options ask for, and what has come of them so far."""
+def _plan(args: argparse.Namespace) -> list[tuple[Case, str, str]]:
+    """The cases that the options ask for, with a set of shapes and a dtype each."""
+    ops = [op for op in OPS if op.name in args.op]
+    found = [
+        (op, name, dtype)
+        for op in ops
+        for name in op.shapes
+        if name in args.shapes
+        for dtype in unique(args.dtype)
+    ]
+    if not found:
+        takes = "; ".join(f"{op.name} has {', '.join(op.shapes)}" for op in ops)
+        raise UsageError(f"--shapes {' '.join(unique(args.shapes))}: not of --op ({takes})")
+    return found
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self.rows: list[Row] = []
-        self.complete = False
-        self._file: Path = args.json
-        self._device = device
-        self._repeats: int = args.repeats
-        self._full: bool = args.full or device.type == "cuda"
-        ops, wanted = unique(args.op), unique(args.shapes)
-        self._plan = [
-            (op, name, dtype)
-            for op in OPS
-            if op.name in ops
-            for name in op.shapes
-            if name in wanted
-            for dtype in unique(args.dtype)
-        ]
-        if not self._plan:
-            takes = [f"{op.name} has {', '.join(op.shapes)}" for op in OPS if op.name in ops]
-            raise UsageError(f"--shapes {' '.join(wanted)}: not of --op ({'; '.join(takes)})")
-        self.cases = len(self._plan)
-        self._options: dict[str, Any] = {
-            "op": ops,
-            "shapes": wanted,
+
+def _nothing_yet(args: argparse.Namespace, device: torch.device) -> Report:
+    found = environment(device)
+    found["versions"].update({peer: _version(peer) for peer in PEERS})
+    return Report(
+        environment={**found, "copy_gb_s": None},
+        options={
+            "op": unique(args.op),
+            "shapes": unique(args.shapes),
             "dtype": unique(args.dtype),
             "repeats": args.repeats,
-            "full": self._full,
+            "full": args.full or device.type == "cuda",
             "device": str(device),
-        }
-        self._environment = environment(device)
-        for peer in PEERS:
-            self._environment["versions"][peer] = _version(peer)
-        self._how = how_measured(device)
-        self._missing: dict[str, list[str]] = {}
-        self._copy_gb_s: float | None = None
+        },
+        notes=how_measured(device),
+    )
 
-    def measure_all(self, bar: Bar) -> None:
-        if self._device.type == "cuda":
-            self._copy_gb_s = copy_gb_s(self._device, self._repeats)
-        for number, (op, name, dtype) in enumerate(self._plan, 1):
-            case = f"{op.name}, {name}, {dtype}"
-            bar.doing(case)
-            shapes = op.shapes[name](self._full)
-            found = measure(op, name, shapes, dtype, self._device, self._repeats, self._copy_gb_s)
-            for provider, package in found.missing.items():
-                self._missing.setdefault(package, []).append(f"{op.name}: {provider}")
-            self.rows += found.rows
-            self.complete = number == len(self._plan)
-            self._save()
-            bar.done(case)
 
-    def report(self) -> Report:
-        return Report(
-            environment={**self._environment, "copy_gb_s": self._copy_gb_s},
-            options=self._options,
-            complete=self.complete,
-            missing={package: unique(names) for package, names in self._missing.items()},
-            notes=self._how,
-            rows=tuple(self.rows),
-        )
-
-    def _save(self) -> None:
-        save(timing_report.content(self.report()), self._file)
+def _measure_all(
+    report: Report,
+    plan: Sequence[tuple[Case, str, str]],
+    device: torch.device,
+    file: Path,
+    bar: Bar,
+) -> None:
+    repeats, full = report.options["repeats"], report.options["full"]
+    copy = report.environment["copy_gb_s"] = (
+        copy_gb_s(device, repeats) if device.type == "cuda" else None
+    )
+    for number, (op, name, dtype) in enumerate(plan, 1):
+        case = f"{op.name}, {name}, {dtype}"
+        bar.doing(case)
+        found = measure(op, name, op.shapes[name](full), dtype, device, repeats, copy)
+        for provider, package in found.missing.items():
+            absent, said = report.missing.setdefault(package, []), f"{op.name}: {provider}"
+            absent += [said] if said not in absent else []
+        report.rows += found.rows
+        report.complete = number == len(plan)
+        save(timing_report.content(report), file)
+        bar.done(case)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Output of `apex bench kernels`: tables in the terminal, and the files beside the JSON file."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,21 @@ FORMAT = "apex bench kernels 3"
 WIDTH = 150  # columns, where the output is no terminal
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """What `apex bench kernels` has measured."""
+    """What `apex bench kernels` has measured so far."""
 
     environment: dict[str, Any]
     """Of `apex.bench.options.environment`, with ``copy_gb_s``: of a copy on a GPU."""
     options: dict[str, Any]
     """What was asked for."""
-    complete: bool
-    """Whether everything that was asked for was timed."""
-    missing: dict[str, list[str]]
-    """Packages that are not installed, with what was not timed for that."""
     notes: dict[str, str]
     """How the numbers were taken."""
-    rows: tuple[Row, ...]
+    complete: bool = False
+    """Whether everything that was asked for was timed."""
+    missing: dict[str, list[str]] = field(default_factory=dict)
+    """Packages that are not installed, with what was not timed for that."""
+    rows: list[Row] = field(default_factory=list)
 
 
 def content(report: Report) -> dict[str, Any]:
