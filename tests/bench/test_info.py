@@ -138,11 +138,9 @@ class TestTools:
         assert machine.cuda().nvcc is None
 
 
-@pytest.mark.parametrize(
-    ("number", "text"), [(92000, "9.20.0"), (91002, "9.10.2"), (90100, "9.1.0"), (8902, "8.9.2")]
-)
-def test_cudnn_version(number, text):
-    assert machine._cudnn_version(number) == text
+def test_cudnn_version():
+    numbers = {92000: "9.20.0", 91002: "9.10.2", 90100: "9.1.0", 8902: "8.9.2"}
+    assert {number: machine._cudnn_version(number) for number in numbers} == numbers
 
 
 @pytest.mark.parametrize(
@@ -289,13 +287,12 @@ def test_every_family_is_live_on_the_cpu():
     assert all(line.why for line in live.values())
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_float16_on_the_cpu(native, monkeypatch):
-    monkeypatch.setattr(cpu_float16, "has_float16_instructions", lambda: native)
-    line = families.live_paths(["cpu"])[1]
-    assert ("matrix products" in line.why) is not native
-    assert "attention" in line.why
-    assert "float32, rounded once" in line.why
+def test_float16_on_the_cpu(monkeypatch):
+    for native in (True, False):
+        monkeypatch.setattr(cpu_float16, "has_float16_instructions", lambda native=native: native)
+        line = families.live_paths(["cpu"])[1]
+        assert ("matrix products" in line.why) is not native
+        assert all(words in line.why for words in ("attention", "float32, rounded once"))
 
 
 def test_unscaling_says_why_it_cannot_run(monkeypatch):
@@ -348,21 +345,17 @@ def test_a_clone_of_nvidia_s_apex_in_the_current_folder_shadows(tmp_path, monkey
     assert found.advice[0].startswith(f"{tmp_path / 'apex'} (NVIDIA's Apex) is imported instead of")
 
 
-def test_a_package_behind_ours_is_harmless(tmp_path):
-    found = installs.look([OURS, _package(tmp_path, "models.py", "views.py")])
+def test_what_does_not_shadow_and_a_single_file_that_does(tmp_path):
+    found = installs.look([OURS, _package(tmp_path / "behind", "models.py", "views.py")])
     assert not found.shadowed
     assert found.packages[1].project == installs.PYRAMID
     assert "but this one comes first" in found.advice[0]
 
-
-def test_a_folder_without_init_shadows_nothing(tmp_path):
-    (tmp_path / "apex").mkdir()
-    found = installs.look([str(tmp_path), OURS])
+    (tmp_path / "empty" / "apex").mkdir(parents=True)  # a folder without __init__
+    found = installs.look([str(tmp_path / "empty"), OURS])
     assert not found.shadowed
     assert len(found.packages) == 1
 
-
-def test_a_single_file_called_apex_shadows(tmp_path):
     (tmp_path / "apex.py").write_text("")
     found = installs.look([str(tmp_path), OURS])
     assert found.shadowed

@@ -90,21 +90,14 @@ RESULTS = [op for op in OF_LAYERS if not op.name.endswith("_backward")]
 def test_every_provider_that_is_installed_can_be_timed(op):
     shapes = next(iter(op.shapes.values()))(False)
     found = timing.measure(op, "small", shapes, "float32", CPU, 2)
-    assert [row.provider for row in found.rows] == [
-        provider.name
-        for provider in op.providers
-        if provider.only_on is None and provider.name not in found.missing
-    ]
     assert {*found.missing.values()} <= {"timm"}
+    assert [row.provider for row in found.rows] == [
+        one.name for one in op.providers if not one.only_on and one.name not in found.missing
+    ]
+    size = (len(shapes), sum(map(math.prod, shapes)), 2)
     for row in found.rows:
         assert row.problem is None
-        elements = sum(map(math.prod, shapes))
-        assert (row.op, row.tensors, row.elements, row.repeats) == (
-            op.name,
-            len(shapes),
-            elements,
-            2,
-        )
+        assert (row.op, row.tensors, row.elements, row.repeats) == (op.name, *size)
         assert 0 < row.p20_ms <= row.p50_ms <= row.p80_ms
         assert row.host_ms > 0
         assert (row.ratio is None) == row.ours
@@ -259,12 +252,6 @@ def test_one_operation_of_those_there_are(tmp_path):
     assert [row["provider"] for row in rows] == ["apex", "torch fused", "torch foreach"]
 
 
-def test_the_number_of_threads_is_given_back(tmp_path, calls):
-    before = torch.get_num_threads()
-    _bench(tmp_path / "rows.json", "--threads", str(before + 1))
-    assert torch.get_num_threads() == before
-
-
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "a peer's"])
 def test_only_our_own_failure_is_the_command_s(ours, tmp_path, calls, monkeypatch, capsys):
     def refuse():
@@ -278,44 +265,47 @@ def test_only_our_own_failure_is_the_command_s(ours, tmp_path, calls, monkeypatc
     assert "RuntimeError: broken" in capsys.readouterr().out
 
 
-def test_an_interruption_keeps_and_shows_the_finished_rows(tmp_path, calls, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("at", "kept"), [("tiny", ["one", "one"]), ("one", None)], ids=["later", "in the first case"]
+)
+def test_an_interruption_keeps_and_shows_what_is_finished(
+    at, kept, tmp_path, calls, monkeypatch, capsys
+):
     measure = command.measure
 
     def interrupted(op, name, *others):
-        if name == "tiny":
+        if name == at:
             raise KeyboardInterrupt
         return measure(op, name, *others)
 
     monkeypatch.setattr(command, "measure", interrupted)
-    assert _bench(tmp_path / "rows.json", "--shapes", "one", "tiny") == 130
-    report = _read(tmp_path / "rows.json")
-    assert not report["complete"]
-    assert [row["shapes"] for row in report["rows"]] == ["one", "one"]
-    assert "INCOMPLETE" in (tmp_path / "rows.html").read_text(encoding="utf-8")
-    assert "INCOMPLETE" in capsys.readouterr().out
-
-
-def test_an_interruption_before_the_first_row_leaves_a_former_file_alone(
-    tmp_path, calls, monkeypatch, capsys
-):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    (tmp_path / "rows.json").write_text("former")
-    monkeypatch.setattr(command, "measure", interrupted)
-    assert _bench(tmp_path / "rows.json") == 130
-    assert (tmp_path / "rows.json").read_text() == "former"
-    assert "nothing to show" in capsys.readouterr().out
+    file = tmp_path / "rows.json"
+    file.write_text("former")
+    assert _bench(file, "--shapes", "one", "tiny") == 130
+    shown = capsys.readouterr().out
+    if kept is None:
+        assert file.read_text() == "former"
+        assert "nothing to show" in shown
+    else:
+        report = _read(file)
+        assert not report["complete"]
+        assert [row["shapes"] for row in report["rows"]] == kept
+        assert "INCOMPLETE" in shown
+        assert "INCOMPLETE" in file.with_suffix(".html").read_text(encoding="utf-8")
 
 
 def test_rows_say_how_memory_and_threads_were_set(tmp_path, calls, monkeypatch, capsys):
+    before = torch.get_num_threads()
+    threads = before + 1
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     for number, pages in enumerate((False, True)):
         if pages:
             monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-        assert _bench(tmp_path / f"{number}.json", "--shapes", "one") == 0
+        words = ("--shapes", "one", "--threads", str(threads))
+        assert _bench(tmp_path / f"{number}.json", *words) == 0
+        assert torch.get_num_threads() == before
         rows = _read(tmp_path / f"{number}.json")["rows"]
-        assert [(row["threads"], row["huge_pages"]) for row in rows] == [(1, pages)] * 2
+        assert [(row["threads"], row["huge_pages"]) for row in rows] == [(threads, pages)] * 2
         assert ("THP_MEM_ALLOC_ENABLE=1" in capsys.readouterr().out) == pages
 
 

@@ -91,12 +91,11 @@ class Cuda:
 
 def versions() -> Versions:
     """Look up the versions that a bug report needs."""
-    python = f"{platform.python_version()} ({platform.python_implementation()})"
     return Versions(
         apex=apex.__version__,
         torch=str(torch.__version__),
         triton=next(filter(None, map(_distribution_version, TRITON_DISTRIBUTIONS)), None),
-        python=python,
+        python=f"{platform.python_version()} ({platform.python_implementation()})",
         platform=platform.platform(),
     )
 
@@ -127,23 +126,24 @@ def cuda() -> Cuda:
 
 
 def _cpu() -> Device:
-    flags = _cpu_flags()
     return Device(
         device="cpu",
         name=next(_cpuinfo("model name"), "") or platform.processor() or platform.machine(),
         memory_bytes=_physical_memory(),
         cores=os.cpu_count(),
         capability=torch.backends.cpu.get_cpu_capability(),
-        half_types=tuple(_cpu_half_type(dtype, flags) for dtype in CPU_HALF_FLAGS)
-        if flags
-        else _unknown_half_types("this system does not say what its CPU can do"),
+        half_types=_cpu_half_types(_cpu_flags()),
     )
 
 
-def _cpu_half_type(dtype: str, flags: frozenset[str]) -> HalfType:
-    present = [flag for flag in CPU_HALF_FLAGS[dtype] if flag in flags]
-    why = ", ".join(present) or f"no such instructions: {CPU_WITHOUT[dtype]}"
-    return HalfType(dtype, bool(present), why)
+def _cpu_half_types(flags: frozenset[str]) -> tuple[HalfType, ...]:
+    if not flags:
+        return _unknown_half_types("this system does not say what its CPU can do")
+    present = {dtype: flags.intersection(wanted) for dtype, wanted in CPU_HALF_FLAGS.items()}
+    return tuple(
+        HalfType(dtype, bool(found), ", ".join(sorted(found)) or f"no such instructions: {without}")
+        for (dtype, found), without in zip(present.items(), CPU_WITHOUT.values(), strict=True)
+    )
 
 
 def _gpu(index: int) -> Device:
@@ -151,7 +151,8 @@ def _gpu(index: int) -> Device:
     try:
         properties = torch.cuda.get_device_properties(index)
     except (AssertionError, RuntimeError) as error:  # fallen off the bus, or in use by one process
-        return Device(name, f"unusable: {_first_line(error)}", None, None, None, ())
+        said, *_ = str(error).splitlines() or [type(error).__name__]
+        return Device(name, f"unusable: {said}", None, None, None, ())
     rocm = torch.version.hip is not None
     capability = (properties.major, properties.minor)
     return Device(
@@ -160,9 +161,7 @@ def _gpu(index: int) -> Device:
         memory_bytes=properties.total_memory,
         cores=properties.multi_processor_count,
         capability=properties.gcnArchName if rocm else "{}.{}".format(*capability),
-        half_types=_unknown_half_types("not known here for AMD's architectures")
-        if rocm
-        else _cuda_half_types(capability),
+        half_types=_unknown_half_types() if rocm else _cuda_half_types(capability),
     )
 
 
@@ -179,7 +178,7 @@ def _cuda_half_types(capability: tuple[int, int]) -> tuple[HalfType, ...]:
     return float16, HalfType("bfloat16", False, "needs compute capability 8.0: emulated, slow")
 
 
-def _unknown_half_types(why: str) -> tuple[HalfType, ...]:
+def _unknown_half_types(why: str = "not known here") -> tuple[HalfType, ...]:
     return tuple(HalfType(dtype, None, why) for dtype in CPU_HALF_FLAGS)
 
 
@@ -189,9 +188,8 @@ def _other_accelerators() -> list[Device]:
     if accelerator is None or not accelerator.is_available():
         return []
     kind = accelerator.current_accelerator().type
-    unknown = _unknown_half_types("not known here")
     return [
-        Device(f"{kind}:{index}", kind, None, None, None, unknown)
+        Device(f"{kind}:{index}", kind, None, None, None, _unknown_half_types())
         for index in range(accelerator.device_count())
     ]
 
@@ -267,10 +265,6 @@ def _cpuinfo(*fields: str) -> Iterator[str]:
         field, _, value = line.partition(":")
         if field.strip() in fields:
             yield value.strip()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _physical_memory() -> int | None:

@@ -152,16 +152,15 @@ def _measure_all(
     bar: Bar,
 ) -> None:
     repeats, full = report.options["repeats"], report.options["full"]
-    copy = report.environment["copy_gb_s"] = (
-        copy_gb_s(device, repeats) if device.type == "cuda" else None
-    )
+    copy = copy_gb_s(device, repeats) if device.type == "cuda" else None
+    report.environment["copy_gb_s"] = copy
     for number, (op, name, dtype) in enumerate(plan, 1):
         case = f"{op.name}, {name}, {dtype}"
         bar.doing(case)
         found = measure(op, name, op.shapes[name](full), dtype, device, repeats, copy)
         for provider, package in found.missing.items():
-            absent, said = report.missing.setdefault(package, []), f"{op.name}: {provider}"
-            absent += [said] if said not in absent else []
+            said = [*report.missing.get(package, []), f"{op.name}: {provider}"]
+            report.missing[package] = unique(said)
         report.rows += found.rows
         report.complete = number == len(plan)
         save(timing_report.content(report), file)
