@@ -15,7 +15,7 @@ from pathlib import Path
 
 import apex
 
-__all__ = ["Distribution", "Installs", "Package", "look"]
+__all__ = ["Found", "Installs", "look"]
 
 OURS = "this project"
 NVIDIA = "NVIDIA's Apex"
@@ -29,20 +29,12 @@ INSTALL = "install this project (`pip install .` in its folder, or its wheel)"
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """Installed metadata called apex."""
-
-    version: str
-    project: str
-    where: str
-
-
-@dataclass(frozen=True)
-class Package:
-    """An importable package called apex."""
+class Found:
+    """Something called apex: an importable package, or installed metadata, which has a version."""
 
     project: str
     where: str
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +43,8 @@ class Installs:
 
     running: str
     shadowed: bool
-    distributions: tuple[Distribution, ...]
-    packages: tuple[Package, ...]
+    distributions: tuple[Found, ...]
+    packages: tuple[Found, ...]
     """The first is imported."""
     advice: tuple[str, ...]
 
@@ -74,7 +66,7 @@ def look(path: Sequence[str] | None = None) -> Installs:
     return Installs(running, shadowed, distributions, packages, advice)
 
 
-def _distribution(item: importlib.metadata.Distribution) -> Distribution:
+def _distribution(item: importlib.metadata.Distribution) -> Found:
     def field(name: str) -> str:
         return " ".join(item.metadata.get_all(name) or ())
 
@@ -85,10 +77,10 @@ def _distribution(item: importlib.metadata.Distribution) -> Distribution:
     except (AttributeError, OSError, TypeError):  # half removed: older Pythons take it amiss
         version, said, ours = "", "", False
     known = OURS if ours else PYRAMID if "pyramid" in said else NVIDIA if "nvidia" in said else None
-    return Distribution(version or "of unknown version", known or UNKNOWN, where)
+    return Found(known or UNKNOWN, where, version or "of unknown version")
 
 
-def _packages(entries: Sequence[str]) -> Iterator[Package]:
+def _packages(entries: Sequence[str]) -> Iterator[Found]:
     for entry in entries:
         spec = importlib.machinery.PathFinder.find_spec("apex", [entry])
         if spec is None or spec.origin is None:  # a folder without __init__ shadows nothing
@@ -96,10 +88,10 @@ def _packages(entries: Sequence[str]) -> Iterator[Package]:
         where = Path(spec.origin).resolve()
         folder = where.parent if spec.submodule_search_locations is not None else where
         known = (project for project, file in FILES.items() if (folder / file).exists())
-        yield Package(next(known, UNKNOWN), str(folder))
+        yield Found(next(known, UNKNOWN), str(folder))
 
 
-def _package_advice(packages: Iterable[Package], running: str) -> Iterator[str]:
+def _package_advice(packages: Iterable[Found], running: str) -> Iterator[str]:
     for number, package in enumerate(packages):
         if package.where == running:
             continue
@@ -112,7 +104,7 @@ def _package_advice(packages: Iterable[Package], running: str) -> Iterator[str]:
         yield f"{package.where} ({package.project}) {remedy}"
 
 
-def _distribution_advice(distributions: Sequence[Distribution]) -> Iterator[str]:
+def _distribution_advice(distributions: Sequence[Found]) -> Iterator[str]:
     for found in distributions:
         if found.project != OURS:
             yield (
