@@ -40,6 +40,7 @@ def tools(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(speeds, "SIZES", {"cpu": (8, 1)})
+    monkeypatch.setattr(speeds, "SECONDS", 0)
 
 
 # --- the command ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ That a CPU has instructions for a type does not make all of torch's kernels use 
 instructions the gradient of a convolution takes torch up to 270 times float32's time.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +21,8 @@ Under = Literal["torch", "amp"]
 
 _What = tuple[str, Under, str]  # dtype, who computes it, operation
 
-TURNS = 5  # after a first; the best counts: a disturbance only slows, and first calls take longer
+TURNS = 5  # at least, after a first; the best counts: a disturbance only slows
+SECONDS = 0.7  # of turns, where more than that many fit
 TOO_SLOW_MS = 100.0  # a 16-bit type that takes longer is called once
 # By type of device: the side of the matrices, and the images of the convolution, 32 channels of
 # 32x32, for 64. On a CPU 8 images can take float16's backward 1.3 s.
@@ -118,9 +120,12 @@ def _best_times(plan: Iterable[_What], device: torch.device) -> dict[_What, floa
         except RuntimeError:  # not made for this type, or out of memory
             calls.pop(what, None)
     again = [w for w in calls if w[0] == "float32" or best[w] <= TOO_SLOW_MS]
-    for what in again * TURNS:
-        _choose(what[1])
-        best[what] = min(best[what], time_once(calls[what]).ms)
+    turns, end = 0, time.perf_counter() + SECONDS
+    while turns < TURNS or time.perf_counter() < end:
+        turns += 1
+        for what in again:
+            _choose(what[1])
+            best[what] = min(best[what], time_once(calls[what]).ms)
     return best
 
 
