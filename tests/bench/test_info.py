@@ -41,6 +41,7 @@ def tools(tmp_path, monkeypatch):
 def _small(monkeypatch):
     monkeypatch.setattr(speeds, "SIZES", {"cpu": (8, 1)})
     monkeypatch.setattr(speeds, "SECONDS", 0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.0, 0.0), raising=False)
 
 
 # --- the command ---------------------------------------------------------------------------
@@ -86,6 +87,16 @@ def test_what_torch_warns_about_is_part_of_the_report(monkeypatch):
     report = info.collect()
     assert report.warnings == ("the driver is too old",)
     assert "the driver is too old" in info.draw(report)
+
+
+def test_a_busy_machine_is_a_warning(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert info.collect().warnings == ()
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.5, 0.0, 0.0), raising=False)
+    said = "busy machine (load 2.5 on 4 cores): do not trust the times"
+    assert info.collect().warnings == (said,)
+    monkeypatch.delattr(os, "getloadavg")  # Windows
+    assert machine.busy() is None
 
 
 def test_a_machine_where_everything_is_missing(tools, monkeypatch):

@@ -41,7 +41,7 @@ class Report:
     op_families: tuple[families.LivePath, ...]
     installs: installs.Installs
     warnings: tuple[str, ...]
-    """What torch had to say about this machine."""
+    """What torch had to say about this machine, and that it is busy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +62,8 @@ def collect() -> Report:
         warnings.simplefilter("always")
         devices = machine.devices()
         timed = [device.device for device in devices if device.device in ("cpu", "cuda:0")]
+        if (busy := machine.busy()) is not None:
+            warnings.warn(busy, stacklevel=1)
         times = {name: speeds(torch.device(name)) for name in timed}
         cuda = machine.cuda()
         why_not_triton = _runtime.why_not_triton()

@@ -20,7 +20,7 @@ import torch
 import apex
 from apex import _compat
 
-__all__ = ["Cuda", "Device", "HalfType", "Versions", "cuda", "devices", "versions"]
+__all__ = ["Cuda", "Device", "HalfType", "Versions", "busy", "cuda", "devices", "versions"]
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 TOOL_TIMEOUT_S = 10.0  # a wedged driver makes nvidia-smi hang
@@ -123,6 +123,15 @@ def cuda() -> Cuda:
         nvcc_path=shutil.which("nvcc"),
         why_not=None if available else _why_no_gpu(driver),
     )
+
+
+def busy() -> str | None:
+    """Say that other programs use this CPU, where the system tells: times mean little then."""
+    cores = os.cpu_count() or 1
+    running = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if running < cores / 2:
+        return None
+    return f"busy machine (load {running:.1f} on {cores} cores): do not trust the times"
 
 
 def _cpu() -> Device:

@@ -21,9 +21,12 @@ Under = Literal["torch", "amp"]
 
 _What = tuple[str, Under, str]  # dtype, who computes it, operation
 
+KINDS: tuple[tuple[str, Under], ...] = (
+    ("float32", "torch"), ("float16", "torch"), ("float16", "amp"), ("bfloat16", "torch")
+)  # fmt: skip
 TURNS = 5  # at least, after a first; the best counts: a disturbance only slows
 SECONDS = 0.7  # of turns, where more than that many fit
-TOO_SLOW_MS = 100.0  # a 16-bit type that takes longer is called once
+TOO_SLOW_MS = 150.0  # a 16-bit type that takes longer is called once
 # By type of device: the side of the matrices, and the images of the convolution, 32 channels of
 # 32x32, for 64. On a CPU 8 images can take float16's backward 1.3 s.
 SIZES = {"cpu": (512, 4), "cuda": (4096, 256)}
@@ -87,14 +90,10 @@ def speeds(device: torch.device) -> tuple[Speed, ...]:
     """
     if device.type not in SIZES:
         return ()
-    half: tuple[Under, ...] = ("torch", "amp") if device.type == "cpu" else ("torch",)
-    under: dict[str, tuple[Under, ...]] = {
-        "float32": ("torch",), "float16": half, "bfloat16": ("torch",)
-    }  # fmt: skip
     plan = [
-        (dtype, who, operation)
-        for dtype, whos in under.items()
-        for who in whos
+        (dtype, under, operation)
+        for dtype, under in KINDS
+        if under == "torch" or device.type == "cpu"
         for operation in OPERATIONS
     ]
     was_on = cpu_float16.is_on()
