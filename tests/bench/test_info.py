@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 import json
 import os
@@ -14,10 +15,12 @@ import apex
 from apex.amp.casting import cpu_float16
 from apex.bench import cli
 from apex.bench.info import command as info
-from apex.bench.info import families, installs, machine
+from apex.bench.info import families, installs, machine, speeds
+from apex.bench.kernels.clocks import Lap
 
 PYPROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
 COMMAND = re.search('^apex = "(.+)"$', PYPROJECT.read_text(), re.MULTILINE).group(1)
+CPU = torch.device("cpu")
 MISSING = machine.Cuda(False, None, None, None, None, None, None, None, "a CPU build")
 
 
@@ -34,6 +37,13 @@ def tools(tmp_path, monkeypatch):
     return put
 
 
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(speeds, "SIZES", {"cpu": (8, 1)})
+    monkeypatch.setattr(speeds, "SECONDS", 0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.0, 0.0), raising=False)
+
+
 # --- the command ---------------------------------------------------------------------------
 
 
@@ -47,6 +57,8 @@ def test_json_is_one_object_and_nothing_else(capfd):
     assert facts["devices"][0]["device"] == "cpu"
     assert {half["dtype"] for half in facts["devices"][0]["half_types"]} == {"float16", "bfloat16"}
     assert set(facts["cuda"]) >= {"torch_cuda", "cudnn", "driver", "nvcc"}
+    assert len(facts["speeds"]["cpu"]) == 12
+    assert all(speed["ms"] > 0 for speed in facts["speeds"]["cpu"])
     assert facts["installs"]["running"] == str(pathlib.Path(OURS, "apex"))
 
 
@@ -75,6 +87,16 @@ def test_what_torch_warns_about_is_part_of_the_report(monkeypatch):
     report = info.collect()
     assert report.warnings == ("the driver is too old",)
     assert "the driver is too old" in info.draw(report)
+
+
+def test_a_busy_machine_is_a_warning(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert info.collect().warnings == ()
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.5, 0.0, 0.0), raising=False)
+    said = "busy machine (load 2.5 on 4 cores): do not trust the times"
+    assert info.collect().warnings == (said,)
+    monkeypatch.delattr(os, "getloadavg")  # Windows
+    assert machine.busy() is None
 
 
 def test_a_machine_where_everything_is_missing(tools, monkeypatch):
@@ -128,11 +150,9 @@ class TestTools:
         assert machine.cuda().nvcc is None
 
 
-@pytest.mark.parametrize(
-    ("number", "text"), [(92000, "9.20.0"), (91002, "9.10.2"), (90100, "9.1.0"), (8902, "8.9.2")]
-)
-def test_cudnn_version(number, text):
-    assert machine._cudnn_version(number) == text
+def test_cudnn_version():
+    numbers = {92000: "9.20.0", 91002: "9.10.2", 90100: "9.1.0", 8902: "8.9.2"}
+    assert {number: machine._cudnn_version(number) for number in numbers} == numbers
 
 
 @pytest.mark.parametrize(
@@ -193,6 +213,81 @@ def test_a_gpu_that_fails_is_a_line_of_the_report(monkeypatch):
     assert machine.devices()[1].name == "unusable: CUDA error: device unavailable"
 
 
+# --- the speeds of dtypes ------------------------------------------------------------------
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """Replace the operations by one that notes how it is called, float16 in torch being slow."""
+    calls = []
+
+    def prepare(dtype, device):
+        if dtype == torch.bfloat16:
+            raise RuntimeError("not implemented for 'BFloat16'")
+        return lambda: calls.append((dtype, cpu_float16.is_on(), torch.is_grad_enabled()))
+
+    def clock(device):
+        def time_once(call):
+            call()
+            dtype, under_amp, _ = calls[-1]
+            return Lap(1000.0 if (dtype, under_amp) == (torch.float16, False) else 2.0, 0.0)
+
+        return time_once
+
+    monkeypatch.setattr(speeds, "OPERATIONS", {"product": prepare})
+    monkeypatch.setattr(speeds, "clock", clock)
+    return calls
+
+
+def test_each_dtype_is_timed_and_a_slow_one_once(noted):
+    found = speeds.speeds(torch.device("cpu"))
+    assert [(one.dtype, one.under, one.ms) for one in found] == [
+        ("float32", "torch", 2.0),
+        ("float16", "torch", 1000.0),
+        ("float16", "amp", 2.0),
+        ("bfloat16", "torch", None),
+    ]
+    assert collections.Counter(noted) == {
+        (torch.float32, False, True): 6,
+        (torch.float16, False, True): 1,
+        (torch.float16, True, True): 6,
+    }
+    assert speeds.times_of_float32(found)["float16", "torch"] == {"product": 500.0}
+    drawn = info.draw(dataclasses.replace(info.collect(), speeds={"cpu": found}))
+    rows = [line.split() for line in drawn.splitlines()]
+    for row in ("float16 500", "float16, amp 1", "bfloat16 cannot", "float32 in ms 2"):
+        assert ["cpu", *row.split()] in rows
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_timing_dtypes_leaves_the_process_as_it_was(on, noted, monkeypatch):
+    before = cpu_float16.is_on(), torch.random.get_rng_state()
+    if on:
+        cpu_float16.begin(torch.float16, ["cpu"])
+    try:
+        with torch.no_grad(), torch.autocast("cpu"):
+            speeds.speeds(torch.device("cpu"))
+            assert (cpu_float16.is_on(), torch.is_grad_enabled()) == (on, False)
+            assert torch.is_autocast_enabled("cpu")
+            monkeypatch.setattr(speeds, "_best_times", lambda plan, device: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                speeds.speeds(torch.device("cpu"))
+        assert cpu_float16.is_on() == on
+        assert torch.equal(torch.random.get_rng_state(), before[1])
+    finally:
+        cpu_float16.switch(on=before[0])
+
+
+def test_what_is_timed_is_of_the_dtype(monkeypatch):
+    """A product, a convolution, and the gradients of its input and its weight."""
+    results = [prepare(torch.float16, CPU)() for prepare in speeds.OPERATIONS.values()]
+    product, forward, backward = results
+    assert {x.dtype for x in (product, forward, *backward)} == {torch.float16}
+    shapes = [tuple(x.shape) for x in (product, forward, *backward)]
+    assert shapes == [(8, 8), (1, 64, 32, 32), (1, 32, 32, 32), (64, 32, 3, 3)]
+    assert speeds.speeds(torch.device("meta")) == ()
+
+
 # --- the code paths ------------------------------------------------------------------------
 
 
@@ -204,22 +299,12 @@ def test_every_family_is_live_on_the_cpu():
     assert all(line.why for line in live.values())
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_float16_on_the_cpu(native, monkeypatch):
-    monkeypatch.setattr(cpu_float16, "has_float16_instructions", lambda: native)
-    line = families.live_paths(["cpu"])[1]
-    assert ("matrix products" in line.why) is not native
-    assert "attention" in line.why
-    assert "float32, rounded once" in line.why
-
-
-def test_a_family_that_is_not_here_is_not_promised():
-    choice = families.Choice("Triton", "always")
-    rows = [
-        families.Family("here", "apex.bench", lambda device: choice),
-        families.Family("later", "apex.no_such_room.norms", lambda device: choice),
-    ]
-    assert [line.family for line in families.live_paths(["cpu"], rows)] == ["here"]
+def test_float16_on_the_cpu(monkeypatch):
+    for native in (True, False):
+        monkeypatch.setattr(cpu_float16, "has_float16_instructions", lambda native=native: native)
+        line = families.live_paths(["cpu"])[1]
+        assert ("matrix products" in line.why) is not native
+        assert all(words in line.why for words in ("attention", "float32, rounded once"))
 
 
 def test_unscaling_says_why_it_cannot_run(monkeypatch):
@@ -272,21 +357,17 @@ def test_a_clone_of_nvidia_s_apex_in_the_current_folder_shadows(tmp_path, monkey
     assert found.advice[0].startswith(f"{tmp_path / 'apex'} (NVIDIA's Apex) is imported instead of")
 
 
-def test_a_package_behind_ours_is_harmless(tmp_path):
-    found = installs.look([OURS, _package(tmp_path, "models.py", "views.py")])
+def test_what_does_not_shadow_and_a_single_file_that_does(tmp_path):
+    found = installs.look([OURS, _package(tmp_path / "behind", "models.py", "views.py")])
     assert not found.shadowed
     assert found.packages[1].project == installs.PYRAMID
     assert "but this one comes first" in found.advice[0]
 
-
-def test_a_folder_without_init_shadows_nothing(tmp_path):
-    (tmp_path / "apex").mkdir()
-    found = installs.look([str(tmp_path), OURS])
+    (tmp_path / "empty" / "apex").mkdir(parents=True)  # a folder without __init__
+    found = installs.look([str(tmp_path / "empty"), OURS])
     assert not found.shadowed
     assert len(found.packages) == 1
 
-
-def test_a_single_file_called_apex_shadows(tmp_path):
     (tmp_path / "apex.py").write_text("")
     found = installs.look([str(tmp_path), OURS])
     assert found.shadowed

@@ -62,13 +62,14 @@ COMMANDS = {
         "apex.bench.training.plot_command", "the plots of earlier results, or of several"
     ),
     "bench kernels": Command(
-        "apex.bench.kernels.command", "times of each operation, ours and those of other packages"
+        "apex.bench.kernels.timing_command",
+        "times of each operation, ours and those of other packages",
     ),
     "selftest": Command(
         "apex.bench.selftest.command", "whether this installation computes correct numbers here"
     ),
     "kernels": Command(
-        "apex.bench.kernels.inspection",
+        "apex.bench.kernels.inspection_command",
         "registers, spills and memory accesses of each Triton kernel",
     ),
     "completion": Command("apex.bench.completion", "a script that completes commands in a shell"),

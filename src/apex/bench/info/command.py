@@ -1,27 +1,31 @@
 """``apex info``: what is installed here, which code path runs it, and what gets in the way.
 
-`collect` returns plain data and `draw` makes text of it, so that other commands can keep the
-same facts beside their results. It needs torch alone, and a thing that is missing is a line of
-the report, never an error.
+`collect` returns plain data and `draw` makes text of it. It needs torch alone, and a thing that is
+missing is a line of the report, never an error.
 """
 
 import argparse
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+
+import torch
 
 from apex.bench.info import families, installs, machine
+from apex.bench.info.speeds import Speed, speeds, times_of_float32
 from apex.ops import _runtime
 
-__all__ = ["HELP", "Report", "add_arguments", "as_dict", "collect", "draw", "run"]
+__all__ = ["HELP", "Report", "add_arguments", "collect", "draw", "run"]
 
 HELP = (
-    "Show the versions, devices and CUDA tools of this machine, which code computes "
-    "each family of operations and why, and whether another package called apex gets in the way."
+    "Show the versions, devices and CUDA tools of this machine, how fast each dtype is, which code "
+    "computes each family of operations and why, and whether another package called apex gets in "
+    "the way."
 )
 GIB = 2**30
+
+Row = Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,14 @@ class Report:
 
     versions: machine.Versions
     devices: tuple[machine.Device, ...]
+    speeds: dict[str, tuple[Speed, ...]]
+    """By device: of the CPU and of the first GPU."""
     cuda: machine.Cuda
-    why_not_triton: str | None  # why no Triton kernel can run here, None if they can
+    why_not_triton: str | None
     op_families: tuple[families.LivePath, ...]
     installs: installs.Installs
-    warnings: tuple[str, ...]  # what torch had to say about this machine
+    warnings: tuple[str, ...]
+    """What torch had to say about this machine, and that it is busy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     report = collect()
-    print(json.dumps(as_dict(report), indent=2) if args.json else draw(report))
+    print(json.dumps(asdict(report), indent=2) if args.json else draw(report))
     return 0
 
 
@@ -54,12 +61,17 @@ def collect() -> Report:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         devices = machine.devices()
+        timed = [device.device for device in devices if device.device in ("cpu", "cuda:0")]
+        if (busy := machine.busy()) is not None:
+            warnings.warn(busy, stacklevel=1)
+        times = {name: speeds(torch.device(name)) for name in timed}
         cuda = machine.cuda()
         why_not_triton = _runtime.why_not_triton()
         paths = families.live_paths(device.device for device in devices)
     return Report(
         versions=machine.versions(),
         devices=tuple(devices),
+        speeds=times,
         cuda=cuda,
         why_not_triton=why_not_triton,
         op_families=tuple(paths),
@@ -68,18 +80,14 @@ def collect() -> Report:
     )
 
 
-def as_dict(report: Report) -> dict[str, Any]:
-    """Turn a report into dicts, lists, strings and numbers."""
-    return asdict(report)
-
-
 def draw(report: Report) -> str:
     """Draw a report as text."""
-    sections = [
+    sections: list[tuple[str, list[Row]]] = [
         ("Versions", _versions(report.versions)),
         ("Devices", [row for device in report.devices for row in _device(device)]),
+        ("Times, float32's = 1", list(_speeds(report.speeds))),
         ("CUDA", [*_cuda(report.cuda), ("Triton kernels", _triton(report.why_not_triton))]),
-        ("Code paths", _families(report.op_families)),
+        ("Code paths", [(p.family, p.device, p.path, p.why) for p in report.op_families]),
         ("Called apex here", _installs(report.installs)),
     ]
     if report.warnings:
@@ -87,17 +95,10 @@ def draw(report: Report) -> str:
     return "\n\n".join("\n".join([title, *_aligned(rows)]) for title, rows in sections)
 
 
-Row = Sequence[str]
-
-
 def _versions(versions: machine.Versions) -> list[Row]:
-    return [
-        ("apex", versions.apex),
-        ("torch", versions.torch),
-        ("Triton", versions.triton or "not installed"),
-        ("Python", versions.python),
-        ("platform", versions.platform),
-    ]
+    found = asdict(versions)
+    names = {"torch": "torch", "triton": "Triton", "python": "Python"}
+    return [(names.get(name, name), found[name] or "not installed") for name in found]
 
 
 def _device(device: machine.Device) -> Iterator[Row]:
@@ -111,47 +112,47 @@ def _device(device: machine.Device) -> Iterator[Row]:
         details.append(f"{'' if cpu else 'compute capability '}{device.capability}")
     yield device.device, ", ".join(details)
     for half in device.half_types:
-        answer = {True: "native", False: "not native", None: "unknown"}[half.native]
+        answer = {True: "native instructions", False: "not native", None: "unknown"}[half.native]
         yield "", f"{half.dtype}: {answer} ({half.why})"
 
 
+def _speeds(found: dict[str, tuple[Speed, ...]]) -> Iterator[Row]:
+    operations = dict.fromkeys(time.operation for times in found.values() for time in times)
+    yield "", "", *operations
+    for device, times in found.items():
+        for (dtype, under), ratios in times_of_float32(times).items():
+            if dtype != "float32":
+                name = f"{dtype}, amp" if under == "amp" else dtype
+                yield device, name, *(_three(ratios[operation]) for operation in operations)
+        ms = [time.ms for time in times if time.dtype == "float32"]
+        yield device, "float32 in ms", *map(_three, ms)
+
+
+def _three(value: float | None) -> str:
+    return "cannot" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
 def _cuda(cuda: machine.Cuda) -> list[Row]:
+    built_for = f"CUDA {cuda.torch_cuda}" if cuda.torch_cuda else "CPU only"
+    driver = cuda.driver or "not found (nvidia-smi does not answer)"
+    nvcc = f"{cuda.nvcc or 'unknown version'} at {cuda.nvcc_path}"
     return [
         ("available", "yes" if cuda.available else f"no: {cuda.why_not}"),
-        ("torch built for", _built_for(cuda)),
+        ("torch built for", f"ROCm {cuda.torch_rocm}" if cuda.torch_rocm else built_for),
         ("cuDNN", cuda.cudnn or "none"),
-        ("driver", _driver(cuda)),
-        ("nvcc", _nvcc(cuda)),
+        ("driver", driver + (f", serves CUDA up to {cuda.driver_cuda}" * bool(cuda.driver_cuda))),
+        (
+            "nvcc",
+            f"{nvcc if cuda.nvcc_path else 'not found'} "
+            "(not needed: nothing here is compiled with it)",
+        ),
     ]
-
-
-def _built_for(cuda: machine.Cuda) -> str:
-    if cuda.torch_rocm is not None:
-        return f"ROCm {cuda.torch_rocm}"
-    return f"CUDA {cuda.torch_cuda}" if cuda.torch_cuda else "CPU only"
 
 
 def _triton(why_not: str | None) -> str:
     if why_not is None:
         return "run"
     return f"cannot run: {why_not} (plain PyTorch runs in their place)"
-
-
-def _driver(cuda: machine.Cuda) -> str:
-    if cuda.driver is None:
-        return "not found (nvidia-smi does not answer)"
-    return cuda.driver + (f", serves CUDA up to {cuda.driver_cuda}" if cuda.driver_cuda else "")
-
-
-def _nvcc(cuda: machine.Cuda) -> str:
-    not_needed = "not needed: nothing here is compiled with it"
-    if cuda.nvcc_path is None:
-        return f"not found ({not_needed})"
-    return f"{cuda.nvcc or 'unknown version'} at {cuda.nvcc_path} ({not_needed})"
-
-
-def _families(paths: Iterable[families.LivePath]) -> list[Row]:
-    return [(path.family, path.device, path.path, path.why) for path in paths]
 
 
 def _installs(found: installs.Installs) -> list[Row]:

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch
 import apex
 from apex import _compat
 
-__all__ = ["Cuda", "Device", "HalfType", "Versions", "cuda", "devices", "versions"]
+__all__ = ["Cuda", "Device", "HalfType", "Versions", "busy", "cuda", "devices", "versions"]
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 TOOL_TIMEOUT_S = 10.0  # a wedged driver makes nvidia-smi hang
@@ -91,12 +91,11 @@ class Cuda:
 
 def versions() -> Versions:
     """Look up the versions that a bug report needs."""
-    python = f"{platform.python_version()} ({platform.python_implementation()})"
     return Versions(
         apex=apex.__version__,
         torch=str(torch.__version__),
         triton=next(filter(None, map(_distribution_version, TRITON_DISTRIBUTIONS)), None),
-        python=python,
+        python=f"{platform.python_version()} ({platform.python_implementation()})",
         platform=platform.platform(),
     )
 
@@ -113,7 +112,6 @@ def cuda() -> Cuda:
     available = torch.cuda.is_available()
     cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     driver, driver_cuda = _driver()
-    nvcc_path = shutil.which("nvcc")
     return Cuda(
         available=available,
         torch_cuda=torch.version.cuda,
@@ -121,33 +119,40 @@ def cuda() -> Cuda:
         cudnn=None if cudnn is None else _cudnn_version(cudnn),
         driver=driver,
         driver_cuda=driver_cuda,
-        nvcc=_search(r"release ([\d.]+)", _output_of([nvcc_path, "--version"])),
-        nvcc_path=nvcc_path,
+        nvcc=_search(r"release ([\d.]+)", _output_of("nvcc", "--version")),
+        nvcc_path=shutil.which("nvcc"),
         why_not=None if available else _why_no_gpu(driver),
     )
 
 
+def busy() -> str | None:
+    """Say that other programs use this CPU, where the system tells: times mean little then."""
+    cores = os.cpu_count() or 1
+    running = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if running < cores / 2:
+        return None
+    return f"busy machine (load {running:.1f} on {cores} cores): do not trust the times"
+
+
 def _cpu() -> Device:
-    flags = _cpu_flags()
     return Device(
         device="cpu",
-        name=_cpu_name(),
+        name=next(_cpuinfo("model name"), "") or platform.processor() or platform.machine(),
         memory_bytes=_physical_memory(),
         cores=os.cpu_count(),
         capability=torch.backends.cpu.get_cpu_capability(),
-        half_types=tuple(
-            _cpu_half_type(dtype, wanted, flags) for dtype, wanted in CPU_HALF_FLAGS.items()
-        ),
+        half_types=_cpu_half_types(_cpu_flags()),
     )
 
 
-def _cpu_half_type(dtype: str, wanted: Sequence[str], flags: frozenset[str]) -> HalfType:
+def _cpu_half_types(flags: frozenset[str]) -> tuple[HalfType, ...]:
     if not flags:
-        return HalfType(dtype, None, "this system does not say what its CPU can do")
-    present = [flag for flag in wanted if flag in flags]
-    if present:
-        return HalfType(dtype, True, ", ".join(present))
-    return HalfType(dtype, False, f"no such instructions: {CPU_WITHOUT[dtype]}")
+        return _unknown_half_types("this system does not say what its CPU can do")
+    present = {dtype: flags.intersection(wanted) for dtype, wanted in CPU_HALF_FLAGS.items()}
+    return tuple(
+        HalfType(dtype, bool(found), ", ".join(sorted(found)) or f"no such instructions: {without}")
+        for (dtype, found), without in zip(present.items(), CPU_WITHOUT.values(), strict=True)
+    )
 
 
 def _gpu(index: int) -> Device:
@@ -155,7 +160,8 @@ def _gpu(index: int) -> Device:
     try:
         properties = torch.cuda.get_device_properties(index)
     except (AssertionError, RuntimeError) as error:  # fallen off the bus, or in use by one process
-        return Device(name, f"unusable: {_first_line(error)}", None, None, None, ())
+        said, *_ = str(error).splitlines() or [type(error).__name__]
+        return Device(name, f"unusable: {said}", None, None, None, ())
     rocm = torch.version.hip is not None
     capability = (properties.major, properties.minor)
     return Device(
@@ -164,29 +170,25 @@ def _gpu(index: int) -> Device:
         memory_bytes=properties.total_memory,
         cores=properties.multi_processor_count,
         capability=properties.gcnArchName if rocm else "{}.{}".format(*capability),
-        half_types=_rocm_half_types() if rocm else _cuda_half_types(capability),
+        half_types=_unknown_half_types() if rocm else _cuda_half_types(capability),
     )
 
 
 def _cuda_half_types(capability: tuple[int, int]) -> tuple[HalfType, ...]:
-    """Say what a compute capability means for the half types.
-
-    Source: CUDA C++ Programming Guide, "Compute Capabilities", feature support.
-    """
+    """Source: CUDA C++ Programming Guide, "Compute Capabilities", feature support."""
+    why = "needs compute capability 5.3: saves memory only"
+    if capability >= (5, 3):
+        why = "arithmetic since 5.3, but no tensor cores before 7.0"
     if capability >= (7, 0):
-        float16 = HalfType("float16", True, "tensor cores since compute capability 7.0")
-    elif capability >= (5, 3):
-        float16 = HalfType("float16", True, "arithmetic since 5.3, but no tensor cores before 7.0")
-    else:
-        float16 = HalfType("float16", False, "needs compute capability 5.3: saves memory only")
+        why = "tensor cores since compute capability 7.0"
+    float16 = HalfType("float16", capability >= (5, 3), why)
     if capability >= (8, 0):
         return float16, HalfType("bfloat16", True, "tensor cores since compute capability 8.0")
     return float16, HalfType("bfloat16", False, "needs compute capability 8.0: emulated, slow")
 
 
-def _rocm_half_types() -> tuple[HalfType, ...]:
-    unknown = "not known here for AMD's architectures"
-    return HalfType("float16", None, unknown), HalfType("bfloat16", None, unknown)
+def _unknown_half_types(why: str = "not known here") -> tuple[HalfType, ...]:
+    return tuple(HalfType(dtype, None, why) for dtype in CPU_HALF_FLAGS)
 
 
 def _other_accelerators() -> list[Device]:
@@ -195,9 +197,8 @@ def _other_accelerators() -> list[Device]:
     if accelerator is None or not accelerator.is_available():
         return []
     kind = accelerator.current_accelerator().type
-    unknown = tuple(HalfType(dtype, None, "not known here") for dtype in CPU_HALF_FLAGS)
     return [
-        Device(f"{kind}:{index}", kind, None, None, None, unknown)
+        Device(f"{kind}:{index}", kind, None, None, None, _unknown_half_types())
         for index in range(accelerator.device_count())
     ]
 
@@ -215,31 +216,26 @@ def _why_no_gpu(driver: str | None) -> str:
 
 def _driver() -> tuple[str | None, str | None]:
     """Ask nvidia-smi for the driver's version and the newest CUDA that it serves."""
-    tool = shutil.which("nvidia-smi")
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    version = _search(r"^\s*(\d+\.[\d.]+)\s*$", _output_of(query))
+    said = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    version = _search(r"^\s*(\d+\.[\d.]+)\s*$", said)
     if version is None:
         return None, None
-    return version, _search(r"CUDA[^:|]*Version\s*:\s*([\d.]+)", _output_of([tool]))
+    return version, _search(r"CUDA[^:|]*Version\s*:\s*([\d.]+)", _output_of("nvidia-smi"))
 
 
-def _output_of(command: Sequence[str | None]) -> str:
+def _output_of(*command: str) -> str:
     """Return what a tool prints, or nothing where it is missing, fails or hangs."""
-    words = [word for word in command if word is not None]
-    if len(words) < len(command):
-        return ""
     try:
-        done = subprocess.run(
-            words,
+        return subprocess.run(
+            command,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=TOOL_TIMEOUT_S,
             check=True,
-        )
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
 
 
 def _search(pattern: str, text: str) -> str | None:
@@ -268,10 +264,6 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(word for line in _cpuinfo("flags", "Features") for word in line.split())
 
 
-def _cpu_name() -> str:
-    return next(_cpuinfo("model name"), "") or platform.processor() or platform.machine()
-
-
 def _cpuinfo(*fields: str) -> Iterator[str]:
     """Yield the values of some fields of Linux's CPU list, in order; none on other systems."""
     try:
@@ -282,10 +274,6 @@ def _cpuinfo(*fields: str) -> Iterator[str]:
         field, _, value = line.partition(":")
         if field.strip() in fields:
             yield value.strip()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _physical_memory() -> int | None:

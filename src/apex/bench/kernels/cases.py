@@ -1,14 +1,14 @@
 """What ``apex bench kernels`` times: each case with the providers who compute it.
 
-Ops and optimizers come from `apex.bench.catalogue`; operations on lists of tensors are here. The
-first provider is ours. The others are the fastest known ways to compute the same: torch's fused
-kernel, torch's foreach functions, torch's plain loop over the tensors where neither exists, timm's
-optimizers where torch has none. All providers of a case get the same tensors; each optimizer keeps
-its own state.
+Optimizers come from `apex.bench.catalogue`; operations on lists of tensors are here. The first
+provider is ours. The others are the fastest known ways to compute the same: torch's fused kernel,
+torch's foreach functions, a plain loop over the tensors where neither exists, timm's optimizers
+where torch has none. All get the same tensors; each optimizer keeps its own state.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from apex.bench.catalogue.entry import Sizes
 from apex.bench.catalogue.optimizers import OPTIMIZERS, Optimizer, TimedStep
 from apex.bench.catalogue.peers import Peer
 from apex.bench.catalogue.sizes import LISTS
+from apex.bench.kernels.clocks import Call
 from apex.ops.lists.scale import axpby_, scale_
 from apex.ops.lists.tensor_norms import l2_norm
 
 __all__ = ["DTYPES", "OF_LISTS", "Call", "Case", "Provider", "Shapes"]
 
 Shapes = list[tuple[int, ...]]
-Call = Callable[[], object]
 Column = list[torch.Tensor]
 
 DTYPES = {
@@ -32,44 +32,28 @@ DTYPES = {
 }  # by the names of the options
 
 
-# --- the form -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Provider:
-    """Somebody who computes a case.
-
-    Attributes:
-        name: For people.
-        prepare: Makes of the input what is timed. ``ModuleNotFoundError`` says that a package is
-            not installed; any other error is shown in the provider's row.
-        bytes_per_element: What has to be read and written for an element of a dtype, the
-            dimensions' product being the number of elements; not what caches save or waste.
-            ``None`` where the memory does not decide.
-        only_on: The one type of device that it knows, ``None`` if it knows all.
-    """
+    """Somebody who computes a case."""
 
     name: str
     prepare: Callable[[Any], Call]
+    """Makes of the input what is timed; ``ModuleNotFoundError`` says that a package is missing."""
     bytes_per_element: Callable[[torch.dtype], float] | None
+    """What has to be read and written for an element, whatever caches save or waste; ``None`` where
+    the memory does not decide."""
     only_on: str | None = None
+    """The one type of device that it knows, if it does not know all."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed.
-
-    Attributes:
-        name: What users choose it by.
-        make: Makes the input of shapes, dtype and device; every provider gets the same.
-        providers: Ours first.
-        shapes: The sets of shapes by name.
-        measure_memory: Whether the memory of a call is of interest.
-    """
+    """What is timed: ``make`` makes the input that every provider gets."""
 
     name: str
     make: Callable[[Shapes, torch.dtype, torch.device], Any]
     providers: tuple[Provider, ...]
+    """Ours first."""
     shapes: Sizes = field(default_factory=lambda: LISTS)
     measure_memory: bool = False
 
@@ -143,18 +127,15 @@ def _scale() -> Case:
 def _axpby() -> Case:
     """``out = a * x + b * y``; ours looks for inf and nan too."""
 
-    def make(
-        shapes: Shapes, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Column, Column, Column]:
-        x, y, out = (_random(shapes, dtype, device) for _ in range(3))
-        return x, y, out
+    def make(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Column]:
+        return [_random(shapes, dtype, device) for _ in range(3)]
 
-    def ours(columns: tuple[Column, Column, Column]) -> Call:
+    def ours(columns: list[Column]) -> Call:
         x, y, out = columns
         flag = _flag(x)
         return lambda: axpby_(x, y, out, 0.5, 2.0, flag)
 
-    def foreach(columns: tuple[Column, Column, Column]) -> Call:
+    def foreach(columns: list[Column]) -> Call:
         x, y, out = columns
 
         def call() -> None:
@@ -164,7 +145,7 @@ def _axpby() -> Case:
 
         return call
 
-    def loop(columns: tuple[Column, Column, Column]) -> Call:
+    def loop(columns: list[Column]) -> Call:
         def call() -> None:
             for x, y, out in zip(*columns, strict=True):
                 torch.mul(y, 2.0, out=out).add_(x, alpha=0.5)
@@ -178,13 +159,14 @@ def _axpby() -> Case:
 def _l2norm() -> Case:
     """The Euclidean norm of all elements together, as for clipping."""
 
-    def theirs(foreach: bool) -> Callable[[Column], Call]:
-        return lambda tensors: lambda: get_total_norm(tensors, foreach=foreach)
+    def of(norm: Callable[[Column], object]) -> Callable[[Column], Call]:
+        return lambda tensors: lambda: norm(tensors)
 
-    def ours(tensors: Column) -> Call:
-        return lambda: l2_norm(tensors)
-
-    who = {"apex": ours, "torch foreach": theirs(True), "torch loop": theirs(False)}
+    who = {
+        "apex": of(l2_norm),
+        "torch foreach": of(partial(get_total_norm, foreach=True)),
+        "torch loop": of(partial(get_total_norm, foreach=False)),
+    }
     return Case("l2norm", _random, _moving(1, who))
 
 

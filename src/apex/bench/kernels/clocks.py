@@ -1,10 +1,7 @@
-"""The times of `apex bench kernels` and of the bandwidths in `apex selftest`.
+"""Clocks for short calls, on a CPU and on a GPU.
 
 Calls take turns: what disturbs the machine disturbs all of them, so the ratio of two neighbours'
 times holds where neither time does.
-
-* CPU: the host's clock.
-* GPU: CUDA events, with the L2 cache overwritten before each call.
 """
 
 import random
@@ -15,16 +12,16 @@ from typing import NamedTuple
 
 import torch
 
-from apex.bench.kernels.cases import Call
+__all__ = ["Call", "Lap", "clock", "copy_gb_s", "launches", "take_turns"]
 
-__all__ = ["Lap", "copy_gb_s", "launches", "take_turns"]
+Call = Callable[[], object]
 
 COPY_BYTES = 2**30  # of the copy that bytes per second are compared with
 FLUSH_BYTES = 2**28  # more than any L2 cache has
 
 
 class Lap(NamedTuple):
-    """One timed call."""
+    """One timed call; ``host_ms`` until it returned."""
 
     ms: float
     host_ms: float
@@ -38,7 +35,7 @@ def take_turns(
     The order is drawn anew for each turn: who follows a provider of small needs finds the tensors
     in the cache, and memory that was just given back.
     """
-    time_once = _cuda_clock(device) if device.type == "cuda" else _host_clock
+    time_once = clock(device)
     laps: dict[str, list[Lap]] = {name: [] for name in calls}
     draw = random.Random(0)  # the same order in each run
     for _ in range(repeats):
@@ -47,29 +44,30 @@ def take_turns(
     return laps
 
 
-def _host_clock(call: Call) -> Lap:
-    begin = time.perf_counter()
-    call()
-    ms = 1000 * (time.perf_counter() - begin)
-    return Lap(ms, ms)
-
-
-def _cuda_clock(device: torch.device) -> Callable[[Call], Lap]:
+def clock(device: torch.device) -> Callable[[Call], Lap]:
+    """What times a call: the host's clock; CUDA events, with the L2 cache overwritten before."""
+    if device.type != "cuda":
+        return _host_lap
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
-    def time_once(call: Call) -> Lap:
+    def cuda_lap(call: Call) -> Lap:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         flush.zero_()  # also keeps the GPU at work until the call's first launch has arrived
         start.record()
-        begin = time.perf_counter()
-        call()
-        host = 1000 * (time.perf_counter() - begin)
+        host_ms = _host_lap(call).ms
         stop.record()
         stop.synchronize()
-        return Lap(start.elapsed_time(stop), host)
+        return Lap(start.elapsed_time(stop), host_ms)
 
-    return time_once
+    return cuda_lap
+
+
+def _host_lap(call: Call) -> Lap:
+    begin = time.perf_counter()
+    call()
+    ms = 1000 * (time.perf_counter() - begin)
+    return Lap(ms, ms)
 
 
 def copy_gb_s(device: torch.device, repeats: int) -> float:
@@ -83,7 +81,7 @@ def copy_gb_s(device: torch.device, repeats: int) -> float:
 
 
 def launches(call: Call) -> int:
-    """Count the kernels of a call."""
+    """Count the kernels of a call, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -20,9 +20,6 @@ __all__ = ["COMPILE", "OF_LAYERS"]
 COMPILE: dict[str, Any] = {"dynamic": False}
 
 
-# --- modes ----------------------------------------------------------------------------------------
-
-
 def _forward(function: Function, inputs: Inputs) -> Call:
     return lambda: function(*inputs.leaves, *inputs.rest)
 
@@ -42,9 +39,6 @@ def _both(function: Function, inputs: Inputs) -> Call:
 
 
 MODES = {"forward": _forward, "backward": _backward, "both": _both}
-
-
-# --- providers ------------------------------------------------------------------------------------
 
 
 def _compiled(function: Function) -> Function:

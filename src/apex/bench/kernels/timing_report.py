@@ -1,27 +1,44 @@
 """Output of `apex bench kernels`: tables in the terminal, and the files beside the JSON file."""
 
-import dataclasses
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from apex.bench.kernels import plots as kernel_plots
-from apex.bench.kernels.rows import FORMAT, HUGE_PAGES, Report, Row
-from apex.bench.kernels.table import COLUMNS, sets, title
+from apex.bench.kernels import timing_plots
+from apex.bench.kernels.timing import HUGE_PAGES, Row
+from apex.bench.kernels.timing_columns import COLUMNS, record, sets, title
 from apex.bench.output import html
 from apex.bench.output.columns import fitted, write_csv
 from apex.bench.output.console import console
 from apex.bench.output.looks import provider_look
 from apex.bench.training.remarks import source
 
-__all__ = ["content", "show"]
+__all__ = ["Report", "content", "show"]
 
+FORMAT = "apex bench kernels 3"
 WIDTH = 150  # columns, where the output is no terminal
 
 
+@dataclass
+class Report:
+    """What `apex bench kernels` has measured so far."""
+
+    environment: dict[str, Any]
+    """Of `apex.bench.options.environment`, with ``copy_gb_s``: of a copy on a GPU."""
+    options: dict[str, Any]
+    """What was asked for."""
+    notes: dict[str, str]
+    """How the numbers were taken."""
+    complete: bool = False
+    """Whether everything that was asked for was timed."""
+    missing: dict[str, list[str]] = field(default_factory=dict)
+    """Packages that are not installed, with what was not timed for that."""
+    rows: list[Row] = field(default_factory=list)
+
+
 def content(report: Report) -> dict[str, Any]:
-    """Make what the JSON file has."""
-    return {"format": FORMAT, **dataclasses.asdict(report)}
+    """Make what the JSON file has: the fields of the report, and of each row what the CSV has."""
+    return {"format": FORMAT, **vars(report), "rows": [record(row) for row in report.rows]}
 
 
 def show(report: Report, file: Path) -> None:
@@ -48,7 +65,7 @@ def show(report: Report, file: Path) -> None:
 
 def _write_all(report: Report, file: Path) -> list[str]:
     said, here = _marks(report), _source(report)
-    svgs = kernel_plots.draw(report, file.parent, file.stem, said, here)
+    svgs = timing_plots.draw(report.rows, file.parent, file.stem, said, here)
     write_csv(COLUMNS, report.rows, file.with_suffix(".csv"))
     columns = [column for column in COLUMNS if not column.group]
     copy = report.environment["copy_gb_s"]
@@ -72,19 +89,15 @@ def _write_all(report: Report, file: Path) -> list[str]:
         },
         problems=_problems(report),
         notes=report.notes,
-        settings=_settings(report.options),
+        settings=[
+            (name, html.join(value if isinstance(value, list) else [value]))
+            for name, value in report.options.items()
+        ],
         ceilings=[("copy", f"{copy:.0f} GB/s")] if copy else [],
         **html.about_columns(columns, report.rows),
     )
     drawn = [f"{file.stem}-{name}.{suffix}" for name in svgs for suffix in ("png", "svg")]
     return [f"{file.stem}.html", f"{file.stem}.csv", *drawn]
-
-
-def _settings(options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [
-        (name, html.join(value if isinstance(value, list) else [value]))
-        for name, value in options.items()
-    ]
 
 
 def _source(report: Report) -> str:
@@ -96,14 +109,14 @@ def _source(report: Report) -> str:
         f"{threads} thread{'s' * (threads > 1)}",
         f"{turns} turn{'s' * (turns > 1)}",
         f"{HUGE_PAGES}=1" if any(row.huge_pages for row in report.rows) else "",
-        "" if copy is None else f"copy {copy:.0f} GB/s",
+        f"copy {copy:.0f} GB/s" if copy else "",
     ]
     return ", ".join(filter(None, said))
 
 
 def _marks(report: Report) -> list[str]:
     found = [] if report.complete else ["INCOMPLETE: interrupted"]
-    timed = [row for row in report.rows if row.p20_ms is not None and row.p80_ms is not None]
+    timed = [row for row in report.rows if row.times]
     unsteady = [row for row in timed if (row.p80_ms or 0) > 2 * (row.p20_ms or 0)]
     if unsteady:
         found.append(f"BUSY MACHINE: {len(unsteady)} of {len(timed)} times vary a lot")
@@ -115,15 +128,14 @@ def _style(row: Row) -> str | None:
 
 
 def _problems(report: Report) -> list[tuple[str, str]]:
-    """List what failed, what has no model, and what is not installed."""
-    found = []
-    for row in report.rows:
-        case = f"{row.op}, {row.shapes}, {row.dtype}"
-        if row.problem:
-            found.append((f"{case}, {row.provider}", row.problem))
-        if row.model and row.model.problem:
-            found.append((case, f"no model: {row.model.problem}"))
-    for package, names in report.missing.items():
-        said = f"not installed (pip install --no-deps {package}); not timed: {', '.join(names)}"
-        found.append((package, said))
-    return found
+    """List what failed, and what is not installed."""
+    failed = [
+        (f"{row.op}, {row.shapes}, {row.dtype}, {row.provider}", row.problem)
+        for row in report.rows
+        if row.problem
+    ]
+    absent = [
+        (name, f"not installed (pip install --no-deps {name}); not timed: {', '.join(what)}")
+        for name, what in report.missing.items()
+    ]
+    return failed + absent

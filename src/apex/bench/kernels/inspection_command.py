@@ -1,7 +1,7 @@
 """``apex kernels``: registers, spills and memory accesses of each Triton kernel, without a GPU.
 
-The work is done by :mod:`apex.kernels.inspect.finding`; here are the options, the table and the
-exit code. Triton is imported when the command runs, as other commands need none.
+The work is done by :mod:`apex.kernels.inspect.finding`, which needs Triton; here are the options,
+the table and the exit code.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import importlib.util
 import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from apex.bench.cli import UsageError, suggestion
+from apex.bench.options import unique
 from apex.bench.output.columns import Column, fitted
 from apex.bench.output.console import NOTHING, console
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if not args.json:
         importlib.import_module("rich")  # now and not after a minute of compiling
-    findings = _inspect(_unique(args.target), args.kernel)
+    findings = _inspect(unique(args.target), args.kernel)
     if args.json:
         print(json.dumps({"kernels": [asdict(finding) for finding in findings]}, indent=2))
     else:
@@ -72,7 +73,7 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
     from apex.kernels.inspect import finding
 
     cases = list(finding.cases())
-    known = _unique(case.name for case in cases)
+    known = unique(case.name for case in cases)
     unknown = [name for name in names or () if name not in known]
     if unknown:
         hint = suggestion(unknown[0], known)
@@ -83,10 +84,6 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
         return list(itertools.chain(*zip(*found, strict=True)))
     except finding.UnavailableError as error:
         raise UsageError(str(error)) from error
-
-
-def _unique(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
 
 
 def _show(findings: Sequence[Finding]) -> None:
@@ -113,18 +110,6 @@ def _show(findings: Sequence[Finding]) -> None:
             to.print(f"{where}: {advice}", markup=False, style="yellow")
 
 
-def _column(heading: str, name: str, drop: int = 0, *, left: bool = False) -> Column[Finding]:
-    """A number or a word of a finding."""
-
-    def text(finding: Finding) -> str:
-        value = getattr(finding, name)
-        return (
-            NOTHING if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-        )
-
-    return Column(heading, text, {}, drop=drop, left=left)
-
-
 def _instructions(finding: Finding) -> str:
     return f"{sum(finding.instructions.values()):.2f}" if finding.instructions else NOTHING
 
@@ -141,29 +126,35 @@ def _limits(finding: Finding) -> str:
     return ", ".join(f"{gpu} {limit}" for gpu, limit in said.items()) or NOTHING
 
 
-def _accesses(heading: str, name: str, drop: int) -> Column[Finding]:
-    """Widths of accesses in the code."""
+def _widths(counts: dict[int, int] | None) -> str:
+    return " ".join(f"{count}×{bits}" for bits, count in sorted((counts or {}).items())[::-1])
 
-    def text(finding: Finding) -> str:
-        counts: dict[int, int] = getattr(finding, name) or {}
-        return " ".join(f"{counts[bits]}×{bits}" for bits in sorted(counts, reverse=True))
 
-    return Column(heading, text, {}, drop=drop, left=True)
+def _plain(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:g}"
+
+
+def _column(
+    heading: str, name: str, text: Callable[[Any], str] = str, drop: int = 0
+) -> Column[Finding]:
+    """A field of a finding."""
+    left = text in (str, _widths)
+    return Column(heading, lambda finding: text(getattr(finding, name)), {}, drop=drop, left=left)
 
 
 COLUMNS = (
-    _column("kernel", "kernel", left=True),
-    _column("variant", "variant", left=True),
-    _column("target", "target", left=True),
-    _column("regis-\nters", "registers"),
-    _column("spilled", "spilled"),
-    _column("shared", "shared", 3),
-    _column("pro-\ngrams", "programs"),
-    _accesses("main\nloads", "main_loads", 1),
-    _accesses("main\nstores", "main_stores", 1),
-    _accesses("all\nloads", "loads", 4),
-    _accesses("all\nstores", "stores", 4),
-    _column("bytes per\nelement", "bytes_per_element", 3),
+    _column("kernel", "kernel"),
+    _column("variant", "variant"),
+    _column("target", "target"),
+    _column("regis-\nters", "registers", _plain),
+    _column("spilled", "spilled", _plain),
+    _column("shared", "shared", _plain, 3),
+    _column("pro-\ngrams", "programs", _plain),
+    _column("main\nloads", "main_loads", _widths, 1),
+    _column("main\nstores", "main_stores", _widths, 1),
+    _column("all\nloads", "loads", _widths, 4),
+    _column("all\nstores", "stores", _widths, 4),
+    _column("bytes per\nelement", "bytes_per_element", _plain, 3),
     Column("instructions\nper byte", _instructions, {}, drop=1),
     Column("by pipe", _pipes, {}, drop=5, left=True),
     Column("limit", _limits, {}, drop=2, left=True),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from apex.bench.catalogue.sizes import LISTS, MATRICES
 from apex.bench.kernels.cases import DTYPES
-from apex.bench.kernels.rows import Report, Row
-from apex.bench.kernels.table import sets
+from apex.bench.kernels.timing import Row
+from apex.bench.kernels.timing_columns import sets
 from apex.bench.output.looks import provider_look
 from apex.bench.training.panels import MOST_WRITTEN, Bar, draw_bars
 from apex.bench.training.plots import PANEL, new_figure, save
@@ -22,12 +22,12 @@ LEAST = 12  # places for bars: one of two would be as wide as the plot otherwise
 
 
 def draw(
-    report: Report, folder: Path, stem: str, said: Sequence[str], below: str
+    rows: Sequence[Row], folder: Path, stem: str, said: Sequence[str], below: str
 ) -> dict[str, str]:
     """Draw a plot for each set of shapes and dtype, as PNG and SVG.
 
     Args:
-        report: What was measured.
+        rows: What was measured.
         folder: For the files.
         stem: What the names of the files begin with.
         said: Above each figure.
@@ -36,11 +36,11 @@ def draw(
     Returns:
         The SVG of each plot by the rest of its name.
     """
-    found = sets(report.rows)
+    found = sets(rows)
     every = dict.fromkeys((*found, *((s, d) for s in (*LISTS, *MATRICES) for d in DTYPES)))
     made: dict[str, Callable[[], Figure | None]] = {
         f"{stem}-{shapes}-{dtype}": partial(_figure, found.get((shapes, dtype), []))
-        for shapes, dtype in every
+        for shapes, dtype in every  # those of an earlier run go away
     }
     svgs = save(made, folder, said, below)
     return {name.removeprefix(f"{stem}-"): svg for name, svg in svgs.items()}
@@ -71,6 +71,5 @@ def _figure(rows: Sequence[Row]) -> "Figure | None":
 def _bar(row: Row) -> Bar | None:
     if row.ratio is None:
         return None
-    low, high = row.ratio_low, row.ratio_high
-    ends = None if low is None or high is None else (low, high)
+    ends = (row.bounds.low, row.bounds.high) if row.bounds else None
     return Bar(row.provider, row.ratio, ends, provider_look(row.provider))
