@@ -21,7 +21,8 @@ from tests.vmapped import assert_backward_under_vmap
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 SHAPE = (4, 512)  # fewer elements need a wider tolerance in float32
-SHAPES = [(7, 123), (4, 512), (2, 3, 65), (48, 33)]  # a padded block, a full one, 3-D, many rows
+# A padded block, a full one, 3-D, many rows; where values are small, eps matters.
+SIZES = [((7, 123), 1.0), ((4, 512), 0.02), ((2, 3, 65), 1.0), ((48, 33), 0.02)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -91,8 +92,14 @@ def _paths(case):
     return [*found, "reference", *["pieces"] * has_pieces]
 
 
-def _pairs(cases):
-    pairs = [(case, path) for case in cases for path in _paths(case)]
+def _compiled_paths(case):
+    """Compiled, a call that takes pieces is the definition: one case shows both."""
+    found = _paths(case)
+    return [path for path in found if path != "reference" or "pieces" not in found]
+
+
+def _pairs(cases, paths=_paths):
+    pairs = [(case, path) for case in cases for path in paths(case)]
     ids = [f"{case.name}-{path}" for case, path in pairs]
     return pytest.mark.parametrize(("case", "path"), pairs, ids=ids, indirect=["path"])
 
@@ -101,6 +108,7 @@ def _pairs(cases):
 FROM_INPUT = [case for case in CASES if not case.op.own_backward]
 every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_path = _pairs(CASES)
+compiled_path = _pairs(CASES, _compiled_paths)
 from_input = _pairs(FROM_INPUT)
 
 
@@ -161,8 +169,7 @@ def assert_same_bits(some, others):
 
 @from_input
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("scale", [1.0, 0.02], ids=["unit", "small"])  # small: eps matters
+@pytest.mark.parametrize(("shape", "scale"), SIZES, ids=str)
 def test_forward_and_gradients_are_one_rounding_off(case, path, dtype, shape, scale):
     assert_exact(case, case.tensors(shape, dtype, scale), path)
 
@@ -210,7 +217,7 @@ def test_only_gradients_that_are_needed(case, path):
 
 @every_path
 def test_repeats_bit_for_bit_and_evaluation_has_the_bits_of_training(case, path):
-    tensors, runs = case.tensors((300, 33), torch.float16), []
+    tensors, runs = case.tensors((70, 33), torch.float16), []
     for _ in range(2):
         y = case(*tensors)
         runs.append([y, *torch.autograd.grad(y.square().sum(), tensors)])
@@ -288,7 +295,7 @@ def test_opcheck(case, path):
     torch.library.opcheck(case.op.backward_operator, (strided(y.shape), [True] * len(needs), *rest))
 
 
-@every_path
+@compiled_path
 def test_compiles_to_one_operator_or_to_what_the_compiler_fuses(case, path):
     if case.op is group_norm.OP and path != "triton" and not IS_2_13:
         pytest.skip("torch 2.9 fails on its own group_norm's gradient with symbolic channels")

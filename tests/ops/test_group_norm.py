@@ -29,6 +29,12 @@ LAST = torch.channels_last
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 paths = pytest.mark.parametrize("path", PATHS)
 acts = pytest.mark.parametrize("act", [None, "silu"])
+# A dtype matters where tensors are loaded and stored, and an act between: not each with each.
+kinds = pytest.mark.parametrize(
+    ("dtype", "act"),
+    [(torch.float32, None), (torch.float32, "silu"), (torch.float16, "silu"), (HALVES[1], None)],
+    ids=str,
+)
 
 
 def _path(name):
@@ -71,8 +77,7 @@ SHAPES = [((2, 20, 5, 7), 2), ((3, 64, 6, 6), 32), ((1, 3, 4, 4), 1), ((2, 6, 3,
 
 
 @paths
-@acts
-@dtypes
+@kinds
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
 def test_groups_and_dimensions(shape, groups, last, dtype, act, path):
@@ -96,8 +101,7 @@ LAYOUTS = {
 
 
 @paths
-@acts
-@dtypes
+@kinds
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, dtype, act, path):
     """Strides of sizes of 1 may be any, and mislead torch's kernels, as do images with gaps."""

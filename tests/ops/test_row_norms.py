@@ -21,8 +21,6 @@ TRITON = pytest.param(
     marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
 )
 PATHS = [None, "reference", TRITON]
-# a padded tile, a full one, many rows, a row alone
-SHAPES = [(7, 123), (4, 512), (300, 33), (1, 2048)]
 
 
 def _path(name):
@@ -230,7 +228,7 @@ def test_rows_of_one_element(rows, path):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [60, 9000])
+@pytest.mark.parametrize("columns", [60, 4200])
 @pytest.mark.parametrize("name", NORMS)
 def test_memory_efficient(name, columns, dtype, path):
     """Gradients are those of the input that the rounded output stands for."""
@@ -314,11 +312,12 @@ def test_weights_of_zero(name, path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize(("name", "columns"), [("layer", 9000), ("rms", 2000)])
+@pytest.mark.parametrize(("name", "columns"), [("layer", 600), ("rms", 500)])
 def test_more_programs_than_the_second_stage_adds_at_a_time(name, columns, monkeypatch):
     from apex.kernels import row_norms as kernels
 
     monkeypatch.setattr(kernels, "ROWS_PER_PROGRAM", 1)
+    monkeypatch.setattr(kernels, "WIDEST_BACKWARD", 512)
     monkeypatch.setattr(kernels, "TILE_ROWS", 2)
     monkeypatch.setattr(kernels, "SUM_TILE", 64)
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 128)
