@@ -38,7 +38,7 @@ def train(make, dtype, path, factor=1.0, **options):
     optimizer = make(params, **options)
     generator = torch.Generator().manual_seed(1)
     with on(path):
-        for _ in range(4):
+        for _ in range(2):
             for param in params:
                 noise = torch.randn(param.shape, generator=generator).to(torch.bfloat16)
                 param.grad = torch.empty_like(param).copy_(noise)
