@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import multiprocessing.connection
 import pickle
+import sys
 import time
 import traceback
 from datetime import timedelta
@@ -13,6 +14,15 @@ import torch.distributed as dist
 
 SECONDS = 600  # waiting for answers, all jobs of a ``Ranks`` together
 COLLECTIVE = timedelta(seconds=20)  # a collective that another rank never calls ends with this
+
+
+def processes():
+    """How processes are started: on Linux from one that has imported torch, which takes seconds."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo"])
+    return context
 
 
 def _connect(path, count, rank):
@@ -52,7 +62,7 @@ class Ranks:
     def __init__(self, folder, seconds=SECONDS, count=2):
         self._stores = ((str(folder / f"store{number}"), count) for number in itertools.count())
         self._left, self._broken = seconds, None
-        context = multiprocessing.get_context("spawn")
+        context = processes()
         self._pipes, theirs = zip(*(context.Pipe() for _ in range(count)), strict=True)
         self._processes = [
             context.Process(target=_work, args=job, daemon=True) for job in enumerate(theirs)

@@ -1,6 +1,5 @@
 """A rank that is killed ends the job on all ranks; the next job goes on from the checkpoint."""
 
-import multiprocessing
 import os
 import pathlib
 import signal
@@ -15,6 +14,7 @@ from torch import nn
 
 from apex import amp
 from apex.parallel import DistributedDataParallel
+from tests.ranks import processes
 
 pytestmark = pytest.mark.dist
 
@@ -73,15 +73,15 @@ def _save(folder, wrapper, optimizer, step):
 
 def _run(*jobs):
     """Run jobs one after the other in the same processes; return their exit codes."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_work, args=(rank, jobs)) for rank in range(RANKS)]
-    for process in processes:
+    context = processes()
+    started = [context.Process(target=_work, args=(rank, jobs)) for rank in range(RANKS)]
+    for process in started:
         process.start()
     deadline = time.monotonic() + 240  # starting takes most of a minute on a busy machine
-    for process in processes:
+    for process in started:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
-    return [process.exitcode for process in processes]
+    return [process.exitcode for process in started]
 
 
 @pytest.mark.slow
