@@ -40,16 +40,15 @@ def column(dtype=FLOAT, seed=0):
 # -- lists ---------------------------------------------------------------------------------------
 
 
-def stepped(make, dtype=FLOAT, meter=False, steps=1):
+def stepped(make, dtype=FLOAT, meter=False):
     def run():
         params = [torch.nn.Parameter(tensor) for tensor in column(dtype)]
         optimizer = make(params)
         if meter:
             optimizer.count_lost_updates()
-        for number in range(steps):
-            for param, grad in zip(params, column(dtype, 10 + number), strict=True):
-                param.grad = grad
-            optimizer.step()
+        for param, grad in zip(params, column(dtype, 10), strict=True):
+            param.grad = grad
+        optimizer.step()
         states = [value for state in optimizer.state.values() for value in state.values()]
         return [*params, *(value for value in states if isinstance(value, torch.Tensor))]
 
@@ -98,7 +97,7 @@ def lists():
             make = functools.partial(optimizer.make, **options)
             if not variant.larc:
                 dtype = DTYPES[variant.dtypes[0]]
-                yield optimizer.called(variant), stepped(make, dtype, steps=2)
+                yield optimizer.called(variant), stepped(make, dtype)
     for storage in ("plain", "low_bits", "kahan", "stochastic"):
         make = functools.partial(FusedAdam, storage=storage)
         yield f"adam, {storage}, metered", stepped(make, BRAIN, meter=True)

@@ -21,10 +21,10 @@ SOURCE = pathlib.Path(apex.__file__).parent.parent
 EVERY = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
-def program(*words):
+def program(*words, **variables):
     """Run Python where kernels are compiled: this process may have them interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), *sys.path])
+    environment |= {"PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path]), **variables}
     done = subprocess.run(
         [sys.executable, "-W", "error", *words],
         capture_output=True, text=True, check=False, env=environment,
@@ -34,9 +34,8 @@ def program(*words):
 
 
 # Cases in float16 whose like in bfloat16 is compiled are left out of the default suite: in what is
-# judged the two agreed in all 107 of them (sm_90). The code that stores weights is the same for each
-# update, so all ways to store are compiled with Adam, and with others what computes most beside it:
-# low bits and stochastic rounding.
+# judged the two agreed in all 107 of them (sm_90). All updates share the code that stores weights:
+# every way to store is compiled with Adam, and of the others low bits and stochastic rounding.
 INSPECT = """
 import json, sys
 from dataclasses import asdict

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import importlib.util
-import itertools
 import pkgutil
 
 import pytest
@@ -289,10 +288,11 @@ def test_opcheck(case, path):
     known |= zip(case.op.names, [a.detach() if isinstance(a, torch.Tensor) else a
                                  for a in case.arguments(*tensors)], strict=True)  # fmt: skip
     rest = [known[name] for name in (*case.op.saves, *case.op.constants)]
-    for needs in itertools.product([True, False], repeat=len(case.op.grads)):
-        args = (strided(y.shape), list(needs), *rest)
+    number = len(case.op.grads)
+    for alone in range(number):
+        args = (strided(y.shape), [alone == other for other in range(number)], *rest)
         torch.library.opcheck(case.op.backward_operator, args, test_utils="test_faketensor")
-    torch.library.opcheck(case.op.backward_operator, (strided(y.shape), [True] * len(needs), *rest))
+    torch.library.opcheck(case.op.backward_operator, (strided(y.shape), [True] * number, *rest))
 
 
 @compiled_path
