@@ -104,7 +104,8 @@ class Killed(BaseException):
 
 
 KILLED = {2: 1, 4: 2, 5: 4}  # the epoch that is killed, and the last one saved before it
-CASES = [(precision, epoch) for precision in ("O2 --tied", "fp16_optimizer") for epoch in KILLED]
+# Which epoch is saved has nothing to do with the precision.
+CASES = [*(("O2 --tied", epoch) for epoch in KILLED), ("fp16_optimizer", 4)]
 
 
 @pytest.mark.parametrize(("precision", "epoch"), [*CASES, ("O1", 5), ("O5", 4)])
