@@ -2,9 +2,9 @@
 
 This is what a tensor core with float32 accumulation computes. torch's own float16 kernels for a CPU
 are slow. With float16 instructions the gradient of a convolution takes oneDNN's reference code (16
-to 32 channels, 16x16, batch 128: 856 ms for the weight, float32 takes 3.1 ms), and ``addbmm`` rounds
-its sum after each matrix. Without them matrix products and forward convolutions take 40 to 60 times
-float32's time, too.
+to 32 channels, 16x16, batch 128: 856 ms for the weight, float32 takes 3.1 ms), and ``addbmm``
+rounds its sum after each matrix. Without them matrix products and forward convolutions take 40 to
+60 times float32's time, too.
 
 The kernels here stand under dispatch key ``CPU``, below autograd, so they serve the forward and the
 backward pass and what autograd saves stays float16. They widen the operands, call torch's own
