@@ -87,7 +87,7 @@ def test_bad_command_gets_one_line_and_2(words, said):
 @pytest.mark.parametrize(
     ("words", "module"),
     [
-        (["demo", "--x"], ["apex", "bench", "--quick", "--x"]),
+        (["demo", "--x"], ["apex", "bench", "--quick", "--budget", "90s", "--x"]),
         (["clients", "timm"], ["tests.clients", "timm"]),
         (["test", "tests/amp"], ["pytest", "tests/amp"]),
         (["test", "--all"], ["pytest", "--numprocesses=auto", "--all"]),

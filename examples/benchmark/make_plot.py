@@ -1,7 +1,7 @@
 """Draw time, memory and accuracy against batch size from what run_benchmark.py measured.
 
-``--GPU`` names one set of results, or several machines' to lay over each other. The pictures go to
-``plots``.
+``--GPU`` names one set of results, or several. The pictures go to ``plots``, of several sets to a
+folder each in it.
 """
 
 import argparse
@@ -33,9 +33,8 @@ def run() -> int:
             file=sys.stderr,
         )
         return 2
-    words = ["bench", "plot", *files, "--names", *args.GPU, "--out", args.out]
-    words += ["--levels", *args.method, "--batch", *args.batch]
-    return main([*words, *(["--compare"] if len(files) > 1 else [])])
+    chosen = ["--levels", *args.method, "--batch", *args.batch]
+    return main(["bench", "plot", *files, "--out", args.out, *chosen])
 
 
 if __name__ == "__main__":

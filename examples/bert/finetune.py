@@ -32,7 +32,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; ends the program with a message where it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    # On CPUs without float16 arithmetic O1 and O2 take 14 times as long as O4.
     add("--opt_level", "--opt-level", choices=["O0", "O1", "O2", "O4", "O5"], default="O4")
     add("--optimizer", choices=[*RATES], default="FusedAdam")
     add("--lr", type=float, help=f"default: {RATES}, with --model {PRETRAINED_RATE}")

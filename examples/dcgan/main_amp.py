@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import networks
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import Adam
 
 from apex import amp
+from apex.bench.training.tasks.dcgan import discriminator, generator
 
 try:
     import digits
@@ -147,8 +147,8 @@ def adversarial_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
 
 def build(args: argparse.Namespace, device: torch.device) -> Gan:
     """Make the networks and their optimizers and hand them to amp."""
-    netG = networks.generator(args.imageSize, args.nz, args.ngf).to(device)
-    netD = networks.discriminator(args.imageSize, args.ndf).to(device)
+    netG = generator(args.imageSize, args.nz, args.ngf).to(device)
+    netD = discriminator(args.imageSize, args.ndf).to(device)
     optimizerD = Adam(netD.parameters(), lr=args.lr, betas=(args.beta1, 0.999))
     optimizerG = Adam(netG.parameters(), lr=args.lr, betas=(args.beta1, 0.999))
     [netD, netG], [optimizerD, optimizerG] = amp.initialize(

@@ -1,14 +1,13 @@
-"""Networks by name: torchvision's where it is installed, a ResNet family of our own elsewhere.
+"""Networks by name: torchvision's where it is installed, elsewhere the ResNets of ``apex bench``.
 
-The names of our layers are those of torchvision's ResNets, so checkpoints of one load into the
-other.
+Their layers have the names of torchvision's, so checkpoints of one load into the other.
 """
 
 import types
 
-import torch
-import torch.nn.functional as F
 from torch import nn
+
+from apex.bench.training.tasks.networks import ResNet
 
 __all__ = ["build", "names"]
 
@@ -16,106 +15,13 @@ __all__ = ["build", "names"]
 AUXILIARY_OUTPUTS = ("inception_v3", "googlenet")
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
-
-    expansion = 1  # output channels over ``width``
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = shortcut(channels, width, stride)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (N, channels, H, W) to (N, width, H / stride, W / stride)."""
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
-        return F.relu(y + self.downsample(x))
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the 3x3 one has the stride."""
-
-    expansion = 4
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(4 * width)
-        self.downsample = shortcut(channels, 4 * width, stride)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (N, channels, H, W) to (N, 4 * width, H / stride, W / stride)."""
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = F.relu(self.bn2(self.conv2(y)))
-        y = self.bn3(self.conv3(y))
-        return F.relu(y + self.downsample(x))
-
-
-def shortcut(channels: int, out: int, stride: int) -> nn.Sequential:
-    """A projection where the shape changes, else nothing."""
-    if stride == 1 and channels == out:
-        return nn.Sequential()
-    return nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-
-
-class ResNet(nn.Module):
-    """He et al., "Deep Residual Learning for Image Recognition" (2015).
-
-    Args:
-        block: ``BasicBlock`` or ``Bottleneck``.
-        depths: Blocks in each stage; a stage after the first halves the size of the image.
-        width: Channels of the first stage; each later one has twice as many.
-        classes: Number of outputs.
-    """
-
-    def __init__(
-        self,
-        block: type[BasicBlock] | type[Bottleneck],
-        depths: tuple[int, ...],
-        width: int,
-        classes: int,
-    ) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        channels, self.stages = width, []
-        for number, depth in enumerate(depths, 1):
-            blocks = []
-            for index in range(depth):
-                stride = 2 if number > 1 and index == 0 else 1
-                blocks.append(block(channels, width, stride))
-                channels = width * block.expansion
-            self.stages.append(f"layer{number}")
-            self.add_module(self.stages[-1], nn.Sequential(*blocks))
-            width *= 2
-        self.fc = nn.Linear(channels, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map images (N, 3, H, W) to logits (N, classes)."""
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, stride=2, padding=1)
-        for stage in self.stages:
-            x = self.get_submodule(stage)(x)
-        return self.fc(x.mean(dim=(2, 3)))
-
-
 OURS = {
-    "resnet18": (BasicBlock, (2, 2, 2, 2), 64),
-    "resnet34": (BasicBlock, (3, 4, 6, 3), 64),
-    "resnet50": (Bottleneck, (3, 4, 6, 3), 64),
-    "resnet101": (Bottleneck, (3, 4, 23, 3), 64),
-    "resnet152": (Bottleneck, (3, 8, 36, 3), 64),
-    "tiny": (BasicBlock, (1, 1), 8),  # for tests, and for a first try on a CPU
+    "resnet18": {"depths": (2, 2, 2, 2)},
+    "resnet34": {"depths": (3, 4, 6, 3)},
+    "resnet50": {"depths": (3, 4, 6, 3), "bottleneck": True},
+    "resnet101": {"depths": (3, 4, 23, 3), "bottleneck": True},
+    "resnet152": {"depths": (3, 8, 36, 3), "bottleneck": True},
+    "tiny": {"depths": (1, 1), "width": 8},  # for tests, and for a first try on a CPU
 }
 
 
@@ -161,5 +67,4 @@ def build(arch: str, classes: int, *, pretrained: bool = False) -> nn.Module:
     if theirs is not None and arch != "tiny":
         weights = "IMAGENET1K_V1" if pretrained else None
         return theirs.get_model(arch, weights=weights, num_classes=classes)
-    block, depths, width = OURS[arch]
-    return ResNet(block, depths, width, classes)
+    return ResNet(**OURS[arch], classes=classes)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
+from apex.bench.training.tasks.digits import originals
+
 AT_LEAST = 20_000  # images to train on: 200 steps of 100 per epoch
 SIDE, DIGIT = 28, 20  # of an image, and of the digit in it, as in MNIST
 
@@ -38,12 +40,7 @@ def _mnist(folder: Path) -> list[torch.Tensor]:
 
 def _digits() -> list[torch.Tensor]:
     """Split the 1,797 digits first; then make shifted copies of the training digits alone."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    pixels, labels = load_digits(return_X_y=True)
-    parts = train_test_split(pixels / 16, labels, test_size=1 / 3, stratify=labels, random_state=0)
-    train_x, test_x, train_y, test_y = (torch.tensor(part) for part in parts)
+    train_x, train_y, test_x, test_y = originals()
     places = (SIDE - DIGIT + 1) ** 2
     order = torch.rand(len(train_x), places, generator=torch.Generator().manual_seed(0)).argsort(1)
     copies = -(-AT_LEAST // len(train_x))  # each at a place of its own
@@ -54,8 +51,7 @@ def _digits() -> list[torch.Tensor]:
 
 
 def _enlarged(pixels: torch.Tensor) -> torch.Tensor:
-    images = pixels.float().reshape(-1, 1, 8, 8)
-    return F.interpolate(images, size=(DIGIT, DIGIT), mode="bilinear", align_corners=False)
+    return F.interpolate(pixels, size=(DIGIT, DIGIT), mode="bilinear", align_corners=False)
 
 
 def _placed(digits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
@@ -69,6 +70,7 @@ def _trained(task, level, *, batch=4, steps=20):
                 loss = task.loss(models[0], data)
             way.backward(loss, optimizers[0])
             way.step(optimizers[0])
+        assert loss.dtype == torch.float32
         losses.append(loss.item())
     return losses, scales, models
 
@@ -95,9 +97,29 @@ def test_each_task_learns_at_each_level(tasks, name, level):
     losses, _, models = _trained(task, level, batch=batch, steps=steps)
     assert np.isfinite(losses).all()
     assert np.mean(losses[-3:]) < np.mean(losses[:2])
-    if task.accuracy is not None and level == "O5":
+    if task.test_loss is not None and level == "O5":
         with torch.no_grad():
-            assert 0 < task.accuracy(models[0].eval()) <= 100
+            model = models[0].eval()
+            assert 0 < task.test_loss(model) < np.inf
+            assert task.accuracy is None or 0 < task.accuracy(model) <= 100
+
+
+@pytest.mark.parametrize("name", ["digits-mlp", "text-lstm", "seq2seq", "bert-tiny"])
+def test_accuracy_and_test_loss_are_those_of_all_labels(tasks, name, monkeypatch):
+    """In one pass over all as in several, whose last is smaller or has fewer words to guess."""
+    task = _load(tasks, name)
+    torch.manual_seed(0)
+    model = task.model().eval()
+    x, y = task.data.test_x, task.data.test_y
+    with torch.no_grad():
+        logits = model(x).double()
+        right = (logits.argmax(-1) == y)[y != -100]
+        exact = F.cross_entropy(logits.movedim(-1, 1), y)  # leaves -100 out
+        in_a_sequence = 16 if name == "seq2seq" else 1  # whose loss is a sum over characters
+        monkeypatch.setattr(type(task), "at_once", 25)
+        assert task.test_size == len(right)
+        assert task.accuracy(model) == pytest.approx(100 * float(right.double().mean()))
+        assert task.test_loss(model) == pytest.approx(in_a_sequence * float(exact), rel=1e-5)
 
 
 def test_the_levels_are_what_they_are_called(tasks):
@@ -141,7 +163,8 @@ def test_batches_are_whole_in_an_order_of_the_seed():
 @pytest.mark.parametrize("name", ["text-lstm", "text-transformer"])
 def test_a_character_is_guessed_from_those_before_it(tasks, name):
     task = _load(tasks, name)
-    model, rows = task.model(), task.train[:1, :-1]
+    model, rows = task.model(), task.data.train_x[:1]
+    assert torch.equal(rows[0, 1:], task.data.train_y[0, :-1])
     other = rows.clone()
     other[0, 40] += 1
     changed = (model(rows) != model(other)).any(-1)[0]
@@ -151,15 +174,13 @@ def test_a_character_is_guessed_from_those_before_it(tasks, name):
 
 def test_the_decoder_reads_what_was_before_and_the_whole_source(tasks):
     task = _load(tasks, "seq2seq")
-    seen = []
-    rows = task.train[:1]
-    task.loss(lambda tokens: seen.append(tokens) or torch.zeros(1, 16, task.size), (rows,))
-    assert torch.equal(seen[0][:, :16], rows)
-    assert seen[0][0, 16] == corpus.MASK
-    assert torch.equal(seen[0][:, 17:], rows.flip(1)[:, :15])
-    model, other = task.model(), seen[0].clone()
+    x, y = task.data.train_x[:1], task.data.train_y[:1]
+    assert torch.equal(x[:, :16], y.flip(1))
+    assert x[0, 16] == corpus.MASK
+    assert torch.equal(x[:, 17:], y[:, :15])
+    model, other = task.model(), x.clone()
     other[0, 26] += 1
-    assert torch.equal((model(seen[0]) != model(other)).any(-1)[0], torch.arange(16) >= 10)
+    assert torch.equal((model(x) != model(other)).any(-1)[0], torch.arange(16) >= 10)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -248,7 +269,7 @@ def cifar(tmp_path, monkeypatch):
 
 
 def test_cifar_is_read_as_bytes(cifar):
-    data = cifar10.load("cifar10-vgg16", TaskOptions(CPU, data=cifar.parent))
+    data = cifar10.load(TaskOptions(CPU, data=cifar.parent))
     assert data.train_y.tolist() == [n for n in range(5) for _ in range(3)]
     assert data.test_y.tolist() == [5] * 3
     brightest = data.train_x[0] * torch.tensor(cifar10.DEVIATION).reshape(3, 1, 1)
@@ -258,7 +279,7 @@ def test_cifar_is_read_as_bytes(cifar):
     task = load("cifar10-resnet18", TaskOptions(CPU, quick=True, data=cifar))
     losses, _, models = _trained(task, "O0", batch=3, steps=1)
     assert np.isfinite(losses).all()
-    assert sum(p.numel() for p in models[0].parameters()) == 11_173_962
+    assert _count(models[0]) == 11_173_962
 
 
 def test_cifar_with_other_files_is_one_line(cifar, monkeypatch):
@@ -289,21 +310,13 @@ def test_cifar_with_other_files_is_one_line(cifar, monkeypatch):
     assert asked == [(cifar10.URL, str(cifar.parent / "new"), cifar10.MD5)]
 
 
-@pytest.fixture
-def small_resnet(monkeypatch):
-    def make(num_classes):
-        return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, num_classes))
-
-    for name in ("torchvision", "torchvision.models"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["torchvision.models"].resnet50 = make
-
-
-@pytest.mark.usefixtures("small_resnet")
-def test_resnet50_on_random_images_and_on_files(tmp_path):
+def test_resnet50_on_random_images_and_on_files(tmp_path, monkeypatch):
     Image = pytest.importorskip("PIL.Image")
     task = load("resnet50", QUICK)
-    assert task.accuracy is None
+    assert task.accuracy is task.test_loss is task.test_size is None
+    assert _count(task.model()) == 25_557_032
+    small = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 2))
+    monkeypatch.setattr(resnet50.ResNet50, "model", lambda task: small)
     batches = list(task.loader(2, 0))
     assert len(batches) == 5
     assert batches[0][0].shape == (2, 3, 224, 224)
@@ -317,7 +330,9 @@ def test_resnet50_on_random_images_and_on_files(tmp_path):
     assert torch.equal(x[:, 0, 0, 0] > 0, y == 1)
     losses, _, models = _trained(task, "O0", batch=6, steps=3)
     assert losses[-1] < losses[0]
+    assert task.test_size == 2
     assert task.accuracy(models[0]) in (0, 50, 100)
+    assert task.test_loss(models[0]) > 0
     with pytest.raises(UsageError, match="--batch 19: there are 18 images"):
         task.loader(19, 0)
     with pytest.raises(UsageError, match="a folder for each class is needed"):
@@ -327,22 +342,19 @@ def test_resnet50_on_random_images_and_on_files(tmp_path):
 
 
 def test_missing_packages_are_one_line(monkeypatch):
-    for name in ("torchvision", "timm", "transformers"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UsageError, match="resnet50 needs torchvision or timm"):
-        load("resnet50", QUICK)
-    with pytest.raises(UsageError, match="bert-tiny needs transformers: pip install transformers"):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="bert needs transformers: pip install transformers"):
         load("bert-tiny", QUICK)
 
 
-def test_large_networks_have_the_parameters_of_their_families():
-    def count(model):
-        return sum(p.numel() for p in model.parameters())
+def _count(model):
+    return sum(p.numel() for p in model.parameters())
 
-    assert count(load("digits-vgg16", QUICK).model()) == 922_842
-    assert resnet50.CLASSES == 1000
+
+def test_large_networks_have_the_parameters_of_their_families():
+    assert _count(load("digits-vgg16", QUICK).model()) == 922_842
     model = cifar10.Cifar10Vgg16.model(None)
-    assert count(model) == 14_724_042
+    assert _count(model) == 14_724_042
     assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
 
@@ -393,7 +405,7 @@ def test_a_task_of_the_users_has_defaults(write):
 def test_a_module_can_be_a_task(write):
     task = load(write(returned="options.module"), types.SimpleNamespace(module=_module()))
     assert task.model() == 1
-    assert task.unit == "samples"
+    assert task.test_size is None
 
 
 def _module():
@@ -413,6 +425,7 @@ def _module():
         ({"returned": "object()"}, r"\(object\) has no function model and no loss and no loader"),
         ({"more": "loader = None"}, r"\(Own\) has no function loader$"),
         ({"more": "accuracy = 5"}, "has accuracy of type int; a function is needed"),
+        ({"more": "test_size = 2.5"}, "has test_size of type float; a whole number is needed"),
         ({"more": "epochs = 2.5"}, "has epochs of type float; a whole number is needed"),
         ({"returned": "1 / 0"}, r"build raised ZeroDivisionError: division by zero \(own_task"),
         ({"returned": "exit('no data')"}, "build raised SystemExit: no data"),

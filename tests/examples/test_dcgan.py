@@ -12,7 +12,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 main_amp = program("dcgan", "main_amp")
-digits, networks = main_amp.digits, main_amp.networks
+digits = main_amp.digits
 
 TINY = "--ngf 4 --ndf 4 --nz 8 --batchSize 16"
 LEARNING = "--ngf 8 --ndf 8 --nz 16 --lr 2e-3 --niter 6 --opt_level O0"
@@ -92,7 +92,7 @@ def test_a_step_is_that_of_plain_torch():
     """Two steps at O0: what the generator's loss leaves in the discriminator is not used."""
     gan = make("--opt_level O0")
     torch.manual_seed(0)
-    generator, discriminator = networks.generator(16, 8, 4), networks.discriminator(16, 4)
+    generator, discriminator = main_amp.generator(16, 8, 4), main_amp.discriminator(16, 4)
     optimizers = [
         torch.optim.Adam(network.parameters(), lr=1e-3, betas=(0.5, 0.999))
         for network in (discriminator, generator)
@@ -167,10 +167,10 @@ def test_sizes(size):
     assert bool((images[:, :, :edge] == -1).all())
     assert bool((images[:, :, :, -edge:] == -1).all())
     assert sorted(set(labels.tolist())) == list(range(10))
-    made = networks.generator(size, 8, 2)(torch.randn(3, 8, 1, 1))
+    made = main_amp.generator(size, 8, 2)(torch.randn(3, 8, 1, 1))
     assert made.shape == (3, 1, size, size)
     assert made.abs().max().item() <= 1
-    assert networks.discriminator(size, 2)(made).shape == (3,)
+    assert main_amp.discriminator(size, 2)(made).shape == (3,)
 
 
 @pytest.mark.parametrize(

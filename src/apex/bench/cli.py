@@ -76,7 +76,9 @@ COMMANDS = {
 }
 
 EXTRAS = {
-    "bench": frozenset({"jinja2", "matplotlib", "numpy", "rich", "scipy", "shtab", "sklearn"})
+    "bench": frozenset(
+        {"jinja2", "matplotlib", "msgspec", "numpy", "rich", "scipy", "shtab", "sklearn"}
+    )
 }  # what each brings
 
 

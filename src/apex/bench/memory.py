@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["peak_bytes", "source"]
+__all__ = ["events_of", "peak_bytes", "silent_kineto", "source"]
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
@@ -63,16 +63,21 @@ def _cuda_peak(work: Callable[[], object], device: torch.device) -> int:
 def _cpu_peak(work: Callable[[], object]) -> int | None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
-        _silent_kineto(),
+        silent_kineto(),
         torch.profiler.profile(activities=activities, profile_memory=True) as profile,
     ):
         work()
+    return _peak_of_record(events_of(profile))
+
+
+def events_of(profile: Any) -> list[dict[str, Any]]:
+    """Read the events that torch's profiler has recorded."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(trace))
         # Bytes, not text: names in the trace may be in the machine's own encoding.
         events = json.loads(trace.read_bytes().decode(errors="replace"))["traceEvents"]
-    return _peak_of_record(events)
+    return list(events)
 
 
 def _peak_of_record(events: list[dict[str, Any]]) -> int | None:
@@ -88,7 +93,7 @@ def _peak_of_record(events: list[dict[str, Any]]) -> int | None:
 
 
 @contextmanager
-def _silent_kineto() -> Iterator[None]:
+def silent_kineto() -> Iterator[None]:
     """Keep the profiler's engine from announcing its start and end on standard error.
 
     It reads the variable when it is first used in the process, and offers nothing else.

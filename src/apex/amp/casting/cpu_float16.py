@@ -13,8 +13,8 @@ Recurrent layers are taken whole, above autograd: states between time steps stay
 float32 is saved for the backward pass. In ``inference_mode`` and in forward-mode derivatives torch
 decomposes them, and each product rounds.
 
-Registered once in a process and never taken off: torch frees a kernel that is taken off, even while
-another thread runs it. :func:`switch` has all of them pass their calls on.
+Registered once in a process and, by amp, never taken off: torch frees a kernel that is taken off,
+even while another thread runs it. :func:`switch` has all of them pass their calls on.
 
 Not covered: in-place and ``out=`` variants, which ``torch.compile`` calls for matrix products.
 """
@@ -95,6 +95,16 @@ def _install() -> None:
             for name in widened():
                 _register(library, name)
         _library = library
+
+
+def remove() -> None:
+    """Take the kernels off; only where no other thread runs torch's operations."""
+    global _library  # noqa: PLW0603
+    switch(on=False)
+    with _lock:
+        if _library is not None:
+            _library._destroy()
+            _library = None
 
 
 def _register(library: Any, name: str) -> None:

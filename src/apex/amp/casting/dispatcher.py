@@ -102,6 +102,11 @@ def install(dtype: torch.dtype) -> None:
                 return
 
 
+def installed() -> tuple[torch.dtype, ...]:
+    """The types for which kernels are registered."""
+    return tuple(_libraries)
+
+
 def uninstall() -> None:
     """Take the kernels back."""
     with _lock:

@@ -9,9 +9,16 @@ from apex.bench.catalogue.sizes import LISTS, MATRICES
 from apex.bench.kernels.cases import DTYPES
 from apex.bench.kernels.timing import Row
 from apex.bench.kernels.timing_columns import sets
+from apex.bench.output.figures import (
+    MOST_WRITTEN,
+    PANEL,
+    Bar,
+    Drawn,
+    draw_bars,
+    new_figure,
+    save,
+)
 from apex.bench.output.looks import provider_look
-from apex.bench.training.panels import MOST_WRITTEN, Bar, draw_bars
-from apex.bench.training.plots import PANEL, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +30,7 @@ LEAST = 12  # places for bars: one of two would be as wide as the plot otherwise
 
 def draw(
     rows: Sequence[Row], folder: Path, stem: str, said: Sequence[str], below: str
-) -> dict[str, str]:
+) -> dict[str, Drawn]:
     """Draw a plot for each set of shapes and dtype, as PNG and SVG.
 
     Args:
@@ -59,7 +66,7 @@ def _figure(rows: Sequence[Row]) -> "Figure | None":
     if not panels:
         return None
     most = max(sum(len(bars) + 1 for _, bars in groups) for groups in panels)
-    figure, found = new_figure(len(panels), 1, max(PANEL[0], 1.0 + 0.3 * most))
+    figure, found = new_figure(len(panels), 1, (max(PANEL[0], 1.0 + 0.3 * most), PANEL[1]))
     for axes, groups in zip(found, panels, strict=True):
         draw_bars(axes, groups)
         axes.set_xlim(-1, max(most, LEAST))  # bars as wide in each panel

@@ -11,23 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from apex.bench.output.columns import Column, filled, three
+from apex.bench.output.columns import Column, filled
 from apex.bench.output.console import NOTHING
+from apex.bench.output.figures import PANEL, Drawn
 from apex.bench.output.files import jsonable
 from apex.bench.output.looks import INK
-from apex.bench.training.plots import PANEL
 
-__all__ = [
-    "Cell",
-    "about_columns",
-    "cells",
-    "column_table",
-    "flat",
-    "join",
-    "plot",
-    "render",
-    "table",
-]
+__all__ = ["Cell", "about_columns", "column_table", "flat", "join", "plot", "render", "table"]
 
 T = TypeVar("T")
 Cell = tuple[str, Any]  # the text, and what the page sorts by where that is a number
@@ -73,23 +63,27 @@ def render(
     path.write_text(text, encoding="utf-8")
 
 
-def plot(svg: str, caption: str) -> dict[str, Any]:
+def plot(drawn: Drawn, caption: str) -> dict[str, Any]:
     """Make a plot part of a page: the text colour is the page's, and ids that nobody uses go."""
     from markupsafe import Markup
 
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r'<g id="[\w.]+_\d+">', "<g>", svg)  # figure_1 is in each of them
-    svg = svg.replace(INK, "currentColor")
-    width = re.search(r'<svg [^>]*?width="([\d.]+)pt"', svg)
+    width = re.search(r'<svg [^>]*?width="([\d.]+)pt"', drawn.wide)
     panels = max(1, round(float(width[1]) / 72 / PANEL[0])) if width else 1
-    return {"svg": Markup(svg), "panels": panels, "caption": caption}
+    svgs = [Markup(_for_a_page(svg)) for svg in drawn if svg is not None]
+    return {"svgs": svgs, "panels": panels, "caption": caption}
+
+
+def _for_a_page(svg: str) -> str:
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg[svg.index("<svg") :])  # figure_1 is in each
+    return svg.replace(INK, "currentColor")
 
 
 def table(of: Sequence[tuple[str, dict[str, Cell]]]) -> dict[str, Any]:
-    """Make what the template's table takes of records with the same names."""
-    heads = list(of[0][1]) if of else []
-    if len({cells["task"] for _, cells in of if "task" in cells}) == 1:
-        heads.remove("task")  # the title of the page names it
+    """Make what the template's table takes of records with the same names, and their labels."""
+    heads = [head for head in (of[0][1] if of else {}) if any(r[head][0] != NOTHING for _, r in of)]
+    for name in ("task", "batch"):
+        if len({cells[name] for _, cells in of if name in cells}) == 1:
+            heads.remove(name)  # the page names it above
     return {
         "heads": heads,
         "rows": [{"label": label, "cells": [cells[head] for head in heads]} for label, cells in of],
@@ -124,24 +118,17 @@ def _flatten(heading: str) -> str:
     return heading.replace("\n", " ")
 
 
-def cells(fields: dict[str, Any]) -> dict[str, Cell]:
-    """Make the cells of a record."""
-    return {
-        name.replace("_", " "): (three(value) if isinstance(value, float) else _plain(value), value)
-        for name, value in fields.items()
-    }
-
-
 def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """List the environment: nested names joined, a list in one line."""
     for name, value in values.items():
+        named = f"{prefix}{name}".replace("_", " ")
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name} ")
         elif isinstance(value, (list, tuple)):
             items = [item.values() if isinstance(item, dict) else [item] for item in value]
-            yield f"{prefix}{name}".replace("_", " "), "; ".join(join(item) for item in items)
+            yield named, "; ".join(join(item) for item in items)
         else:
-            yield f"{prefix}{name}".replace("_", " "), _plain(value)
+            yield named, _plain(value)
 
 
 def join(values: Iterable[Any]) -> str:
@@ -150,7 +137,6 @@ def join(values: Iterable[Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Write a value for people."""
     if value is None or value == "":
         return NOTHING
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""How a level or a provider looks in every plot and table: colour, marker, dashes.
+"""How a level or a provider looks in every plot and table: colour, marker, width.
 
 Okabe and Ito's colours, which colour-blind readers can tell apart, two violets and a brown: as
 protanopes, deuteranopes and tritanopes see them, any two are at least 16 apart in CIELAB. A
@@ -21,8 +21,7 @@ class Look:
     colour: str
     marker: str
     width: float
-    """Curves often lie on top of each other: wide ones below, thin broken ones above."""
-    dash: str | tuple[int, tuple[int, ...]] = "-"
+    """Curves often lie on top of each other: wide ones below, thin ones above."""
     hollow: bool = False
     """Markers without filling, bars with hatching."""
 
@@ -30,13 +29,13 @@ class Look:
 LOOKS = {
     "O0": Look(INK, "o", 3.6),
     "O1": Look("#0072B2", "s", 3.0),
-    "O2": Look("#D55E00", "^", 2.6, (0, (5, 1))),
-    "O3": Look("#009E73", "D", 2.2, (0, (2, 1))),
-    "O4": Look("#56B4E9", "v", 1.8, (0, (4, 2))),
-    "O5": Look("#E69F00", "P", 1.6, (0, (1, 1))),
-    "native-fp16": Look("#7722EE", "<", 1.6, (0, (6, 2))),
-    "native-bf16": Look("#BB66FF", ">", 1.4, (0, (6, 2, 1, 2))),
-    "FP16": Look("#884422", "X", 1.4, (0, (3, 1, 1, 1))),
+    "O2": Look("#D55E00", "^", 2.6),
+    "O3": Look("#009E73", "D", 2.2),
+    "O4": Look("#56B4E9", "v", 1.8),
+    "O5": Look("#E69F00", "P", 1.6),
+    "native-fp16": Look("#7722EE", "<", 1.6),
+    "native-bf16": Look("#BB66FF", ">", 1.4),
+    "FP16": Look("#884422", "X", 1.4),
 }
 PROVIDERS = dict(
     zip(

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from apex.bench.training.results import Cell, Run
-
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["Bar", "Trainings", "progress"]
+__all__ = ["Bar", "progress"]
 
 
 class Bar:
@@ -37,38 +35,16 @@ class Bar:
             self._bar.refresh()
             self._drawn = time.monotonic()
 
-    def done(self, text: str) -> None:
-        """It is over; a log file gets a line in place of a bar."""
-        self._ended += 1
+    def say(self, line: str) -> None:
+        """Write a line above the bar."""
+        self._bar.console.print(line, markup=False)
+
+    def done(self, text: str, count: int = 1) -> None:
+        """So many are over; a log file gets a line instead of a bar."""
+        self._ended += count
         self._bar.update(self._task, completed=self._ended)
         if not self._bar.console.is_terminal:
             self._bar.console.print(f"{self._ended}/{self._total}  {text}", markup=False)
-
-
-class Trainings(Bar):
-    """Of cells, and of searches for the largest batch."""
-
-    _trained: Cell | None = None
-    """The last cell that was begun."""
-
-    def begun(self, cell: Cell) -> None:
-        """A cell is trained now."""
-        self._trained = cell
-        self.doing(name_of(cell))
-
-    def ended(self, run: Run) -> None:
-        """A cell is over, well or not, or was finished before."""
-        accuracy = f", {run.accuracy[-1]:.2f} % right" if run.accuracy else ""
-        kept = "" if run.cell == self._trained else " (kept from an earlier run)"
-        self.done(f"{name_of(run.cell)}: {run.error or run.status}{accuracy}{kept}")
-
-    def tried(self, cell: Cell, batch: int) -> None:
-        """A batch size is tried for ``--batch max``."""
-        self.doing(f"{cell.task}, {cell.label}: does {batch} fit?")
-
-    def found(self, cell: Cell, batch: int) -> None:
-        """The largest batch of a level is known."""
-        self.done(f"{cell.task}, {cell.label}: the largest batch that fits is {batch}")
 
 
 AnyBar = TypeVar("AnyBar", bound=Bar)
@@ -106,8 +82,3 @@ def progress(kind: type[AnyBar], total: int, count: str) -> Iterator[AnyBar]:
         disable=not console.is_terminal,
     ) as bar:
         yield kind(bar, total)
-
-
-def name_of(cell: Cell) -> str:
-    """Name a cell in a line."""
-    return f"{cell.task}, {cell.label}, batch {cell.batch}, seed {cell.seed}"

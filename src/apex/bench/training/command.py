@@ -1,14 +1,17 @@
 """``apex bench``: is lower precision worth it, on my model, on my machine?
 
-The command. A task is trained at every level, batch size and seed (`matrix`), each time measured
-(`cell`) in a process of its own (`worker`); rows and verdicts are made of the runs, and shown as a
-table, a page and pictures. Tasks are in `apex.bench.training.tasks`.
+The command. The levels of each task, batch size and seed are trained by turns (`turns`) in a
+process of their own (`plan`, `worker`); `verdict` compares them, `answer` says which to take, and
+they are shown as sentences, tables, a page and pictures. Tasks are in `apex.bench.training.tasks`.
 """
 
 import argparse
 import importlib
+import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,93 +27,70 @@ from apex.bench.options import (
     terminated_like_interrupted,
     unique,
 )
-from apex.bench.output.progress import Trainings, progress
-from apex.bench.training import cell as cells
-from apex.bench.training import matrix, report, tasks, tensorboard
-from apex.bench.training.ceilings import ceilings
+from apex.bench.output.progress import Bar, progress
+from apex.bench.training import jobs, plan, report, tasks
+from apex.bench.training.how import how_measured
 from apex.bench.training.largest import largest
 from apex.bench.training.optimizers import OPTIMIZERS
 from apex.bench.training.precision import ALIASES, LEVELS
-from apex.bench.training.results import Cell, Report, Run, write
+from apex.bench.training.results import Cell, Largest, Report, Run, write
 from apex.bench.training.tasks.task import TaskOptions
 from apex.bench.training.verdict import verdicts
+from apex.bench.training.worker import Died, in_a_process
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = (
     "Train a task at each precision level, batch size and seed, then say what each level costs and "
-    "gives on this machine: a table, comparisons, a page for the browser, plots, JSON and CSV."
+    "gives on this machine: an answer, comparisons, a table, a page for the browser, JSON and CSV."
 )
 BATCH = 128
-DEFAULT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+MARGIN = 0.5
+DEFAULT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "native-fp16", "native-bf16")
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 TRAINED = "{task.completed:.1f} of {task.total} trainings"  # beside the progress bar
+FOR_THE_REST = 0.12  # of a budget: memory of the two models, plots and page
 
 
+# fmt: off
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``apex bench``."""
     named = "; ".join(f"{name}: {task.summary}" for name, task in tasks.TASKS.items())
-    parser.add_argument(
-        "--task", nargs="+", default=["digits-cnn"], metavar="TASK",
-        help=f"{named}; or file.py:function, see docs (default: digits-cnn)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--levels", nargs="+", choices=[*LEVELS, *ALIASES], default=list(DEFAULT_LEVELS),
+    add = parser.add_argument
+    add("--task", nargs="+", default=["digits-cnn"], metavar="TASK",
+        help=f"{named}; or file.py:function, see the docs (default: digits-cnn)")
+    add("--levels", nargs="+", choices=[*LEVELS, *ALIASES], default=list(DEFAULT_LEVELS),
         metavar="LEVEL",
         help="O0 to O5, native-fp16 and native-bf16 (torch.autocast), FP16 (FP16_Optimizer, static "
-        "scale); FP32 is O0 and amp is O1 (default: O0 to O5)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--batch", nargs="+", type=_batch, default=[BATCH], metavar="N",
-        help=f"samples per step; max finds the largest that fits (default: {BATCH})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--memory-limit", type=_bytes, metavar="SIZE",
-        help="memory a training may take with --batch max, such as 2GiB; required on a CPU",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seeds", type=at_least(1), default=3, metavar="N",
-        help="train all with N seeds; below 3 levels are not compared (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--epochs",
-        type=at_least(1),
-        metavar="N",
-        help="passes through the data (default: the task's)",
-    )
-    parser.add_argument(
-        "--optimizer", choices=list(OPTIMIZERS), metavar="NAME",
-        help=f"which of {' '.join(OPTIMIZERS)}; lower case is torch's (default: the task's)",
-    )  # fmt: skip
-    parser.add_argument("--lr", type=_positive, help="learning rate (default: the task's)")
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the model with torch.compile"
-    )
-    parser.add_argument(
-        "--tf32", choices=["on", "off", "both"],
-        help="TF32 for float32 products, on a GPU that has it; O0 always runs both (default: off)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--quick", action="store_true",
-        help="less data, and one process for all trainings of a level; marked in all output",
-    )  # fmt: skip
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="files of the task")
-    parser.add_argument(
-        "--download", action="store_true", help="let the task fetch its files into --data"
-    )
-    parser.add_argument(
-        "--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("apex-bench"), metavar="FOLDER",
-        help="folder of all files; a run that was stopped goes on there (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--fresh", action="store_true", help="train all again, even if --out has it already"
-    )
-    parser.add_argument(
-        "--tensorboard", type=Path, metavar="FOLDER", help="write the curves for TensorBoard too"
-    )
+        "scale); FP32 is O0 and amp is O1 (default: all but FP16)")
+    add("--batch", nargs="+", type=_batch, default=[BATCH], metavar="N",
+        help=f"samples per step; max finds the largest that fits (default: {BATCH})")
+    add("--memory-limit", type=_bytes, metavar="SIZE",
+        help="memory a training may take with --batch max, such as 2GiB; required on a CPU")
+    add("--seeds", type=at_least(1), default=3, metavar="N",
+        help="train all with N seeds; below 3 there are no intervals (default: %(default)s)")
+    add("--budget", type=_seconds, metavar="TIME",
+        help="stop slow levels and cut trainings so that all takes so long: 90s, 10m, 2h")
+    add("--margin", type=_positive, default=MARGIN, metavar="POINTS",
+        help="points of accuracy that a level may lose, three test samples at least "
+        "(default: %(default)s)")
+    add("--target", type=_positive, metavar="PERCENT", help="report the time to this accuracy")
+    add("--epochs", type=at_least(1), metavar="N",
+        help="passes through the data (default: the task's)")
+    add("--optimizer", choices=list(OPTIMIZERS), metavar="NAME",
+        help=f"which of {' '.join(OPTIMIZERS)}; lower case is torch's (default: the task's)")
+    add("--lr", type=_positive, help="learning rate (default: the task's)")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--tf32", choices=["on", "off", "both"],
+        help="TF32 for float32 products, on a GPU that has it; O0 always runs both (default: off)")
+    add("--quick", action="store_true", help="less data; marked in all output")
+    add("--data", type=Path, metavar="FOLDER", help="files of the task")
+    add("--download", action="store_true", help="let the task fetch its files into --data")
+    add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)")
+    add("--out", type=Path, default=Path("apex-bench"), metavar="FOLDER",
+        help="folder of all files; a run that was stopped goes on there (default: %(default)s)")
+    add("--fresh", action="store_true", help="train all again, even if --out has it already")
+# fmt: on
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,19 +105,15 @@ def run(args: argparse.Namespace) -> int:
             could not be written, or a task's file was changed, meanwhile.
         ModuleNotFoundError: A package of the ``bench`` extra is missing; nothing was trained.
     """
-    for package in ("jinja2", "matplotlib", "rich", "scipy", "sklearn"):  # now, not after minutes
-        importlib.import_module(package)
-    if args.tensorboard is not None:
-        tensorboard.check(args.tensorboard)
+    for package in ("jinja2", "matplotlib", "msgspec", "rich", "scipy", "sklearn"):
+        importlib.import_module(package)  # now, not after minutes
     bench = _Bench(args)
     with terminated_like_interrupted():
         try:
             with suppress(KeyboardInterrupt):  # the report says by itself that it is incomplete
                 bench.run_all()
-            finished = bench.report()
+            finished = bench.report
             report.show(finished, verdicts(finished), args.out)
-            if args.tensorboard is not None:
-                tensorboard.write(finished, args.tensorboard)
         except BrokenPipeError:  # of standard output
             raise
         except OSError as error:
@@ -146,14 +122,15 @@ def run(args: argparse.Namespace) -> int:
             ) from error
     if not (finished.complete and bench.searched):
         return INTERRUPTED
-    well = all(run.status == "ok" for run in finished.runs)
-    return OK if well and all(found["error"] is None for found in finished.largest) else FAILED
+    well = all(run.status in ("ok", "stopped") for run in finished.runs)
+    return OK if well and all(found.error is None for found in finished.largest) else FAILED
 
 
 class _Bench:
     """All that the options ask for, and what has come of it so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        self._began = time.monotonic()
         device = pick_device(args.device)
         self._options = TaskOptions(device, args.quick, args.data, args.download)
         self._limit: int | None = args.memory_limit
@@ -169,63 +146,108 @@ class _Bench:
             _check_batches(task["task"], loads, batches)
         kinds = [task for task, _ in described]
         ways = {"compile": args.compile, "quick": args.quick}
-        self._plan = matrix.plan(kinds, levels, batches, args.seeds, **ways)
-        self._search = () if self.searched else matrix.plan(kinds, levels, [1], 1, **ways)
+        cells = plan.plan(kinds, levels, batches, args.seeds, **ways)
+        self._search = () if self.searched else plan.plan(kinds, levels, [1], 1, **ways)
         self._file = args.out / "results.json"
         check_folder("--out", args.out / "cells")
         check_file("--out", self._file)
-        self._environment = environment(device)
-        self._store = matrix.Store(args.out / "cells", self._environment, self._options)
+        here = environment(device)
+        self._store = plan.Store(args.out / "cells", {**here, "budget": args.budget}, self._options)
         if args.fresh:
-            self._store.forget(self._plan)
-        self._runs: list[Run] = []
-        self._largest: list[dict[str, Any]] = []
-        self._ceilings: dict[str, float] = {}
-
-    def report(self) -> Report:
-        return Report(
-            environment=self._environment,
-            plan=self._plan,
-            runs=tuple(self._runs),
-            notes=cells.how_measured(self._options.device),
-            largest=tuple(self._largest),
-            ceilings=self._ceilings,
+            self._store.forget(cells)
+        self.report = Report(
+            environment=here,
+            plan=cells,
+            runs=(),
+            margin=args.margin,
+            target=args.target,
+            budget_s=args.budget,
+            notes=how_measured(device),
         )
 
     def run_all(self) -> None:
-        total = len(self._plan) + len(self._search)
-        with progress(Trainings, total, TRAINED) as bar:
-            device = self._options.device
-            if device.type == "cuda":
-                torch.cuda.set_device(device.index or 0)  # events are recorded on the current one
-            self._ceilings = ceilings(device)
-
-            def ended(run: Run) -> None:
-                self._runs.append(run)
-                write(self.report(), self._file)
-                bar.ended(run)
-
-            matrix.run_all(self._plan, self._options, self._store, bar.begun, bar.told, ended)
+        groups = plan.groups(self.report.plan)
+        total = len(self.report.plan) + len(self._search)
+        with progress(Bar, total, TRAINED) as bar:
+            if self._options.device.type == "cuda":  # events are recorded on the current one
+                torch.cuda.set_device(self._options.device.index or 0)
+            with suppress(Died):
+                device = self._options.device
+                self.report = replace(
+                    self.report, speeds=in_a_process(jobs.speeds, device, device=device)
+                )
+            for place, group in enumerate(groups):
+                self._train(group, len(groups) - place, bar)
+            if groups and self._left() > 0:
+                bar.doing("memory of two models")
+                self._measure_models()
             for cell in self._search:
                 self._find_largest(cell, bar)
             self.searched = True
 
-    def _find_largest(self, cell: Cell, bar: Trainings) -> None:
+    def _left(self) -> float:
+        """Seconds of the budget that trainings may still take."""
+        budget = self.report.budget_s
+        if budget is None:
+            return float("inf")
+        return budget * (1 - FOR_THE_REST) - (time.monotonic() - self._began)
+
+    def _train(self, group: Sequence[Cell], to_come: int, bar: Bar) -> None:
+        cell = group[0]
+        name = f"{cell.task}, batch {cell.batch}, seed {cell.seed}"
+        bar.doing(name)
+        kept = self._store.get(group)
+        if kept is None:
+            begin = time.monotonic()
+            budget = None if self.report.budget_s is None else max(1.0, self._left() / to_come)
+
+            def told(share: float, line: str | None) -> None:
+                bar.told(share * len(group))
+                if line:
+                    bar.say(line)
+
+            runs = plan.run_group(group, self._options, told, budget)
+            kept = plan.Kept(tuple(runs), time.monotonic() - begin)
+            self._store.put(group, kept)
+            bar.done(f"{name}: {_said(runs)}", len(group))
+        else:
+            bar.done(f"{name}: kept from an earlier run", len(group))
+        self._update(
+            runs=(*self.report.runs, *kept.runs), seconds=self.report.seconds + kept.seconds
+        )
+
+    def _update(self, **changes: Any) -> None:
+        self.report = replace(self.report, **changes)
+        write(self.report, self._file)
+
+    def _measure_models(self) -> None:
+        """One after the other, in a process that has trained nothing."""
+        labels = {cell.label: cell for cell in self.report.plan}
+        cells = [
+            replace(cell, optimizer="adam", lr=1e-3, compile=False) for cell in labels.values()
+        ]
+        with suppress(Died):
+            device = self._options.device
+            found = in_a_process(jobs.model_bytes, cells, self._options, device=device)
+            self._update(model_bytes=found)
+
+    def _find_largest(self, cell: Cell, bar: Bar) -> None:
         limit = self._limit
         if limit is None:  # a GPU: all of it
             limit = torch.cuda.get_device_properties(self._options.device).total_memory
-        batch, error = largest(cell, self._options, limit, lambda size: bar.tried(cell, size))
-        self._largest.append(
-            {
-                "task": cell.task,
-                "level": cell.label,
-                "batch": batch,
-                "limit_bytes": limit,
-                "error": error,
-            }
+        name = f"{cell.task}, {cell.label}"
+        batch, error = largest(
+            cell, self._options, limit, lambda size: bar.doing(f"{name}: does {size} fit?")
         )
-        bar.found(cell, batch)
-        write(self.report(), self._file)
+        found = Largest(cell.task, cell.label, batch, limit, error)
+        self._update(largest=(*self.report.largest, found))
+        bar.done(f"{name}: the largest batch that fits is {batch}")
+
+
+def _said(runs: Sequence[Run]) -> str:
+    """Say how the trainings of a group ended, those that went well without words."""
+    troubled = [run for run in runs if run.status != "ok"]
+    return "; ".join(f"{run.cell.label} {run.error or run.status}" for run in troubled) or "ok"
 
 
 # --- what the options mean -----------------------------------------------------------------------
@@ -237,7 +259,7 @@ def _levels(
     asked: Sequence[str], tf32: str | None, device: torch.device
 ) -> list[tuple[str, bool | None]]:
     names = unique(ALIASES.get(name, name) for name in asked)
-    if not matrix.tf32_of(device):
+    if not plan.has_tf32(device):
         if tf32 is not None:
             raise UsageError(f"--tf32 {tf32}: {device} has no TF32")
         return [(name, None) for name in names]
@@ -295,6 +317,18 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+TIMES = {"s": 1, "m": 60, "h": 3600}
+
+
+def _seconds(text: str) -> float:
+    """Read a time such as 90s or 10m."""
+    found = re.fullmatch(r"([\d.]+)([smh]?)", text)
+    with suppress(argparse.ArgumentTypeError):
+        if found:
+            return _positive(found[1]) * TIMES[found[2] or "s"]
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 10m or 2h")
 
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -2,9 +2,8 @@
 
 Rows of the same task, batch size and level are compared by their median step times. The 95 %
 interval is Welch's, of the logarithms of the runs' medians, from three seeds on each side. Seeds
-are not paired: the two files were measured at different times, so runs of the same seed share their
-weights and batches, which hardly change a time, and not the state of the machine, which does. What
-differed between the two times for all runs alike is in the ratio and not in the interval.
+are not paired: the two files were measured at different times. What differed between the two times
+for all runs alike is in the ratio and not in the interval.
 """
 
 import argparse
@@ -13,15 +12,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from apex.bench.cli import UsageError
 from apex.bench.intervals import Interval, difference_interval
+from apex.bench.output.columns import Column, fitted
 from apex.bench.output.console import console, number
-from apex.bench.training.remarks import SHARED
-from apex.bench.training.results import Report, Run, read
-from apex.bench.training.rows import Row, rows, runs_of
-from apex.bench.training.verdict import percent
+from apex.bench.training.results import Report, read
+from apex.bench.training.rows import Row, rows
 
 __all__ = ["HELP", "Change", "add_arguments", "changes", "differences", "run"]
 
@@ -49,9 +46,11 @@ class Change:
     accuracy: float | None
     """Points of accuracy, after minus before."""
     accuracy_interval: Interval | None
-    broken: bool
-    """Whether a smaller share of its runs trained after: more failed, diverged or were out of
-    memory."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether a smaller share of its runs trained after."""
+        return _trained(self.after) < _trained(self.before)
 
     def slower(self, threshold: float) -> bool:
         """Whether a step takes more than ``threshold`` per cent longer, beyond doubt."""
@@ -63,9 +62,9 @@ class Change:
         """Say what is worse."""
         said = [self.after.problem or ""] if self.broken else []
         if self.slower(threshold) and self.time is not None:
-            said.append(f"slower by {percent(self.time - 1)}")
+            said.append(f"slower by {100 * (self.time - 1):.0f} %")
         if self.memory is not None and self.memory > 1 + threshold / 100:
-            said.append(f"{percent(self.memory - 1)} more memory")
+            said.append(f"{100 * (self.memory - 1):.0f} % more memory")
         if self.accuracy_interval is not None and self.accuracy_interval.high < 0:
             said.append(f"accuracy {self.accuracy_interval.value:+.2f} points")
         return said
@@ -83,15 +82,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the comparison."""
-    before, after = _read(args.before), _read(args.after)
+    before, after = read(args.before), read(args.after)
     compared = changes(before, after)
     if not compared:
         raise UsageError(f"{args.before} and {args.after} have no row in common")
     to = console(120)
-    to.print(_table(compared))
-    found = [_worse(change, args.threshold) for change in compared if change.found(args.threshold)]
-    shared = [SHARED] if before.quick or after.quick else []
-    for line in [*found, *_only_in_one(before, after), *differences(before, after), *shared]:
+    to.print(fitted(COLUMNS, compared, to)[0])
+    worse = [(change, said) for change in compared if (said := change.found(args.threshold))]
+    found = [
+        f"{_words(change.after)}: {' '.join('; '.join(said).split())}." for change, said in worse
+    ]
+    for line in [*found, *_only_in_one(before, after), *differences(before, after)]:
         to.print(line, markup=False)
     slower = sum(change.slower(args.threshold) for change in compared)
     broken = sum(change.broken for change in compared)
@@ -102,26 +103,15 @@ def run(args: argparse.Namespace) -> int:
 
 def changes(before: Report, after: Report) -> list[Change]:
     """Compare the rows that both have, in the order of the first."""
-    later = {_name(row): row for row in rows(after)}
-    pairs = [(row, later[_name(row)]) for row in rows(before) if _name(row) in later]
-    return [_change(before, old, after, new) for old, new in pairs]
+    later = {_words(row): row for row in rows(after)}
+    return [_change(row, later[_words(row)]) for row in rows(before) if _words(row) in later]
 
 
-def _change(before: Report, old: Row, after: Report, new: Row) -> Change:
-    logs = [
-        [math.log(ms) for ms in _medians(runs_of(report, row)) if ms > 0]
-        for report, row in ((before, old), (after, new))
-    ]
-    right = [
-        [run.accuracy[-1] for run in runs_of(report, row) if run.finished and run.accuracy]
-        for report, row in ((before, old), (after, new))
-    ]
+def _change(old: Row, new: Row) -> Change:
+    logs = [_logs(row) for row in (old, new)]
+    right = [row.accuracies for row in (old, new)]
     time = math.exp(statistics.fmean(logs[1]) - statistics.fmean(logs[0])) if all(logs) else None
     interval = difference_interval(*logs)
-    trained = [
-        statistics.fmean([run.status == "ok" for run in runs_of(report, row)] or [1.0])
-        for report, row in ((before, old), (after, new))
-    ]
     return Change(
         before=old,
         after=new,
@@ -130,12 +120,17 @@ def _change(before: Report, old: Row, after: Report, new: Row) -> Change:
         memory=new.peak_bytes / old.peak_bytes if new.peak_bytes and old.peak_bytes else None,
         accuracy=statistics.fmean(right[1]) - statistics.fmean(right[0]) if all(right) else None,
         accuracy_interval=difference_interval(*right),
-        broken=trained[1] < trained[0],
     )
 
 
-def _medians(runs: Sequence[Run]) -> list[float]:
-    return [statistics.median(r.counted_ms) for r in runs if r.finished and r.counted_ms]
+def _logs(row: Row) -> list[float]:
+    """Give the logarithm of the median step time of each run."""
+    medians = [statistics.median(run.counted_ms) for run in row.finished if run.counted_ms]
+    return [math.log(ms) for ms in medians if ms > 0]
+
+
+def _trained(row: Row) -> float:
+    return statistics.fmean([run.status == "ok" for run in row.runs] or [1.0])
 
 
 def differences(before: Report, after: Report) -> list[str]:
@@ -166,58 +161,35 @@ def _circumstances(report: Report) -> dict[str, str]:
 
 
 def _only_in_one(before: Report, after: Report) -> list[str]:
-    old, new = (list(dict.fromkeys(map(_name, rows(report)))) for report in (before, after))
+    old, new = (list(dict.fromkeys(map(_words, rows(report)))) for report in (before, after))
     alone = {
-        "before": [_words(name) for name in old if name not in new],
-        "after": [_words(name) for name in new if name not in old],
+        "before": [name for name in old if name not in new],
+        "after": [name for name in new if name not in old],
     }
     return [f"Only {which}: {', '.join(names)}." for which, names in alone.items() if names]
 
 
-def _worse(change: Change, threshold: float) -> str:
-    said = "; ".join(change.found(threshold))
-    return f"{_words(_name(change.after))}: {' '.join(said.split())}."
+def _words(row: Row) -> str:
+    return f"{row.task} {row.label} at batch {row.batch}"
 
 
-def _words(name: tuple[str, int, str]) -> str:
-    task, batch, label = name
-    return f"{task} {label} at batch {batch}"
+def _times(change: Change) -> str:
+    return " → ".join(number(row.ms, ".3g") for row in (change.before, change.after))
 
 
-def _name(row: Row) -> tuple[str, int, str]:
-    return row.task, row.batch, row.label
+def _ratio(change: Change) -> str:
+    ends = change.time_interval
+    between = "" if ends is None else f" ({ends.low:.2f}–{ends.high:.2f})"
+    return number(change.time, ".2f", f"x{between}")
 
 
-def _table(compared: Sequence[Change]) -> Any:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", overflow="fold")
-    for heading in ("step ms", "time (95 %)", "memory", "accuracy"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for change in compared:
-        interval = change.time_interval
-        between = "" if interval is None else f" ({interval.low:.2f}–{interval.high:.2f})"
-        times = (number(row.ms_median, ".3g") for row in (change.before, change.after))
-        table.add_row(
-            escape(_words(_name(change.before))),
-            " → ".join(times),
-            number(change.time, ".2f", f"x{between}"),
-            number(change.memory, ".2f", "x"),
-            number(change.accuracy, "+.2f"),
-        )
-    return table
-
-
-def _read(path: Path) -> Report:
-    try:
-        return read(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+COLUMNS: Sequence[Column[Change]] = (
+    Column("", lambda change: _words(change.before), {}, left=True),
+    Column("step ms", _times, {}),
+    Column("time (95 %)", _ratio, {}),
+    Column("memory", lambda change: number(change.memory, ".2f", "x"), {}),
+    Column("accuracy", lambda change: number(change.accuracy, "+.2f"), {}),
+)
 
 
 def _per_cent(text: str) -> float:

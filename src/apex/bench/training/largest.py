@@ -1,16 +1,15 @@
-"""``--batch max``: the largest batch that fits into memory, for each level.
+"""The largest batch that fits, by trying: each size in a process of its own (`probe`).
 
-A child process tries a few steps under a limit of memory, with batches made of one batch of the
-task repeated. The size is doubled until a try fails, and then halved in between until the answer
-is known to one part in sixteen. What a child does is in `probe`.
+The size doubles until one fails, then what lies between is halved, up to a sixteenth.
 """
 
 import dataclasses
 from collections.abc import Callable
 
+from apex.bench.training import jobs
 from apex.bench.training.results import Cell, Run
 from apex.bench.training.tasks.task import TaskOptions
-from apex.bench.training.worker import Job, Worker
+from apex.bench.training.worker import Died, in_a_process
 
 __all__ = ["largest"]
 
@@ -54,12 +53,10 @@ def largest(
 
 
 def _try(cell: Cell, options: TaskOptions, limit_bytes: int) -> Run:
-    worker = Worker()
     try:
-        run = worker.run(Job(cell, options, limit_bytes=limit_bytes))
-    finally:
-        worker.close()
-    if run.error is not None and run.error.startswith("its process was ended by"):
+        found: Run = in_a_process(jobs.fits, cell, options, limit_bytes, device=options.device)
+    except Died as error:
         # A library that is refused memory may not survive it, oneDNN on some CPUs for one.
-        return dataclasses.replace(run, status="out of memory")
-    return run
+        ended = str(error).startswith("its process was ended by")
+        return Run(cell, "out of memory" if ended else "failed", str(error))
+    return found

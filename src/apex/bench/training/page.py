@@ -1,48 +1,59 @@
-"""The page of `apex bench`: verdicts, plots, tables, and how it was measured, in one file."""
+"""The page of `apex bench`, one file: answer, verdicts, pictures, tables, how it was measured."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from apex.bench.info.speeds import times_of_float32
+from apex.bench.intervals import Interval
 from apex.bench.output import html
+from apex.bench.output.columns import three
 from apex.bench.output.console import NOTHING, number
+from apex.bench.output.figures import Drawn
 from apex.bench.output.html import Cell
 from apex.bench.output.looks import look
-from apex.bench.training.remarks import marks, notices, problems, source
-from apex.bench.training.results import FORMAT, Report, Run
+from apex.bench.training.answer import answers
+from apex.bench.training.remarks import marks, notes, problems, source
+from apex.bench.training.results import FORMAT, Report
 from apex.bench.training.results import Cell as PlannedCell
-from apex.bench.training.rows import BASELINE
-from apex.bench.training.table import COLUMNS, lines, run_fields
-from apex.bench.training.verdict import Interval, Verdict
+from apex.bench.training.rows import BASELINE, Row
+from apex.bench.training.table import COLUMNS, Line, lines
+from apex.bench.training.verdict import Verdict, baseline_of
 
 __all__ = ["write"]
 
-SMALL = "overview"  # four of the other plots in one, for a README
+MAIN = 9  # columns of the first table: as many as fit beside each other
+LONGEST = 3  # operators of each level
 CAPTIONS = {
-    "speed": "Bars start at 1, the speed of O0: up is faster, down is slower. Whiskers are 95 % "
-    "confidence intervals over seeds; bars without them rest on fewer than three seeds.",
-    "time": "Error bars reach from the tenth to the ninetieth percentile of the steps.",
-    "memory": "Tensors only: what libraries take besides is not in it.",
-    "accuracy": "Error bars are one standard deviation over the seeds.",
-    "loss": "Each point is a step, or the mean of several in a long run; the band reaches over all "
-    "seeds.",
-    "loss-difference": "Each level's loss minus that of O0 with the same seed and batch.",
+    "overview": "Small dots are seeds, each against O0 with the same seed; markers with whiskers "
+    "are the mean and its 95 % interval, which fewer than three seeds do not have. “as O1”: all "
+    "losses are the same numbers as O1's, so the arithmetic is the same.",
+    "time": "Dots are the median steps of the seeds, the line is their mean.",
+    "memory": "Tensors only, without the scratch space of libraries.",
+    "accuracy": "Dots are seeds, the line is their mean. Lines that coincide take turns as dashes.",
+    "loss": "Each point is a step, or the mean of several in a long run. Lines that coincide take "
+    "turns as dashes.",
     "scale": "Only levels whose scale moved. It halves at a step whose gradients overflowed, which "
     "is skipped, and grows after a run of good steps.",
 }
 
 
-def write(report: Report, verdicts: Sequence[Verdict], svgs: dict[str, str], path: Path) -> None:
+def write(report: Report, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], path: Path) -> None:
     """Write the page.
 
     Args:
         report: What was measured.
         verdicts: What is compared.
-        svgs: The plots, as `apex.bench.training.plots.draw` returns them.
+        drawn: The plots, as `apex.bench.training.plots.draw` returns them.
         path: The file.
     """
     made = lines(report, verdicts)
+    if len({cell.batch for cell in report.plan}) < 2:  # the overview has these numbers
+        drawn = {
+            name: plot for name, plot in drawn.items() if name in ("overview", "loss", "scale")
+        }
     html.render(
         "report.html.j2",
         path,
@@ -53,73 +64,177 @@ def write(report: Report, verdicts: Sequence[Verdict], svgs: dict[str, str], pat
         title=", ".join(_tasks(report)),
         source=source(report.environment),
         marks=marks(report),
-        notices=notices(report),
+        answers=answers(report, verdicts) if report.plan else [],
         statuses=Counter(run.status for run in report.runs),
-        verdicts=verdicts,
         groups=_groups(verdicts),
-        plots={name: html.plot(svg, CAPTIONS[name]) for name, svg in svgs.items() if name != SMALL},
-        levels=html.column_table(COLUMNS, made, lambda line: line.row.label),
-        comparisons=html.table([(v.label, _comparison(v)) for v in verdicts]),
-        runs=html.table([(run.cell.label, _run(run)) for run in report.runs]),
-        largest=html.table([(str(found["level"]), html.cells(found)) for found in report.largest]),
+        said_once=notes(report, verdicts),
+        plots={name: html.plot(plot, CAPTIONS[name]) for name, plot in drawn.items()},
+        questions=_questions(report, verdicts, made),
+        tables=_tables(made),
+        largest=html.table([(f.level, _record(dataclasses.asdict(f))) for f in report.largest]),
         problems=problems(report),
         notes=report.notes,
         settings=_settings(report) if report.plan else [],
-        ceilings=[(name, f"{value / 1e9:,.1f} G/s") for name, value in report.ceilings.items()],
         **html.about_columns(COLUMNS if report.plan else (), made),
     )
 
 
 def _tasks(report: Report) -> list[str]:
-    """List the tasks, each once."""
-    searched = [str(found["task"]) for found in report.largest]
+    searched = [found.task for found in report.largest]
     return list(dict.fromkeys([*(cell.task for cell in report.plan), *searched]))
 
 
-def _groups(verdicts: Sequence[Verdict]) -> dict[tuple[str, int], list[Verdict]]:
-    """Put the verdicts of a task and batch size together, those against O0 first."""
-    groups: dict[tuple[str, int], list[Verdict]] = {}
-    for verdict in sorted(verdicts, key=lambda v: not v.against.startswith(BASELINE)):
-        groups.setdefault((verdict.task, verdict.batch), []).append(verdict)
+def _groups(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
+    """Put the verdicts against O0 of a task and batch size together."""
+    groups: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        if verdict.other.level == BASELINE:
+            where = f"{verdict.row.task}, batch size {verdict.row.batch}"
+            groups.setdefault(where, []).append(verdict)
     return groups
 
 
-def _comparison(verdict: Verdict) -> dict[str, Cell]:
-    """List the numbers behind a sentence, each with what the page sorts by."""
-    speed, accuracy = verdict.speed, verdict.accuracy
-    inside = {None: NOTHING, True: "inside", False: "outside"}[verdict.inside]
+def _tables(made: Sequence[Line]) -> list[dict[str, Any]]:
+    """Make the table of all levels, in two parts where it has many columns."""
+    filled = [
+        column for column in COLUMNS if any(column.text(x) not in ("", NOTHING) for x in made)
+    ]
+    names = [column for column in filled if column.group or column.heading == "level"]
+    others = sorted((c for c in filled if c not in names), key=lambda column: column.drop)
+    parts = [set(map(id, part)) for part in (others[: MAIN - 2], others[MAIN - 2 :]) if part]
+    return [
+        html.column_table(
+            [c for c in filled if c in names or id(c) in part], made, lambda line: line.row.label
+        )
+        for part in parts
+    ]
+
+
+# --- what is asked next --------------------------------------------------------------------------
+
+
+def _questions(
+    report: Report, verdicts: Sequence[Verdict], made: Sequence[Line]
+) -> dict[str, tuple[str, Any]]:
+    """Make a small table for each question that was measured, with a sentence on it."""
+    table = [line.row for line in made]
+    found = {
+        "Ours beside torch's autocast": (
+            "apex.amp's levels against torch.autocast in the same dtype, in the same turns.",
+            [(v.row.label, _beside(v)) for v in verdicts if v.other.level != BASELINE],
+        ),
+        f"Time to {report.target:g} % accuracy" if report.target else "": (
+            "Training time, data included, until an epoch ended with this accuracy: the median "
+            "over the seeds, where all reached it.",
+            [(row.label, _to_target(row, table)) for row in table if report.target],
+        ),
+        "Inference": (
+            "Forward and loss of a training batch in evaluation mode.",
+            [(line.row.label, _inference(line)) for line in made if line.row.inference_ms],
+        ),
+        "Where the time of a step goes": (
+            f"The {LONGEST} operators that take longest at each level: share of the step, and the "
+            "time relative to O0's (one step under torch's profiler).",
+            [(row.label, _operators(row, table)) for row in table if row.operators],
+        ),
+        "How fast each dtype is on this machine": (
+            "Times of one operation alone, relative to float32's.",
+            list(_speeds(report)),
+        ),
+        "Memory of two kinds of models": (
+            "Peak memory of a training with Adam, and relative to O0.",
+            list(_models(report)),
+        ),
+    }  # fmt: skip
+    return {name: (said, html.table(of)) for name, (said, of) in found.items() if of}
+
+
+def _where(row: Row) -> dict[str, Cell]:
     return {
-        "task": (verdict.task, None),
-        "batch": (str(verdict.batch), verdict.batch),
-        "level": (verdict.label, None),
-        "against": (verdict.against, None),
-        "pairs of seeds": (str(verdict.pairs), verdict.pairs),
-        "speed": _number(speed.value if speed else None, ".3f", "×"),
-        "95 % interval": _ends(speed, ".3f"),
-        "speed of all epochs": _number(verdict.total, ".2f", "×"),
-        "memory": _number(verdict.memory, ".2f", "×"),
-        "points of accuracy": _number(accuracy.value if accuracy else None, "+.2f"),
-        "their 95 % interval": _ends(accuracy, "+.2f"),
-        "band of seeds": (inside, None),
+        "task": (row.task, None),
+        "batch": (str(row.batch), row.batch),
+        "level": (row.label, None),
     }
 
 
-def _number(value: float | None, spec: str, unit: str = "") -> Cell:
-    return number(value, spec, unit), value
+def _beside(verdict: Verdict) -> dict[str, Cell]:
+    points = verdict.accuracy.interval if verdict.accuracy else None
+    return {
+        **_where(verdict.row),
+        "against": (verdict.other.label, None),
+        "speed": ("too noisy", None) if verdict.noise else _ratio(verdict.ratio, verdict.speed),
+        "memory": (number(verdict.memory, ".2f", "×"), verdict.memory),
+        "points of accuracy": (
+            ("same arithmetic", None)
+            if verdict.same
+            else (f"{points.low:+.2f} to {points.high:+.2f}", points.value)
+            if points
+            else (NOTHING, None)
+        ),
+    }
 
 
-def _ends(interval: Interval | None, spec: str) -> Cell:
-    if interval is None:
-        return NOTHING, None
-    return f"{interval.low:{spec}} to {interval.high:{spec}}", interval.low
+def _ratio(value: float | None, known: Interval | None) -> Cell:
+    ends = f" ({known.low:.2f} to {known.high:.2f})" if known else ""
+    return number(value, ".2f", f"×{ends}"), value
 
 
-def _run(run: Run) -> dict[str, Cell]:
-    left_out = ("level", "tf32", "quick")  # in the label, and on the whole page
-    return html.cells({k: v for k, v in run_fields(run).items() if k not in left_out})
+def _to_target(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
+    base, mine = baseline_of(row, table), row.seconds_to_target
+    theirs = base.seconds_to_target if base else None
+    share = mine / theirs if mine and theirs else None
+    return {
+        **_where(row),
+        "seconds": (three(mine) if mine else "not reached", mine),
+        "/ O0": (number(share, ".2f", "×"), share),
+    }
+
+
+def _inference(line: Line) -> dict[str, Cell]:
+    known, ms = line.verdict.inference if line.verdict else None, line.row.inference_ms
+    return {
+        **_where(line.row),
+        "ms": (three(ms), ms),
+        "speed / O0 (95 %)": _ratio(known.value if known else None, known),
+    }
+
+
+def _operators(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
+    base, total = baseline_of(row, table), sum(one.ms for one in row.operators)
+    theirs, said = base.operators if base and base != row else (), []
+    for one in sorted(row.operators, key=lambda one: -one.ms)[:LONGEST]:
+        before = sum(other.ms for other in theirs if other.name == one.name)
+        grown = f" ({one.ms / before:.2f}×)" if before else ""
+        said.append(f"{one.name} {one.dtype} {one.ms / total:.0%}{grown}")
+    return {**_where(row), "operators": ("; ".join(said), None)}
+
+
+def _speeds(report: Report) -> Iterator[tuple[str, dict[str, Cell]]]:
+    for (dtype, under), times in times_of_float32(report.speeds).items():
+        name = f"{dtype}, amp" if under == "amp" else dtype
+        ratios = {of: (number(ratio, ".2f", "×"), ratio) for of, ratio in times.items()}
+        yield name, {"dtype": (name, None), **ratios}
+
+
+def _models(report: Report) -> Iterator[tuple[str, dict[str, Cell]]]:
+    base = next((of for label, of in report.model_bytes.items() if label.startswith(BASELINE)), {})
+    for label, of in report.model_bytes.items():
+        cells: dict[str, Cell] = {"level": (label, None)}
+        for name, mine in of.items():
+            share = f" ({mine / base[name]:.2f}×)" if mine and base.get(name) else ""
+            cells[name] = (f"{three(mine / 2**20)} MiB{share}" if mine else NOTHING, mine)
+        yield label, cells
+
+
+def _record(fields: dict[str, Any]) -> dict[str, Cell]:
+    return {name.replace("_", " "): (html.join([value]), value) for name, value in fields.items()}
 
 
 def _settings(report: Report) -> list[tuple[str, str]]:
-    """List the values that the cells of the plan have."""
+    """List the values that the cells of the plan have, and what holds for all."""
     names = [field.name for field in dataclasses.fields(PlannedCell)]
-    return [(n, html.join(dict.fromkeys(getattr(c, n) for c in report.plan))) for n in names]
+    found = [(n, html.join(dict.fromkeys(getattr(c, n) for c in report.plan))) for n in names]
+    found += [("margin", f"{report.margin:g} points of accuracy, and at least three test samples")]
+    if report.budget_s is not None:
+        found += [("budget", f"{report.budget_s:g} s")]
+    return [*found, ("took", f"{report.seconds:.0f} s")]

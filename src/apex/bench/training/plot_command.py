@@ -1,4 +1,4 @@
-"""`apex bench plot`: draws results files again, or several machines in one picture."""
+"""`apex bench plot`: draws results files again."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from apex.bench.cli import UsageError
 from apex.bench.options import check_folder
-from apex.bench.training import plots
 from apex.bench.training.precision import ALIASES, LEVELS
 from apex.bench.training.remarks import source
 from apex.bench.training.report import write_all
@@ -17,22 +16,13 @@ from apex.bench.training.verdict import Verdict, verdicts
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = (
-    "Draw what `apex bench` has measured again: plots, tables and page of each results file, or "
-    "with --compare one set of plots with a line for each machine and level."
-)
+HELP = "Draw what `apex bench` has measured again: page, CSV files and plots of each results file."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
         "results", nargs="+", type=Path, metavar="RESULTS", help="results.json of `apex bench`"
-    )
-    parser.add_argument(
-        "--compare", action="store_true", help="overlay the files, one for each machine"
-    )
-    parser.add_argument(
-        "--names", nargs="+", metavar="NAME", help="of the machines (default: of their devices)"
     )
     parser.add_argument(
         "--levels", nargs="+", choices=[*LEVELS, *ALIASES], metavar="LEVEL",
@@ -43,27 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER",
-        help="where to write; several files without --compare get a folder each in it",
+        help="where to write; several files get a folder each in it, named after their own",
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Read every file, then draw."""
-    if args.names and len(args.names) != len(args.results):
-        raise UsageError(
-            f"--names: {len(args.names)} for {len(args.results)} results files; give one for each"
-        )
     found = [_load(path, args.levels, args.batch) for path in args.results]
-    names = _distinct(args.names or [_machine(report) for report, _ in found])
-    check_folder("--out", args.out)
-    if args.compare:
-        sources = [plots.Source.of(name, *each) for name, each in zip(names, found, strict=True)]
-        drawn = plots.compare(sources, args.out)
-        print(f"In {args.out}: {', '.join(f'{name}.png, {name}.svg' for name in drawn)}")
-        return 0
-    for place, (name, each) in enumerate(zip(names, found, strict=True), 1):
-        own = f"{place}-{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}"
-        folder = args.out if len(found) == 1 else args.out / own
+    names = [re.sub(r"[^A-Za-z0-9.-]+", "-", path.resolve().parent.name) for path in args.results]
+    for place, (name, each) in enumerate(zip(names, found, strict=True)):
+        own = f"{name}-{names[: place + 1].count(name)}" if names.count(name) > 1 else name
+        folder = args.out / own if len(found) > 1 else args.out
         check_folder("--out", folder)
         write_all(*each, folder)
         print(f"The page, CSV files and plots: {folder / 'report.html'}")
@@ -78,12 +58,7 @@ def _load(
     Raises:
         UsageError: It cannot be read, is no sound report, or has nothing that was asked for.
     """
-    try:
-        report = read(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    report = read(path)
     names = None if levels is None else {ALIASES.get(level, level) for level in levels}
 
     def wanted(cell: Cell) -> bool:
@@ -97,22 +72,12 @@ def _load(
     )
     if not report.runs:
         raise UsageError(f"{path}: there is no run of these --levels and --batch in it")
+    unknown = {cell.level for cell in report.plan} - set(LEVELS)
     try:
+        if unknown:
+            raise ValueError(f"unknown level {unknown.pop()!r}")
         source(report.environment)
-        hash(report.plan)  # a list in place of a number or a name has no hash
         return report, verdicts(report)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{path} is a damaged report of apex bench ({why})") from None
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Number the names that come more than once."""
-    return [
-        f"{name} ({names[: place + 1].count(name)})" if names.count(name) > 1 else name
-        for place, name in enumerate(names)
-    ]
-
-
-def _machine(report: Report) -> str:
-    return str(report.environment["device"]["name"])

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from apex import amp, fp16_utils
-from apex.amp.casting import cpu_float16
 
 __all__ = ["ALIASES", "LEVELS", "Precision", "precision"]
 
@@ -58,6 +57,7 @@ class Precision(Protocol):
 class _Amp:
     def __init__(self, level: str, growth_interval: int) -> None:
         self._level = level
+        self._scaler: Any = None
         self._growth_interval = growth_interval
 
     def start(
@@ -71,6 +71,7 @@ class _Amp:
             verbosity=0,
             growth_interval=self._growth_interval,
         )
+        self._scaler = made[1][0]._amp_stash.training.loss_scalers[0]
         return cast("tuple[Sequence[nn.Module], Optimizers]", made)
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -86,17 +87,13 @@ class _Amp:
         optimizer.step()
 
     def scale(self) -> float | torch.Tensor:
-        state: Any = amp._amp_state
-        scaler = state.loss_scalers[0]  # amp.state_dict() would wait for a GPU
+        scaler = self._scaler  # amp.state_dict() would wait for a GPU
         scale = scaler.scale_on(scaler._state.device)
         return scale.clone() if isinstance(scale, torch.Tensor) else scale
 
 
 class _Native:
-    """torch.autocast; float16 needs the scaler, and with bfloat16 it is off.
-
-    On a CPU float16 computes as torch's own kernels do.
-    """
+    """torch.autocast; float16 needs the scaler, and with bfloat16 it is off."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, growth_interval: int) -> None:
         self._dtype = dtype
@@ -108,7 +105,6 @@ class _Native:
     def start(
         self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
     ) -> tuple[Sequence[nn.Module], Optimizers]:
-        cpu_float16.switch(on=False)
         return models, optimizers
 
     def forward(self) -> AbstractContextManager[Any]:

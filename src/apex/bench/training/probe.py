@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from apex import amp
 from apex.bench.cli import UsageError
-from apex.bench.training import cell as cells
+from apex.bench.training import trainer
 from apex.bench.training.results import Cell, Run
 from apex.bench.training.tasks.task import Task
 
@@ -28,11 +28,11 @@ def probe(cell: Cell, task: Task, device: torch.device, limit_bytes: int) -> Run
         _few_small_steps(cell, device)
         _limit(limit_bytes, device)
         batch = _repeated(one, two, cell.batch, device)
-        cells.few_steps(cell, task, device, batch)
+        trainer.few_steps(cell, task, device, batch)
     except UsageError:
         raise
     except Exception as error:  # noqa: BLE001  what went wrong is the answer
-        status = "out of memory" if cells.out_of_memory(error) else "failed"
+        status = "out of memory" if trainer.out_of_memory(error) else "failed"
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Run(cell, status, words)  # type: ignore[arg-type]
     return Run(cell, "ok")
@@ -44,7 +44,7 @@ def _few_small_steps(cell: Cell, device: torch.device) -> None:
     small.model = lambda: torch.nn.Linear(1, 1)  # type: ignore[method-assign]
     small.loss = lambda model, batch: model(batch).float().mean()  # type: ignore[method-assign]
     few = dataclasses.replace(cell, compile=False)
-    cells.few_steps(few, small, device, torch.ones(1, 1, device=device))
+    trainer.few_steps(few, small, device, torch.ones(1, 1, device=device))
     amp.reset()
 
 

@@ -1,18 +1,15 @@
-"""What has to be said beside the numbers of a report, in the terminal, on plots and on the page."""
+"""What has to be said beside the numbers of a report, in the terminal and on the page."""
 
+import math
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
-from apex.bench.training.results import Report
+from apex.bench.training.results import Largest, Report
 from apex.bench.training.rows import Row, rows
+from apex.bench.training.verdict import BUSY, Verdict, same_arithmetic
 
-__all__ = ["SHARED", "largest_said", "marks", "notices", "problems", "source"]
-
-SHARED = (
-    "A quick run trains all seeds of a level in one process, so its intervals leave out what "
-    "differs from process to process: levels with the same arithmetic can seem to differ in speed. "
-    "Without --quick each training has a process of its own."
-)
-TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16"}
+__all__ = ["largest_said", "marks", "notes", "problems", "source"]
 
 
 def source(environment: dict[str, Any]) -> str:
@@ -23,59 +20,91 @@ def source(environment: dict[str, Any]) -> str:
 
 def marks(report: Report) -> list[str]:
     """Say what keeps these numbers from being a full result."""
-    found = []
+    found, made = [], rows(report)
     if not report.complete:
-        found.append(f"INCOMPLETE: {len(report.runs)} of {len(report.plan)} runs")
+        found.append(f"INCOMPLETE: {len({r.cell for r in report.runs})} of {len(report.plan)} runs")
     if report.quick:
-        found.append("QUICK: less data, and one process for all trainings of a level")
-    if _unsteady(rows(report)):
-        found.append("BUSY MACHINE: times vary a lot")
+        found.append("QUICK: less data")
+    if any(row.unsteady for row in made):
+        found.append(f"BUSY MACHINE: {BUSY}")
+    if cut := _cut(made):
+        found.append(f"CUT to {report.budget_s:.0f} s: {cut}")
     return found
 
 
-def _unsteady(of: list[Row]) -> list[Row]:
-    """Rows whose steps take twice their median now and then."""
-    return [row for row in of if row.ms_median and (row.ms_p90 or 0) > 2 * row.ms_median]
+def _cut(made: Sequence[Row]) -> str:
+    """Say what a time budget has left out."""
+    stopped = [row.label for row in made if row.stopped]
+    shorter = [run for row in made if row.cut for run in row.finished]
+    said = [f"{', '.join(dict.fromkeys(stopped))} stopped"] if stopped else []
+    if shorter:
+        share = statistics.fmean(len(run.losses) / run.planned_steps for run in shorter)
+        said.append(f"the others trained for {100 * share:.0f} % of their steps")
+    return "; ".join(said)
 
 
-def largest_said(found: dict[str, Any]) -> str:
-    """Say what ``--batch max`` found of a level."""
-    said = f"{found['task']}, {found['level']}: the largest batch that fits into "
-    said += f"{found['limit_bytes'] / 2**20:,.0f} MiB is {found['batch']}"
-    return f"{said}, where the search ended: {found['error']}" if found.get("error") else said
-
-
-def notices(report: Report) -> list[str]:
-    """Say where a time does not mean what it seems to mean."""
-    made = rows(report)
-    found = [SHARED] if report.quick else []
-    noisy = _unsteady(made)
-    if noisy:
-        batches: dict[tuple[str, str], list[str]] = {}
-        for row in noisy:
-            batches.setdefault((row.label, row.task), []).append(str(row.batch))
-        names = ", ".join(
-            f"{label} ({task}, batch size {', '.join(sizes)})"
-            for (label, task), sizes in batches.items()
-        )
+def notes(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
+    """Say once what holds for several levels."""
+    made, found = rows(report), []
+    for task in dict.fromkeys(row.task for row in made):
+        here = [row for row in made if row.task == task]
+        found += [*_same(here), *_of_test_set(here)]
+    apart = [v.row.label for v in verdicts if _apart(v)]
+    if apart:
         found.append(
-            f"The step times vary a lot at {names}: the machine seems busy with something else. "
-            "Do not trust these medians, nor the speeds computed from them."
+            f"{', '.join(dict.fromkeys(apart))} did not fit in memory beside the others, and took "
+            "turns with O0 alone, or ran by itself: then its speed has the machine's drift in it."
         )
-    used = {TORCH_NAMES.get(row.dtype) for row in made}
-    for half in report.environment["device"]["half_types"]:
-        if half["dtype"] in used and half["native"] is False:
-            found.append(f"{half['dtype']} is not native to this device ({half['why']}).")
     return found
+
+
+def _same(here: Sequence[Row]) -> list[str]:
+    """Say which levels of a task are the same arithmetic, and at which batch sizes."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for batch in dict.fromkeys(row.batch for row in here):
+        for same in same_arithmetic([row for row in here if row.batch == batch]):
+            found.setdefault(tuple(row.label for row in same), []).append(str(batch))
+    return [
+        f"{', '.join(labels[:-1])} and {labels[-1]} have the same losses to the last bit on "
+        f"{here[0].task} at batch size {', '.join(batches)}: the same arithmetic."
+        for labels, batches in found.items()
+    ]
+
+
+def _of_test_set(here: Sequence[Row]) -> list[str]:
+    """Say how far the size of the test set alone moves an accuracy."""
+    for row in here:
+        size = next((run.test_size for run in row.finished if run.test_size), None)
+        if size and row.accuracies:
+            share = min(max(statistics.fmean(row.accuracies) / 100, 1 / size), 1 - 1 / size)
+            points = 196 * math.sqrt(share * (1 - share) / size)
+            return [
+                f"{row.task} has {size} test samples: another test set of that size would move an "
+                f"accuracy of {100 * share:.1f} % by up to {points:.1f} points (95 %). All levels "
+                "are judged by the same samples."
+            ]
+    return []
+
+
+def _apart(verdict: Verdict) -> bool:
+    sizes = {len(run.together) for run in (*verdict.row.runs, *verdict.other.runs) if run.together}
+    return len(sizes) > 1 and any(len(run.together) == min(sizes) for run in verdict.row.runs)
 
 
 def problems(report: Report) -> list[tuple[str, str]]:
     """List where something went wrong, and what; the same at several batch sizes is one line."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in rows(report):
-        if row.problem:
+        if row.problem and not row.stopped:  # a sentence says that
             found.setdefault((row.label, row.task, row.problem), []).append(str(row.batch))
     return [
         (f"{label} ({task}, batch size {', '.join(batches)})", problem)
         for (label, task, problem), batches in found.items()
     ]
+
+
+def largest_said(found: Largest) -> str:
+    """Say what ``--batch max`` found of a level."""
+    said = f"{found.task}, {found.level}: the largest batch that fits into "
+    said += f"{found.limit_bytes / 2**20:,.0f} MiB is {found.batch}"
+    return f"{said}, where the search ended: {found.error}" if found.error else said

@@ -1,36 +1,26 @@
 """What `apex bench` measured, as plain data, and the file that it is kept in.
 
-A `Cell` is one training, named by everything that decides its numbers but the machine; a `Run` is
-what was measured of it; a `Report` is all runs of a matrix with the machine they ran on. Nothing
-here trains, computes statistics or draws.
+A `Cell` is one training, named by everything that decides its numbers but the machine. A `Run` is
+what was measured of it. A `Report` is all runs with the machine they ran on. Nothing here trains,
+computes statistics or draws.
 """
 
 import dataclasses
-import json
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
+from apex.bench.cli import UsageError
+from apex.bench.info.speeds import Speed
 from apex.bench.output.files import save
 
-__all__ = [
-    "FORMAT",
-    "Cell",
-    "Report",
-    "Run",
-    "read",
-    "run_from",
-    "write",
-]
+__all__ = ["FORMAT", "Cell", "Largest", "Operator", "Report", "Run", "decode", "read", "write"]
 
-FORMAT = "apex bench 2"  # its JSON Schema: schema.json beside this file
+FORMAT = "apex bench 3"
 
-T = TypeVar("T")
-Status = Literal["ok", "diverged", "out of memory", "failed"]
+Status = Literal["ok", "diverged", "stopped", "out of memory", "failed"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class Cell:
     epochs: int
     compile: bool
     quick: bool
-    """Less data, in a process that cells of the same level share."""
+    """Whether the task took less data."""
 
     @property
     def label(self) -> str:
@@ -58,55 +48,64 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Operator:
+    """What one operator of torch takes of a training step, in one dtype."""
+
+    name: str
+    dtype: str
+    """Of its first tensor: float32, float16 ...; empty where it has none."""
+    ms: float
+    """Per step, without the operators that it calls; with the profiler's own time."""
+
+
+@dataclass(frozen=True)
 class Run:
     """What was measured of a cell.
 
-    A run that ``failed`` or was ``out of memory`` keeps what it had measured until then (losses and
-    scales: of whole epochs); one that
-    ``diverged`` ended with a loss or weights that are not finite.
+    A run that was ``stopped``, ``failed`` or was ``out of memory`` keeps what it had measured until
+    then. One that ``diverged`` ended with a loss or weights that are not finite.
     """
 
     cell: Cell
     status: Status
     error: str | None = None
+    """Why it was stopped or failed."""
+    together: tuple[str, ...] = ()
+    """Labels of the trainings that took turns in its process, its own among them."""
+    blocks: tuple[int, ...] = ()
+    """The step with which each of its turns began, counted from 0."""
     step_ms: tuple[float, ...] = ()
-    """Every step in order, from zero_grad to the end of step; the first ``warm_up`` do not count.
-    By the host's clock on a CPU, by CUDA events on a GPU."""
+    """Every step in order, from zero_grad to the end of step. By the host's clock on a CPU, by CUDA
+    events on a GPU. Those of the first turn, and the first of every turn, do not count."""
     data_ms: tuple[float, ...] = ()
     """Before each step, until its batch was on the device; by the host's clock."""
-    host_ms: float | None = None
-    """On a GPU: median time until the calls of a step had returned."""
-    replay_ms: float | None = None
-    """On a GPU: median time of a step replayed as a CUDA graph, which has no host time in it."""
-    warm_up: int = 0
     losses: tuple[float, ...] = ()
     """Training loss of every step."""
-    accuracy: tuple[float, ...] = ()
-    """In per cent after each epoch, on data not trained on; empty for a task that has none."""
-    steps_per_epoch: int = 0
-    epoch_seconds: tuple[float, ...] = ()
-    """Of each epoch with its data and without its evaluation."""
-    peak_tensor_bytes: int | None = None
-    """Of tensors, in a training of a few steps apart: weights to activations."""
-    peak_process_bytes: int | None = None
-    """On a CPU: how much the resident set of the cell's own process grew in its training at most;
-    ``None`` where cells share a process."""
-    skipped: int = 0
-    """Steps with a fall of the loss scale, because a gradient was not finite (of the first loss,
-    where there are several: what others left out is not in it)."""
     scales: tuple[float, ...] = ()
     """Loss scale that each step used (of the first loss, where there are several)."""
-    joules: float | None = None
-    """Energy of all epochs, where the machine lets it be read."""
-    flops: int | None = None
-    """Of the matrix products and convolutions of one step, forward and backward."""
-    moved_bytes: int | None = None
-    """Of one step: the inputs and outputs of every operation, each read or written once."""
-
-    @property
-    def counted_ms(self) -> tuple[float, ...]:
-        """The step times without the warm-up."""
-        return self.step_ms[self.warm_up :]
+    skipped: int = 0
+    """Steps with a fall of the loss scale, because a gradient was not finite."""
+    steps_per_epoch: int = 0
+    planned_steps: int = 0
+    """More than there are losses where a time budget cut the training."""
+    epoch_seconds: tuple[float, ...] = ()
+    """Steps and data of each epoch, without its evaluation."""
+    accuracy: tuple[float, ...] = ()
+    """In per cent after each epoch, on data not trained on; empty for a task that has none."""
+    test_loss: tuple[float, ...] = ()
+    """Mean loss on the same data after each epoch; empty for a task that has none."""
+    test_size: int | None = None
+    """How many samples the accuracy is a share of."""
+    inference_ms: tuple[float, ...] = ()
+    """Forward and loss of a training batch in evaluation mode, taken in turns with the others."""
+    host_ms: float | None = None
+    """On a GPU: median time until the calls of a step had returned."""
+    peak_bytes: int | None = None
+    """Of tensors, in a training of a few steps apart: weights to activations."""
+    joules_per_sample: float | None = None
+    """In a training of a few seconds apart, where the machine lets it be read."""
+    operators: tuple[Operator, ...] = ()
+    """Those that take most of a step, the longest first."""
 
     @property
     def finished(self) -> bool:
@@ -114,11 +113,40 @@ class Run:
         return self.status in ("ok", "diverged")
 
     @property
-    def epoch_losses(self) -> tuple[float, ...]:
-        """Mean training loss of each finished epoch."""
-        n = self.steps_per_epoch
-        epochs = range(len(self.losses) // n) if n else ()
-        return tuple(_mean(self.losses[i * n : (i + 1) * n]) for i in epochs)
+    def turns(self) -> tuple[tuple[float, ...], ...]:
+        """Times of the steps that count, turn by turn.
+
+        The first turn counts only where there is no other one.
+        """
+        ends = (*self.blocks[1:], len(self.step_ms))
+        pairs = zip(self.blocks, ends, strict=False)  # none where the process died
+        turns = [self.step_ms[a + 1 : b] for a, b in pairs]
+        return tuple(turns[1:] if len(turns) > 1 else turns)
+
+    @property
+    def counted_ms(self) -> tuple[float, ...]:
+        """The times of the steps that count."""
+        return tuple(ms for turn in self.turns for ms in turn)
+
+    @property
+    def final_loss(self) -> float | None:
+        """Mean training loss of the last steps, as many as an epoch has."""
+        last = self.losses[-self.steps_per_epoch :] if self.steps_per_epoch else self.losses
+        if not last:
+            return None
+        return statistics.fmean(last) if all(map(math.isfinite, last)) else sum(last)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest batch of a level that ``--batch max`` found."""
+
+    task: str
+    level: str
+    batch: int
+    limit_bytes: int
+    error: str | None
+    """Why the search ended early."""
 
 
 @dataclass(frozen=True)
@@ -130,19 +158,29 @@ class Report:
     plan: tuple[Cell, ...]
     """Every cell that was asked for, in order."""
     runs: tuple[Run, ...]
-    """At most one for each cell of the plan; those of an interrupted matrix are fewer."""
-    notes: dict[str, str] = dataclasses.field(default_factory=dict)
-    """How the numbers were taken: a sentence for each of ``time``, ``memory``, ``quality`` ..."""
-    largest: tuple[dict[str, Any], ...] = ()
-    """Of ``--batch max``: ``task``, ``level`` (a label), ``batch`` (the largest that fitted),
-    ``limit_bytes``, ``error`` (why the search ended early, or ``None``)."""
-    ceilings: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Measured in the same run: ``flops float32`` ... (per second) and ``bytes`` (per second)."""
+    """Those of an interrupted matrix are fewer. O0 has several of a seed where not all levels fit
+    in memory together."""
+    margin: float = 0.5
+    """Points of accuracy that a level may lose."""
+    target: float | None = None
+    """The accuracy of ``--target``, in per cent."""
+    budget_s: float | None = None
+    """The seconds of ``--budget``."""
+    seconds: float = 0.0
+    """That the trainings took."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """How the numbers were taken: a sentence each."""
+    largest: tuple[Largest, ...] = ()
+    speeds: tuple[Speed, ...] = ()
+    """Of single operations in each dtype on this machine."""
+    model_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Peak bytes of tensors: of each level, for a model with many parameters and one with many
+    activations."""
 
     @property
     def complete(self) -> bool:
         """Whether every cell was run."""
-        return len(self.runs) == len(self.plan)
+        return len({run.cell for run in self.runs}) == len(self.plan)
 
     @property
     def quick(self) -> bool:
@@ -162,65 +200,30 @@ def read(path: Path) -> Report:
     """Read back what `write` wrote; every number is the same to the last bit.
 
     Raises:
-        ValueError: The file is not a report of this format; the message is one line.
-        OSError: It cannot be read.
+        UsageError: The file cannot be read, or is not a report of this format.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a report that apex bench writes (format {FORMAT!r})")
-    try:
-        return _typed(Report, {key: content[key] for key in content if key != "format"})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is a damaged report of apex bench ({error})") from error
+        found: Report = decode(path.read_bytes(), Report, FORMAT)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not a report that apex bench writes ({error})") from None
+    return found
 
 
-def run_from(fields: dict[str, Any]) -> Run:
-    """Make a run of what `dataclasses.asdict` and JSON made of it.
+def decode(content: bytes, kind: Any, file_format: str) -> Any:
+    """Make a dataclass of JSON in which ``format`` is ``file_format``.
 
     Raises:
-        TypeError, ValueError: It is not such a thing; the message is one line.
+        ValueError: It is not such a thing.
     """
-    return _typed(Run, fields)
+    import msgspec
 
-
-def _typed(kind: type[T], fields: Any) -> T:
-    """Make a dataclass of a JSON object that has exactly its fields, each of its type."""
-    hints = get_type_hints(kind)
-    if not isinstance(fields, dict) or fields.keys() != hints.keys():
-        raise TypeError(f"a {kind.__name__.lower()} has the fields {', '.join(hints)}")
-    return kind(**{name: _value(name, hints[name], fields[name]) for name in hints})
-
-
-def _value(name: str, hint: Any, value: Any) -> Any:
-    """Check one value and undo `jsonable`; an integer will do for a float."""
-    kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind is UnionType:  # X | None
-        return None if value is None else _value(name, inner[0], value)
-    if kind is tuple and isinstance(value, list):
-        return tuple(_value(name, inner[0], item) for item in value)
-    if kind is dict and isinstance(value, dict):
-        return {key: _value(name, inner[1], item) for key, item in value.items()}
-    if kind in (Cell, Run):
-        return _typed(kind, value)
-    if kind is float and (type(value) in (int, float) or value in ("nan", "inf", "-inf")):
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise ValueError(f"{name} is too large a number") from error
-    right = value in inner if kind is Literal else kind is Any or type(value) is kind
-    if not right:
-        raise TypeError(f"{name} is {str(value)[:40]!r}")
-    return value
+    found = msgspec.json.decode(content)
+    if not isinstance(found, dict) or found.get("format") != file_format:
+        raise ValueError(f"no format {file_format!r}")
+    return msgspec.convert(found, kind, strict=False)  # not strict: "nan" is a float
 
 
 def _on_off(flag: bool) -> str:
     return "on" if flag else "off"
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Average, also inf and -inf, of which `statistics.fmean` raises ValueError."""
-    finite = all(map(math.isfinite, values))
-    return statistics.fmean(values) if finite else sum(values) / len(values)

@@ -1,191 +1,203 @@
-"""One line of a table: the runs of a level at a batch size, put together over the seeds.
+"""The runs of a level at a batch size, put together over the seeds.
 
-Tables, CSV, plots and the HTML report show these rows, and comparisons read them.
+Tables, CSV, plots and the page show these rows, and `verdict` compares them.
 """
 
-import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
 
 from apex.bench.intervals import percentile
 from apex.bench.training.precision import LEVELS
-from apex.bench.training.results import Cell, Report, Run
+from apex.bench.training.results import Cell, Operator, Report, Run
 
-__all__ = ["BASELINE", "Row", "Spread", "baseline_of", "rows", "runs_of"]
+__all__ = ["BASELINE", "Row", "mean", "rows"]
+
+T = TypeVar("T")
 
 BASELINE = "O0"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean over the seeds and, from two seeds on, the sample standard deviation."""
-
-    mean: float
-    sd: float | None
+UNSTEADY = 2.0  # times the median: a machine on which one step in ten takes longer is busy
 
 
 @dataclass(frozen=True)
 class Row:
-    """One level of a task at one batch size.
+    """One level of a task at one batch size. A number is ``None`` where nothing was measured."""
 
-    A number is ``None`` where nothing was measured; ``speed`` and ``memory`` (times the value at
-    the baseline, O0, with TF32 off where that is a choice) also where that was not measured.
-    """
-
-    task: str
-    label: str
-    """`apex.bench.training.results.Cell.label`."""
-    level: str
-    dtype: str
-    batch: int
-    planned: int
-    runs: int
-    problem: str | None
-    ms_median: float | None
-    ms_p10: float | None
-    ms_p90: float | None
-    data_ms: float | None
-    host_ms: float | None
-    replay_ms: float | None
-    samples_s: float | None
-    """With the time for data."""
-    seconds: Spread | None
-    """Of all epochs."""
-    speed: float | None
-    """Step time at the baseline divided by this one: above 1 is faster."""
-    peak_bytes: int | None
-    """Of tensors."""
-    memory: float | None
-    process_bytes: int | None
-    loss: Spread | None
-    """Mean training loss of the last epoch."""
-    accuracy: Spread | None
-    skipped: int | None
-    scale_ends: tuple[float, ...]
-    """Loss scale of the first and the last step, over the seeds: different values, ascending."""
-    joules_per_sample: float | None
-    of_flops: float | None
-    """Share of the measured ceiling of matrix products in the row's dtype."""
-    of_bytes: float | None
-    """Share of the measured bandwidth."""
+    cells: tuple[Cell, ...]
+    """Planned, a seed each."""
+    runs: tuple[Run, ...]
+    """By ascending seed; O0 has several of a seed where not all levels fit in memory together."""
+    report: Report
 
     @property
-    def peak_mib(self) -> float | None:
-        """The peak in units of 2**20 bytes."""
-        return None if self.peak_bytes is None else self.peak_bytes / 2**20
+    def task(self) -> str:
+        """The task's name."""
+        return self.cells[0].task
+
+    @property
+    def batch(self) -> int:
+        """Samples in a step."""
+        return self.cells[0].batch
+
+    @property
+    def label(self) -> str:
+        """`Cell.label`."""
+        return self.cells[0].label
+
+    @property
+    def level(self) -> str:
+        """The level without TF32."""
+        return self.cells[0].level
+
+    @property
+    def dtype(self) -> str:
+        """What most matrix products compute in."""
+        return LEVELS[self.level]
+
+    @cached_property
+    def finished(self) -> tuple[Run, ...]:
+        """Runs that came to their end, one of a seed."""
+        return tuple({run.cell.seed: run for run in self.runs if run.finished}.values())
+
+    @property
+    def stopped(self) -> Run | None:
+        """A run that the time budget stopped."""
+        return next((run for run in self.runs if run.status == "stopped"), None)
+
+    @cached_property
+    def step_ms(self) -> tuple[float, ...]:
+        """Every step that counts, all seeds together, also of runs that were stopped."""
+        of = [run for run in self.runs if run.finished or run.status == "stopped"]
+        return tuple(ms for run in of for ms in run.counted_ms)
+
+    @property
+    def ms(self) -> float | None:
+        """The median step time."""
+        return percentile(self.step_ms, 50)
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether steps take twice their median now and then."""
+        slow = percentile(self.step_ms, 90)
+        return bool(self.ms and slow and slow > UNSTEADY * self.ms)
+
+    @property
+    def data_ms(self) -> float | None:
+        """The median time for a batch."""
+        return percentile([ms for run in self.finished for ms in run.data_ms], 50)
+
+    @property
+    def inference_ms(self) -> float | None:
+        """The median time of forward and loss in evaluation mode."""
+        return percentile([ms for run in self.finished for ms in run.inference_ms], 50)
+
+    @property
+    def samples_s(self) -> float | None:
+        """Samples a second in whole epochs, data included."""
+        seconds = sum(sum(run.epoch_seconds) for run in self.finished)
+        samples = sum(len(run.losses) for run in self.finished) * self.batch
+        return samples / seconds if seconds else None
+
+    @property
+    def host_ms(self) -> float | None:
+        """On a GPU: until the calls of a step had returned."""
+        return self._first(lambda run: run.host_ms)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of tensors."""
+        return self._first(lambda run: run.peak_bytes)
+
+    @property
+    def joules_per_sample(self) -> float | None:
+        """Energy, where it can be read."""
+        return self._first(lambda run: run.joules_per_sample)
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """What a step consists of."""
+        return self._first(lambda run: run.operators or None) or ()
+
+    @property
+    def accuracies(self) -> tuple[float, ...]:
+        """After the last epoch, a seed each."""
+        return tuple(run.accuracy[-1] for run in self.finished if run.accuracy)
+
+    @property
+    def test_losses(self) -> tuple[float, ...]:
+        """The same of the mean loss on the test set."""
+        return tuple(run.test_loss[-1] for run in self.finished if run.test_loss)
+
+    @property
+    def final_losses(self) -> tuple[float, ...]:
+        """Mean training loss of the last epoch, a seed each."""
+        return tuple(run.final_loss for run in self.finished if run.final_loss is not None)
+
+    @property
+    def skipped(self) -> int | None:
+        """Skipped steps, all seeds together."""
+        return sum(run.skipped for run in self.runs) if self.runs else None
+
+    @property
+    def scale_ends(self) -> tuple[float, ...]:
+        """Loss scales of the first and the last steps: different values, ascending."""
+        ends = {s for run in self.finished for s in (*run.scales[:1], *run.scales[-1:])}
+        return tuple(sorted(ends))
+
+    @property
+    def cut(self) -> bool:
+        """Whether the time budget left steps out."""
+        return any(len(run.losses) < run.planned_steps for run in self.finished)
+
+    @cached_property
+    def seconds_to_target(self) -> float | None:
+        """Training time until the accuracy of ``--target``: the median over the seeds.
+
+        ``None`` where a seed did not reach it.
+        """
+        target, times = self.report.target, []
+        for run in self.finished:
+            reached = [a >= target for a in run.accuracy] if target is not None else []
+            if True not in reached:
+                return None
+            times.append(sum(run.epoch_seconds[: reached.index(True) + 1]))
+        return statistics.median(times) if times else None
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with these runs, or ``None`` if all went well."""
+        found = []
+        for status in ("failed", "out of memory", "diverged", "stopped"):
+            such = [run for run in self.runs if run.status == status]
+            if such:
+                share = f" ({len(such)} of {len(self.cells)})" if len(self.cells) > 1 else ""
+                found.append(such[0].error or status if status == "stopped" else f"{status}{share}")
+                found[-1] += f": {such[0].error}" if status == "failed" else ""
+        missing = len(self.cells) - len({run.cell for run in self.runs})
+        if missing:
+            found.append(f"{len(self.cells) - missing} of {len(self.cells)} runs")
+        return "; ".join(found) or None
+
+    def _first(self, of: Callable[[Run], T | None]) -> T | None:
+        return next((value for run in self.runs if (value := of(run)) is not None), None)
 
 
 def rows(report: Report) -> list[Row]:
     """Put the runs together, in the order of the plan: a row per task, batch size and label."""
-    keys = list(dict.fromkeys((c.task, c.batch, c.label) for c in report.plan))
-    made = {key: _row(report, [c for c in report.plan if _key(c) == key]) for key in keys}
-    return [_relative(row, baseline_of(row, list(made.values()))) for row in made.values()]
+    cells: dict[tuple[str, int, str], list[Cell]] = {}
+    runs: dict[tuple[str, int, str], list[Run]] = {}
+    for cell in report.plan:
+        cells.setdefault((cell.task, cell.batch, cell.label), []).append(cell)
+    for run in sorted(report.runs, key=lambda run: run.cell.seed):
+        runs.setdefault((run.cell.task, run.cell.batch, run.cell.label), []).append(run)
+    return [Row(tuple(of), tuple(runs.get(key, ())), report) for key, of in cells.items()]
 
 
-def runs_of(report: Report, row: Row) -> list[Run]:
-    """Return the runs of a row, by ascending seed."""
-    mine = [run for run in report.runs if _key(run.cell) == (row.task, row.batch, row.label)]
-    return sorted(mine, key=lambda run: run.cell.seed)
-
-
-def baseline_of(row: Row, among: Sequence[Row]) -> Row | None:
-    """Find the row of O0, TF32 off where that is a choice, at the same task and batch size."""
-    labels = (BASELINE, f"{BASELINE} TF32 off")
-    same = [r for r in among if (r.task, r.batch) == (row.task, row.batch)]
-    return next((r for r in same if r.label in labels), None)
-
-
-def _key(cell: Cell) -> tuple[str, int, str]:
-    return cell.task, cell.batch, cell.label
-
-
-def _row(report: Report, cells: Sequence[Cell]) -> Row:
-    cell = cells[0]
-    runs = [run for run in report.runs if _key(run.cell) == _key(cell)]
-    whole = [run for run in runs if run.finished]
-    times = [ms for run in whole for ms in run.counted_ms]
-    median = percentile(times, 50)
-    spent = [sum(run.epoch_seconds) for run in whole]
-    samples = [len(run.step_ms) * cell.batch for run in whole]
-    joules = [run.joules for run in whole if run.joules is not None]
-    flops, moved = _median_of(whole, "flops"), _median_of(whole, "moved_bytes")
-    products = LEVELS[cell.level] + (" TF32" if cell.tf32 and LEVELS[cell.level] == "fp32" else "")
-    top_flops = report.ceilings.get(f"flops {products}")
-    return Row(
-        task=cell.task,
-        label=cell.label,
-        level=cell.level,
-        dtype=LEVELS[cell.level],
-        batch=cell.batch,
-        planned=len(cells),
-        runs=len(runs),
-        problem=_problem(runs, len(cells), report.complete),
-        ms_median=median,
-        ms_p10=percentile(times, 10),
-        ms_p90=percentile(times, 90),
-        data_ms=percentile([ms for run in whole for ms in run.data_ms], 50),
-        host_ms=_median_of(whole, "host_ms"),
-        replay_ms=_median_of(whole, "replay_ms"),
-        samples_s=sum(samples) / sum(spent) if sum(spent) else None,
-        seconds=_spread(spent),
-        speed=None,
-        peak_bytes=max((r.peak_tensor_bytes for r in whole if r.peak_tensor_bytes), default=None),
-        memory=None,
-        process_bytes=max(
-            (r.peak_process_bytes for r in whole if r.peak_process_bytes), default=None
-        ),
-        loss=_spread([run.epoch_losses[-1] for run in whole if run.epoch_losses]),
-        accuracy=_spread([run.accuracy[-1] for run in whole if run.accuracy]),
-        skipped=sum(run.skipped for run in runs) if runs else None,
-        scale_ends=tuple(sorted({s for r in whole for s in (*r.scales[:1], *r.scales[-1:])})),
-        joules_per_sample=sum(joules) / sum(samples)
-        if joules and len(joules) == len(whole)
-        else None,
-        of_flops=_share(flops, median, top_flops),
-        of_bytes=_share(moved, median, report.ceilings.get("bytes")),
-    )
-
-
-def _share(amount: float | None, ms: float | None, ceiling: float | None) -> float | None:
-    return amount / (ms / 1000) / ceiling if amount and ms and ceiling else None
-
-
-def _median_of(runs: Sequence[Run], name: str) -> float | None:
-    values = [getattr(run, name) for run in runs]
-    return percentile([value for value in values if value is not None], 50)
-
-
-def _relative(row: Row, base: Row | None) -> Row:
-    if base is None:
-        return row
-    speed = memory = None
-    if row.ms_median and base.ms_median:
-        speed = base.ms_median / row.ms_median
-    if row.peak_bytes and base.peak_bytes:
-        memory = row.peak_bytes / base.peak_bytes
-    return dataclasses.replace(row, speed=speed, memory=memory)
-
-
-def _problem(runs: Sequence[Run], planned: int, complete: bool) -> str | None:
-    """Say what is wrong with these runs, or ``None`` if all went well."""
-    found = []
-    for status in ("failed", "out of memory", "diverged"):
-        such = [run for run in runs if run.status == status]
-        if such:
-            share = f" ({len(such)} of {planned})" if planned > 1 else ""
-            why = f": {such[0].error}" if status == "failed" else ""
-            found.append(f"{status}{share}{why}")
-    if not complete and len(runs) < planned:
-        found.append(f"{len(runs)} of {planned} runs" if runs else "not run")
-    return "; ".join(found) or None
-
-
-def _spread(values: Sequence[float]) -> Spread | None:
+def mean(values: Sequence[float]) -> float | None:
+    """Average; inf or nan where the values have such; ``None`` of nothing."""
     if not values:
         return None
-    if not all(map(math.isfinite, values)):
-        return Spread(sum(values), None)  # inf or nan, whichever the values make
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return Spread(statistics.fmean(values), sd)
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else sum(values)

@@ -1,18 +1,20 @@
 """The columns of `apex bench`'s report, and its CSV files."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from apex.bench.intervals import percentile
-from apex.bench.output.columns import Column, Value, span, three, write_records
+from apex.bench.output.columns import Column, three, write_records
 from apex.bench.output.console import NOTHING, number
 from apex.bench.training.results import Report, Run
-from apex.bench.training.rows import Row, Spread, baseline_of, rows
-from apex.bench.training.verdict import Verdict
+from apex.bench.training.rows import Row, mean, rows
+from apex.bench.training.verdict import Verdict, baseline_of
 
-__all__ = ["COLUMNS", "Line", "lines", "run_fields", "short_problem", "write_runs_csv"]
+__all__ = ["COLUMNS", "Line", "lines", "run_fields", "write_runs_csv"]
 
 
 class Line(NamedTuple):
@@ -22,16 +24,17 @@ class Line(NamedTuple):
     verdict: Verdict | None
 
     @property
-    def speed(self) -> float | None:
-        """The verdict's, paired over seeds; that of the pooled medians where there is none."""
-        known = self.verdict.speed if self.verdict else None
-        return self.row.speed if known is None else known.value
+    def ratio(self) -> float | None:
+        """The speed relative to O0; of O0 it is 1."""
+        if self.row.ms is not None and baseline_of(self.row, [self.row]):
+            return 1.0
+        return self.verdict.ratio if self.verdict else None
 
 
 def lines(report: Report, verdicts: Sequence[Verdict]) -> list[Line]:
     """Put each row beside its verdict against O0."""
-    found = {(v.task, v.batch, v.label, v.against): v for v in verdicts}
     made = rows(report)
+    found = {(v.row.task, v.row.batch, v.row.label, v.other.label): v for v in verdicts}
     bases = [baseline_of(row, made) for row in made]
     return [
         Line(row, found.get((row.task, row.batch, row.label, base.label)) if base else None)
@@ -39,199 +42,116 @@ def lines(report: Report, verdicts: Sequence[Verdict]) -> list[Line]:
     ]
 
 
-def short_problem(row: Row) -> str:
-    """Give the kind of a row's problem without the text of the error."""
-    return (row.problem or "").partition(":")[0]
-
-
-def _spread(value: Spread | None, spec: str) -> str:
-    if value is None:
-        return NOTHING
-    return f"{value.mean:{spec}}" + ("" if value.sd is None else f" ± {value.sd:{spec}}")
-
-
-def _ends(ascending: Sequence[float]) -> str:
-    ends = dict.fromkeys([*ascending[:1], *ascending[-1:]])
-    return "–".join(f"{value:g}" for value in ends) or NOTHING
+def _spread(values: Sequence[float], spec: str) -> str:
+    average = mean(values)
+    several = len(values) > 1 and all(map(math.isfinite, values))
+    sd = f" ± {statistics.stdev(values):{spec}}" if several else ""
+    return NOTHING if average is None else f"{average:{spec}}{sd}"
 
 
 def _mib(value: int | None) -> float | None:
     return None if value is None else value / 2**20
 
 
-def _percent(share: float | None) -> str:
-    return NOTHING if share is None else f"{100 * share:.0f} %"
+def _speed(line: Line) -> str:
+    known = line.verdict.speed if line.verdict else None
+    ends = f" ({known.low:.2f}–{known.high:.2f})" if known else ""
+    noisy = "noisy" if line.verdict and line.verdict.noise else None
+    return noisy or number(line.ratio, ".2f", ends)
 
 
-def _interval(line: Line) -> str:
-    speed = line.verdict.speed if line.verdict else None
-    return NOTHING if speed is None else f"{speed.low:.2f}–{speed.high:.2f}"
+def _end(name: str) -> Any:
+    return lambda x: getattr(x.verdict.speed, name) if x.verdict and x.verdict.speed else None
 
 
-def _bound(name: str) -> Callable[[Line], Value]:
-    def get(line: Line) -> Value:
-        speed = line.verdict.speed if line.verdict else None
-        return None if speed is None else float(getattr(speed, name))
-
-    return get
-
-
-def _of(name: str) -> Callable[[Line], Any]:
-    return lambda line: getattr(line.row, name)
-
-
-def _part(name: str, part: str) -> Callable[[Line], Value]:
-    return lambda line: getattr(getattr(line.row, name), part, None)
-
-
-GPU_ONLY = "measured on a GPU only, where the host and the device work side by side"
 WHOLE_RUNS = "no run of the row finished"
-CEILING = "needs a ceiling measured in the same run and a count of the step's work"
 
 COLUMNS: tuple[Column[Line], ...] = (
-    Column("task", _of("task"), {"task": _of("task")}, left=True, group=True),
-    Column(
-        "batch", lambda x: str(x.row.batch), {"batch_size": _of("batch")},
-        "samples per training step", group=True,
-    ),
-    Column(
-        "level", _of("label"), {"label": _of("label"), "level": _of("level")},
-        "O0 to O5 are apex.amp's; native-fp16 and native-bf16 are torch.autocast; FP16 is "
-        "network_to_half with FP16_Optimizer", left=True,
-    ),
-    Column("dtype", _of("dtype"), {"dtype": _of("dtype")},
-           "what most matrix products compute in", left=True, drop=9),
-    Column(
-        "ms per\nstep", lambda x: three(x.row.ms_median),
-        {"step_median_ms": _of("ms_median")},
-        "median over the steps after the warm-up, all seeds together", WHOLE_RUNS,
-    ),
-    Column(
-        "p10–p90", lambda x: span(x.row.ms_p10, x.row.ms_p90),
-        {"step_p10_ms": _of("ms_p10"), "step_p90_ms": _of("ms_p90")},
-        "tenth and ninetieth percentile of the same steps, in ms", WHOLE_RUNS, drop=4,
-    ),
-    Column(
-        "speed\n/ O0", lambda x: number(x.speed, ".2f", "×"), {"speed_vs_O0": lambda x: x.speed},
-        "step time of O0 (TF32 off) divided by this one: above 1 is faster; the mean of the pairs "
-        "of seeds, or the ratio of the medians where fewer than three pairs give no interval",
-        "the row or O0 was not measured",
-    ),
-    Column(
-        "95 %\ninterval", _interval,
-        {"speed_vs_O0_low": _bound("low"), "speed_vs_O0_high": _bound("high")},
-        "confidence interval of the speed, paired over seeds",
-        "needs three seeds at which both levels finished", drop=2,
-    ),
-    Column(
-        "peak\nMiB", lambda x: three(x.row.peak_mib), {"peak_tensor_bytes": _of("peak_bytes")},
-        "peak memory of tensors: weights, gradients, optimizer state, activations",
-        "the device does not report it, or no run finished",
-    ),
-    Column(
-        "memory\n/ O0", lambda x: number(x.row.memory, ".2f", "×"), {"memory_vs_O0": _of("memory")},
-        "peak divided by that of O0: below 1 is less", "the row or O0 was not measured", drop=1,
-    ),
-    Column(
-        "final\nloss", lambda x: _spread(x.row.loss, ".4f"),
-        {"final_loss_mean": _part("loss", "mean"), "final_loss_sd": _part("loss", "sd")},
-        "mean training loss of the last epoch, mean ± standard deviation over the seeds",
-        WHOLE_RUNS, drop=3,
-    ),
-    Column(
-        "test\nacc. %", lambda x: _spread(x.row.accuracy, ".2f"),
-        {"accuracy_mean_percent": _part("accuracy", "mean"),
-         "accuracy_sd_percent": _part("accuracy", "sd")},
-        "per cent right on data not trained on, mean ± standard deviation over the seeds",
-        "the task has no accuracy, or no run finished",
-    ),
-    Column(
-        "data\nms", lambda x: three(x.row.data_ms), {"data_median_ms": _of("data_ms")},
-        "median time before a step until its batch was on the device; not part of the step",
-        WHOLE_RUNS, drop=8,
-    ),
-    Column(
-        "host\nms", lambda x: three(x.row.host_ms), {"host_median_ms": _of("host_ms")},
-        "median time until the calls of a step had returned; if it is near the step time, "
-        "the host's calls limit the speed", GPU_ONLY, drop=6,
-    ),
-    Column(
-        "replay\nms", lambda x: three(x.row.replay_ms), {"replay_median_ms": _of("replay_ms")},
-        "median time of a step replayed as a CUDA graph, without host time",
-        f"{GPU_ONLY}; not every step can be captured", drop=7,
-    ),
-    Column(
-        "samples\n/ s", lambda x: three(x.row.samples_s), {"samples_per_s": _of("samples_s")},
-        "of whole epochs, data included", WHOLE_RUNS, drop=8,
-    ),
-    Column(
-        "total\ns", lambda x: _spread(x.row.seconds, ".3g"),
-        {"total_mean_s": _part("seconds", "mean"), "total_sd_s": _part("seconds", "sd")},
-        "of all epochs, data included, without evaluation", WHOLE_RUNS, drop=7,
-    ),
-    Column(
-        "process\nMiB", lambda x: three(_mib(x.row.process_bytes)),
-        {"peak_process_bytes": _of("process_bytes")},
-        "growth of the resident set of the run's own process at most",
-        "measured on a CPU only, and not where cells share a process (--quick)", drop=9,
-    ),
-    Column(
-        "steps\nskipped", lambda x: number(x.row.skipped, "d"), {"skipped_steps": _of("skipped")},
-        "optimizer steps skipped because a gradient was not finite, all seeds together",
-        "nothing was run", drop=5,
-    ),
-    Column(
-        "loss\nscale", lambda x: _ends(x.row.scale_ends),
-        {"scale_lowest": lambda x: min(x.row.scale_ends, default=None),
-         "scale_highest": lambda x: max(x.row.scale_ends, default=None)},
-        "after the first and the last step: lowest and highest", WHOLE_RUNS, drop=5,
-    ),
-    Column(
-        "J per\nsample", lambda x: three(x.row.joules_per_sample),
-        {"joules_per_sample": _of("joules_per_sample")},
-        "energy of all epochs by NVML or RAPL, divided by the samples",
-        "this machine does not let its energy be read (NVML, RAPL)", drop=6,
-    ),
-    Column(
-        "of peak\nFLOP/s", lambda x: _percent(x.row.of_flops),
-        {"share_of_flops_ceiling": _of("of_flops")},
-        "share of the matrix-product speed measured in the same run in this dtype", CEILING, drop=6,
-    ),
-    Column(
-        "of peak\nbytes/s", lambda x: _percent(x.row.of_bytes),
-        {"share_of_bandwidth_ceiling": _of("of_bytes")},
-        "share of the memory bandwidth measured in the same run", CEILING, drop=7,
-    ),
-    Column(
-        "runs", lambda x: f"{x.row.runs}/{x.row.planned}",
-        {"runs": _of("runs"), "runs_planned": _of("planned")},
-        "finished or failed, of those that were planned: one for each seed", drop=9,
-    ),
-    Column(
-        "problem", lambda x: short_problem(x.row), {"problem": _of("problem")}, left=True,
-    ),
+    Column("task", lambda x: x.row.task, {"task": lambda x: x.row.task}, left=True, group=True),
+    Column("batch", lambda x: str(x.row.batch), {"batch_size": lambda x: x.row.batch},
+           "samples per training step", group=True),
+    Column("level", lambda x: x.row.label,
+           {"label": lambda x: x.row.label, "level": lambda x: x.row.level,
+            "dtype": lambda x: x.row.dtype},
+           "O0 to O5 are apex.amp's; native-fp16 and native-bf16 are torch.autocast; FP16 is "
+           "network_to_half with FP16_Optimizer", left=True),
+    Column("ms per\nstep", lambda x: three(x.row.ms), {"step_median_ms": lambda x: x.row.ms},
+           "median over the steps that count, all seeds together", WHOLE_RUNS),
+    Column("speed / O0\n(95 %)", _speed,
+           {"speed_vs_O0": lambda x: x.ratio, "speed_vs_O0_low": _end("low"),
+            "speed_vs_O0_high": _end("high")},
+           "step time of O0 (TF32 off) over this one's, of turns in one process, averaged over the "
+           "seeds, with its interval over them; noisy: something else is using this machine",
+           "the row or O0 was not measured"),
+    Column("peak\nMiB", lambda x: three(_mib(x.row.peak_bytes)),
+           {"peak_tensor_bytes": lambda x: x.row.peak_bytes},
+           "peak memory of tensors: weights, gradients, optimizer state, activations",
+           "the device does not report it, or no run finished"),
+    Column("memory\n/ O0", lambda x: number(x.verdict.memory if x.verdict else None, ".2f"),
+           {"memory_vs_O0": lambda x: x.verdict.memory if x.verdict else None},
+           "peak divided by that of O0: below 1 is less", "the row or O0 was not measured", drop=1),
+    Column("test\nacc. %", lambda x: _spread(x.row.accuracies, ".2f"),
+           {"accuracy_mean_percent": lambda x: mean(x.row.accuracies)},
+           "per cent right on data not trained on, mean ± standard deviation over the seeds",
+           "the task has no accuracy, or no run finished"),
+    Column("test\nloss", lambda x: _spread(x.row.test_losses, ".4f"),
+           {"test_loss_mean": lambda x: mean(x.row.test_losses)},
+           "mean loss on the same data", "the task has no test loss, or no run finished", drop=2),
+    Column("training\nloss", lambda x: _spread(x.row.final_losses, ".4f"),
+           {"final_loss_mean": lambda x: mean(x.row.final_losses)},
+           "mean of the last epoch", WHOLE_RUNS, drop=3),
+    Column("s to\ntarget", lambda x: three(x.row.seconds_to_target),
+           {"seconds_to_target": lambda x: x.row.seconds_to_target},
+           "training time until the accuracy of --target, median over the seeds",
+           "a seed did not reach it, or there is no --target", drop=4),
+    Column("inference\nms", lambda x: three(x.row.inference_ms),
+           {"inference_median_ms": lambda x: x.row.inference_ms},
+           "forward and loss of a training batch in evaluation mode",
+           "the task has a training step of its own, or one level alone was trained", drop=5),
+    Column("samples\n/ s", lambda x: three(x.row.samples_s),
+           {"samples_per_s": lambda x: x.row.samples_s},
+           "of whole epochs, data included", WHOLE_RUNS, drop=8),
+    Column("data\nms", lambda x: three(x.row.data_ms), {"data_median_ms": lambda x: x.row.data_ms},
+           "median time before a step until its batch was on the device", WHOLE_RUNS, drop=9),
+    Column("host\nms", lambda x: three(x.row.host_ms), {"host_median_ms": lambda x: x.row.host_ms},
+           "median time until the calls of a step had returned; near the step time, the host's "
+           "calls limit the speed", "measured on a GPU only", drop=6),
+    Column("steps\nskipped", lambda x: number(x.row.skipped, "d"),
+           {"skipped_steps": lambda x: x.row.skipped},
+           "steps skipped because a gradient was not finite, all seeds together",
+           "nothing was run", drop=6),
+    Column("loss\nscale", lambda x: "–".join(f"{s:g}" for s in x.row.scale_ends) or NOTHING,
+           {"scale_lowest": lambda x: min(x.row.scale_ends, default=None),
+            "scale_highest": lambda x: max(x.row.scale_ends, default=None)},
+           "of the first and the last step", WHOLE_RUNS, drop=7),
+    Column("J per\nsample", lambda x: three(x.row.joules_per_sample),
+           {"joules_per_sample": lambda x: x.row.joules_per_sample},
+           "energy of a few seconds of training apart, by NVML or RAPL",
+           "this machine does not let its energy be read (NVML, RAPL)", drop=7),
+    Column("problem", lambda x: (x.row.problem or "").partition(":")[0],
+           {"problem": lambda x: x.row.problem}, left=True),
 )  # fmt: skip
 
 
-def run_fields(run: Run) -> dict[str, Value]:
+def run_fields(run: Run) -> dict[str, str | float | int | None]:
     """Give the numbers of one run: its cell, and one value for each thing measured."""
     return {
         "label": run.cell.label,
         **dataclasses.asdict(run.cell),
         "status": run.status,
         "error": run.error,
+        "together": " ".join(run.together),
+        "steps": len(run.losses),
         "step_median_ms": percentile(run.counted_ms, 50),
         "data_median_ms": percentile(run.data_ms, 50),
-        "host_median_ms": run.host_ms,
-        "replay_median_ms": run.replay_ms,
+        "inference_median_ms": percentile(run.inference_ms, 50),
         "total_s": sum(run.epoch_seconds) if run.epoch_seconds else None,
-        "peak_tensor_bytes": run.peak_tensor_bytes,
-        "peak_process_bytes": run.peak_process_bytes,
-        "final_loss": run.epoch_losses[-1] if run.epoch_losses else None,
+        "peak_tensor_bytes": run.peak_bytes,
+        "final_loss": run.final_loss,
+        "test_loss": run.test_loss[-1] if run.test_loss else None,
         "accuracy_percent": run.accuracy[-1] if run.accuracy else None,
         "skipped_steps": run.skipped,
         "last_scale": run.scales[-1] if run.scales else None,
-        "joules": run.joules,
     }
 
 

@@ -1,11 +1,14 @@
-"""Is a level worth it: comparisons over seeds, with intervals, and plain sentences for each.
+"""Is a level worth it: a level beside another, over seeds, in numbers and plain sentences.
 
-Speed is compared by the logarithms of the median step times of runs with the same seed: a 95 %
-interval of their mean, by Student's t below 20 pairs and by the bootstrap from there on
-(`apex.bench.intervals`). Fewer than three pairs give no interval and no verdict.
+*Speed.* Both levels took turns in one process, so a seed gives one ratio: the median over pairs of
+rounds of the ratio of their median step times. The interval over the seeds is Student's t. Where
+the machine was busy, or the interval spans a factor of two, there is no verdict.
 
-"Faster by 20 %": 1.2 times as many steps in the same time; "slower by 20 %": a step takes 1.2 times
-as long. One interval in twenty excludes the truth, so of many levels some differ by chance alone.
+*Quality.* The rule is `apex.bench.intervals.judge`: differences paired by seed, an interval that is
+corrected for the number of levels, and a margin. It is applied to the accuracy, to the mean loss on
+the test set, which is finer, and to the training loss where a task has neither.
+
+"1.2 times the speed": 1.2 times as many steps in the same time.
 """
 
 import math
@@ -14,53 +17,88 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from apex.bench.intervals import LEAST, Interval, inside, interval, mean_interval
-from apex.bench.training.results import Report, Run
-from apex.bench.training.rows import BASELINE, Row, baseline_of, rows, runs_of
+from apex.bench.intervals import LEAST, Interval, Judged, interval, judge
+from apex.bench.training.results import Operator, Report, Run
+from apex.bench.training.rows import BASELINE, Row, rows
 
-__all__ = ["Interval", "Verdict", "interval", "percent", "verdicts"]
+__all__ = [
+    "BUSY",
+    "LOSS_MARGIN",
+    "Verdict",
+    "baseline_of",
+    "paired_ratio",
+    "same_arithmetic",
+    "times",
+    "verdicts",
+]
 
 LAUNCH_BOUND = 0.9  # share of the step in which the host is still launching kernels
 SAME_MEMORY = 0.005  # relative; less is not worth a word
+NOISY = 2.0  # upper over lower end of an interval that says nothing
+LOSS_MARGIN = 0.05  # relative: how much larger a loss may be
+LEAST_SAMPLES = 3  # of a test set, that a margin is never below
+GREW = 0.05  # of O0's step: operators that grew by less are not named
 TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16"}
+BUSY = "too noisy: something else is using this machine"
+
+# What to do about an operator that got slow: device type and dtype, and the operator.
+REMEDIES = {
+    ("cpu", "float16", "convolution_backward"): "oneDNN has no fast kernel for it; amp's levels "
+    "compute it in float32",
+    ("cpu", "float16", "addmm"): "this CPU has no float16 arithmetic; amp's levels use float32",
+    ("cpu", "float16", "mm"): "this CPU has no float16 arithmetic; amp's levels use float32",
+}
+CASTS = ("copy_", "_to_copy", "to")
 
 
 @dataclass(frozen=True)
 class Verdict:
     """A level against another at the same task and batch size."""
 
-    task: str
-    batch: int
-    label: str
-    against: str
-    """The other's label: that of O0, or of torch's own autocast in the same dtype."""
-    pairs: int
-    """Seeds at which both were measured."""
+    row: Row
+    other: Row
+    """O0, or torch's own autocast in the same dtype."""
     speed: Interval | None
-    """Step time of the other divided by this one's: above 1 is faster."""
-    total: float | None
-    """The same of the whole time for the epochs, data included."""
+    """Step time of the other divided by this one's: above 1 is faster. ``None`` of fewer than three
+    seeds, or where `noise` says why."""
+    ratio: float | None
+    """The same without an interval, of the seeds that there are."""
+    noise: str | None
     memory: float | None
     """Peak memory divided by the other's: below 1 is less."""
-    accuracy: Interval | None
-    """Difference in points of accuracy, paired over seeds, with Student's t: above 0 is better."""
-    inside: bool | None
-    """Whether the mean accuracy lies where the mean of as many further runs of the other would:
-    `apex.bench.intervals.inside`."""
-    sentence: str
-    """Faster or slower, memory, accuracy, and the reason where it is known. That of a quick report
-    begins with "quick run: "."""
+    accuracy: Judged | None
+    """Points of accuracy, this level's minus the other's."""
+    loss: Judged | None
+    """Logarithm of the other's loss divided by this one's: above 0 is better."""
+    loss_of: str
+    """``test loss`` or ``training loss``."""
+    inference: Interval | None
+    """As `speed`."""
+    same: bool
+    """Whether all losses are the same numbers: the same arithmetic."""
+    twin: str | None
+    """An earlier level against the same other, whose losses are the same numbers."""
+    sentences: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        """All that is said, in one paragraph."""
+        return " ".join(self.sentences)
 
 
 def verdicts(report: Report) -> list[Verdict]:
     """Compare each row with O0 and with torch's own autocast, in the order of the rows."""
     table = rows(report)
-    return [_verdict(report, row, other) for row in table for other in _others(row, table)]
+    pairs = [(row, other) for row in table for other in _others(row, table)]
+    levels = sum(other.level == BASELINE for _, other in pairs)
+    return [_verdict(row, other, max(1, levels), _twin(row, other, table)) for row, other in pairs]
 
 
-def percent(part: float) -> str:
-    """Write a share of 1 with a decimal below 10 %."""
-    return f"{100 * part:.{1 if abs(part) < 0.0995 else 0}f} %"
+def baseline_of(row: Row, among: Sequence[Row]) -> Row | None:
+    """Find the row of O0, TF32 off where that is a choice, at the same task and batch size."""
+    labels = (BASELINE, f"{BASELINE} TF32 off")
+    same = (r for r in among if (r.task, r.batch) == (row.task, row.batch))
+    return next((r for r in same if r.label in labels), None)
 
 
 def _others(row: Row, among: Sequence[Row]) -> list[Row]:
@@ -76,117 +114,233 @@ def _others(row: Row, among: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _verdict(report: Report, row: Row, other: Row) -> Verdict:
-    pairs = _pairs(runs_of(report, row), runs_of(report, other))
-    times = [(_median(mine), _median(theirs)) for mine, theirs in pairs]
-    speed = interval([math.log(theirs / mine) for mine, theirs in times])
-    right = [(m.accuracy[-1], t.accuracy[-1]) for m, t in pairs if m.accuracy and t.accuracy]
-    right = [pair for pair in right if all(map(math.isfinite, pair))]
-    mine, theirs = [pair[0] for pair in right], [pair[1] for pair in right]
-    band = inside(mine, theirs)
-    difference = mean_interval([m - t for m, t in right])
-    memory = row.peak_bytes / other.peak_bytes if row.peak_bytes and other.peak_bytes else None
-    problems = [f"{r.label}: {r.problem}" for r in (row, other) if r.problem]
-    said: list[str | None]
-    if speed is None:
-        said = [_no_verdict(row, other, len(pairs)), *problems]
-    else:
-        quality = _loss(row, other)
-        if difference is not None:
-            quality = _accuracy(mine, theirs, difference, band, other)
-        seeds = f"{len(pairs)} seeds{' in one process' if report.quick else ''}"
-        said = [_speed(row, other, speed, seeds), *_reasons(report, row, other, speed)]
-        said += [_memory(memory), quality, *problems]
-    text = " ".join(" ".join(f"{part.rstrip('.')}." for part in said if part).split())
-    return Verdict(
-        task=row.task,
-        batch=row.batch,
-        label=row.label,
-        against=other.label,
-        pairs=len(pairs),
-        speed=speed,
-        total=_total(pairs),
-        memory=memory,
-        accuracy=difference,
-        inside=band,
-        sentence=f"quick run: {text}" if report.quick else text,
+def same_arithmetic(of: Sequence[Row]) -> list[list[Row]]:
+    """Put the rows of a task and batch size together whose losses are the same numbers."""
+    found: dict[Any, list[Row]] = {}
+    for row in of:
+        if row.finished:
+            found.setdefault(_losses(row), []).append(row)
+    return [same for same in found.values() if len(same) > 1]
+
+
+def _twin(row: Row, other: Row, among: Sequence[Row]) -> str | None:
+    """Name the first row that is compared with the same other and has the same losses."""
+    for one in among:
+        if one is row:
+            return None
+        if other in _others(one, among) and one.finished and _losses(one) == _losses(row):
+            return one.label
+    return None
+
+
+def _losses(row: Row) -> Any:
+    return tuple((run.cell.seed, run.losses) for run in row.finished)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def _verdict(row: Row, other: Row, comparisons: int, twin: str | None) -> Verdict:
+    logs = [ratio for mine, theirs in _pairs(row, other) if (ratio := paired_ratio(mine, theirs))]
+    speed, noise = interval([log for log, _ in logs]), None
+    if row.stopped or other.stopped:
+        speed = None  # of a few steps
+    elif row.unsteady or other.unsteady or (speed and speed.high > NOISY * speed.low):
+        speed, noise = None, BUSY
+    inference = interval([log for _, log in logs if log is not None])
+    quality = [(m, t) for m, t in _pairs(row, other) if m.finished and t.finished]
+    margin, least_sd = _margin(row)
+    points = [(m.accuracy[-1], t.accuracy[-1]) for m, t in quality if m.accuracy and t.accuracy]
+    accuracy = judge(
+        [mine - theirs for mine, theirs in points],
+        margin,
+        comparisons=comparisons,
+        least_sd=least_sd,
     )
+    loss_of = "test loss" if row.test_losses else "training loss"
+    differences = [math.log(_loss(t) / _loss(m)) for m, t in quality if _loss(m) and _loss(t)]
+    loss = judge(differences, math.log(1 + LOSS_MARGIN), comparisons=comparisons)
+    made = Verdict(
+        row=row,
+        other=other,
+        speed=speed,
+        ratio=math.exp(statistics.fmean(log for log, _ in logs)) if logs else None,
+        noise=noise,
+        memory=row.peak_bytes / other.peak_bytes if row.peak_bytes and other.peak_bytes else None,
+        accuracy=accuracy,
+        loss=None if row.accuracies and not row.test_losses else loss,
+        loss_of=loss_of,
+        inference=None if noise else inference,
+        same=bool(row.finished) and _losses(row) == _losses(other),
+        twin=twin,
+        sentences=(),
+    )
+    said = [f"{part.rstrip('.')}." for part in _sentences(made) if part]
+    return Verdict(**{**vars(made), "sentences": tuple(" ".join(one.split()) for one in said)})
 
 
-def _pairs(mine: Sequence[Run], theirs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Pair the runs of the same seed that came to their end with times.
+def _pairs(row: Row, other: Row) -> list[tuple[Run, Run]]:
+    """Pair the runs of a seed, those that took turns if there are such.
 
     A level of which every run diverged is not worth a time: no pairs.
     """
-    if not all(any(run.status == "ok" for run in runs) for runs in (mine, theirs)):
+    if all(run.status == "diverged" for run in row.runs):
         return []
-    by_seed = {run.cell.seed: run for run in theirs if _timed(run)}
-    return [(r, by_seed[r.cell.seed]) for r in mine if _timed(r) and r.cell.seed in by_seed]
+    found = {}
+    for mine in row.runs:
+        for theirs in other.runs:
+            if theirs.cell.seed == mine.cell.seed and theirs.step_ms and mine.step_ms:
+                beside = mine.together == theirs.together
+                if beside or mine.cell.seed not in found:
+                    found[mine.cell.seed] = mine, theirs
+    return list(found.values())
 
 
-def _timed(run: Run) -> bool:
-    return run.finished and bool(run.counted_ms) and _median(run) > 0
+def paired_ratio(mine: Run, theirs: Run) -> tuple[float, float | None] | None:
+    """Give the logarithms of their time over mine: of a step, and of inference.
+
+    Rounds come in pairs of opposite order; the median over the pairs counts. Trainings that were
+    not in one process have no rounds in common: then it is the ratio of the medians.
+    """
+    if mine.status == "stopped" or theirs.status == "stopped":
+        first, other = (_first_turn(run) for run in (mine, theirs))
+        if not (first and other):
+            return None
+        return math.log(statistics.median(other) / statistics.median(first)), None
+    rounds = [
+        math.log(statistics.median(theirs_ms) / statistics.median(mine_ms))
+        for mine_ms, theirs_ms in zip(mine.turns, theirs.turns, strict=False)
+        if mine_ms and theirs_ms and statistics.median(mine_ms) > 0
+    ]
+    if mine.together != theirs.together and mine.counted_ms and theirs.counted_ms:
+        medians = statistics.median(theirs.counted_ms), statistics.median(mine.counted_ms)
+        rounds = [math.log(medians[0] / medians[1])]
+    if not rounds:
+        return None
+    both = zip(mine.inference_ms, theirs.inference_ms, strict=False)
+    inference = [math.log(t / m) for m, t in both]
+    return _over_pairs(rounds), statistics.median(inference) if inference else None
 
 
-def _median(run: Run) -> float:
-    return statistics.median(run.counted_ms)
+def _first_turn(run: Run) -> tuple[float, ...]:
+    """All that a run has that was stopped; its first step made the optimizer's state."""
+    return run.step_ms[1 : run.blocks[1] if len(run.blocks) > 1 else None]
 
 
-def _total(pairs: Sequence[tuple[Run, Run]]) -> float | None:
-    mine, theirs = (sum(sum(pair[i].epoch_seconds) for pair in pairs) for i in (0, 1))
-    return theirs / mine if mine and theirs else None
+def _over_pairs(rounds: Sequence[float]) -> float:
+    pairs = [statistics.fmean(rounds[i : i + 2]) for i in range(0, len(rounds) - 1, 2)]
+    return statistics.median(pairs or rounds)
+
+
+def _loss(run: Run) -> float:
+    """Give the loss that is compared, 0 where it has no logarithm."""
+    found = run.test_loss[-1] if run.test_loss else run.final_loss
+    return found if found is not None and math.isfinite(found) and found > 0 else 0.0
+
+
+def _margin(row: Row) -> tuple[float, float]:
+    """Give the margin in points, and the least standard deviation of a difference."""
+    size = next((run.test_size for run in row.finished if run.test_size), None)
+    sample = 100 / size if size else 0.0
+    return max(row.report.margin, LEAST_SAMPLES * sample), sample / math.sqrt(2)
 
 
 # --- sentences -----------------------------------------------------------------------------------
 
 
-def _no_verdict(row: Row, other: Row, pairs: int) -> str:
-    seeds = "1 seed was" if pairs == 1 else f"{pairs or 'no'} seeds were"
-    return (
-        f"{row.label} is not compared with {other.label}: {seeds} measured at both, and "
-        f"{LEAST} are needed"
-    )
+def _sentences(of: Verdict) -> list[str | None]:
+    row, other = of.row, of.other
+    said: list[str | None] = [_speed(of), *_reasons(of)]
+    if row.problem and not row.stopped:
+        said.append(f"{row.label}: {row.problem}")
+    said.append(_memory(of.memory))
+    if of.same:
+        said.append(f"Its losses are those of {other.label} to the last bit: the same arithmetic")
+    elif of.twin:
+        said.append(f"Its losses are those of {of.twin} to the last bit: see there")
+    elif row.finished:
+        said += [_accuracy(of), _loss_said(of)]
+    return said
 
 
-def _speed(row: Row, other: Row, speed: Interval, seeds: str) -> str:
-    if speed.low <= 1 <= speed.high:
+def _speed(of: Verdict) -> str:
+    name, other, seeds = of.row.label, of.other.label, len(of.row.finished)
+    if of.row.stopped:
+        return f"{name} was {of.row.stopped.error}"
+    if of.other.stopped and of.ratio:
+        return f"{name}: about {times(of.ratio)} the speed of {other}, which was stopped"
+    if of.noise:
+        return f"{name} against {other}: no verdict on speed ({of.noise})"
+    if of.speed is None:
+        count = "1 seed" if seeds == 1 else f"{seeds or 'no'} seeds"
+        found = f"about {times(of.ratio)} the speed of {other}" if of.ratio else "not measured"
+        return f"{name}: {found} ({count}; {LEAST} are needed for an interval)"
+    ends = f"95 %, {seeds} seeds: {_times(of.speed.low)} to {_times(of.speed.high)}"
+    if of.speed.low <= 1 <= of.speed.high:
+        return f"{name} is about as fast as {other} ({ends} times the speed)"
+    if of.speed.value < 1:
+        slower = [_times(1 / value) for value in (of.speed.value, of.speed.high, of.speed.low)]
         return (
-            f"{row.label} against {other.label}: no difference in speed seen (between "
-            f"{_either(speed.low)} and {_either(speed.high)}; 95 % interval of {seeds})"
+            f"{name} is slower than {other}: a step takes {slower[0]} times as long (95 %, {seeds} "
+            f"seeds: {slower[1]} to {slower[2]})"
         )
-    found, word = (speed.value, speed.low, speed.high), "faster"
-    if speed.value < 1:
-        found, word = (1 / speed.value, 1 / speed.high, 1 / speed.low), "slower"
-    if found[0] >= 2:
-        value, low, high = map(_factor, found)
-        value = f"a factor of {value}"
-    else:
-        value, low, high = (percent(ratio - 1) for ratio in found)
-    interval = f"95 % interval of {seeds}: {low} to {high}"
-    return f"{row.label} is {word} than {other.label} by {value} ({interval})"
+    return f"{name} has {times(of.speed.value)} the speed of {other} ({ends})"
 
 
-def _either(ratio: float) -> str:
-    word, ratio = ("faster", ratio) if ratio >= 1 else ("slower", 1 / ratio)
-    by = f"a factor of {_factor(ratio)}" if ratio >= 2 else percent(ratio - 1)
-    return f"{word} by {by}"
+def times(ratio: float | None) -> str:
+    """Write a ratio for people."""
+    return "" if ratio is None else f"{_times(ratio)} times"
 
 
-def _factor(ratio: float) -> str:
-    return f"{ratio:.{2 if ratio < 1.95 else 1 if ratio < 9.95 else 0}f}"
+def _times(ratio: float) -> str:
+    return f"{ratio:.{2 if ratio < 9.95 else 0}f}"
 
 
-def _reasons(report: Report, row: Row, other: Row, speed: Interval) -> list[str]:
-    found = []
-    if speed.high < 1 and other.level == BASELINE:
-        why = _why_not_native(report.environment, row.dtype)
-        found += [f"Slower than fp32 here: {why}"] if why else []
-    if row.host_ms and row.ms_median and row.host_ms >= LAUNCH_BOUND * row.ms_median:
-        compiled = all(run.cell.compile for run in runs_of(report, row))
+def _reasons(of: Verdict) -> list[str]:
+    row, found = of.row, []
+    ratio = of.speed.high if of.speed else of.ratio
+    if of.other.level == BASELINE and ratio and ratio < 1 / (1 + GREW) and not of.noise:
+        found += [_grown(of)] if row.operators else []
+        why = _why_not_native(row.report.environment, row.dtype)
+        found += [f"Reason: {why}"] if why else []
+    if row.host_ms and row.ms and row.host_ms >= LAUNCH_BOUND * row.ms:
+        compiled = all(cell.compile for cell in row.cells)
         remedy = "try a larger batch" if compiled else "try a larger batch or torch.compile"
         found.append(f"{row.label} is launch-bound: {remedy}")
-    if row.data_ms and row.ms_median and row.data_ms > row.ms_median:
+    if row.data_ms and row.ms and row.data_ms > row.ms:
         found.append(f"At {row.label} the loader takes longer than the step")
+    return found
+
+
+def _grown(of: Verdict) -> str:
+    """Name the three operators whose time grew most over the other's, with what to do."""
+    mine, theirs = _by_name(of.row.operators), _by_name(of.other.operators)
+    total = sum(one.ms for one in of.row.operators)
+    base = sum(one.ms for one in of.other.operators)
+    before = {name: one.ms for name, one in theirs.items()}
+    grown = {name: one.ms - before.get(name, 0.0) for name, one in mine.items()}
+    worst = [n for n in sorted(grown, key=lambda n: -grown[n])[:3] if grown[n] > GREW * base]
+    device = of.row.report.environment["device"]["device"].partition(":")[0]
+    said = []
+    for name in worst:
+        one = mine[name]
+        how = f", {times(one.ms / before[name])} {of.other.label}'s" if before.get(name) else ""
+        remedy = "casts between dtypes" if name in CASTS else None
+        if of.row.level.startswith("native-"):
+            remedy = REMEDIES.get((device, one.dtype, name), remedy)
+        dtype = f" in {one.dtype}" if one.dtype else ""
+        more = f" ({remedy})" if remedy else ""
+        said.append(f"{name}{dtype} {100 * one.ms / total:.0f} % of the step{how}{more}")
+    return f"What grew: {'; '.join(said)}" if said else ""
+
+
+def _by_name(operators: Sequence[Operator]) -> dict[str, Operator]:
+    """Add up the dtypes of an operator, under the one that takes most."""
+    found: dict[str, Operator] = {}
+    for one in operators:
+        known = found.get(one.name, one)
+        ms = one.ms if known is one else known.ms + one.ms
+        found[one.name] = Operator(one.name, known.dtype, ms)
     return found
 
 
@@ -196,8 +350,8 @@ def _why_not_native(environment: dict[str, Any], dtype: str) -> str | None:
     for half in device.get("half_types", ()):
         if half["dtype"] == TORCH_NAMES.get(dtype) and half["native"] is False:
             if device.get("device") == "cpu":
-                return f"this CPU has no {dtype} arithmetic"
-            return f"{dtype} on this device {half['why']}"
+                return f"this CPU has no {half['dtype']} arithmetic"
+            return f"{half['dtype']} on this device {half['why']}"
     return None
 
 
@@ -206,34 +360,60 @@ def _memory(ratio: float | None) -> str | None:
         return None
     if abs(ratio - 1) < SAME_MEMORY:
         return "It needs as much memory"
-    if ratio >= 2:
-        return f"It needs {ratio:.1f} times the memory"
-    return f"It needs {percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'} memory"
+    return f"It needs {ratio:.2f} times the memory"
 
 
-def _accuracy(
-    mine: Sequence[float],
-    theirs: Sequence[float],
-    difference: Interval,
-    band: bool | None,
-    other: Row,
-) -> str:
-    here, there = statistics.fmean(mine), statistics.fmean(theirs)
-    if list(mine) == list(theirs):
-        return f"Its accuracy, {here:.2f} %, is that of {other.label} at every seed"
-    if band is None:
-        return (
-            f"Its accuracy is {here:.2f} %; every run of {other.label} had {there:.2f} %, "
-            "which gives no band to compare with"
-        )
-    return (
-        f"Its accuracy, {here:.2f} %, is {'inside' if band else 'outside'} the band of "
-        f"{other.label}'s seeds ({there:.2f} %; difference {difference.value:+.2f} points, "
-        f"95 % interval: {difference.low:+.2f} to {difference.high:+.2f})"
-    )
-
-
-def _loss(row: Row, other: Row) -> str | None:
-    if row.loss is None or other.loss is None or row.accuracy is not None:
+def _accuracy(of: Verdict) -> str | None:
+    if of.accuracy is None:
         return None
-    return f"Its final loss is {row.loss.mean:.4g}, that of {other.label} {other.loss.mean:.4g}"
+    found = of.accuracy
+    low, high, level = found.interval.low, found.interval.high, f"95 %, {found.seeds} seeds"
+    if low >= 0 and high > 0:
+        return f"Its accuracy is higher by {low:.2f} to {high:.2f} points ({level})"
+    if high < 0:
+        said = f"It loses between {-high:.2f} and {-low:.2f} points of accuracy ({level})"
+        if not (found.fine or found.worse):
+            said += f"; whether more than {found.margin:.2g}, {_cannot(found)}"
+        return said
+    if found.fine:
+        return f"It loses at most {max(0.0, -low):.2f} points of accuracy ({level})"
+    ends = f"between {low:+.2f} and {high:+.2f} points"
+    return f"Accuracy: {_cannot(found)}: {ends}{_more(of, found)}"
+
+
+def _loss_said(of: Verdict) -> str | None:
+    if of.loss is None:
+        return None
+    found, name = of.loss, of.loss_of.capitalize()
+    # Of the other over this one: a high end is a loss that fell.
+    best, worst = (math.exp(-end) - 1 for end in (found.interval.high, found.interval.low))
+    level = f"95 %, {found.seeds} seeds"
+    if best > 0:
+        return f"{name} is higher by {_percent(best)} to {_percent(worst)} ({level})"
+    if worst < 0:
+        return f"{name} is lower by {_percent(-worst)} to {_percent(-best)} ({level})"
+    if found.fine:
+        return f"{name} is at most {_percent(worst)} higher ({level})"
+    ends = f"between {_percent(best, '+')} and {_percent(worst, '+')}"
+    return f"{name}: {_cannot(found)}: {ends}{_more(of, found)}"
+
+
+def _percent(part: float, sign: str = "") -> str:
+    if abs(part) >= 2:
+        return f"a factor of {1 + part:.3g}"
+    return f"{100 * part:{sign}.{1 if abs(part) < 0.0995 else 0}f} %"
+
+
+def _cannot(found: Judged) -> str:
+    return f"{found.seeds} seeds cannot tell"
+
+
+def _more(of: Verdict, found: Judged) -> str:
+    """Name the number of seeds that would tell, and the time that they would take."""
+    if found.needed is None:
+        return ""
+    report = of.row.report
+    seeds = len({run.cell.seed for run in report.runs})
+    minutes = report.seconds / seeds * found.needed / 60 if seeds else 0
+    time = f", some {minutes:.0f} minutes" if minutes >= 1 else ""
+    return f"; about {found.needed} would (`--seeds {found.needed}`{time})"

@@ -20,42 +20,38 @@ __all__ = ["NEEDED", "TASKS", "Entry", "complete", "load"]
 
 
 class Entry(NamedTuple):
-    """Where a task is (``module:class``), and what a list of tasks says of it."""
+    """Where a task is (``module:class`` of this package), and what a list of tasks says of it."""
 
     where: str
     summary: str
 
 
-_HERE = "apex.bench.training.tasks"
 TASKS = {
-    "digits-mlp": Entry(f"{_HERE}.digits:DigitsMlp", "three linear layers, digits of 16x16"),
-    "digits-cnn": Entry(f"{_HERE}.digits:DigitsCnn", "three convolutions, digits of 16x16"),
+    "digits-mlp": Entry("digits:DigitsMlp", "three linear layers, digits of 16x16"),
+    "digits-cnn": Entry("digits:DigitsCnn", "three convolutions, digits of 16x16"),
     "digits-vgg16": Entry(
-        f"{_HERE}.digits:DigitsVgg16", "VGG16 with a quarter of the channels, digits of 32x32"
+        "digits:DigitsVgg16", "VGG16 with a quarter of the channels, digits of 32x32"
     ),
-    "cifar10-vgg16": Entry(
-        f"{_HERE}.cifar10:Cifar10Vgg16", "VGG16, CIFAR-10's binary files in --data"
-    ),
+    "cifar10-vgg16": Entry("cifar10:Cifar10Vgg16", "VGG16, CIFAR-10's binary files in --data"),
     "cifar10-resnet18": Entry(
-        f"{_HERE}.cifar10:Cifar10ResNet18", "ResNet-18, CIFAR-10's binary files in --data"
+        "cifar10:Cifar10ResNet18", "ResNet-18, CIFAR-10's binary files in --data"
     ),
     "resnet50": Entry(
-        f"{_HERE}.resnet50:ResNet50",
-        "torchvision's or timm's ResNet-50; synthetic images, or a folder per class in --data",
+        "resnet50:ResNet50", "ResNet-50; synthetic images, or a folder per class in --data"
     ),
-    "text-lstm": Entry(f"{_HERE}.text:TextLstm", "LSTM, next character of Python's documentation"),
+    "text-lstm": Entry("text:TextLstm", "LSTM, next character of Python's documentation"),
     "text-transformer": Entry(
-        f"{_HERE}.text:TextTransformer", "transformer, next character of Python's documentation"
+        "text:TextTransformer", "transformer, next character of Python's documentation"
     ),
-    "bert-tiny": Entry(f"{_HERE}.bert:BertTiny", "BERT of 2 layers, masked words, random weights"),
-    "bert-base": Entry(f"{_HERE}.bert:BertBase", "BERT of 12 layers, masked words, random weights"),
+    "bert-tiny": Entry("bert:BertTiny", "BERT of 2 layers, masked words, random weights"),
+    "bert-base": Entry("bert:BertBase", "BERT of 12 layers, masked words, random weights"),
     "seq2seq": Entry(
-        f"{_HERE}.seq2seq:Seq2Seq", "GRUs with attention that write words backwards; loss scale"
+        "seq2seq:Seq2Seq", "GRUs with attention that write words backwards; loss scale"
     ),
     "dcgan-digits": Entry(
-        f"{_HERE}.dcgan:DcganDigits", "DCGAN of digits: two models, two optimizers, three losses"
+        "dcgan:DcganDigits", "DCGAN of digits: two models, two optimizers, three losses"
     ),
-    "linear": Entry(f"{_HERE}.linear:LinearRegression", "regression with Linear(1024, 512)"),
+    "linear": Entry("linear:LinearRegression", "regression with Linear(1024, 512)"),
 }
 
 NEEDED = ("model", "loss", "loader")
@@ -63,8 +59,9 @@ _OPTIONAL: dict[str, tuple[Any, str]] = {  # attributes with defaults in Task: w
     "optimizer": (str, "a string"),
     "lr": ((int, float, type(None)), "a number"),
     "epochs": (int, "a whole number"),
-    "unit": (str, "a string"),
     "accuracy": ((Callable, type(None)), "a function"),
+    "test_loss": ((Callable, type(None)), "a function"),
+    "test_size": ((int, type(None)), "a whole number"),
     "step": ((Callable, type(None)), "a function"),
     "losses": (int, "a whole number"),
     "growth_interval": (int, "a whole number"),
@@ -84,7 +81,7 @@ def load(name: str, options: TaskOptions) -> Task:
     """
     if name in TASKS:
         module, _, made_by = TASKS[name].where.partition(":")
-        task: Task = getattr(importlib.import_module(module), made_by)(options)
+        task: Task = getattr(importlib.import_module(f"{__name__}.{module}"), made_by)(options)
         return task
     path, colon, function = name.rpartition(":")
     if not colon or not path or not function:

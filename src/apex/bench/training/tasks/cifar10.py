@@ -13,8 +13,8 @@ from torch import nn
 
 from apex.bench.cli import UsageError
 from apex.bench.training.tasks.batches import package
-from apex.bench.training.tasks.images import Classification, Split
-from apex.bench.training.tasks.networks import resnet18, vgg16
+from apex.bench.training.tasks.classification import Classification, Split
+from apex.bench.training.tasks.networks import ResNet, vgg16
 from apex.bench.training.tasks.task import TaskOptions
 
 __all__ = ["Cifar10ResNet18", "Cifar10Vgg16", "load"]
@@ -30,26 +30,24 @@ QUICK, QUICK_TEST = 2048, 1000  # images
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-def load(task: str, options: TaskOptions) -> Split:
+def load(options: TaskOptions) -> Split:
     """Read the images, with mean 0 and standard deviation 1.
 
     Raises:
         UsageError: There is no such folder, or its files are not CIFAR-10's.
     """
-    folder = _folder(task, options)
+    folder = _folder(options)
     train_x, train_y = _read(folder, TRAINING[:1] if options.quick else TRAINING)
     test_x, test_y = _read(folder, TEST)
-    if options.quick:
-        train_x, train_y = train_x[:QUICK], train_y[:QUICK]
-        test_x, test_y = test_x[:QUICK_TEST], test_y[:QUICK_TEST]
-    parts = (_normal(train_x), train_y, _normal(test_x), test_y)
-    return Split(*(part.to(options.device) for part in parts))
+    few, few_tests = (QUICK, QUICK_TEST) if options.quick else (None, None)
+    train_x, test_x = _normal(train_x[:few]), _normal(test_x[:few_tests])
+    return Split(train_x, train_y[:few], test_x, test_y[:few_tests]).to(options.device)
 
 
-def _folder(task: str, options: TaskOptions) -> Path:
+def _folder(options: TaskOptions) -> Path:
     if options.data is None:
         raise UsageError(
-            f"--task {task} needs --data FOLDER with the files of {URL}; with --download and "
+            f"--task cifar10-... needs --data FOLDER with the files of {URL}; with --download and "
             "torchvision they are put there"
         )
     places = [options.data, options.data / FOLDER]
@@ -61,9 +59,9 @@ def _folder(task: str, options: TaskOptions) -> Path:
             f"--data {options.data}: there is no {TEST[0]}; put the files of {URL} there, or use "
             "--download"
         )
-    package("torchvision", task)
+    package("torchvision", "cifar10-...")
     try:
-        package("torchvision.datasets.utils", task).download_and_extract_archive(
+        package("torchvision.datasets.utils", "cifar10-...").download_and_extract_archive(
             URL, str(options.data), md5=MD5
         )
     except (OSError, RuntimeError) as error:  # no network, no space, another checksum
@@ -103,21 +101,16 @@ class Cifar10Vgg16(Classification):
     epochs = 10
 
     def __init__(self, options: TaskOptions) -> None:
-        super().__init__(load("cifar10-vgg16", options))
+        super().__init__(load(options))
 
     def model(self) -> nn.Module:
         """Build it: 14,724,042 parameters."""
         return vgg16(channels=3)
 
 
-class Cifar10ResNet18(Classification):
+class Cifar10ResNet18(Cifar10Vgg16):
     """A network with shortcuts on the same data."""
-
-    epochs = 10
-
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(load("cifar10-resnet18", options))
 
     def model(self) -> nn.Module:
         """Build it: 11,173,962 parameters."""
-        return resnet18()
+        return ResNet((2, 2, 2, 2), classes=10, small=True)

@@ -13,7 +13,7 @@ import torch
 
 from apex.bench.cli import UsageError
 
-__all__ = ["LARGEST", "MASK", "UNKNOWN", "Text", "characters", "letters", "sequences", "words"]
+__all__ = ["LARGEST", "MASK", "UNKNOWN", "Text", "characters", "letters", "words"]
 
 LARGEST = 2048  # float16 has every whole number up to here
 UNKNOWN, MASK = 0, 1  # in every vocabulary
@@ -25,6 +25,21 @@ class Text(NamedTuple):
     train: torch.Tensor
     held: torch.Tensor
     vocabulary: list[str]
+
+    def sequences(
+        self, length: int, at_most: tuple[int, int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cut both parts into rows of ``length``, without what is left over.
+
+        Args:
+            length: Of a row.
+            at_most: How many of each part, if not all.
+        """
+        train, held = (
+            part[: len(part) // length * length].reshape(-1, length)
+            for part in (self.train, self.held)
+        )
+        return (train, held) if at_most is None else (train[: at_most[0]], held[: at_most[1]])
 
 
 def characters() -> Text:
@@ -41,11 +56,6 @@ def words() -> Text:
 def letters() -> Text:
     """Give its words as letters in lower case with single spaces between them."""
     return _numbered(" ".join(re.findall("[a-z]+", _topics().lower())))
-
-
-def sequences(tokens: torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
-    """Cut numbers into rows of ``length``, without what is left over."""
-    return tokens[: len(tokens) // length * length].reshape(-1, length).to(device)
 
 
 def _topics() -> str:

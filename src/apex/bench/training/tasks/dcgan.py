@@ -1,10 +1,10 @@
 """DCGAN (Radford et al., 2016) on digits: two models, two optimizers, a scale for each loss.
 
 A discriminator learns to tell digits (loss 0) from generated images (loss 1), and a generator
-learns to have its images held for digits (loss 2). `examples/dcgan` is the same with pictures.
+learns to have its images held for digits (loss 2). `examples/dcgan` imports the networks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +18,11 @@ from apex.bench.training.tasks.task import Task, TaskOptions
 if TYPE_CHECKING:
     from apex.bench.training.precision import Precision
 
-__all__ = ["DcganDigits"]
+__all__ = ["DcganDigits", "discriminator", "generator"]
 
 SIZE = 16
 NOISE = 64  # numbers that an image is made of
-CHANNELS = 24  # of the layer next to the image
+CHANNELS = 24  # of the hidden layer next to the image
 
 
 class DcganDigits(Task):
@@ -31,7 +31,6 @@ class DcganDigits(Task):
     optimizer = "FusedAdam"
     lr = 0.001
     epochs = 3
-    unit = "images"
     losses = 3
 
     def __init__(self, options: TaskOptions) -> None:
@@ -39,11 +38,11 @@ class DcganDigits(Task):
 
     def model(self) -> Sequence[nn.Module]:
         """Build the discriminator and the generator."""
-        return _discriminator(), _generator()
+        return discriminator(SIZE, CHANNELS), generator(SIZE, NOISE, CHANNELS)
 
-    def loader(self, batch_size: int, seed: int) -> "_WithNoise":
+    def loader(self, batch_size: int, seed: int) -> Batches:
         """Give images, and the noise that as many others are made of."""
-        return _WithNoise(Batches((self.images,), batch_size, seed), seed)
+        return Batches((self.images,), batch_size, seed, _with_noise)
 
     def step(
         self,
@@ -74,21 +73,9 @@ class DcganDigits(Task):
         return loss_real.detach() + loss_fake.detach()
 
 
-class _WithNoise:
-    """Batches with noise, drawn on the CPU so that every device has the same."""
-
-    def __init__(self, batches: Batches, seed: int) -> None:
-        self._batches = batches
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        random = torch.Generator().manual_seed(self._seed)
-        for (images,) in self._batches:
-            noise = torch.randn(len(images), NOISE, 1, 1, generator=random)
-            yield images, noise.to(images.device)
+def _with_noise(images: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    noise = torch.randn(len(images), NOISE, 1, 1, generator=random)  # the same on every device
+    return images, noise.to(images.device)
 
 
 def _adversarial(scores: torch.Tensor, truth: float) -> torch.Tensor:
@@ -96,37 +83,50 @@ def _adversarial(scores: torch.Tensor, truth: float) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, truth))
 
 
-def _generator() -> nn.Module:
-    """Map noise ``(n, NOISE, 1, 1)`` to images ``(n, 1, 16, 16)`` in [-1, 1]."""
-    wide = 2 * CHANNELS
-    return _initialized(
-        nn.Sequential(
-            *(nn.ConvTranspose2d(NOISE, wide, 4, bias=False), nn.BatchNorm2d(wide), nn.ReLU()),
-            nn.ConvTranspose2d(wide, CHANNELS, 4, 2, 1, bias=False),
-            *(nn.BatchNorm2d(CHANNELS), nn.ReLU()),
-            *(nn.ConvTranspose2d(CHANNELS, 1, 4, 2, 1, bias=False), nn.Tanh()),
-        )
-    )
+def generator(size: int, nz: int, ngf: int) -> nn.Sequential:
+    """Map noise ``(n, nz, 1, 1)`` to images ``(n, 1, size, size)`` in [-1, 1].
+
+    Args:
+        size: Height and width of an image, a power of two from 8 on.
+        nz: Length of the noise.
+        ngf: Channels of the last hidden layer; each layer before has twice as many.
+    """
+    channels = ngf * size // 8
+    layers: list[nn.Module] = [
+        nn.ConvTranspose2d(nz, channels, 4, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+    ]
+    while channels > ngf:
+        channels //= 2
+        layers += [nn.ConvTranspose2d(2 * channels, channels, 4, 2, 1, bias=False)]
+        layers += [nn.BatchNorm2d(channels), nn.ReLU()]
+    layers += [nn.ConvTranspose2d(ngf, 1, 4, 2, 1, bias=False), nn.Tanh()]
+    return _initialized(nn.Sequential(*layers))
 
 
-def _discriminator() -> nn.Module:
-    """Map images to scores ``(n)``; above 0 the image is held for real."""
-    wide = 2 * CHANNELS
-    return _initialized(
-        nn.Sequential(
-            *(nn.Conv2d(1, CHANNELS, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)),
-            nn.Conv2d(CHANNELS, wide, 4, 2, 1, bias=False),
-            *(nn.BatchNorm2d(wide), nn.LeakyReLU(0.2)),
-            *(nn.Conv2d(wide, 1, 4, bias=False), nn.Flatten(0)),
-        )
-    )
+def discriminator(size: int, ndf: int) -> nn.Sequential:
+    """Map images ``(n, 1, size, size)`` to scores ``(n)``; above 0 the image is held for real.
+
+    Args:
+        size: Height and width of an image, a power of two from 8 on.
+        ndf: Channels of the first layer; each layer after it has twice as many.
+    """
+    channels = ndf
+    layers: list[nn.Module] = [nn.Conv2d(1, ndf, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]
+    for _ in range(size.bit_length() - 4):  # down to 4x4
+        channels *= 2
+        layers += [nn.Conv2d(channels // 2, channels, 4, 2, 1, bias=False)]
+        layers += [nn.BatchNorm2d(channels), nn.LeakyReLU(0.2)]
+    layers += [nn.Conv2d(channels, 1, 4, bias=False), nn.Flatten(0)]
+    return _initialized(nn.Sequential(*layers))
 
 
 def _initialized(network: nn.Sequential) -> nn.Sequential:
-    """Draw weights as the paper does: standard deviation 0.02, around 0 or, in batchnorm, 1."""
+    """Draw weights as DCGAN does: standard deviation 0.02, around 0 or, in batchnorm, 1."""
     for layer in network:
         if isinstance(layer, nn.BatchNorm2d):
             nn.init.normal_(layer.weight, 1.0, 0.02)
-        elif isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
+        elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             nn.init.normal_(layer.weight, 0.0, 0.02)
     return network

@@ -5,20 +5,32 @@ on is one of the others, shifted by up to a pixel of its 8x8 and rotated by up t
 """
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex.bench.training.tasks.images import Classification, Split
+from apex.bench.training.tasks.classification import Classification, Split
 from apex.bench.training.tasks.networks import convolution, vgg16
 from apex.bench.training.tasks.task import TaskOptions
 
-__all__ = ["DigitsCnn", "DigitsMlp", "DigitsVgg16", "enlarged", "load"]
+__all__ = ["DigitsCnn", "DigitsMlp", "DigitsVgg16", "enlarged", "load", "originals"]
 
 TRAINING, QUICK = 20_480, 4_096  # images to train on: whole batches of 2048
 SHIFT = 1.0  # pixels of 8x8
 ROTATION = 10.0  # degrees
+
+
+def originals() -> Split:
+    """Give images ``(n, 1, 8, 8)`` in [0, 1]; a third of each digit's, always the same, to test."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = load_digits(return_X_y=True)
+    parts = train_test_split(pixels / 16, labels, test_size=1 / 3, stratify=labels, random_state=0)
+    train_x, test_x = (torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) for x in parts[:2])
+    return Split(train_x, torch.tensor(parts[2]), test_x, torch.tensor(parts[3]))
 
 
 def load(size: int, options: TaskOptions) -> Split:
@@ -28,25 +40,15 @@ def load(size: int, options: TaskOptions) -> Split:
         size: Height and width. The images are in [0, 1].
         options: Less data if ``quick``; the device that the tensors are put on.
     """
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    pixels, labels = load_digits(return_X_y=True)
-    parts = train_test_split(pixels / 16, labels, test_size=1 / 3, stratify=labels, random_state=0)
-    train_x, test_x = (torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) for x in parts[:2])
-    train_y, test_y = (torch.tensor(y, dtype=torch.int64) for y in parts[2:])
+    train_x, train_y, test_x, test_y = originals()
     wanted = QUICK if options.quick else TRAINING
     sources = torch.arange(wanted) % len(train_x)
     random = torch.Generator().manual_seed(0)
     degrees = ROTATION * (2 * torch.rand(wanted, generator=random) - 1)
     shifts = SHIFT * (2 * torch.rand(wanted, 2, generator=random) - 1)
-    data = Split(
-        enlarged(train_x[sources], size, degrees, shifts),
-        train_y[sources],
-        enlarged(test_x, size, torch.zeros(len(test_x)), torch.zeros(len(test_x), 2)),
-        test_y,
-    )
-    return Split(*(part.to(options.device) for part in data))
+    train_x = enlarged(train_x[sources], size, degrees, shifts)
+    test_x = enlarged(test_x, size, torch.zeros(len(test_x)), torch.zeros(len(test_x), 2))
+    return Split(train_x, train_y[sources], test_x, test_y).to(options.device)
 
 
 def enlarged(
@@ -76,9 +78,10 @@ class DigitsMlp(Classification):
     """A multi-layer perceptron."""
 
     epochs = 5
+    size: ClassVar[int] = 16
 
     def __init__(self, options: TaskOptions) -> None:
-        super().__init__(load(16, options))
+        super().__init__(load(self.size, options))
 
     def model(self) -> nn.Module:
         """Build it: 199,818 parameters."""
@@ -90,20 +93,12 @@ class DigitsMlp(Classification):
         )
 
 
-class DigitsCnn(Classification):
-    """Few products and large activations.
-
-    On a CPU with bfloat16 and without float16 (batch 512, one core) a step takes 45 to 53 ms at O0
-    and 29 ms at O4, with half the memory. In float16 a product takes 36 times as long there, so
-    more of them would make O1 to O3 wait: these take 7 times as long as O0.
-    """
+class DigitsCnn(DigitsMlp):
+    """Few products and large activations."""
 
     optimizer = "FusedAdam"
     lr = 0.003
     epochs = 3
-
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(load(16, options))
 
     def model(self) -> nn.Module:
         """Build it: 79,082 parameters."""
@@ -117,13 +112,11 @@ class DigitsCnn(Classification):
         )
 
 
-class DigitsVgg16(Classification):
+class DigitsVgg16(DigitsMlp):
     """The family of networks of tutorial T2, small enough for a CPU."""
 
     epochs = 2
-
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(load(32, options))
+    size = 32
 
     def model(self) -> nn.Module:
         """Build it: 922,842 parameters."""

@@ -1,10 +1,13 @@
-"""The networks for small images: VGG16 and ResNet-18, as they are used at 32x32."""
+"""Networks for images: VGG16 at 32x32, and the ResNets."""
+
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["convolution", "resnet18", "vgg16"]
+__all__ = ["ResNet", "convolution", "vgg16"]
 
 # Share of a batch in the running statistics. With torch's 0.1 they are far from those of the
 # weights after the two dozen steps of a quick run at batch 512.
@@ -40,29 +43,76 @@ def vgg16(channels: int, width: int = 64, classes: int = 10) -> nn.Sequential:
 
 
 class _Block(nn.Module):
-    """Two convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions beside a shortcut; of a bottleneck a 3x3 one between two of 1x1."""
 
-    def __init__(self, channels: int, out: int, stride: int) -> None:
+    def __init__(self, channels: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
-        first, second = convolution(channels, out, stride=stride), convolution(out, out)[:2]
-        self.main = nn.Sequential(*first, *second)
+        out = 4 * width if bottleneck else width
+        if bottleneck:
+            self.conv1, self.bn1 = _normed(channels, width, 1)
+            self.conv2, self.bn2 = _normed(width, width, 3, stride)
+            self.conv3, self.bn3 = _normed(width, out, 1)
+        else:
+            self.conv1, self.bn1 = _normed(channels, width, 3, stride)
+            self.conv2, self.bn2 = _normed(width, out, 3)
         changes = stride > 1 or channels != out
-        projection = convolution(channels, out, 1, stride, 0)[:2] if changes else []
-        self.shortcut = nn.Sequential(*projection)
+        self.downsample = nn.Sequential(*(_normed(channels, out, 1, stride) if changes else ()))
+        self.bottleneck = bottleneck
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.main(x) + self.shortcut(x))
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        if self.bottleneck:
+            y = self.bn3(self.conv3(F.relu(y)))
+        return F.relu(y + self.downsample(x))
 
 
-def resnet18(classes: int = 10) -> nn.Sequential:
-    """Build ResNet-18 (He et al., 2015) for colour images of 32x32.
+class ResNet(nn.Module):
+    """He et al. (2015); the names of the layers are torchvision's, so checkpoints fit both.
 
-    The first convolution is 3x3 without stride and there is no first pooling, as usual at 32x32.
+    Args:
+        depths: Blocks in each stage; a stage after the first halves the size of the image.
+        bottleneck: Whether blocks have three convolutions, and four times as many channels.
+        width: Channels of the first stage; each later one has twice as many.
+        classes: Number of outputs.
+        small: For images of 32x32: the first convolution is 3x3 without a stride, there is no
+            first pooling, and the running statistics move faster, as in `convolution`.
     """
-    layers, channels = convolution(3, 64), 64
-    for out, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        layers += [_Block(channels, out, stride), _Block(out, out, 1)]
-        channels = out
-    return nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)
-    )
+
+    def __init__(
+        self,
+        depths: Sequence[int],
+        *,
+        bottleneck: bool = False,
+        width: int = 64,
+        classes: int = 1000,
+        small: bool = False,
+    ) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _normed(3, width, 3) if small else _normed(3, width, 7, 2)
+        self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
+        self.stages, channels = [f"layer{number}" for number in range(1, len(depths) + 1)], width
+        for number, (name, depth) in enumerate(zip(self.stages, depths, strict=True)):
+            blocks = []
+            for stride in [2 if number else 1] + [1] * (depth - 1):
+                blocks.append(_Block(channels, width, stride, bottleneck=bottleneck))
+                channels = 4 * width if bottleneck else width
+            self.add_module(name, nn.Sequential(*blocks))
+            width *= 2
+        self.fc = nn.Linear(channels, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif small and isinstance(module, nn.BatchNorm2d):
+                module.momentum = STATISTICS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map images (n, 3, height, width) to logits (n, classes)."""
+        x = self.maxpool(F.relu(self.bn1(self.conv1(x))))
+        for stage in self.stages:
+            x = self.get_submodule(stage)(x)
+        return cast(torch.Tensor, self.fc(x.mean((2, 3))))
+
+
+def _normed(channels: int, out: int, kernel_size: int, stride: int = 1) -> tuple[nn.Module, ...]:
+    layer = nn.Conv2d(channels, out, kernel_size, stride, kernel_size // 2, bias=False)
+    return layer, nn.BatchNorm2d(out)

@@ -5,25 +5,24 @@ again and again; there is no accuracy. With ``--data`` there is one folder for e
 last tenth of the files of a class, by name, is held out.
 """
 
-import importlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from apex.bench.cli import UsageError
-from apex.bench.training.tasks.task import Task, TaskOptions
+from apex.bench.training.tasks.classification import Classification
+from apex.bench.training.tasks.networks import ResNet
+from apex.bench.training.tasks.task import TaskOptions
 
 __all__ = ["ResNet50"]
 
 SIZE, CLASSES = 224, 1000
 STEPS, QUICK = 50, 5  # in an epoch of random images
 QUICK_FILES = 64  # to train on
-AT_ONCE = 64  # images in a forward pass of the evaluation
 WORKERS = 8  # at most, that read files
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 # Of ImageNet's channels, of values in [0, 1].
@@ -32,34 +31,29 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Files = list[tuple[Path, int]]  # with their classes
 
 
-class ResNet50(Task):
-    """Cross-entropy of 1,000 classes, or of those in the folder."""
+class ResNet50(Classification):
+    """1,000 classes, or those in the folder."""
 
     lr = 0.02
-    unit = "images"
+    at_once = 64
 
     def __init__(self, options: TaskOptions) -> None:
-        self._make = _maker()
-        self._options = options
-        self._classes = CLASSES
+        self._options, self._classes = options, CLASSES
         if options.data is None:
+            self.accuracy = self.test_loss = None  # type: ignore[assignment, method-assign]
             return
         self._train, self._held, self._classes = _listed(options.data)
         if options.quick:  # every so many, so that there are several classes
-            self._train = self._train[:: max(1, len(self._train) // QUICK_FILES)]
-            self._held = self._held[:: max(1, len(self._held) // QUICK_FILES)]
-        self.accuracy = self._accuracy
+            self._train, self._held = (
+                files[:: max(1, len(files) // QUICK_FILES)] for files in (self._train, self._held)
+            )
+        self.test_size = len(self._held)
 
     def model(self) -> nn.Module:
         """Build it with random weights: 25,557,032 parameters for 1,000 classes."""
-        return cast(nn.Module, self._make(num_classes=self._classes))
+        return ResNet((3, 4, 6, 3), bottleneck=True, classes=self._classes)
 
-    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Take the model's outputs in float32."""
-        x, y = batch
-        return F.cross_entropy(model(x).float(), y)
-
-    def loader(self, batch_size: int, seed: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    def loader(self, batch_size: int, seed: int) -> Iterable[Any]:
         """Give images and classes."""
         random = torch.Generator().manual_seed(seed)
         if self._options.data is not None:
@@ -71,15 +65,14 @@ class ResNet50(Task):
         batch = images.to(self._options.device), classes.to(self._options.device)
         return [batch] * (QUICK if self._options.quick else STEPS)
 
-    def _accuracy(self, model: nn.Module) -> float:
-        device = self._options.device
-        batches = self._files(self._held, AT_ONCE, None)
-        right = sum(int((model(x.to(device)).argmax(1).cpu() == y).sum()) for x, y in batches)
-        return 100 * right / len(self._held)
+    def test(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Read the images held out."""
+        for x, y in self._files(self._held, self.at_once, None):
+            yield x.to(self._options.device), y.to(self._options.device)
 
     def _files(
         self, files: Files, batch_size: int, random: torch.Generator | None
-    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Iterable[Any]:
         """Read files, in a random order and in whole batches where there is a generator."""
         return torch.utils.data.DataLoader(
             _Images(files),
@@ -90,19 +83,6 @@ class ResNet50(Task):
             num_workers=0 if self._options.quick else min(WORKERS, os.cpu_count() or 1),
             pin_memory=self._options.device.type == "cuda",
         )
-
-
-def _maker() -> Any:
-    """Find a package that has the network."""
-    why = []
-    for module in ("torchvision.models", "timm.models.resnet"):
-        try:
-            return importlib.import_module(module).resnet50
-        except Exception as error:  # noqa: BLE001  one built for another torch raises many kinds
-            why.append(f"{type(error).__name__}: {error}")
-    raise UsageError(
-        f"--task resnet50 needs torchvision or timm, built for this torch ({'; '.join(why)})"
-    )
 
 
 class _Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):

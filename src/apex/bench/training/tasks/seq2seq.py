@@ -12,16 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex.bench.training.tasks import corpus
-from apex.bench.training.tasks.batches import Batches
-from apex.bench.training.tasks.task import Task, TaskOptions
+from apex.bench.training.tasks.classification import Classification, Split
+from apex.bench.training.tasks.task import TaskOptions
 
 __all__ = ["GROWTH_INTERVAL", "Seq2Seq"]
 
 LENGTH = 16  # characters of a source, and of its target
 WIDTH = 96
 GROWTH_INTERVAL = 100
-QUICK, QUICK_HELD = 8192, 512  # sequences
-AT_ONCE = 512  # sequences in a forward pass of the evaluation
+QUICK = (8192, 512)  # sequences to train on and held out
 
 
 class _Network(nn.Module):
@@ -45,43 +44,28 @@ class _Network(nn.Module):
         return cast(torch.Tensor, self.output(torch.tanh(self.attended(both))))
 
 
-class Seq2Seq(Task):
-    """Sixteen letters and spaces, backwards; the accuracy is the share of characters right."""
+class Seq2Seq(Classification):
+    """Sixteen letters and spaces, backwards, told after each what it should have been."""
 
     optimizer = "FusedAdam"
     lr = 0.003
     epochs = 3
-    unit = "sequences"
     growth_interval = GROWTH_INTERVAL
 
     def __init__(self, options: TaskOptions) -> None:
         text = corpus.letters()
-        self.train, self.held = (
-            corpus.sequences(part, LENGTH, options.device) for part in (text.train, text.held)
-        )
-        if options.quick:
-            self.train, self.held = self.train[:QUICK], self.held[:QUICK_HELD]
+        train, test = text.sequences(LENGTH, QUICK if options.quick else None)
+        data = Split(_with_read(train), train.flip(1), _with_read(test), test.flip(1))
+        super().__init__(data.to(options.device))
         self.size = len(text.vocabulary)
 
     def model(self) -> nn.Module:
         """Build it."""
         return _Network(self.size)
 
-    def loss(self, model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Sum over the characters of a sequence, mean over the sequences."""
-        (source,) = batch
-        logits = model(_with_read(source)).float()
-        total = F.cross_entropy(logits.flatten(0, 1), source.flip(1).flatten(), reduction="sum")
-        return total / len(source)
-
-    def loader(self, batch_size: int, seed: int) -> Batches:
-        """Give sources ``(batch_size, LENGTH)``."""
-        return Batches((self.train,), batch_size, seed)
-
-    def accuracy(self, model: nn.Module) -> float:
-        """Write held-out text backwards, told after each character what it should have been."""
-        guesses = [model(_with_read(rows)).argmax(-1) for rows in torch.split(self.held, AT_ONCE)]
-        return 100 * (torch.cat(guesses) == self.held.flip(1)).double().mean().item()
+        return LENGTH * super().loss(model, batch)
 
 
 def _with_read(source: torch.Tensor) -> torch.Tensor:

@@ -66,8 +66,6 @@ class Task:
     """Learning rate for `optimizer`; ``None`` is that of `OPTIMIZERS`."""
     epochs: ClassVar[int] = 1
     """Where ``--epochs`` says nothing."""
-    unit: ClassVar[str] = "samples"
-    """What one element of a batch is called: images, sequences."""
 
     def model(self) -> nn.Module | Sequence[nn.Module]:
         """Build the model in float32; a sequence of models has an optimizer for each."""
@@ -84,6 +82,13 @@ class Task:
     accuracy: Callable[[nn.Module], float] | None = None
     """``accuracy(model)``: per cent right on data that were not trained on, called after each epoch
     in evaluation mode without gradients; ``None`` where a task has no such number."""
+
+    test_loss: Callable[[nn.Module], float] | None = None
+    """``test_loss(model)``: mean loss on those data, from losses in float32, called like `accuracy`
+    and in the level's forward context; ``None`` where there is none."""
+
+    test_size: int | None = None
+    """How many answers `accuracy` counts: images, or characters of a text. ``None`` if unknown."""
 
     step: (
         Callable[

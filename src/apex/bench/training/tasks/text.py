@@ -7,46 +7,29 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex.bench.training.tasks import corpus
-from apex.bench.training.tasks.batches import Batches
-from apex.bench.training.tasks.task import Task, TaskOptions
+from apex.bench.training.tasks.classification import Classification, Split
+from apex.bench.training.tasks.task import TaskOptions
 
 __all__ = ["TextLstm", "TextTransformer"]
 
 LENGTH = 64  # characters that a model reads at once
-QUICK, QUICK_HELD = 2048, 128  # sequences
-AT_ONCE = 64  # sequences in a forward pass of the evaluation
+QUICK = (2048, 128)  # sequences to train on and held out
 
 
-class _NextCharacter(Task):
-    """Cross-entropy of the next character; the accuracy is the share of held-out ones guessed."""
+class _NextCharacter(Classification):
+    """The label of each character is the next."""
 
     optimizer = "FusedAdam"
     lr = 0.003
     epochs = 2
-    unit = "sequences"
+    at_once = 64
 
     def __init__(self, options: TaskOptions) -> None:
         text = corpus.characters()
-        train, held = (
-            corpus.sequences(part, LENGTH + 1, options.device) for part in (text.train, text.held)
-        )
-        self.train = train[:QUICK] if options.quick else train
-        self.held = held[:QUICK_HELD] if options.quick else held
+        train, test = text.sequences(LENGTH + 1, QUICK if options.quick else None)
+        data = Split(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
+        super().__init__(data.to(options.device))
         self.size = len(text.vocabulary)
-
-    def loss(self, model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
-        """Take the mean over all characters."""
-        (rows,) = batch
-        return F.cross_entropy(model(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
-
-    def loader(self, batch_size: int, seed: int) -> Batches:
-        """Give rows ``(batch_size, LENGTH + 1)``."""
-        return Batches((self.train,), batch_size, seed)
-
-    def accuracy(self, model: nn.Module) -> float:
-        """Guess the held-out text."""
-        guesses = [model(rows[:, :-1]).argmax(-1) for rows in torch.split(self.held, AT_ONCE)]
-        return 100 * (torch.cat(guesses) == self.held[:, 1:]).double().mean().item()
 
 
 class _Lstm(nn.Module):

@@ -1,0 +1,59 @@
+"""What amp has changed in this process and thread, taken off and put back.
+
+For a program that runs trainings of several levels by turns in one process, as `apex bench` does:
+float32's training and that of ``torch.autocast`` must not pass through amp's kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from apex.amp.casting import cpu_float16, dispatcher, state
+
+__all__ = ["ProcessState", "put_back", "take_off"]
+
+
+class ProcessState(NamedTuple):
+    """What was in force.
+
+    Attributes:
+        casts: The thread's, and the device types whose autocast is on for them.
+        autocast_kernels: Types for which functions that torch does not cast have kernels.
+        float16_kernels: Whether float16 on a CPU computes in float32.
+    """
+
+    casts: tuple[state.Casts, tuple[str, ...]] | None
+    autocast_kernels: tuple[torch.dtype, ...]
+    float16_kernels: bool
+
+
+NOTHING = ProcessState(None, (), float16_kernels=False)
+
+
+def take_off() -> ProcessState:
+    """Switch casts off in this thread and take amp's kernels off in the process.
+
+    Only where no other thread runs torch's operations: torch frees a kernel that is taken off.
+    Functions that were replaced in modules stay: they cast only where casts are on.
+    """
+    own = state.thread.casts if state.thread.before is not None else None
+    devices = tuple(filter(torch.is_autocast_enabled, state.device_types()))
+    found = ProcessState(
+        None if own is None else (own, devices), dispatcher.installed(), cpu_float16.is_on()
+    )
+    state.disable_for_thread()
+    dispatcher.uninstall()
+    cpu_float16.remove()
+    return found
+
+
+def put_back(found: ProcessState) -> None:
+    """Bring back what `take_off` has found."""
+    for dtype in found.autocast_kernels:
+        dispatcher.install(dtype)
+    if found.float16_kernels:
+        cpu_float16.begin(torch.float16, ["cpu"])
+    if found.casts is not None:
+        state.enable_for_thread(*found.casts)

@@ -1,0 +1,261 @@
+"""What the figures of reports share: panels, axes that a person reads, bars, files.
+
+Figures are made without pyplot: there is no display to need and no global state to leave behind.
+Matplotlib comes with the ``bench`` extra and is imported where it is used.
+"""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from apex.bench.output.looks import INK, Look
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "MOST_WRITTEN",
+    "PANEL",
+    "Bar",
+    "Drawn",
+    "draw_bars",
+    "log_axis",
+    "new_figure",
+    "plain",
+    "save",
+    "tidy",
+]
+
+PANEL = (4.6, 3.3)  # inches: readable on a phone
+MOST_WRITTEN = 24  # bars with their number beside them
+STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2, 3, 5, 7, 9))
+
+
+class Drawn(NamedTuple):
+    """A figure for a page, as SVG."""
+
+    wide: str
+    narrow: str | None
+    """With one panel below the other, where there are several beside each other."""
+
+
+def save(
+    made: "dict[str, Callable[[], Figure | None]]", folder: Path, said: Sequence[str], below: str
+) -> dict[str, Drawn]:
+    """Write the files; a plot without numbers has none, and those of an earlier run go away.
+
+    Args:
+        made: What makes the figure of each name.
+        folder: For the files.
+        said: What keeps the numbers from being a full result: the words before the colon go below
+            the figure in its file. A page has them once.
+        below: Where the numbers are from, below the figure in its file.
+
+    Returns:
+        Each plot for a page.
+    """
+    words = [*(mark.partition(":")[0].lower() for mark in said), below]
+    drawn = {}
+    for name, make in made.items():
+        with _style(name):
+            figure = make()
+            if figure is None:
+                for suffix in ("png", "svg"):
+                    (folder / f"{name}.{suffix}").unlink(missing_ok=True)
+                continue
+            source = figure.supxlabel(plain(" · ".join(words), 400), fontsize=7.5, alpha=0.75)
+            _legend(figure)
+            figure.savefig(folder / f"{name}.png", dpi=150)
+            text = _svg(figure).replace("<svg ", '<svg style="background: white" ', 1)
+            (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+            source.remove()
+            wide = _svg(figure)
+            with _style(f"{name} narrow"):
+                drawn[name] = Drawn(wide, _svg(figure) if _stack(figure) else None)
+    return drawn
+
+
+def _svg(figure: "Figure") -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
+    return re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.DOTALL)
+
+
+@contextmanager
+def _style(salt: str) -> Iterator[None]:
+    import matplotlib as mpl
+
+    settings: dict[str, Any] = {
+        "svg.fonttype": "none",  # text stays text: small files, and a page can colour it
+        "svg.hashsalt": salt,
+        "text.parse_math": False,  # a task's name may have dollars in it
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "hatch.linewidth": 0.6,
+        "lines.scale_dashes": False,  # lines that coincide take turns, whatever their widths
+        **dict.fromkeys(
+            ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+        ),
+    }
+    with mpl.rc_context(settings), warnings.catch_warnings():  # type: ignore[arg-type]
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # of a user's name
+        yield
+
+
+def new_figure(
+    count: int, columns: int | None = None, size: tuple[float, float] = PANEL
+) -> "tuple[Figure, list[Axes]]":
+    """Make a figure with so many panels of ``size`` inches."""
+    from matplotlib.figure import Figure
+
+    columns = columns or (count if count < 3 else 2 if count == 4 else 3)
+    lines_of = math.ceil(count / columns)
+    figure = Figure(figsize=(size[0] * columns, size[1] * lines_of + 0.5), layout="constrained")
+    panels = list(figure.subplots(lines_of, columns, squeeze=False).flat)
+    for empty in panels[count:]:
+        empty.remove()
+    return figure, panels[:count]
+
+
+def _stack(figure: "Figure") -> bool:
+    """Put the panels below each other, for a narrow screen; whether they were not."""
+    from matplotlib.gridspec import GridSpec
+
+    grid = figure.axes[0].get_gridspec()
+    if grid is None or grid.ncols == 1:
+        return False
+    high = (figure.get_figheight() - 0.5) / grid.nrows
+    figure.set_size_inches(PANEL[0], high * len(figure.axes) + 0.5)
+    below = GridSpec(len(figure.axes), 1, figure=figure)
+    for place, axes in enumerate(figure.axes):
+        axes.set_subplotspec(below[place])
+        axes.tick_params(labelleft=True)
+    _legend(figure)
+    return True
+
+
+def _legend(figure: "Figure") -> None:
+    """Name every look of the figure once, above its panels."""
+    for old in figure.legends:
+        old.remove()
+    by_name: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            by_name.setdefault(name, handle)
+    if by_name:
+        columns = _legend_columns(list(by_name), figure.get_figwidth())
+        made = figure.legend(
+            list(by_name.values()), list(by_name), loc="outside upper center", frameon=False,
+            ncols=columns, fontsize=8.5,
+        )  # fmt: skip
+        for line in made.get_lines():
+            line.set_linestyle("-")
+
+
+def _legend_columns(names: Sequence[str], inches: float) -> int:
+    """Find as many columns as fit: a legend fills them from the top, each as wide as it needs."""
+    for columns in range(len(names), 1, -1):
+        deep = math.ceil(len(names) / columns)
+        longest = [max(map(len, names[i : i + deep])) for i in range(0, len(names), deep)]
+        if sum(0.85 + 0.085 * length for length in longest) <= inches:
+            return columns
+    return 1
+
+
+# --- axes ----------------------------------------------------------------------------------------
+
+
+def log_axis(axes: "Axes", which: str = "y", shown: Collection[float] = ()) -> None:
+    """Make an axis logarithmic, with ticks such as 0.5, 1, 1.5, 2, 3 over the values ``shown``."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis: Axis = axes.yaxis if which == "y" else axes.xaxis
+    getattr(axes, f"set_{which}scale")("log")
+    ends = getattr(axes, f"get_{which}lim")() if not shown else (min(shown), max(shown))
+    low, high = ends[0] * 0.93, ends[1] * 1.07
+    axis.set_major_locator(FixedLocator(_ticks(low, high)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    if shown:
+        getattr(axes, f"set_{which}lim")(low, high)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Choose round numbers: three to six of them where the range has so many."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for steps in STEPS:
+        found = [step * 10.0**n for n in decades for step in steps]
+        found = [tick for tick in found if low <= tick <= high]
+        if len(found) >= 3:
+            break
+    return found[:: math.ceil(len(found) / 7)] if found else []
+
+
+def tidy(axes: "Axes", which: str = "y") -> None:
+    """Draw faint lines behind what is drawn."""
+    axes.grid(axis=which, color="0.5", alpha=0.25)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+
+
+def plain(text: str, most: int = 40) -> str:
+    """Make a user's name fit to be drawn: no control characters, and not too long."""
+    text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+# --- bars ----------------------------------------------------------------------------------------
+
+
+class Bar(NamedTuple):
+    """One bar from 1 to a ratio."""
+
+    name: str
+    speed: float
+    ends: tuple[float, float] | None
+    """Of the interval, where there is one."""
+    look: Look
+
+
+def draw_bars(axes: "Axes", groups: Sequence[tuple[str, Sequence[Bar]]]) -> None:
+    """Draw groups of bars from 1 to a ratio, with whiskers where there is an interval."""
+    place, ticks, named = 0.0, [], set[str]()
+    count = sum(len(bars) for _, bars in groups)
+    for tick, bars in groups:
+        ticks.append((place + (len(bars) - 1) / 2, tick))
+        for bar in bars:
+            hollow = bar.look.hollow
+            axes.bar(
+                place, bar.speed - 1, bottom=1, color=bar.look.colour, linewidth=0,
+                label=None if bar.name in named else bar.name,
+                hatch="//" if hollow else None, edgecolor="white" if hollow else None,
+            )  # fmt: skip
+            named.add(bar.name)
+            low, high = bar.ends or (bar.speed, bar.speed)
+            if bar.ends:
+                away = [[max(0, bar.speed - low)], [max(0, high - bar.speed)]]
+                axes.errorbar(place, bar.speed, yerr=away, color="0.5", capsize=2)
+            if count <= MOST_WRITTEN:
+                below = bar.speed < 1
+                axes.annotate(
+                    f"{bar.speed:.2f}", (place, low if below else high), ha="center",
+                    xytext=(0, -3 if below else 3), textcoords="offset points",
+                    va="top" if below else "bottom", fontsize=7.5,
+                )  # fmt: skip
+            place += 1
+        place += 0.8
+    axes.axhline(1, color=INK, linewidth=1)
+    axes.margins(y=0.15)
+    log_axis(axes)
+    axes.set_xticks([x for x, _ in ticks], [name for _, name in ticks], fontsize=8.5)
+    axes.tick_params(axis="x", length=0)
+    tidy(axes)

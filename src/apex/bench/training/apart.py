@@ -1,0 +1,204 @@
+"""What is measured apart from the timed training, because watching takes time.
+
+Memory and operators come from torch's profiler over a few steps: on a CPU its record of the
+allocator, on a GPU the allocator's own peak; the time of each operator, by dtype. Energy needs a
+few seconds of nothing else.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from apex import amp
+from apex.bench import memory
+from apex.bench.training import energy
+from apex.bench.training.results import Cell, Operator
+from apex.bench.training.tasks.task import Task
+from apex.bench.training.trainer import Trainer, few_steps, mapped
+
+__all__ = ["MODELS", "Measured", "measure", "model_bytes", "operators"]
+
+ENERGY_S = 2.0
+HOST_STEPS = 20
+PROFILED_STEPS = 5
+MOST_OPERATORS = 24
+DTYPES = {"float": "float32", "c10::Half": "float16", "c10::BFloat16": "bfloat16",
+          "double": "float64"}  # fmt: skip
+
+
+class Measured(NamedTuple):
+    """Fields of a `Run`."""
+
+    host_ms: float | None = None
+    peak_bytes: int | None = None
+    joules_per_sample: float | None = None
+    operators: tuple[Operator, ...] = ()
+
+
+def measure(
+    cell: Cell, task: Task, device: torch.device, batch: Any, *, stopped: bool = False
+) -> Measured:
+    """Measure in trainings of a few steps, beside which nothing else runs.
+
+    Of a level that was stopped because it is slow, only the operators, which say why.
+    """
+    if stopped:
+        return Measured(operators=operators(_step(cell, task, device, batch), device))
+    peak = memory.peak_bytes(lambda: few_steps(cell, task, device, batch), device)
+    amp.reset()
+    step = _step(cell, task, device, batch)
+    return Measured(
+        host_ms=_host_ms(step, device),
+        peak_bytes=peak,
+        joules_per_sample=_joules(step, cell.batch, device),
+        operators=operators(step, device),
+    )
+
+
+def _step(cell: Cell, task: Task, device: torch.device, batch: Any) -> Callable[[], object]:
+    """Make a step of a training that has made the optimizer's state."""
+    trainer = Trainer(cell, task, device)
+    trainer.step(mapped(batch, torch.Tensor.clone))
+    return lambda: trainer.step(mapped(batch, torch.Tensor.clone))
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+
+def operators(step: Callable[[], object], device: torch.device) -> tuple[Operator, ...]:
+    """Time the operators of a step, each without those that it calls; the mean of some steps.
+
+    Args:
+        step: What to look at.
+        device: On a GPU the time is that of the kernels that an operator launches.
+
+    Returns:
+        At most `MOST_OPERATORS`, the longest first.
+    """
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with (
+        memory.silent_kineto(),
+        torch.profiler.profile(activities=kinds, record_shapes=True) as profile,
+    ):
+        for _ in range(PROFILED_STEPS):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    events = memory.events_of(profile)
+    calls = [e for e in events if e.get("cat") == "cpu_op" and "dur" in e]
+    times = _of_kernels(events) if device.type == "cuda" else _of_their_own(calls)
+    totals: dict[tuple[str, str], float] = defaultdict(float)
+    for place, call in enumerate(calls):
+        kind = (call.get("args") or {}).get("Input type") or []
+        dtype = next((DTYPES[name] for name in kind if name in DTYPES), "")
+        key = call["args"].get("External id") if device.type == "cuda" else place
+        totals[str(call["name"]).removeprefix("aten::"), dtype] += times.get(key, 0.0) / 1000
+    each = {key: ms / PROFILED_STEPS for key, ms in totals.items()}
+    longest = sorted(each.items(), key=lambda item: -item[1])[:MOST_OPERATORS]
+    return tuple(Operator(name, dtype, ms) for (name, dtype), ms in longest if ms > 0)
+
+
+def _of_their_own(calls: Sequence[dict[str, Any]]) -> dict[Any, float]:
+    """Microseconds of each call without the calls inside of it, by its place in the list."""
+    times = {place: float(call["dur"]) for place, call in enumerate(calls)}
+    order = sorted(times, key=lambda i: (calls[i]["tid"], float(calls[i]["ts"]), -times[i]))
+    own = dict(times)
+    around: list[int] = []
+    for place in order:
+        call = calls[place]
+        while around and not _contains(calls[around[-1]], call):
+            around.pop()
+        if around:
+            own[around[-1]] -= times[place]
+        around.append(place)
+    return own
+
+
+def _contains(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
+    end = float(outer["ts"]) + float(outer["dur"])
+    return bool(outer["tid"] == inner["tid"] and float(inner["ts"]) < end)
+
+
+def _of_kernels(events: Sequence[dict[str, Any]]) -> dict[Any, float]:
+    """Microseconds of the kernels that each call launched, by its external id."""
+    times: dict[Any, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") == "kernel":
+            times[event["args"].get("External id")] += float(event["dur"])
+    return times
+
+
+# --- time and energy -----------------------------------------------------------------------------
+
+
+def _host_ms(step: Callable[[], object], device: torch.device) -> float | None:
+    """On a GPU: the median time until a step's calls have returned."""
+    if device.type != "cuda":
+        return None
+    times = []
+    for _ in range(HOST_STEPS):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        step()
+        times.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def _joules(step: Callable[[], object], batch: int, device: torch.device) -> float | None:
+    meter = energy.Meter(device)
+    if meter.joules is None:
+        return None
+    steps, end = 0, time.monotonic() + ENERGY_S
+    with meter:
+        while time.monotonic() < end:
+            step()
+            steps += 1
+    return None if meter.joules is None else meter.joules / (steps * batch)
+
+
+# --- two models ----------------------------------------------------------------------------------
+
+
+class _Model(Task):
+    """A model whose memory says what a level does to weights, or to activations."""
+
+    def __init__(self, make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+        self.model = make  # type: ignore[method-assign]
+        self.shape = shape
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).float().square().mean()
+        return loss
+
+
+def _many_parameters() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+
+
+def _many_activations() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+MODELS = {
+    "four linear layers of 1024, batch 16": (_many_parameters, (16, 1024)),
+    "two transformer layers of 128, 16 sequences of 128": (_many_activations, (16, 128, 128)),
+}
+
+
+def model_bytes(cell: Cell, device: torch.device) -> dict[str, int | None]:
+    """Measure the peak memory of a level on two models, with Adam: parameters and activations."""
+    found = {}
+    for name, (make, shape) in MODELS.items():
+        of = _Model(make, shape)
+        batch = torch.randn(shape, device=device)
+        found[name] = memory.peak_bytes(lambda: few_steps(cell, of, device, batch), device)  # noqa: B023
+        amp.reset()
+    return found

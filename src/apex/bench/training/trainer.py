@@ -1,0 +1,155 @@
+"""A model with its optimizer at one level: the training step that a user would write."""
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from apex.amp.casting import process_state
+from apex.bench.training import optimizers
+from apex.bench.training.precision import precision
+from apex.bench.training.results import Cell
+from apex.bench.training.tasks.task import Task
+
+__all__ = ["FEW_STEPS", "OwnState", "Trainer", "few_steps", "mapped", "out_of_memory", "to"]
+
+FEW_STEPS = 3  # the first makes the optimizer's state; from the second on all is in place
+
+# What torch and oneDNN say when the machine has no more memory to give.
+NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "could not create a memory")
+
+
+class Trainer:
+    """Models and optimizers of a task at a level."""
+
+    def __init__(self, cell: Cell, task: Task, device: torch.device) -> None:
+        torch.manual_seed(cell.seed)
+        made = task.model()
+        models = [made] if isinstance(made, nn.Module) else list(made)
+        models = [model.to(device).train() for model in models]
+        steppers = [optimizers.make(cell.optimizer, m.parameters(), cell.lr) for m in models]
+        self._task = task
+        self.precision = precision(cell.level, device, task.growth_interval)
+        self.models, self._optimizers = self.precision.start(models, steppers, task.losses)
+        if cell.compile:
+            for model in self.models:
+                model.compile()
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Train on a batch and return the loss, which stays on the device."""
+        if self._task.step is not None:
+            return self._task.step(self.precision, self.models, self._optimizers, batch).detach()
+        (model,), (optimizer,) = self.models, self._optimizers
+        optimizer.zero_grad()
+        with self.precision.forward():
+            loss = self._task.loss(model, batch)
+        self.precision.backward(loss, optimizer)
+        self.precision.step(optimizer)
+        return loss.detach()
+
+    def infer(self, batch: Any) -> None:
+        """Compute the loss of a batch in evaluation mode, without gradients."""
+        with self._evaluating():
+            self._task.loss(self.models[0], batch)
+
+    def measure(self, what: Callable[[nn.Module], float] | None) -> float | None:
+        """Ask the task for its accuracy or test loss, if it has such a thing."""
+        if what is None:
+            return None
+        with self._evaluating():
+            return float(what(self.models[0]))
+
+    def finite(self) -> bool:
+        """Whether every weight is a number."""
+        return all(bool(p.isfinite().all()) for model in self.models for p in model.parameters())
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        for model in self.models:
+            model.eval()
+        with torch.no_grad(), self.precision.forward():
+            yield
+        for model in self.models:
+            model.train()
+
+
+class OwnState:
+    """What a training changes in its process, so that others that take turns do not see it.
+
+    Random numbers, amp's casts and kernels, and TF32: inside of a ``with`` block they are as this
+    training left them. At first the random numbers are those of its seed, and nothing is cast. So
+    its losses are, to the last bit, those of the same training alone in a process, and O0 and
+    ``native-*`` run without amp's kernels.
+    """
+
+    def __init__(self, cell: Cell, device: torch.device) -> None:
+        self._device, self._tf32 = device, cell.tf32
+        self._amp = process_state.NOTHING
+        torch.manual_seed(cell.seed)
+        random.seed(cell.seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(cell.seed)
+        self._random = self._random_state()
+
+    def __enter__(self) -> None:
+        cpu, cuda, python, numpys = self._random
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, self._device)
+        random.setstate(python)
+        if numpys is not None:
+            sys.modules["numpy"].random.set_state(numpys)
+        process_state.put_back(self._amp)
+        self._before = _set_tf32(self._tf32)
+
+    def __exit__(self, *error: object) -> None:
+        _set_tf32(self._before)
+        self._amp = process_state.take_off()
+        self._random = self._random_state()
+
+    def _random_state(self) -> tuple[Any, Any, Any, Any]:
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        numpy = sys.modules.get("numpy")
+        numpys = None if numpy is None else numpy.random.get_state()
+        return torch.get_rng_state(), cuda, random.getstate(), numpys
+
+
+def _set_tf32(wanted: bool | None) -> bool | None:
+    """Choose how a GPU multiplies float32; returns what it was."""
+    if wanted is None:
+        return None
+    backends: Any = torch.backends
+    places = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
+    before = bool(places[0].fp32_precision == "tf32")
+    for place in places:
+        place.fp32_precision = "tf32" if wanted else "ieee"
+    return before
+
+
+def few_steps(cell: Cell, task: Task, device: torch.device, batch: Any) -> None:
+    """Train afresh, just long enough for everything that takes memory to be there."""
+    trainer = Trainer(cell, task, device)
+    for _ in range(FEW_STEPS):
+        trainer.step(mapped(batch, torch.Tensor.clone))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that there is no more memory."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
+def to(batch: Any, device: torch.device) -> Any:
+    """Put a batch on a device."""
+    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change every tensor of a batch: a tensor, or tuples, lists and dicts of them."""
+    return tree_map_only(torch.Tensor, change, batch)
