@@ -93,7 +93,7 @@ def report(cells=None, runs=None, *, environment=CPU, **changes):
 
 
 def level(name, ms=(1.0, 1.1, 0.9), accuracy=None, others=None, **cells):
-    """The runs of a level with a time, and perhaps an accuracy, for each seed."""
+    """The runs of a level with a step time, and perhaps an accuracy, for each seed."""
     accuracy = accuracy or [None] * len(ms)
     return [
         run(

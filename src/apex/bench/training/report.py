@@ -12,8 +12,9 @@ from apex.bench.training import page, plots
 from apex.bench.training.answer import answers
 from apex.bench.training.remarks import largest_said, marks, notes, problems, source
 from apex.bench.training.results import Report
+from apex.bench.training.rows import BASELINE
 from apex.bench.training.table import COLUMNS, lines, write_runs_csv
-from apex.bench.training.verdict import Verdict
+from apex.bench.training.verdict import Verdict, beside
 
 __all__ = ["show", "write_all"]
 
@@ -44,9 +45,8 @@ def show(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
         table, _ = fitted(COLUMNS, here, to)
         to.print(f"\n{task}, batch size {batch}", style="bold", markup=False)
         to.print(table)
-        for verdict in verdicts:
-            if (verdict.row.task, verdict.row.batch) == (task, batch):
-                to.print(f"- {verdict.sentence}", markup=False)
+        for said in _sentences([v for v in verdicts if _place(v) == (task, batch)]):
+            to.print(f"- {said}", markup=False)
     to.print()
     for line in _remarks(report, verdicts):
         to.print(line, markup=False)
@@ -60,6 +60,20 @@ def write_all(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None
     write_csv(COLUMNS, lines(report, verdicts), folder / "results.csv")
     write_runs_csv(report, folder / "runs.csv")
     page.write(report, verdicts, plots.draw(report, verdicts, folder), folder / "report.html")
+
+
+def _place(verdict: Verdict) -> tuple[str, int]:
+    return verdict.row.task, verdict.row.batch
+
+
+def _sentences(here: Sequence[Verdict]) -> list[str]:
+    """Say of each level what it is beside O0; of torch's autocast beside ours, the speeds alone."""
+    said = [verdict.sentence for verdict in here if verdict.other.level == BASELINE]
+    natives = [verdict for verdict in here if verdict.other.level != BASELINE]
+    if natives:
+        each = [f"{v.row.label} {beside(v)} {v.other.label}'s" for v in natives]
+        said.append(f"Speed beside torch's own autocast: {', '.join(each)}.")
+    return said
 
 
 def _remarks(report: Report, verdicts: Sequence[Verdict]) -> list[str]:

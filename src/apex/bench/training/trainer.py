@@ -3,7 +3,7 @@
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,8 @@ class OwnState:
     """
 
     def __init__(self, cell: Cell, device: torch.device) -> None:
-        self._device, self._tf32 = device, cell.tf32
+        self._device = device
+        self._fp32 = None if cell.tf32 is None else ("tf32" if cell.tf32 else "ieee",) * 3
         self._amp = process_state.NOTHING
         torch.manual_seed(cell.seed)
         random.seed(cell.seed)
@@ -105,10 +106,10 @@ class OwnState:
         if numpys is not None:
             sys.modules["numpy"].random.set_state(numpys)
         process_state.put_back(self._amp)
-        self._before = _set_tf32(self._tf32)
+        self._before = _set_precision(self._fp32)
 
     def __exit__(self, *error: object) -> None:
-        _set_tf32(self._before)
+        _set_precision(self._before)
         self._amp = process_state.take_off()
         self._random = self._random_state()
 
@@ -119,15 +120,17 @@ class OwnState:
         return torch.get_rng_state(), cuda, random.getstate(), numpys
 
 
-def _set_tf32(wanted: bool | None) -> bool | None:
-    """Choose how a GPU multiplies float32; returns what it was."""
-    if wanted is None:
-        return None
+def _set_precision(wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """Choose how a GPU multiplies float32 in products, convolutions, recurrent layers.
+
+    Returns:
+        What it was.
+    """
     backends: Any = torch.backends
     places = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
-    before = bool(places[0].fp32_precision == "tf32")
-    for place in places:
-        place.fp32_precision = "tf32" if wanted else "ieee"
+    before = tuple(str(place.fp32_precision) for place in places)
+    for place, precision in zip(places, wanted or before, strict=True):
+        place.fp32_precision = precision
     return before
 
 

@@ -62,7 +62,7 @@ def train(
     """
     if cells[0].compile:
         torch.compiler.reset()
-        # Levels share the code of a model: no silent fallback at Dynamo's limit of 8.
+        # At Dynamo's limit of 8 a model goes on uncompiled, in silence: a later limit, and an error.
         config: Any = torch._dynamo.config
         with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
             return Turns(cells, task, device, told, budget_s).run()
@@ -106,7 +106,7 @@ class Turns:
         size, rounds = BLOCK, 0
         while order:
             for training in order:
-                training.block(size, None if rounds else self._budget)
+                training.block(size, self._budget)
                 self._told(self._share(), None)
             order = [training for training in order if not training.over]
             if rounds == 0 and order:
@@ -135,10 +135,11 @@ class Turns:
         left = self._left()
         running = sorted(running, key=lambda one: one.seconds_a_step)
         base = next((one.seconds_a_step for one in running if one.cell.level == "O0"), math.inf)
+        planned = max(one.planned for one in self._trainings)  # 0 where a loader has no length
         while running and _needed(running) > left and running[-1].seconds_a_step > TOO_SLOW * base:
             slow = running.pop()
             slow.stop(
-                f"stopped after {slow.done} of {slow.planned} steps to keep to the time budget: a "
+                f"stopped after {slow.done} of {planned} steps to keep to the time budget: a "
                 f"step takes {slow.seconds_a_step / base:.1f} times O0's"
             )
         if _needed(running) > left:

@@ -26,6 +26,7 @@ __all__ = [
     "LOSS_MARGIN",
     "Verdict",
     "baseline_of",
+    "beside",
     "paired_ratio",
     "same_arithmetic",
     "times",
@@ -290,6 +291,14 @@ def _speed(of: Verdict) -> str:
 def times(ratio: float | None) -> str:
     """Write a ratio for people."""
     return "" if ratio is None else f"{_times(ratio)} times"
+
+
+def beside(of: Verdict) -> str:
+    """Write the speed beside the other's, with its interval, in a few words."""
+    if of.noise:
+        return "too noisy to compare with"
+    ends = f" ({_times(of.speed.low)} to {_times(of.speed.high)})" if of.speed else ""
+    return f"{_times(of.ratio)}{ends} times" if of.ratio else "not compared with"
 
 
 def _times(ratio: float) -> str:

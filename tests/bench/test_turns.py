@@ -1,0 +1,504 @@
+"""Trainings that take turns in one process: each is what it would be alone, and is measured."""
+
+import dataclasses
+import math
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from apex.amp.casting import cpu_float16, dispatcher
+from apex.bench.training import probe as probes
+from apex.bench.training import trainer, turns
+from apex.bench.training.precision import LEVELS, precision
+from apex.bench.training.results import Cell
+from apex.bench.training.tasks import complete
+from tests.bench import user_task
+
+CPU = torch.device("cpu")
+CELL = Cell("regression", "O0", None, 8, 0, "sgd", 0.02, 2, compile=False, quick=False)
+HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_apart(monkeypatch):
+    """Leave memory and operators, which take a second, to the test of them."""
+    monkeypatch.setattr(turns.apart, "measure", lambda *args, **kwargs: turns.apart.Measured())
+
+
+def train(task, levels=("O0",), told=lambda share, line: None, budget_s=None, **changes):
+    cells = [dataclasses.replace(CELL, level=level, **changes) for level in levels]
+    return turns.train(cells, complete(task), CPU, told, budget_s)
+
+
+# --- as alone ------------------------------------------------------------------------------------
+
+
+class Dropping(user_task.Regression):
+    """Draws from every generator in its step."""
+
+    epochs = 3
+
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(user_task.FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1)
+        )
+
+    def loss(self, model, batch):
+        x, y = batch
+        noise = random.random() + numpy.random.rand()
+        return nn.functional.mse_loss(model(x).float() + 0.01 * noise, y)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_losses_are_those_of_the_level_alone_with_dropout_to_the_last_bit(seed, monkeypatch):
+    monkeypatch.setattr(turns, "TURN_MS", 0.0)  # else a fast task has one long turn
+    task, levels = Dropping(), list(LEVELS)[:-1]
+    together = train(task, levels, seed=seed, epochs=3)
+    assert [run.status for run in together] == ["ok"] * len(levels)
+    assert len(together[0].blocks) > 2
+    for run, level in zip(together, levels, strict=True):
+        (alone,) = train(task, [level], seed=seed, epochs=3)
+        for name in ("losses", "scales", "accuracy", "skipped"):
+            assert getattr(run, name) == getattr(alone, name), (level, name)
+    other = train(task, ["O0"], seed=seed + 1, epochs=3)[0]
+    assert other.losses != together[0].losses
+
+
+def test_torchs_own_levels_and_o0_run_without_amps_kernels():
+    seen = {}
+
+    class Looking(user_task.Regression):
+        def loss(self, model, batch):
+            name = self.names[len(seen)] if len(seen) < len(self.names) else ""
+            kernels = (bool(dispatcher.installed()), cpu_float16.is_on())
+            if torch.is_grad_enabled():
+                key = (torch.is_autocast_enabled("cpu"), *kernels)
+                seen.setdefault(torch.get_autocast_dtype("cpu") if key[0] else None, set()).add(key)
+            return super().loss(model, batch)
+
+        names = ()
+
+    for levels in (("O1", "native-fp16"), ("O4", "native-bf16"), ("O2", "O0", "O5")):
+        seen.clear()
+        for run in train(Looking(), levels):
+            assert run.status == "ok"
+        found = {key for keys in seen.values() for key in keys}
+        if "native" in levels[1]:  # autocast with amp's kernels, and without
+            assert {(True, True), (True, False)} <= {(cast, kernel) for cast, kernel, _ in found}
+        else:
+            assert (False, False, False) in found
+            assert (False, False, True) in found
+    assert not cpu_float16.is_on()
+    assert not dispatcher.installed()
+
+
+def test_levels_start_alike_and_see_the_same_batches():
+    first, other = train(user_task.Regression(), ["O0", "O5"])
+    assert other.losses[0] == pytest.approx(first.losses[0], rel=0.02)
+
+
+class Noting(user_task.Regression):
+    """Notes the first weights, the seeds of its loader, and the outputs' dtype in evaluation."""
+
+    def __init__(self):
+        self.weights, self.seeds, self.dtypes = [], [], set()
+
+    def model(self):
+        model = super().model()
+        self.weights.append(model.weight.detach().clone())
+        return model
+
+    def loader(self, batch_size, seed):
+        self.seeds.append(seed)
+        return super().loader(batch_size, seed)
+
+    def accuracy(self, model):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        self.dtypes.add(model(torch.eye(user_task.FEATURES)).dtype)
+        return super().accuracy(model)
+
+
+def test_the_seed_decides_weights_and_order_and_each_epoch_has_its_own_order():
+    tasks = [Noting(), Noting(), Noting()]
+    for task, seed in zip(tasks, (3, 3, 4), strict=True):
+        train(task, seed=seed)
+    first, again, other = tasks
+    assert all(torch.equal(first.weights[0], weight) for weight in first.weights + again.weights)
+    assert not torch.equal(first.weights[0], other.weights[0])
+    assert len({seed for task in (first, other) for seed in task.seeds}) == 4
+
+
+# --- levels --------------------------------------------------------------------------------------
+
+
+class Watched(user_task.Regression):
+    """Notes the dtypes of weights and outputs in training."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def loss(self, model, batch):
+        x, y = batch
+        out = model(x)
+        if torch.is_grad_enabled():
+            self.seen.add((next(model.parameters()).dtype, out.dtype))
+        return torch.nn.functional.mse_loss(out.float(), y)
+
+
+DTYPES = {
+    "O0": (FULL, FULL), "O1": (FULL, HALF), "O2": (HALF, FULL), "O3": (HALF, HALF),
+    "O4": (FULL, BF16), "O5": (BF16, FULL),
+    "native-fp16": (FULL, HALF), "native-bf16": (FULL, BF16), "FP16": (HALF, HALF),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_level_is_what_it_says(level):
+    task = Watched()
+    (run,) = train(task, [level])
+    assert (run.status, run.error) == ("ok", None)
+    ((weight, out),) = task.seen
+    assert weight == DTYPES[level][0]
+    assert out == DTYPES[level][1] or level in ("O2", "O3", "O5")  # cast to float32 on the way out
+    scale = {"O1": 65536, "O2": 65536, "native-fp16": 65536, "FP16": 128}.get(level, 1)
+    assert run.scales[0] == scale
+    assert len(run.scales) == len(run.losses) == 16
+
+
+class Overflowing(user_task.Regression):
+    """Its loss is too large for float16 until the scale has fallen to 2**12."""
+
+    def loss(self, model, batch):
+        x, y = batch
+        out = model(x)
+        largest = 2.0**4  # times the scale: above 65504 the gradient of out is inf in float16
+        return (out * largest).mean() if out.dtype == HALF else out.float().mean()
+
+
+def test_skipped_steps_and_the_scale_are_those_of_each_level():
+    """Each has a scaler of its own: another level that overflows does not move it."""
+    runs = train(Overflowing(), ["O1", "native-fp16", "O4", "O0"], lr=1e-6)
+    first, native, *others = runs
+    assert first.skipped == sum(
+        b < a for a, b in zip(first.scales, first.scales[1:], strict=False)
+    ) > 0  # fmt: skip
+    assert native.scales == first.scales
+    assert native.skipped == first.skipped
+    assert [set(run.scales) for run in others] == [{1.0}] * 2
+
+
+def test_the_scale_is_read_without_waiting(monkeypatch):
+    """A level that reads from the GPU before each step would be timed without overlap."""
+
+    def waits(self):
+        raise AssertionError("reads the device")
+
+    for level in ("O1", "native-fp16"):
+        of_level = precision(level, CPU)
+        model = torch.nn.Linear(2, 1)
+        made, optimizers = of_level.start([model], [torch.optim.SGD(model.parameters(), 0.1)], 1)
+        with of_level.forward():
+            loss = made[0](torch.ones(1, 2)).sum() / 16
+        of_level.backward(loss, optimizers[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", waits)
+            patch.setattr(torch.Tensor, "item", waits)
+            patch.setattr(torch.Tensor, "__float__", waits)
+            scale = of_level.scale()
+        of_level.step(optimizers[0])
+        assert float(scale) == 65536
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O0", FULL), ("O4", BF16), ("native-bf16", BF16)])
+def test_accuracy_is_that_of_the_level(level, dtype):
+    task = Noting()
+    assert train(task, [level])[0].accuracy
+    assert task.dtypes == {dtype}
+
+
+def test_tf32_is_chosen_for_recurrent_layers_too_and_put_back():
+    def now():
+        backends = torch.backends
+        places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+        return [place.fp32_precision for place in places]
+
+    before = now()
+    for wanted, name in ((True, "tf32"), (False, "ieee")):
+        with trainer.OwnState(dataclasses.replace(CELL, tf32=wanted), CPU):
+            assert now() == [name] * 3
+        assert now() == before
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+def test_turns_are_blocks_of_steps_in_pairs_of_opposite_order(monkeypatch):
+    monkeypatch.setattr(turns, "TURN_MS", 0.0)
+    order = []
+
+    class Ordered(user_task.Regression):
+        def loss(self, model, batch):
+            if torch.is_grad_enabled():
+                order.append(id(model))
+            return super().loss(model, batch)
+
+    first, other = train(Ordered(), ["O0", "native-bf16"], epochs=10)
+    assert first.blocks == other.blocks == tuple(range(0, 80, turns.BLOCK))
+    assert all(len(turn) == turns.BLOCK - 1 for turn in first.turns)
+    assert len(first.turns) == 9  # the first round does not count
+    taken = order[:: turns.BLOCK]
+    rounds = [tuple(taken[i : i + 2]) for i in range(0, 20, 2)]
+    assert all(two == one[::-1] for one, two in zip(rounds[1:9:2], rounds[2:9:2], strict=True))
+    assert first.together == other.together == ("O0", "native-bf16")
+    assert len(first.inference_ms) == len(other.inference_ms) == turns.INFERENCES - 1
+
+
+def test_the_share_that_is_told_ends_at_one_with_a_line_after_the_first_round():
+    told = []
+    train(user_task.Regression(), ["O0", "O4"], told=lambda *words: told.append(words))
+    shares, lines = [share for share, _ in told], [line for _, line in told if line]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    (line,) = lines
+    assert line.startswith("regression, batch 8: first steps in ms: O0 ")
+
+
+@pytest.mark.usefixtures("nothing_apart")
+def test_memory_and_operators_are_measured_at_the_first_seed(monkeypatch):
+    monkeypatch.undo()
+    first, native = train(user_task.Regression(), ["O0", "native-bf16"])
+    assert first.peak_bytes > 0
+    assert {one.name for one in first.operators} >= {"addmm"}
+    assert any(one.dtype == "bfloat16" for one in native.operators)
+    assert all(one.ms > 0 for one in first.operators)
+    (later,) = train(user_task.Regression(), seed=1)
+    assert (later.peak_bytes, later.operators) == (None, ())
+
+
+# --- a time budget, by a clock of the test's -----------------------------------------------------
+
+
+class Clock:
+    """Time that passes only in steps: a second each at O0, more at others."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.now, self.seconds = 0.0, seconds
+        monkeypatch.setattr(turns.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(turns.time, "perf_counter", lambda: self.now)
+        clock = self
+        step = trainer.Trainer.step
+
+        def timed(of, batch):
+            clock.now += clock.seconds[of.precision_name]
+            return step(of, batch)
+
+        init = trainer.Trainer.__init__
+
+        def named(of, cell, *args):
+            of.precision_name = cell.level
+            init(of, cell, *args)
+
+        monkeypatch.setattr(trainer.Trainer, "__init__", named)
+        monkeypatch.setattr(trainer.Trainer, "step", timed)
+
+
+def test_a_budget_stops_slow_levels_and_says_why(monkeypatch):
+    clock = Clock(monkeypatch, {"O0": 1.0, "O4": 0.8, "native-fp16": 30.0})
+    budget = 400.0
+    first, fast, slow = train(
+        user_task.Regression(), ["O0", "O4", "native-fp16"], epochs=10, budget_s=budget
+    )
+    assert clock.now <= budget
+    assert (first.status, fast.status, slow.status) == ("ok", "ok", "stopped")
+    assert len(first.losses) == len(fast.losses) == 80
+    assert slow.error == (
+        f"stopped after {len(slow.losses)} of 80 steps to keep to the time budget: a step takes "
+        "30.0 times O0's"
+    )
+
+
+def test_a_budget_cuts_all_to_the_same_number_of_steps(monkeypatch):
+    clock = Clock(monkeypatch, {"O0": 1.0, "O4": 0.8})
+    first, other = train(user_task.Regression(), ["O0", "O4"], epochs=100, budget_s=300.0)
+    assert clock.now <= 300.0
+    assert (first.status, other.status) == ("ok", "ok")
+    assert 80 < len(first.losses) == len(other.losses) < first.planned_steps == 800
+    assert len(first.accuracy) == len(other.accuracy) > 0
+    alone = train(user_task.Regression(), ["O0"], epochs=100)[0]
+    assert alone.losses[: len(first.losses)] == first.losses
+
+
+def test_without_a_budget_nothing_is_stopped(monkeypatch):
+    Clock(monkeypatch, {"O0": 1.0, "native-fp16": 1000.0})
+    runs = train(user_task.Regression(), ["O0", "native-fp16"])
+    assert [(run.status, len(run.losses)) for run in runs] == [("ok", 16), ("ok", 16)]
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_an_error_of_one_level_leaves_the_others_alone():
+    class Half(user_task.Regression):
+        def loss(self, model, batch):
+            if next(model.parameters()).dtype == HALF:
+                raise ValueError("no half\nweights")
+            return super().loss(model, batch)
+
+    base, failed, other = train(Half(), ["O0", "O3", "O4"])
+    assert (failed.status, failed.error) == ("failed", "ValueError: no half weights")
+    assert base.status == other.status == "ok"
+    assert base.losses == train(Half(), ["O0"])[0].losses
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you"), True),
+        (RuntimeError("could not create a memory object"), True),
+        (RuntimeError("size mismatch"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_a_lack_of_memory_is_told_from_other_errors(error, is_memory):
+    assert trainer.out_of_memory(error) is is_memory
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([[], []], "no batch of 8"),
+        ([[8, 8, 3], [8, 8, 3]], "the loader's last batch has 3 rows and not 8"),
+        ([[8, 8], [8]], "2 batches in an epoch and 1 in the next"),
+    ],
+)
+def test_a_loader_that_is_no_epoch_is_said(sizes, said):
+    class Uneven(user_task.Regression):
+        def loader(self, batch_size, seed):
+            for size in sizes[seed]:
+                yield torch.ones(size, user_task.FEATURES), torch.ones(size, 1)
+
+    (run,) = train(Uneven())
+    assert run.status == "failed"
+    assert said in run.error
+
+
+def test_a_loss_of_one_element_is_a_loss():
+    class One(user_task.Regression):
+        def loss(self, model, batch):
+            return super().loss(model, batch).reshape(1)
+
+    assert train(One())[0].losses == train(user_task.Regression())[0].losses
+
+
+def test_weights_that_are_not_finite_after_the_last_step_are_a_divergence():
+    class Last(user_task.Regression):
+        def loader(self, batch_size, seed):
+            return [torch.ones(batch_size, user_task.FEATURES)]
+
+        def loss(self, model, batch):  # 0, and its gradient is nan
+            return (model(batch) * 0).float().abs().sqrt().sum()
+
+    (run,) = train(Last(), epochs=1)
+    assert run.losses == (0.0,)
+    assert run.status == "diverged"
+
+
+def test_a_device_error_keeps_its_words(monkeypatch):
+    def broken(self, batch):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(trainer.Trainer, "step", broken)
+    (run,) = train(user_task.Regression())
+    assert (run.status, "device-side assert" in run.error) == ("failed", True)
+
+
+# --- torch.compile -------------------------------------------------------------------------------
+
+
+class Counting(nn.Linear):
+    """Compiled again for each epoch, whose number is part of the code."""
+
+    epoch = ""
+
+    def forward(self, x):
+        return super().forward(x) + (self.epoch == "another")
+
+
+@pytest.mark.parametrize(("epochs", "status"), [(12, "ok"), (70, "failed")])
+def test_compiled_levels_do_not_fall_back_in_silence(monkeypatch, epochs, status):
+    """Past Dynamo's limit of 8 compilations all is compiled, past our own the level fails."""
+    compiled = []
+
+    def graph(module, inputs):
+        compiled.append(module)
+        return module.forward
+
+    class Task(user_task.Regression):
+        def model(self):
+            self.made = Counting(user_task.FEATURES, 1)
+            return self.made
+
+        def loader(self, batch_size, seed):
+            self.made.epoch += "x"
+            yield from super().loader(batch_size, seed)
+
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda of: compile_(of, backend=graph))
+    monkeypatch.setattr(turns, "INFERENCES", 0)
+    task = Task()
+    task.accuracy = None
+    (run,) = train(task, compile=True, epochs=epochs)
+    assert run.status == status, run.error
+    assert len(compiled) >= min(12, epochs)
+    assert status == "ok" or "recompile" in run.error
+    assert torch._dynamo.config.recompile_limit == 8
+
+
+# --- a batch to try ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["columns", "constant", "raises"])
+def test_a_batch_to_try_has_as_many_samples_as_it_says(monkeypatch, name):
+    """Wherever the dimension of the samples is; where there is none, every size would fit."""
+    seen = []
+
+    class Task(user_task.Regression):
+        def loader(self, batch_size, seed):
+            if name == "raises":
+                raise ValueError("no such size")
+            size = batch_size if name == "columns" else 1
+            yield {"x": torch.ones(user_task.FEATURES, size), "scalar": torch.tensor(1.0)}
+
+        def loss(self, model, batch):
+            seen.append((batch["x"].shape, batch["scalar"].shape))
+            return model(batch["x"].T).float().mean()
+
+    monkeypatch.setattr(probes, "_limit", lambda *_: None)  # it would be this process's own
+    run = probes.probe(dataclasses.replace(CELL, batch=5), complete(Task()), CPU, 0)
+    if name == "columns":
+        assert run.status == "ok"
+        assert set(seen) == {((user_task.FEATURES, 5), ())}
+    else:
+        assert (run.status, seen) == ("failed", [])
+        assert {"constant": "twice as long", "raises": "no such size"}[name] in run.error
+
+
+def test_losses_are_numbers_of_the_training():
+    (run,) = train(user_task.Regression())
+    assert all(map(math.isfinite, run.losses))
+    assert len(run.step_ms) == len(run.data_ms) == len(run.losses) == 16
+    assert (run.steps_per_epoch, run.planned_steps, len(run.epoch_seconds)) == (8, 16, 2)

@@ -1,0 +1,435 @@
+"""What a report says of its levels, from runs made by hand."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from apex.bench.training.answer import answers
+from apex.bench.training.remarks import marks, notes, problems
+from apex.bench.training.results import Operator
+from apex.bench.training.rows import rows
+from apex.bench.training.verdict import BUSY, paired_ratio, verdicts
+from tests.bench import made
+from tests.bench.made import cell, level, of_runs, run, without
+
+FAST = (0.50, 0.52, 0.51)
+RIGHT = (98.0, 98.2, 98.4)
+DIFFERENT = {"losses": (2.0, 1.0, 0.5)}  # from O0's: another arithmetic
+
+
+def _one(*runs, **others):
+    (found,) = verdicts(of_runs(*runs, **others))
+    return found
+
+
+def _beside_o0(name="O4", ms=FAST, accuracy=None, **others):
+    alike = {"test_loss": (), **others}
+    return _one(
+        *level("O0", accuracy=accuracy and RIGHT, others=alike),
+        *level(name, ms, accuracy, {**DIFFERENT, **alike}),
+    )
+
+
+def _against(found):
+    return [(verdict.row.label, verdict.other.label) for verdict in found]
+
+
+# --- which rows are compared ---------------------------------------------------------------------
+
+
+def test_each_level_with_o0_and_with_torchs_autocast_in_its_dtype():
+    levels = ["O0", "O1", "O4", "native-fp16", "native-bf16", "FP16"]
+    runs = [r for name in levels for r in level(name)]
+    assert _against(verdicts(of_runs(*runs))) == [
+        ("O1", "O0"),
+        ("O1", "native-fp16"),
+        ("O4", "O0"),
+        ("O4", "native-bf16"),
+        ("native-fp16", "O0"),
+        ("native-bf16", "O0"),
+        ("FP16", "O0"),
+        ("FP16", "native-fp16"),
+    ]
+
+
+def test_on_a_gpu_with_o0_both_ways_and_with_autocast_the_same_way():
+    runs = [*level("O0", tf32=False), *level("O0", tf32=True), *level("O2", tf32=False)]
+    runs += [r for tf32 in (False, True) for r in level("native-fp16", tf32=tf32)]
+    found = _against(verdicts(of_runs(*runs)))
+    assert found[0] == ("O0 TF32 on", "O0 TF32 off")
+    assert found[1:4] == [
+        ("O2 TF32 off", "O0 TF32 off"),
+        ("O2 TF32 off", "O0 TF32 on"),
+        ("O2 TF32 off", "native-fp16 TF32 off"),
+    ]
+
+
+def test_other_batches_and_tasks_are_not_compared():
+    runs = [*level("O0"), *level("O4", batch=256), *level("O4", task="digits-mlp")]
+    assert verdicts(of_runs(*runs)) == []
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+
+def test_the_speed_is_of_seeds_that_took_turns_with_students_t():
+    found = _beside_o0(ms=(0.5, 0.53, 0.44))
+    logs = np.log(np.array([1.0, 1.1, 0.9]) / [0.5, 0.53, 0.44])
+    low, high = stats.ttest_1samp(logs, 0.0).confidence_interval(0.95)
+    assert found.speed.value == pytest.approx(math.exp(logs.mean()))
+    assert (found.speed.low, found.speed.high) == pytest.approx((math.exp(low), math.exp(high)))
+    assert found.sentences[0].startswith(f"O4 has {found.speed.value:.2f} times the speed of O0")
+
+
+def test_a_clock_that_drifts_does_not_move_a_ratio():
+    """In pairs of rounds of opposite order, at any steady drift and for a machine that slows."""
+    block, rounds, truth = 8, 20, 1.2
+    for drift in (0.0, 0.3, -0.2):
+        now, laps, blocks = 0.0, {"O0": [], "O4": []}, {"O0": [], "O4": []}
+        order, draw = ["O0", "O4"], random.Random(0)
+        for turn in range(rounds):
+            draw.shuffle(order) if turn % 2 else order.reverse()
+            for name in order:
+                blocks[name].append(len(laps[name]))
+                for _ in range(block):
+                    lap = math.exp(drift * now) * (truth if name == "O0" else 1.0)
+                    laps[name].append(lap)
+                    now += 1 / (2 * rounds * block)
+        mine, theirs = (
+            run(cell(name), step_ms=tuple(laps[name]), blocks=tuple(blocks[name]))
+            for name in ("O4", "O0")
+        )
+        log, _ = paired_ratio(mine, theirs)
+        assert log == pytest.approx(math.log(truth), abs=1e-4)
+        in_turn = np.log(np.median(theirs.step_ms[:40]) / np.median(mine.step_ms[-40:]))
+        assert drift == 0.0 or abs(in_turn - math.log(truth)) > 0.02  # sequential runs do move
+
+
+def test_the_first_round_and_the_first_step_of_a_turn_do_not_count():
+    slow_first = (50.0,) * 4 + (9.0, 1.0, 1.0, 1.0) * 2
+    mine = run(cell("O4"), step_ms=slow_first, blocks=(0, 4, 8))
+    theirs = run(cell("O0"), step_ms=(2.0,) * 12, blocks=(0, 4, 8))
+    assert mine.counted_ms == (1.0,) * 6
+    assert paired_ratio(mine, theirs)[0] == pytest.approx(math.log(2.0))
+
+
+def test_fewer_than_three_seeds_have_no_interval():
+    found = _one(*level("O0", (1.0, 1.0)), *level("O4", (0.5, 0.5)))
+    assert found.speed is None
+    assert "about" in found.sentences[0]
+    assert "(2 seeds; 3 are needed for an interval)" in found.sentences[0]
+
+
+def test_a_busy_machine_has_no_verdict_on_speed_in_any_sentence():
+    steps = (1.0,) * 50 + (9.0,) * 10  # one step in six takes nine times as long
+    busy = [run(cell("O0", seed=s), step_ms=steps) for s in range(3)]
+    of = of_runs(*busy, *level("O4", FAST))
+    (found,) = verdicts(of)
+    assert (found.speed, found.inference, found.noise) == (None, None, BUSY)
+    assert found.sentences[0] == f"O4 against O0: no verdict on speed ({BUSY})."
+    assert not any("faster" in s or "slower" in s or "the speed of" in s for s in found.sentences)
+    assert marks(of) == [f"BUSY MACHINE: {BUSY}"]
+    assert answers(of, [found]) == [f"No answer: {BUSY}."]
+
+
+def test_an_interval_over_a_factor_of_two_is_noise():
+    found = _beside_o0(ms=(0.3, 1.0, 3.0))
+    assert (found.speed, found.noise) == (None, BUSY)
+
+
+@pytest.mark.parametrize(
+    ("ms", "said"),
+    [
+        (FAST, "O4 has 1.95 times the speed of O0 (95 %, 3 seeds: "),
+        ((1.0, 1.12, 0.89), "O4 is about as fast as O0 (95 %, 3 seeds: "),
+        ((2.0, 2.2, 1.75), "O4 is slower than O0: a step takes 1.98 times as long (95 %, 3 seeds: "),
+    ],
+)
+def test_what_is_said_of_a_speed(ms, said):
+    assert _beside_o0(ms=ms).sentences[0].startswith(said)
+
+
+# --- quality -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "said"),
+    [
+        ((98.0, 98.2, 98.4), "It loses at most 0.29 points of accuracy"),
+        ((97.0, 97.2, 97.4), "It loses between 0.71 and 1.29 points of accuracy"),
+        ((97.8, 98.0, 98.2), "It loses at most 0.49 points of accuracy"),
+        ((99.0, 99.2, 99.4), "Its accuracy is higher by 0.71 to 1.29 points"),
+        ((98.4, 98.0, 98.2), "Accuracy: 3 seeds cannot tell: between -0.86 and +0.86 points"),
+        ((97.9, 97.7, 98.0), "; about "),
+        ((97.6, 97.8, 98.0), "It loses between 0.11 and 0.69 points of accuracy (95 %, 3 seeds); "
+         "whether more than 0.5, 3 seeds cannot tell"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_an_accuracy(accuracy, said):
+    """A test set of 600: 3 equal differences have the spread of a sample / sqrt(2)."""
+    found = _beside_o0(accuracy=accuracy)
+    assert said in found.sentence
+    fine, worse = found.accuracy.fine, found.accuracy.worse
+    assert fine is ("at most" in said or "higher" in said)
+    assert worse is said.startswith("It loses between 0.71")
+
+
+def test_a_certain_small_loss_is_a_loss_and_within_the_margin():
+    """"Difference -0.40, interval -0.41 to -0.38" was called fine; now both are said."""
+    found = _beside_o0(
+        accuracy=[r - d for r, d in zip(RIGHT, (0.40, 0.39, 0.41), strict=True)], test_size=100_000
+    )
+    assert found.accuracy.fine
+    assert "It loses between 0.38 and 0.42 points of accuracy" in found.sentence
+
+
+def test_a_gain_that_is_not_sure_is_no_gain():
+    """"+0.16 points, interval -0.48 to +0.80" was outside a band; now it is within the margin."""
+    found = _beside_o0(accuracy=[r + d for r, d in zip(RIGHT, (0.42, 0.16, -0.10), strict=True)])
+    assert "cannot tell" in found.sentence or "at most" in found.sentence
+    assert "higher by" not in found.sentence
+
+
+def test_the_margin_is_three_test_samples_at_least_and_can_be_given():
+    small = _beside_o0(accuracy=(97.6, 97.8, 98.0), test_size=100)
+    assert small.accuracy.margin == 3.0
+    runs = [*level("O0", accuracy=RIGHT), *level("O4", FAST, RIGHT)]
+    assert _one(*runs, margin=2.0).accuracy.margin == 2.0
+    assert _one(*runs).accuracy.margin == 0.5
+
+
+def test_the_interval_is_wider_the_more_levels_there_are():
+    def width(*names):
+        runs = [r for name in names for r in level(name, accuracy=(97.9, 98.3, 98.2))]
+        found = verdicts(of_runs(*level("O0", accuracy=RIGHT), *runs))[0].accuracy.interval
+        return found.high - found.low
+
+    t = [stats.t.ppf(1 - 0.025 / levels, 2) for levels in (1, 3)]
+    assert width("O4", "O5", "FP16") / width("O4") == pytest.approx(t[1] / t[0])
+
+
+def test_more_seeds_are_advised_with_the_time_that_they_would_take():
+    runs = [*level("O0", accuracy=RIGHT), *level("O4", FAST, (98.4, 98.0, 98.2), DIFFERENT)]
+    found = _one(*runs, seconds=90.0)
+    needed = found.accuracy.needed
+    minutes = round(30 * needed / 60)
+    assert f"about {needed} would (`--seeds {needed}`, some {minutes} minutes)" in found.sentence
+
+
+def test_the_test_loss_has_the_same_rule_and_is_finer():
+    def losses(factors):
+        return [{"test_loss": (f * (1 + s / 50),)} for s, f in enumerate(factors)]
+
+    def both(factors):
+        base = [run(cell("O0", seed=s), **x) for s, x in enumerate(losses((0.2, 0.2, 0.2)))]
+        mine = [run(cell("O4", seed=s), **x) for s, x in enumerate(losses(factors))]
+        return _one(*base, *mine)
+
+    fine = both((0.2002, 0.2, 0.1998))
+    assert fine.loss.fine
+    assert "Test loss is at most 0.2 % higher (95 %, 3 seeds)" in fine.sentence
+    worse = both((0.3, 0.301, 0.302))
+    assert worse.loss.worse
+    assert "Test loss is higher by 49 % to 52 %" in worse.sentence
+    better = both((0.1, 0.1005, 0.0995))
+    assert "Test loss is lower by" in better.sentence
+    unsure = both((0.25, 0.2, 0.16))
+    assert "Test loss: 3 seeds cannot tell: between" in unsure.sentence
+
+
+def test_a_task_without_an_accuracy_is_judged_by_its_training_loss():
+    found = _beside_o0()
+    assert found.accuracy is None
+    assert found.loss_of == "training loss"
+    assert "Training loss" in found.sentence
+
+
+def test_the_same_arithmetic_is_said_instead_of_an_accuracy():
+    of = made.report()
+    found = {(v.row.label, v.other.label): v for v in verdicts(of)}
+    assert found["O2", "O0"].twin == "O1"
+    assert "Its losses are those of O1 to the last bit: see there." in found["O2", "O0"].sentences
+    assert found["O4", "native-bf16"].same
+    assert "the same arithmetic" in found["O4", "native-bf16"].sentence
+    assert not any("points" in s for s in found["O2", "O0"].sentences)
+    (said,) = [note for note in notes(of, list(found.values())) if "O1 and O2" in note]
+    assert said.startswith("O1 and O2 have the same losses to the last bit")
+
+
+def test_how_far_the_size_of_the_test_set_moves_an_accuracy_is_said_once():
+    of = of_runs(*level("O0", accuracy=RIGHT), *level("O4", accuracy=RIGHT))
+    (said,) = [note for note in notes(of, verdicts(of)) if "test samples" in note]
+    points = 196 * math.sqrt(0.982 * 0.018 / 600)
+    assert f"another test set of that size would move an accuracy of 98.2 % by up to {points:.1f}" \
+        in said  # fmt: skip
+
+
+# --- reasons -------------------------------------------------------------------------------------
+
+
+def _operators(*of):
+    return {"operators": tuple(Operator(*one) for one in of)}
+
+
+def test_the_three_operators_that_grew_most_are_named_with_what_to_do():
+    full, half = "float32", "float16"
+    base = _operators(("mm", full, 0.5), ("add", full, 0.3), ("relu", full, 0.1),
+                      ("copy_", full, 0.05))  # fmt: skip
+    mine = _operators(("mm", half, 5.0), ("add", half, 0.3), ("relu", half, 0.6),
+                      ("copy_", half, 0.8), ("sum", half, 0.3))  # fmt: skip
+    (found,) = verdicts(
+        of_runs(*level("O0", others=base), *level("native-fp16", (9.0,) * 3, others={**mine, **DIFFERENT}))
+    )
+    (said,) = [s for s in found.sentences if s.startswith("What grew")]
+    assert said == (
+        "What grew: mm in float16 71 % of the step, 10 times O0's (this CPU has no float16 "
+        "arithmetic; amp's levels use float32); copy_ in float16 11 % of the step, 16 times O0's "
+        "(casts between dtypes); relu in float16 9 % of the step, 6.00 times O0's."
+    )
+    assert "Reason: this CPU has no float16 arithmetic." in found.sentences
+
+
+def test_a_level_that_is_not_slower_needs_no_reason():
+    base, mine = _operators(("mm", "float32", 0.5)), _operators(("mm", "bfloat16", 0.9))
+    runs = [*level("O0", others=base), *level("O4", FAST, others={**mine, **DIFFERENT})]
+    assert "What grew" not in _one(*runs).sentence
+
+
+def test_a_gpu_that_waits_for_its_host_is_launch_bound():
+    others = {"host_ms": 0.95, **DIFFERENT}
+    runs = [*level("O0"), *level("O4", (1.0, 1.1, 0.9), others=others)]
+    assert "O4 is launch-bound: try a larger batch or torch.compile" in _one(*runs).sentence
+
+
+def test_memory_is_said_as_a_ratio():
+    def memory(bytes_of):
+        return _one(*level("O0"), *level("O4", others={"peak_bytes": bytes_of})).sentence
+
+    base = run(cell("O0")).peak_bytes
+    assert "It needs 0.50 times the memory" in memory(base // 2)
+    assert "It needs as much memory" in memory(base)
+    assert "memory" not in memory(None)
+
+
+# --- what went wrong -----------------------------------------------------------------------------
+
+
+def test_a_stopped_level_says_why_and_has_no_interval():
+    why = "stopped after 8 of 60 steps to keep to the time budget: a step takes 29.0 times O0's"
+    others = {"status": "stopped", "error": why, "accuracy": (), "test_loss": ()}
+    of = of_runs(*level("O0"), *level("native-fp16", (29.0,) * 3, others=others), budget_s=60.0)
+    (found,) = verdicts(of)
+    assert found.sentences[0] == f"native-fp16 was {why}."
+    assert (found.speed, found.accuracy) == (None, None)
+    assert found.ratio == pytest.approx(1 / 29, rel=0.2)
+    assert marks(of) == ["CUT to 60 s: native-fp16 stopped"]
+
+
+def test_steps_that_a_budget_cut_are_said():
+    others = {"planned_steps": 120}
+    of = of_runs(*level("O0", others=others), *level("O4", others=others), budget_s=60.0)
+    assert marks(of) == ["CUT to 60 s: the others trained for 50 % of their steps"]
+
+
+def test_a_diverged_level_has_no_speed():
+    others = {"status": "diverged", "losses": (2.0, math.nan)}
+    of = of_runs(*level("O0"), *level("O3", others=others))
+    (found,) = verdicts(of)
+    assert (found.speed, found.ratio, found.loss) == (None, None, None)
+    assert "diverged (3 of 3)" in found.sentence
+    assert answers(of, [found]) == ["None is worth it here, because none trained to its end."]
+
+
+def test_what_went_wrong_is_one_line_for_all_batch_sizes():
+    of = made.troubled((128, 256, 512))
+    assert problems(of) == [
+        ("FP16 (digits-cnn, batch size 128, 256, 512)",
+         "failed (3 of 3): TypeError: tokens cannot be halved"),
+        ("O0 (digits-cnn, batch size 512)", "out of memory (1 of 3)"),
+        ("O3 (digits-cnn, batch size 512)", "diverged (3 of 3)"),
+    ]  # fmt: skip
+
+
+def test_missing_runs_are_counted():
+    cells = [cell(name, seed=s) for s in range(3) for name in ("O0", "O4")]
+    of = made.report(cells, [run(one) for one in cells[:3]])
+    assert rows(of)[1].problem == "1 of 3 runs"
+    assert marks(of)[0] == "INCOMPLETE: 3 of 6 runs"
+
+
+def test_levels_that_ran_apart_are_named():
+    of = of_runs(
+        *level("O0"),
+        *[without(one, together=("O4",)) for one in level("O4", FAST)],
+        *level("O5", FAST),
+    )
+    found = verdicts(of)
+    assert any(note.startswith("O4 did not fit in memory") for note in notes(of, found))
+
+
+# --- the answer ----------------------------------------------------------------------------------
+
+SAME = {"peak_bytes": run(cell("O0")).peak_bytes}
+HALF = {"peak_bytes": run(cell("O0")).peak_bytes // 2}
+
+
+@pytest.mark.parametrize(
+    ("levels", "said"),
+    [
+        (
+            {"O4": (FAST, RIGHT, HALF)},
+            "Take O4: 1.95 times the speed, 0.50 times the memory, accuracy within 0.5 points.",
+        ),
+        (
+            {"O4": (FAST, (97.0, 97.2, 97.4), HALF)},
+            "None is worth it here, because all lose accuracy.",
+        ),
+        (  # the faster one loses accuracy
+            {"O4": (FAST, RIGHT, HALF), "O5": ((0.1,) * 3, (91.0, 91.2, 91.4), HALF)},
+            "Take O4: 1.95 times the speed, 0.50 times the memory, accuracy within 0.5 points.",
+        ),
+        (
+            {"O4": (FAST, (98.4, 98.0, 98.2), SAME)},
+            "Perhaps O4: 1.95 times the speed. But 3 seeds cannot tell whether its accuracy is "
+            "within 0.5 points; about 6 would.",
+        ),
+        (
+            {"O4": ((1.0, 1.12, 0.89), RIGHT, HALF)},
+            "Take O4: about as fast as O0, 0.50 times the memory, accuracy within 0.5 points.",
+        ),
+        (
+            {"O4": ((1.0, 1.12, 0.89), RIGHT, SAME)},
+            "None is worth it here, because none is faster, and none needs less memory.",
+        ),
+        (
+            {"O4": ((2.0, 2.2, 1.75), RIGHT, HALF)},
+            "None is worth it here, because none is faster, and none needs less memory.",
+        ),
+    ],
+)
+def test_the_answer(levels, said):
+    runs = level("O0", accuracy=RIGHT)
+    for name, (ms, accuracy, memory) in levels.items():
+        runs += level(name, ms, accuracy, {**DIFFERENT, **memory})
+    of = of_runs(*runs)
+    assert answers(of, verdicts(of)) == [said]
+
+
+def test_two_seeds_or_o0_alone_have_no_answer():
+    of = of_runs(*level("O0", (1.0, 1.0)), *level("O4", (0.5, 0.5)))
+    assert answers(of, verdicts(of)) == ["No answer: too few seeds to compare."]
+    of = of_runs(*level("O0"))
+    assert answers(of, verdicts(of)) == ["No answer: O0 and another level are needed."]
+
+
+def test_each_task_and_batch_size_has_an_answer():
+    runs = [r for batch in (128, 256) for name in ("O0", "O4") for r in level(name, batch=batch)]
+    of = of_runs(*runs)
+    found = answers(of, verdicts(of))
+    assert [line.partition(":")[0] for line in found] == [
+        "digits-cnn, batch 128",
+        "digits-cnn, batch 256",
+    ]
