@@ -42,7 +42,7 @@ def test_a_loss_of_the_margin_is_called_fine_on_at_most_5_percent_of_pages(seeds
     if seeds == 30:
         assert fine > 0.9 * len(found)
     with capsys.disabled():
-        print(
+        print(  # noqa: T201
             f"\n{seeds} seeds, {size} samples, sd {sd}: wrongly fine on {wrong} of {PAGES} pages, "
             f"no loss confirmed {100 * fine / len(found):.1f} %",
             end="",
@@ -66,7 +66,7 @@ def test_the_rule_by_hand():
     found = judge([0.0, 0.1, -0.1], 0.5, comparisons=5)
     assert found.interval.value == pytest.approx(0.0, abs=1e-12)
     assert found.interval.high == pytest.approx(0.573, rel=1e-3)
-    assert not (found.fine or found.worse)
+    assert (found.fine, found.worse) == (False, False)
     alone = judge([0.0, 0.1, -0.1], 0.5)  # t(0.975, 2) = 4.303: half 0.248
     assert (alone.fine, alone.worse, alone.needed) == (True, False, None)
     lost = judge([-0.9, -1.0, -1.1], 0.5)

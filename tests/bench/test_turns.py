@@ -80,14 +80,11 @@ def test_torchs_own_levels_and_o0_run_without_amps_kernels():
 
     class Looking(user_task.Regression):
         def loss(self, model, batch):
-            name = self.names[len(seen)] if len(seen) < len(self.names) else ""
             kernels = (bool(dispatcher.installed()), cpu_float16.is_on())
             if torch.is_grad_enabled():
                 key = (torch.is_autocast_enabled("cpu"), *kernels)
                 seen.setdefault(torch.get_autocast_dtype("cpu") if key[0] else None, set()).add(key)
             return super().loss(model, batch)
-
-        names = ()
 
     for levels in (("O1", "native-fp16"), ("O4", "native-bf16"), ("O2", "O0", "O5")):
         seen.clear()

@@ -145,7 +145,10 @@ def test_an_interval_over_a_factor_of_two_is_noise():
     [
         (FAST, "O4 has 1.95 times the speed of O0 (95 %, 3 seeds: "),
         ((1.0, 1.12, 0.89), "O4 is about as fast as O0 (95 %, 3 seeds: "),
-        ((2.0, 2.2, 1.75), "O4 is slower than O0: a step takes 1.98 times as long (95 %, 3 seeds: "),
+        (
+            (2.0, 2.2, 1.75),
+            "O4 is slower than O0: a step takes 1.98 times as long (95 %, 3 seeds: ",
+        ),
     ],
 )
 def test_what_is_said_of_a_speed(ms, said):
@@ -178,7 +181,7 @@ def test_what_is_said_of_an_accuracy(accuracy, said):
 
 
 def test_a_certain_small_loss_is_a_loss_and_within_the_margin():
-    """"Difference -0.40, interval -0.41 to -0.38" was called fine; now both are said."""
+    """ "Difference -0.40, interval -0.41 to -0.38" was called fine; now both are said."""
     found = _beside_o0(
         accuracy=[r - d for r, d in zip(RIGHT, (0.40, 0.39, 0.41), strict=True)], test_size=100_000
     )
@@ -187,7 +190,7 @@ def test_a_certain_small_loss_is_a_loss_and_within_the_margin():
 
 
 def test_a_gain_that_is_not_sure_is_no_gain():
-    """"+0.16 points, interval -0.48 to +0.80" was outside a band; now it is within the margin."""
+    """ "+0.16 points, interval -0.48 to +0.80" was outside a band; now it is within the margin."""
     found = _beside_o0(accuracy=[r + d for r, d in zip(RIGHT, (0.42, 0.16, -0.10), strict=True)])
     assert "cannot tell" in found.sentence or "at most" in found.sentence
     assert "higher by" not in found.sentence
@@ -281,7 +284,10 @@ def test_the_three_operators_that_grew_most_are_named_with_what_to_do():
     mine = _operators(("mm", half, 5.0), ("add", half, 0.3), ("relu", half, 0.6),
                       ("copy_", half, 0.8), ("sum", half, 0.3))  # fmt: skip
     (found,) = verdicts(
-        of_runs(*level("O0", others=base), *level("native-fp16", (9.0,) * 3, others={**mine, **DIFFERENT}))
+        of_runs(
+            *level("O0", others=base),
+            *level("native-fp16", (9.0,) * 3, others={**mine, **DIFFERENT}),
+        )
     )
     (said,) = [s for s in found.sentences if s.startswith("What grew")]
     assert said == (

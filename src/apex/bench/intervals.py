@@ -7,7 +7,7 @@ seeds, an interval corrected for the number of levels (Bonferroni), and a margin
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 __all__ = [
@@ -153,7 +153,7 @@ def difference_interval(before: Sequence[float], after: Sequence[float]) -> Inte
     return Interval(difference, difference - half, difference + half)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _t(probability: float, freedom: float) -> float:
     from scipy import stats  # type: ignore[import-untyped]
 

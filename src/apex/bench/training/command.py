@@ -171,11 +171,7 @@ class _Bench:
         with progress(Bar, total, TRAINED) as bar:
             if self._options.device.type == "cuda":  # events are recorded on the current one
                 torch.cuda.set_device(self._options.device.index or 0)
-            with suppress(Died):
-                device = self._options.device
-                self.report = replace(
-                    self.report, speeds=in_a_process(jobs.speeds, device, device=device)
-                )
+            self._measure_speeds()
             for place, group in enumerate(groups):
                 self._train(group, len(groups) - place, bar)
             if groups and self._left() > 0:
@@ -219,6 +215,12 @@ class _Bench:
     def _update(self, **changes: Any) -> None:
         self.report = replace(self.report, **changes)
         write(self.report, self._file)
+
+    def _measure_speeds(self) -> None:
+        device = self._options.device
+        with suppress(Died):
+            found = in_a_process(jobs.speeds, device, device=device)
+            self.report = replace(self.report, speeds=found)
 
     def _measure_models(self) -> None:
         """One after the other, in a process that has trained nothing."""

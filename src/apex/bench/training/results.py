@@ -208,6 +208,8 @@ def read(path: Path) -> Report:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise UsageError(f"{path} is not a report that apex bench writes ({error})") from None
+    if not {"device", "versions"} <= found.environment.keys():
+        raise UsageError(f"{path} is not a report that apex bench writes (no machine is named)")
     return found
 
 
@@ -219,7 +221,10 @@ def decode(content: bytes, kind: Any, file_format: str) -> Any:
     """
     import msgspec
 
-    found = msgspec.json.decode(content)
+    try:
+        found = msgspec.json.decode(content)
+    except RecursionError:
+        raise ValueError("too deep") from None
     if not isinstance(found, dict) or found.get("format") != file_format:
         raise ValueError(f"no format {file_format!r}")
     return msgspec.convert(found, kind, strict=False)  # not strict: "nan" is a float

@@ -129,8 +129,8 @@ def _set_precision(wanted: Sequence[str] | None) -> tuple[str, ...]:
     backends: Any = torch.backends
     places = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
     before = tuple(str(place.fp32_precision) for place in places)
-    for place, precision in zip(places, wanted or before, strict=True):
-        place.fp32_precision = precision
+    for place, kind in zip(places, wanted or before, strict=True):
+        place.fp32_precision = kind
     return before
 
 

@@ -62,7 +62,7 @@ def train(
     """
     if cells[0].compile:
         torch.compiler.reset()
-        # At Dynamo's limit of 8 a model goes on uncompiled, in silence: a later limit, and an error.
+        # Past Dynamo's limit, 8, a model goes on uncompiled, in silence.
         config: Any = torch._dynamo.config
         with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
             return Turns(cells, task, device, told, budget_s).run()

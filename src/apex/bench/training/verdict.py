@@ -272,9 +272,11 @@ def _speed(of: Verdict) -> str:
         return f"{name}: about {times(of.ratio)} the speed of {other}, which was stopped"
     if of.noise:
         return f"{name} against {other}: no verdict on speed ({of.noise})"
+    if of.ratio is None:
+        return f"{name} against {other}: no time was measured"
     if of.speed is None:
         count = "1 seed" if seeds == 1 else f"{seeds or 'no'} seeds"
-        found = f"about {times(of.ratio)} the speed of {other}" if of.ratio else "not measured"
+        found = f"about {times(of.ratio)} the speed of {other}"
         return f"{name}: {found} ({count}; {LEAST} are needed for an interval)"
     ends = f"95 %, {seeds} seeds: {_times(of.speed.low)} to {_times(of.speed.high)}"
     if of.speed.low <= 1 <= of.speed.high:
