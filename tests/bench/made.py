@@ -140,7 +140,7 @@ def on_gpu(**changes):
         for level, tf32 in pairs
     ]
     quality = {"bert-tiny": {"accuracy": (), "test_loss": ()}, "digits-cnn": {}}
-    runs = [run(of, host_ms=2.0, joules_per_sample=0.1, **quality[of.task]) for of in cells]
+    runs = [run(of, host_ms=2.0, **quality[of.task]) for of in cells]
     return report(cells, runs, environment=GPU)
 
 

@@ -95,7 +95,7 @@ def test_an_engineer_finds_what_is_asked_next(text):
                  "tokens cannot be halved", "54 trainings", "measured on a GPU only",
                  "Ours beside torch's autocast", "same arithmetic", "Time to 97 % accuracy",
                  "not reached", "Inference", "mm float32", "80.0 MiB (1.25×)",
-                 "does not let its energy be read", "Click a heading to sort"):  # fmt: skip
+                 "Click a heading to sort"):  # fmt: skip
         assert fact in said, fact
     drawn = re.findall(r'<figure id="plot-([\w-]+)"', text)
     assert drawn == ["overview", "time", "memory", "accuracy", "loss", "scale"]

@@ -337,6 +337,18 @@ def test_a_budget_cuts_all_to_the_same_number_of_steps(monkeypatch):
     assert alone.losses[: len(first.losses)] == first.losses
 
 
+@pytest.mark.parametrize("budget_s", [0.0, 1.0, 9.0, 20.0, 33.0, 47.0, 160.0])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_levels_of_any_budget_end_after_as_many_steps(monkeypatch, budget_s, epochs):
+    seconds = {"O0": 1.0, "O4": 0.4, "O5": 1.3, "native-fp16": 2.6}
+    clock = Clock(monkeypatch, seconds)
+    runs = train(user_task.Regression(), list(seconds), epochs=epochs, budget_s=budget_s)
+    assert {run.status for run in runs} <= {"ok", "stopped"}
+    assert len({len(run.losses) for run in runs if run.finished}) == 1
+    first_turns = turns.BLOCK * sum(seconds.values())
+    assert clock.now <= max(budget_s, 2 * first_turns)
+
+
 def test_without_a_budget_nothing_is_stopped(monkeypatch):
     Clock(monkeypatch, {"O0": 1.0, "native-fp16": 1000.0})
     runs = train(user_task.Regression(), ["O0", "native-fp16"])

@@ -17,7 +17,7 @@ from tests.bench.made import cell, level, of_runs, run, without
 
 FAST = (0.50, 0.52, 0.51)
 RIGHT = (98.0, 98.2, 98.4)
-DIFFERENT = {"losses": (2.0, 1.0, 0.5)}  # from O0's: another arithmetic
+DIFFERENT = {"losses": (2.0, 1.0) * 30}  # from O0's: another arithmetic
 
 
 def _one(*runs, **others):
@@ -82,6 +82,18 @@ def test_the_speed_is_of_seeds_that_took_turns_with_students_t():
     assert found.speed.value == pytest.approx(math.exp(logs.mean()))
     assert (found.speed.low, found.speed.high) == pytest.approx((math.exp(low), math.exp(high)))
     assert found.sentences[0].startswith(f"O4 has {found.speed.value:.2f} times the speed of O0")
+
+
+def test_the_runs_of_a_seed_that_took_turns_are_compared():
+    both, alone = ("O0", "O4"), ("O0", "O1")
+    base = [r for s in range(3) for r in (
+        run(cell("O0", seed=s), ms=2.0, noise=0.0, together=both),
+        run(cell("O0", seed=s), ms=9.0, noise=0.0, together=alone),
+    )]  # fmt: skip
+    plan = [cell(name, seed=s) for s in range(3) for name in both]
+    mine = level("O4", (1.0,) * 3, others={"together": both})
+    (found,) = verdicts(made.report(plan, [*base, *mine]))
+    assert found.ratio == pytest.approx(2.0)
 
 
 def test_a_clock_that_drifts_does_not_move_a_ratio():
@@ -248,6 +260,12 @@ def test_a_task_without_an_accuracy_is_judged_by_its_training_loss():
     assert found.accuracy is None
     assert found.loss_of == "training loss"
     assert "Training loss" in found.sentence
+
+
+def test_a_training_that_a_budget_cut_earlier_is_not_judged_beside_a_longer_one():
+    cut = {"losses": (2.0, 1.0), "together": ("O4",), "planned_steps": 60}
+    found = _one(*level("O0", accuracy=RIGHT), *level("O4", FAST, (90.0, 91.0, 92.0), cut))
+    assert (found.accuracy, found.loss) == (None, None)
 
 
 def test_the_same_arithmetic_is_said_instead_of_an_accuracy():

@@ -1,8 +1,7 @@
 """What is measured apart from the timed training, because watching takes time.
 
 Memory and operators come from torch's profiler over a few steps: on a CPU its record of the
-allocator, on a GPU the allocator's own peak; the time of each operator, by dtype. Energy needs a
-few seconds of nothing else.
+allocator, on a GPU the allocator's own peak; the time of each operator, by dtype.
 """
 
 import statistics
@@ -16,14 +15,12 @@ from torch import nn
 
 from apex import amp
 from apex.bench import memory
-from apex.bench.training import energy
 from apex.bench.training.results import Cell, Operator
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.trainer import Trainer, few_steps, mapped
 
 __all__ = ["MODELS", "Measured", "measure", "model_bytes", "operators"]
 
-ENERGY_S = 2.0
 HOST_STEPS = 20
 PROFILED_STEPS = 5
 MOST_OPERATORS = 24
@@ -36,7 +33,6 @@ class Measured(NamedTuple):
 
     host_ms: float | None = None
     peak_bytes: int | None = None
-    joules_per_sample: float | None = None
     operators: tuple[Operator, ...] = ()
 
 
@@ -55,7 +51,6 @@ def measure(
     return Measured(
         host_ms=_host_ms(step, device),
         peak_bytes=peak,
-        joules_per_sample=_joules(step, cell.batch, device),
         operators=operators(step, device),
     )
 
@@ -135,7 +130,7 @@ def _of_kernels(events: Sequence[dict[str, Any]]) -> dict[Any, float]:
     return times
 
 
-# --- time and energy -----------------------------------------------------------------------------
+# --- time of the host ----------------------------------------------------------------------------
 
 
 def _host_ms(step: Callable[[], object], device: torch.device) -> float | None:
@@ -149,18 +144,6 @@ def _host_ms(step: Callable[[], object], device: torch.device) -> float | None:
         step()
         times.append(1000 * (time.perf_counter() - begin))
     return statistics.median(times)
-
-
-def _joules(step: Callable[[], object], batch: int, device: torch.device) -> float | None:
-    meter = energy.Meter(device)
-    if meter.joules is None:
-        return None
-    steps, end = 0, time.monotonic() + ENERGY_S
-    with meter:
-        while time.monotonic() < end:
-            step()
-            steps += 1
-    return None if meter.joules is None else meter.joules / (steps * batch)
 
 
 # --- two models ----------------------------------------------------------------------------------

@@ -167,8 +167,8 @@ def run_group(
 
 
 def _again(run: Run) -> bool:
-    """Whether it may go better with fewer beside it."""
-    died = run.status == "failed" and (run.error or "").startswith("its process")
+    """Whether it may go better with fewer beside it; no memory may end a process by a signal."""
+    died = run.status == "failed" and (run.error or "").startswith("its process was ended by")
     return died or run.status == "out of memory"
 
 

@@ -102,8 +102,6 @@ class Run:
     """On a GPU: median time until the calls of a step had returned."""
     peak_bytes: int | None = None
     """Of tensors, in a training of a few steps apart: weights to activations."""
-    joules_per_sample: float | None = None
-    """In a training of a few seconds apart, where the machine lets it be read."""
     operators: tuple[Operator, ...] = ()
     """Those that take most of a step, the longest first."""
 

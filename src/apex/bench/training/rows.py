@@ -112,11 +112,6 @@ class Row:
         return self._first(lambda run: run.peak_bytes)
 
     @property
-    def joules_per_sample(self) -> float | None:
-        """Energy, where it can be read."""
-        return self._first(lambda run: run.joules_per_sample)
-
-    @property
     def operators(self) -> tuple[Operator, ...]:
         """What a step consists of."""
         return self._first(lambda run: run.operators or None) or ()

@@ -124,10 +124,6 @@ COLUMNS: tuple[Column[Line], ...] = (
            {"scale_lowest": lambda x: min(x.row.scale_ends, default=None),
             "scale_highest": lambda x: max(x.row.scale_ends, default=None)},
            "of the first and the last step", WHOLE_RUNS, drop=7),
-    Column("J per\nsample", lambda x: three(x.row.joules_per_sample),
-           {"joules_per_sample": lambda x: x.row.joules_per_sample},
-           "energy of a few seconds of training apart, by NVML or RAPL",
-           "this machine does not let its energy be read (NVML, RAPL)", drop=7),
     Column("problem", lambda x: (x.row.problem or "").partition(":")[0],
            {"problem": lambda x: x.row.problem}, left=True),
 )  # fmt: skip

@@ -142,13 +142,13 @@ class Turns:
                 f"stopped after {slow.done} of {planned} steps to keep to the time budget: a "
                 f"step takes {slow.seconds_a_step / base:.1f} times O0's"
             )
-        if _needed(running) > left:
-            after = AFTER * sum(one.seconds_a_step for one in running)
-            share = max(0.0, (left - after) / (_needed(running) - after))
-            least = min(one.done for one in running)
-            limit = least + int(share * (running[0].aim - least))
+        after = AFTER * sum(one.seconds_a_step for one in running)
+        to_train = _needed(running) - after
+        if to_train > max(0.0, left - after):
+            most = max(one.done for one in self._trainings if one.status == "ok")  # all end alike
+            limit = most + int(max(0.0, left - after) / to_train * (running[0].aim - most))
             for one in running:
-                one.limit = max(one.done, limit)
+                one.limit = limit
 
     def _compare_inference(self) -> None:
         ready = [one for one in self._trainings if one.trained and one.infers]

@@ -149,7 +149,11 @@ def _verdict(row: Row, other: Row, comparisons: int, twin: str | None) -> Verdic
     elif row.unsteady or other.unsteady or (speed and speed.high > NOISY * speed.low):
         speed, noise = None, BUSY
     inference = interval([log for _, log in logs if log is not None])
-    quality = [(m, t) for m, t in _pairs(row, other) if m.finished and t.finished]
+    quality = [
+        (mine, theirs)
+        for mine, theirs in _pairs(row, other)
+        if mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)
+    ]
     margin, least_sd = _margin(row)
     points = [(m.accuracy[-1], t.accuracy[-1]) for m, t in quality if m.accuracy and t.accuracy]
     accuracy = judge(
