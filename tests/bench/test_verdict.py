@@ -415,6 +415,10 @@ HALF = {"peak_bytes": run(cell("O0")).peak_bytes // 2}
             {"O4": (FAST, RIGHT, HALF), "O5": ((0.1,) * 3, (91.0, 91.2, 91.4), HALF)},
             "Take O4: 1.95 times the speed, 0.50 times the memory, accuracy within 0.5 points.",
         ),
+        (  # of two that are right the faster one
+            {"O4": (FAST, RIGHT, HALF), "O5": ((0.25, 0.26, 0.25), RIGHT, SAME)},
+            "Take O5: 3.93 times the speed, accuracy within 0.5 points.",
+        ),
         (
             {"O4": (FAST, (98.4, 98.0, 98.2), SAME)},
             "Perhaps O4: 1.95 times the speed. But 3 seeds cannot tell whether its accuracy is "

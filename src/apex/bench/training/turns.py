@@ -9,8 +9,8 @@ Each training has the random numbers, casts and kernels of its own (`trainer.Own
 what it would compute alone.
 
 With a time budget, each round shows how long a step of each level takes, on a machine as busy as it
-is. If what is left does not fit, the slowest level ends there if it takes twice O0's time or more,
-and so on; then all are cut to the same number of steps.
+is. If what is left does not fit, the slowest level ends there if its fastest step takes twice the
+time of O0's or more, and so on; then all are cut to the same number of steps.
 """
 
 import contextlib
@@ -133,14 +133,17 @@ class Turns:
     def _keep_to_budget(self, running: Sequence["_Training"]) -> None:
         """Stop levels, then cut all, until what is left fits into the budget."""
         left = self._left()
-        running = sorted(running, key=lambda one: one.seconds_a_step)
-        base = next((one.seconds_a_step for one in running if one.cell.level == "O0"), math.inf)
+        running = list(running)
+        base = next((one.fastest_ms for one in running if one.cell.level == "O0"), math.inf)
         planned = max(one.planned for one in self._trainings)  # 0 where a loader has no length
-        while running and _needed(running) > left and running[-1].seconds_a_step > TOO_SLOW * base:
-            slow = running.pop()
+        while running and _needed(running) > left:
+            slow = max(running, key=lambda one: one.fastest_ms)
+            if slow.fastest_ms < TOO_SLOW * base:
+                break
+            running.remove(slow)
             slow.stop(
                 f"stopped after {slow.done} of {planned} steps to keep to the time budget: a "
-                f"step takes {slow.seconds_a_step / base:.1f} times O0's"
+                f"step takes {slow.fastest_ms / base:.1f} times O0's"
             )
         after = AFTER * sum(one.seconds_a_step for one in running)
         to_train = _needed(running) - after
@@ -212,6 +215,11 @@ class _Training:
     def seconds_a_step(self) -> float:
         """All that its blocks took over their steps; the first makes the optimizer's state."""
         return self._seconds / max(1, self.done - 1)
+
+    @property
+    def fastest_ms(self) -> float:
+        """Its fastest step so far: something else that uses the machine only slows."""
+        return min(self._watch.milliseconds()[1:], default=math.inf)
 
     def step_ms(self) -> float:
         """Median time of its steps so far, without the first."""
