@@ -4,6 +4,7 @@ import apex
 
 project = "apex"
 author = "The apex contributors"
+copyright = f"the apex contributors, BSD-3-Clause. Version {apex.__version__}"
 version = release = apex.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
