@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from apex.bench.training import page, plots, results
-from apex.bench.training.answer import answers
-from apex.bench.training.remarks import notes
+from apex.bench.training.notes import notes
+from apex.bench.training.recommendation import answers
 from apex.bench.training.verdict import verdicts
 from tests.bench import made
 

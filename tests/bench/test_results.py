@@ -10,7 +10,7 @@ import pytest
 from apex.bench import cli
 from apex.bench.output.columns import three, write_csv
 from apex.bench.training import plot_command, report, results, table
-from apex.bench.training.answer import answers
+from apex.bench.training.recommendation import answers
 from apex.bench.training.rows import rows
 from apex.bench.training.verdict import verdicts
 from tests.bench import made

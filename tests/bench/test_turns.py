@@ -31,9 +31,11 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True)
-def nothing_apart(monkeypatch):
+def no_profiling(monkeypatch):
     """Leave memory and operators, which take a second, to the test of them."""
-    monkeypatch.setattr(turns.apart, "measure", lambda *args, **kwargs: turns.apart.Measured())
+    monkeypatch.setattr(
+        turns.profiling, "measure", lambda *args, **kwargs: turns.profiling.Measured()
+    )
 
 
 def train(task, levels=("O0",), told=lambda share, line: None, budget_s=None, **changes):
@@ -286,7 +288,7 @@ def test_the_share_that_is_told_ends_at_one_with_a_line_after_the_first_round():
     assert line.startswith("regression, batch 8: first steps in ms: O0 ")
 
 
-@pytest.mark.usefixtures("nothing_apart")
+@pytest.mark.usefixtures("no_profiling")
 def test_memory_and_operators_are_measured_at_the_first_seed(monkeypatch):
     monkeypatch.undo()
     first, native = train(user_task.Regression(), ["O0", "native-bf16"])

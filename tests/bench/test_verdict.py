@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from apex.bench.training.answer import answers
-from apex.bench.training.remarks import marks, notes, problems
+from apex.bench.training.notes import marks, notes, problems
+from apex.bench.training.recommendation import answers
 from apex.bench.training.results import Operator
 from apex.bench.training.rows import rows
 from apex.bench.training.verdict import BUSY, paired_ratio, verdicts

@@ -72,8 +72,8 @@ def judge(
         margin: How much may be lost.
         comparisons: How many are judged side by side. The interval has a confidence of
             ``1 - 0.05 / comparisons``, so that all of them contain the truth in 95 % of pages.
-        least_sd: The standard deviation is not taken to be less: differences that are all equal
-            have come about by rounding to a whole sample.
+        least_sd: The standard deviation is not taken to be less: rounding to a whole sample can
+            make all differences equal.
     """
     import numpy as np
 

@@ -11,7 +11,7 @@ from apex.bench.output import html
 from apex.bench.output.columns import fitted, write_csv
 from apex.bench.output.console import console
 from apex.bench.output.looks import provider_look
-from apex.bench.training.remarks import source
+from apex.bench.training.notes import source
 
 __all__ = ["Report", "content", "show"]
 

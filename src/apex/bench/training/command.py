@@ -29,8 +29,8 @@ from apex.bench.options import (
 )
 from apex.bench.output.progress import Bar, progress
 from apex.bench.training import jobs, plan, report, tasks
-from apex.bench.training.how import how_measured
 from apex.bench.training.largest import largest
+from apex.bench.training.methods import how_measured
 from apex.bench.training.optimizers import OPTIMIZERS
 from apex.bench.training.precision import ALIASES, LEVELS
 from apex.bench.training.results import Cell, Largest, Report, Run, write

@@ -7,7 +7,7 @@ import torch
 from apex.bench.cli import UsageError
 from apex.bench.info.speeds import Speed
 from apex.bench.info.speeds import speeds as measured
-from apex.bench.training import apart, probe, tasks, turns
+from apex.bench.training import probe, profiling, tasks, turns
 from apex.bench.training.results import Cell, Run
 from apex.bench.training.tasks.task import TaskOptions
 
@@ -44,7 +44,7 @@ def speeds(told: Told, device: torch.device) -> tuple[Speed, ...]:
 
 def model_bytes(told: Told, cells: Sequence[Cell], options: TaskOptions) -> dict[str, object]:
     """Measure the memory of each level on two models."""
-    return {cell.label: apart.model_bytes(cell, options.device) for cell in cells}
+    return {cell.label: profiling.model_bytes(cell, options.device) for cell in cells}
 
 
 def fits(told: Told, cell: Cell, options: TaskOptions, limit_bytes: int) -> Run:

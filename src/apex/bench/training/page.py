@@ -14,8 +14,8 @@ from apex.bench.output.console import NOTHING, number
 from apex.bench.output.figures import Drawn
 from apex.bench.output.html import Cell
 from apex.bench.output.looks import look
-from apex.bench.training.answer import answers
-from apex.bench.training.remarks import marks, notes, problems, source
+from apex.bench.training.notes import marks, notes, problems, source
+from apex.bench.training.recommendation import answers
 from apex.bench.training.results import FORMAT, Report
 from apex.bench.training.results import Cell as PlannedCell
 from apex.bench.training.rows import BASELINE, Row

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from apex.bench.cli import UsageError
 from apex.bench.options import check_folder
+from apex.bench.training.notes import source
 from apex.bench.training.precision import ALIASES, LEVELS
-from apex.bench.training.remarks import source
 from apex.bench.training.report import write_all
 from apex.bench.training.results import Cell, Report, read
 from apex.bench.training.verdict import Verdict, verdicts

@@ -18,7 +18,7 @@ from apex.bench.intervals import Interval, percentile
 from apex.bench.output.columns import three
 from apex.bench.output.figures import PANEL, Drawn, log_axis, new_figure, plain, save, tidy
 from apex.bench.output.looks import INK, Look, look
-from apex.bench.training.remarks import marks, source
+from apex.bench.training.notes import marks, source
 from apex.bench.training.results import Report, Run
 from apex.bench.training.rows import Row, rows
 from apex.bench.training.table import Line, lines

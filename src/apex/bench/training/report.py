@@ -9,8 +9,8 @@ from pathlib import Path
 from apex.bench.output.columns import fitted, write_csv
 from apex.bench.output.console import console
 from apex.bench.training import page, plots
-from apex.bench.training.answer import answers
-from apex.bench.training.remarks import largest_said, marks, notes, problems, source
+from apex.bench.training.notes import largest_said, marks, notes, problems, source
+from apex.bench.training.recommendation import answers
 from apex.bench.training.results import Report
 from apex.bench.training.rows import BASELINE
 from apex.bench.training.table import COLUMNS, lines, write_runs_csv

@@ -27,7 +27,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from apex import amp
-from apex.bench.training import apart
+from apex.bench.training import profiling
 from apex.bench.training.results import Cell, Run, Status
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.timing import Stopwatch, stopwatch
@@ -183,7 +183,7 @@ class _Training:
         self._accuracy: list[float] = []
         self._test_loss: list[float] = []
         self._steps_per_epoch = 0
-        self._apart = apart.Measured()
+        self._apart = profiling.Measured()
         self._seconds = 0.0
 
     @property
@@ -260,7 +260,7 @@ class _Training:
         stopped = self.status == "stopped"
         if self.cell.seed == 0 and (self.trained or stopped) and left > self.seconds_a_step * AFTER:
             with self._guarded():
-                self._apart = apart.measure(
+                self._apart = profiling.measure(
                     self.cell, self._task, self._device, self._batch, stopped=stopped
                 )
 

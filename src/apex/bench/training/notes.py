@@ -1,4 +1,4 @@
-"""What has to be said beside the numbers of a report, in the terminal and on the page."""
+"""What stands beside the numbers of a report: warnings, notes, problems."""
 
 import math
 import statistics

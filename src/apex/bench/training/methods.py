@@ -1,4 +1,4 @@
-"""How the numbers of a report were taken, in words for its readers."""
+"""How the numbers of a report were measured and computed, in words for its readers."""
 
 import torch
 
@@ -11,7 +11,7 @@ __all__ = ["how_measured"]
 
 
 def how_measured(device: torch.device) -> dict[str, str]:
-    """Say how the numbers of a `Run` and a `Verdict` come about."""
+    """Say how the numbers of a `Run` and a `Verdict` are measured and computed."""
     clock = "CUDA events" if device.type == "cuda" else "the host's clock"
     return {
         "time of a step": "milliseconds from zero_grad to the end of step (forward, loss, "
