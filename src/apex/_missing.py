@@ -1,15 +1,16 @@
 """Names of NVIDIA's Apex that this package does not have, and what to use instead.
 
-``NOT_YET`` and ``OUT_OF_SCOPE`` are the table. A key is a module, or a name in a module that
-exists; where a whole package is missing, its own name is enough. Whoever adds a module removes its
-line here and in ``docs/compatibility.md``; ``tests/test_missing_names.py`` asks for both.
+``NOT_YET`` and ``OUT_OF_SCOPE`` are the table. A key is a module, or a name in a package that
+exists; where a whole package is missing, its own name is enough. ``COMPILED`` has the compiled
+modules, which were at the top level; the advice for one is that of the package that used it.
+Whoever adds a module removes its line here and in ``docs/compatibility.md``.
 
-The text of the table is in the error of each way to ask for a name:
+The text of the table is in the error of each way to ask for a name, once ``apex`` is imported:
 
 ======================================  ============================  =============================
 statement                               error                         who raises it
 ======================================  ============================  =============================
-``import apex.contrib.fmha``            ``ModuleNotFoundError``       :class:`MissingNames`
+``import apex.contrib.fmha, fmhalib``   ``ModuleNotFoundError``       :class:`MissingNames`
 ``from apex.contrib.fmha import FMHA``  ``ModuleNotFoundError``       :class:`MissingNames`
 ``from apex.contrib import fmha``       ``ImportError``, as Python's  :class:`MissingNames`
 ``apex.contrib.fmha``                   ``AttributeError``            the package's ``__getattr__``
@@ -17,13 +18,14 @@ statement                               error                         who raises
 
 ``hasattr`` returns False and ``importlib.util.find_spec`` returns None for these names, as usual in
 Python, because programs check before they import. Names that are not in the table get Python's own
-errors. So do missing modules at the top level. ``fused_adam_cuda`` stays one of them: fairseq takes
-it, if it can be imported, before ``apex.optimizers.FusedAdam``, and calls it once for each tensor.
+errors.
 """
 
 import sys
 from types import FrameType
 from typing import NoReturn
+
+_SHARDED_ADAM = "torch.distributed.fsdp.fully_shard with torch.optim.AdamW(fused=True)"
 
 NOT_YET = {
     "apex.transformer.context": "torch.distributed.tensor.experimental.context_parallel",
@@ -37,24 +39,15 @@ NOT_YET = {
     "apex.contrib.fmha": "torch.nn.attention.varlen.varlen_attn (torch 2.9 lacks it)",
     "apex.contrib.groupbn": "torch.nn.BatchNorm2d or torch.nn.SyncBatchNorm, with "
     "model.to(memory_format=torch.channels_last)",
-    "apex.contrib.optimizers.distributed_fused_adam": "torch.distributed.fsdp.fully_shard with "
-    "torch.optim.AdamW(fused=True)",
-    "apex.contrib.optimizers.distributed_fused_lamb": "torch.distributed.fsdp.fully_shard with "
-    "torch.optim.AdamW(fused=True)",
+    "apex.contrib.optimizers.distributed_fused_adam": _SHARDED_ADAM,
+    "apex.contrib.optimizers.distributed_fused_adam_v2": _SHARDED_ADAM,
+    "apex.contrib.optimizers.distributed_fused_adam_v3": _SHARDED_ADAM,
+    "apex.contrib.optimizers.distributed_fused_lamb": _SHARDED_ADAM,
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
 }
 
-# Modules of 2020 with the autograd functions inside of the two layers.
-_ENCDEC_FUNCTIONS = (
-    "apex.contrib.multihead_attn.encdec_multihead_attn_func",
-    "apex.contrib.multihead_attn.fast_encdec_multihead_attn_func",
-    "apex.contrib.multihead_attn.fast_encdec_multihead_attn_norm_add_func",
-)
-_SELF_FUNCTIONS = (
-    "apex.contrib.multihead_attn.fast_self_multihead_attn_func",
-    "apex.contrib.multihead_attn.fast_self_multihead_attn_norm_add_func",
-    "apex.contrib.multihead_attn.self_multihead_attn_func",
-)
+_MHA = "apex.contrib.multihead_attn"
+_PERMUTATION = "apex.contrib.sparsity.ASP, which permutes channels itself"
 
 OUT_OF_SCOPE = {
     "apex.amp.__version__": "apex.__version__",
@@ -68,15 +61,56 @@ OUT_OF_SCOPE = {
     "apex.amp.utils": "torch.autocast",
     "apex.amp.wrap": "torch.autocast",
     "apex.contrib.gpu_direct_storage": "torch.cuda.gds",
-    **dict.fromkeys(_ENCDEC_FUNCTIONS, "apex.contrib.multihead_attn.EncdecMultiheadAttn"),
-    **dict.fromkeys(_SELF_FUNCTIONS, "apex.contrib.multihead_attn.SelfMultiheadAttn"),
+    # modules of 2020 with the autograd functions inside of the two layers
+    f"{_MHA}.encdec_multihead_attn_func": f"{_MHA}.EncdecMultiheadAttn",
+    f"{_MHA}.fast_encdec_multihead_attn_func": f"{_MHA}.EncdecMultiheadAttn",
+    f"{_MHA}.fast_encdec_multihead_attn_norm_add_func": f"{_MHA}.EncdecMultiheadAttn",
+    f"{_MHA}.fast_self_multihead_attn_func": f"{_MHA}.SelfMultiheadAttn",
+    f"{_MHA}.fast_self_multihead_attn_norm_add_func": f"{_MHA}.SelfMultiheadAttn",
+    f"{_MHA}.self_multihead_attn_func": f"{_MHA}.SelfMultiheadAttn",
     "apex.contrib.nccl_allocator": "torch.cuda.MemPool and torch.cuda.use_mem_pool",
     "apex.contrib.openfold_triton": "torch.nn.functional.scaled_dot_product_attention and "
     "torch.compile",
     "apex.contrib.peer_memory": "torch.distributed.batch_isend_irecv",
+    "apex.contrib.sparsity.permutation_lib": _PERMUTATION,
+    "apex.contrib.sparsity.permutation_search_kernels": _PERMUTATION,
     "apex.contrib.torchsched": "torch.compile",
     "apex.distributed_testing": "torch.multiprocessing.spawn",
+    "apex.parallel.optimized_sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
+    "apex.parallel.sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
     "apex.pyprof": "torch.profiler",
+    "apex.testing": "unittest.skipIf with torch.version.hip",
+    "fused_adam_cuda": "apex.optimizers.FusedAdam. It is missing on purpose: fairseq would take "
+    "fused_adam_cuda instead, and call it once for each tensor",
+}
+
+# A compiled module -> the part of Apex that used it, which is here, or in the tables above.
+COMPILED = {
+    "_apex_gpu_direct_storage": "apex.contrib.gpu_direct_storage",
+    "_apex_nccl_allocator": "apex.contrib.nccl_allocator",
+    "bnp": "apex.contrib.groupbn",
+    "cudnn_gbn_lib": "apex.contrib.cudnn_gbn",
+    "distributed_adam_cuda": "apex.contrib.optimizers.distributed_fused_adam",
+    "distributed_lamb_cuda": "apex.contrib.optimizers.distributed_fused_lamb",
+    "fast_additive_mask_softmax_dropout": f"{_MHA}.fast_mask_softmax_dropout_func",
+    "fast_bottleneck": "apex.contrib.bottleneck",
+    "fast_encdec_multihead_attn": f"{_MHA}.EncdecMultiheadAttn",
+    "fast_encdec_multihead_attn_norm_add": f"{_MHA}.EncdecMultiheadAttn",
+    "fast_mask_softmax_dropout": f"{_MHA}.fast_mask_softmax_dropout_func",
+    "fast_multihead_attn": _MHA,
+    "fast_self_multihead_attn": f"{_MHA}.SelfMultiheadAttn",
+    "fast_self_multihead_attn_bias": f"{_MHA}.SelfMultiheadAttn",
+    "fast_self_multihead_attn_bias_additive_mask": f"{_MHA}.SelfMultiheadAttn",
+    "fast_self_multihead_attn_norm_add": f"{_MHA}.SelfMultiheadAttn",
+    "fmhalib": "apex.contrib.fmha",
+    "fused_conv_bias_relu": "apex.contrib.conv_bias_relu",
+    "fused_lamb_cuda": "apex.optimizers.FusedLAMB",
+    "group_norm_v2_cuda": "apex.contrib.group_norm.GroupNorm",
+    "nccl_p2p_cuda": "apex.contrib.peer_memory",
+    "peer_memory_cuda": "apex.contrib.peer_memory",
+    "permutation_search_cuda": "apex.contrib.sparsity.permutation_search_kernels",
+    "transducer_joint_cuda": "apex.contrib.transducer",
+    "transducer_loss_cuda": "apex.contrib.transducer",
 }
 
 
@@ -132,15 +166,13 @@ def attribute_error(module: str, name: str) -> AttributeError:
 
 def _explain(name: str) -> str | None:
     """Return what an error says about a name of the table, and None for any other name."""
-    if name in NOT_YET:
-        yet, use = " yet", NOT_YET[name]
-    elif name in OUT_OF_SCOPE:
-        yet, use = "", OUT_OF_SCOPE[name]
-    else:
+    part = COMPILED.get(name, name)
+    use = NOT_YET.get(part) or OUT_OF_SCOPE.get(part) or COMPILED.get(name)
+    if use is None:
         return None
     from apex import __version__
 
-    return f"{name} is not in apex {__version__}{yet}; use {use}"
+    return f"{name} is not in apex {__version__}{' yet' if part in NOT_YET else ''}; use {use}"
 
 
 def _import_functions(frame: FrameType | None) -> set[str]:
