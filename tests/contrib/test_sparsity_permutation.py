@@ -203,9 +203,7 @@ def outputs(model, shape):
 def permuted(model, **options):
     """Permute without pruning: the model must compute what it did."""
     ASP.init_model_for_pruning(model, **options)
-    state = ASP._state
-    layers = [one.module for one in state.pruned]
-    _permutation.permute(model, layers, state.followers, state.say, ASP._permutation[1])
+    _permutation.permute(ASP._state, ASP._permutation[1])
 
 
 FREE = {
@@ -363,9 +361,7 @@ def test_masters_and_moments_follow_their_weights(level, fused):
     before, order = together(), model[2].weight.clone()
     ASP.init_model_for_pruning(model, verbosity=0)
     ASP.init_optimizer_for_pruning(optimizer)
-    state = ASP._state
-    layers = [one.module for one in state.pruned]
-    _permutation.permute(model, layers, state.followers, state.say, ASP._permutation[1])
+    _permutation.permute(ASP._state, ASP._permutation[1])
     assert not torch.equal(order, model[2].weight)
     assert together() == before
     optimizer.step()  # amp takes none of it for a change of the gradients

@@ -17,12 +17,16 @@ _LOGGER = get_transformer_logger(__name__)
 
 
 class NumMicroBatchesCalculator(ABC):
-    """What a calculator offers.
+    """What a calculator offers; arguments and errors of all of them.
 
-    Attributes:
-        num_micro_batches: For each rank, in one step.
-        current_global_batch_size: Samples of all ranks in one step.
+    Args:
         micro_batch_size: Samples of one rank in one forward.
+        data_parallel_size: Ranks with different samples.
+        global_batch_size: Samples of all ranks in one step.
+
+    Raises:
+        ArgumentError: A number is not positive, or the global batch is no whole number of
+            micro-batches on each rank; it is a RuntimeError, TypeError and ValueError.
     """
 
     def __init__(self, micro_batch_size: int, data_parallel_size: int) -> None:
@@ -57,15 +61,6 @@ class NumMicroBatchesCalculator(ABC):
 class ConstantNumMicroBatches(NumMicroBatchesCalculator):
     """``global_batch_size / (micro_batch_size * data_parallel_size)`` micro-batches always.
 
-    Args:
-        global_batch_size: Samples of all ranks in one step.
-        micro_batch_size: Samples of one rank in one forward.
-        data_parallel_size: Ranks with different samples.
-
-    Raises:
-        ArgumentError: The quotient is no positive whole number; it is a RuntimeError, TypeError
-            and ValueError.
-
     Example:
         >>> ConstantNumMicroBatches(512, 4, 16).get()
         8
@@ -89,13 +84,9 @@ class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
         start_batch_size: The first global batch size.
         batch_size_increment: What a step adds.
         ramup_samples: Samples until the last step; Megatron spells it so.
-        global_batch_size: The last global batch size.
-        micro_batch_size: Samples of one rank in one forward.
-        data_parallel_size: Ranks with different samples.
 
     Raises:
-        ArgumentError: ``global_batch_size`` is not reached in whole steps, or a number is not
-            positive; it is a RuntimeError, TypeError and ValueError.
+        ArgumentError: ``global_batch_size`` is not reached in whole steps.
 
     Example:
         >>> calculator = RampupBatchsizeNumMicroBatches(8, 8, 1000, 32, 2, 4)
@@ -161,15 +152,13 @@ def build_num_microbatches_calculator(
         rank: Of this process.
         rampup_batch_size: ``(start_batch_size, batch_size_increment, ramup_samples)`` if the global
             batch grows.
-        global_batch_size: Samples of all ranks in one step, at last.
-        micro_batch_size: Samples of one rank in one forward.
-        data_parallel_size: Ranks with different samples.
-
-    Raises:
-        ArgumentError: The numbers do not fit together.
+        global_batch_size: As for the classes, like those after it.
+        micro_batch_size: The same.
+        data_parallel_size: The same.
     """
+    sizes = (global_batch_size, micro_batch_size, data_parallel_size)
     if rampup_batch_size is None:
-        constant = ConstantNumMicroBatches(global_batch_size, micro_batch_size, data_parallel_size)
+        constant = ConstantNumMicroBatches(*sizes)
         if rank == 0:
             _LOGGER.info("number of micro-batches: %d", constant.get())
         return constant
@@ -184,9 +173,7 @@ def build_num_microbatches_calculator(
             "global batch size: from %d to %d by %d over %d samples",
             start, global_batch_size, increment, samples,
         )  # fmt: skip
-    return RampupBatchsizeNumMicroBatches(
-        start, increment, samples, global_batch_size, micro_batch_size, data_parallel_size
-    )
+    return RampupBatchsizeNumMicroBatches(start, increment, samples, *sizes)
 
 
 def _check_positive(**numbers: int) -> None:

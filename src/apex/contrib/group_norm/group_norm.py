@@ -128,6 +128,10 @@ def cuda_group_norm_nhwc_one_pass(
     return _channels_last(x, G, weight, bias, eps, act)
 
 
+# How often an image is read is the kernel's own decision here.
+cuda_group_norm_nhwc_two_pass = cuda_group_norm_v2_nhwc = cuda_group_norm_nhwc_one_pass
+
+
 @left_to_python
 def _channels_last(
     x: torch.Tensor,
@@ -140,30 +144,6 @@ def _channels_last(
     if x.dim() in ops.FORMATS:
         x = x.contiguous(memory_format=ops.FORMATS[x.dim()])
     return ops.group_norm(x, groups, weight, bias, eps=eps, act=act)
-
-
-def cuda_group_norm_nhwc_two_pass(
-    x: torch.Tensor,
-    G: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    act: str | None = None,
-) -> torch.Tensor:
-    """Compute the same: how often an image is read is the kernel's own decision here."""
-    return cuda_group_norm_nhwc_one_pass(x, G, weight, bias, eps, act)
-
-
-def cuda_group_norm_v2_nhwc(
-    x: torch.Tensor,
-    G: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    act: str | None = None,
-) -> torch.Tensor:
-    """Compute the same."""
-    return cuda_group_norm_nhwc_one_pass(x, G, weight, bias, eps, act)
 
 
 def torch_group_norm(

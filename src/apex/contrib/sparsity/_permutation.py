@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import operator
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex.contrib.sparsity._pruned import PrunedModel
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 
 _ROUNDS = 24
@@ -297,34 +298,30 @@ def _swaps(columns: torch.Tensor) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def permute(
-    model: nn.Module,
-    pruned: Sequence[nn.Module],
-    followers: Callable[[torch.Tensor], list[torch.Tensor] | None],
-    say: Callable[[str, int], None],
-    folder: str | None,
-) -> int:
-    """Permute what can be, so that ``pruned`` layers keep more; return how many of them.
+def permute(pruned: PrunedModel, folder: str | None) -> int:
+    """Permute what can be, so that pruned layers keep more; return how many of them.
 
-    ``followers`` returns what is permuted with a parameter, or None where that cannot be; ``say``
-    takes a line and from which verbosity on it is shown; what was done is saved in ``folder``.
+    What was done is saved in ``folder``, if it is given.
     """
+    model, pruned_layers = pruned.model, [one.module for one in pruned.pruned]
     try:
         analysis = _Analysis(model)
         analysis.trace()
     except Exception as error:  # noqa: BLE001  the model's code, which runs with fx's proxies
         cause = str(error).partition("\n")[0]
-        say(f"channels are not permuted, for torch.fx cannot trace the model: {cause}", 1)
+        pruned.log(f"channels are not permuted, for torch.fx cannot trace the model: {cause}", 1)
         return 0
     report: list[dict[str, Any]] = []
     count = 0
     for channels in analysis.sets():
         layers = [model.get_submodule(name) for name in channels.inputs]
-        matrices = [_matrix(layer) for layer in layers if any(layer is one for one in pruned)]
+        matrices = [
+            _matrix(layer) for layer in layers if any(layer is one for one in pruned_layers)
+        ]
         if not matrices:
             continue
         free = () if channels.fixed else _tensors(model, channels)
-        tensors = [(one, dim, followers(one)) for one, dim in free]
+        tensors = [(one, dim, pruned.permuted_with(one)) for one, dim in free]
         if any(others is None for _, _, others in tensors):
             channels.fix("the optimizer's state has another shape than a weight")
         entry: dict[str, Any] = {"outputs_of": channels.outputs, "inputs_of": channels.inputs}
@@ -346,8 +343,8 @@ def permute(
                 channels.fixed = "no better order was found"
         entry["result"] = channels.fixed
         report.append(entry)
-        say(text + channels.fixed, 2)
-    say(f"permuted the input channels of {count} of {len(pruned)} pruned weights", 1)
+        pruned.log(text + channels.fixed, 2)
+    pruned.log(f"permuted the input channels of {count} of {len(pruned_layers)} pruned weights", 1)
     if folder is not None:
         path = pathlib.Path(folder, "model_offline_permutation_graph.json")
         path.write_text(json.dumps(report, indent=1))

@@ -16,200 +16,23 @@ state is one object, and :meth:`ASP.reset` drops it.
 from __future__ import annotations
 
 import functools
-import logging
 import pathlib
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from apex.contrib.sparsity._permutation import permute
+from apex.contrib.sparsity._pruned import ASPError, PrunedModel, PrunedWeight
 from apex.contrib.sparsity.sparse_masklib import create_mask
 
 __all__ = ["ASP", "ASPError", "eligible_modules"]
-
-logger = logging.getLogger("apex.sparsity")
 
 _PARAMETERS: dict[type, Sequence[str]] = {
     **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), ("weight",)),
     nn.MultiheadAttention: ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight"),
 }
-_BESIDE = ("master_param", "low_bits", "error")  # what apex.optimizers keep of a weight's value
-
-
-class ASPError(RuntimeError, AssertionError):
-    """ASP was called in the wrong order; an ``AssertionError`` too, which the original raised."""
-
-
-@dataclass
-class _Pruned:
-    """A weight that is pruned. Tensors are looked up at each use: ``model.to()`` replaces them."""
-
-    layer: str
-    module: nn.Module
-    name: str
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.module.get_parameter(self.name)
-
-    @property
-    def mask(self) -> torch.Tensor:
-        return self.module.get_buffer(self.buffer("mask"))
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """What was pruned, zero elsewhere; None without ``allow_recompute_mask``."""
-        return self.module._buffers.get(self.buffer("pruned_p"))
-
-    @property
-    def is_sparse(self) -> bool:
-        return not bool(self.mask.all())
-
-    def buffer(self, kind: str) -> str:
-        """The name of one of its buffers, in which dots are not allowed."""
-        return f"__{self.name.replace('.', '_')}_mma_{kind}"
-
-    def __str__(self) -> str:
-        size, dtype = list(self.weight.shape), self.weight.dtype
-        return f"{self.layer}::{self.name} of size={size} and type={dtype}"
-
-
-@dataclass
-class _State:
-    """One pruned model."""
-
-    model: nn.Module
-    calculate: Callable[[torch.Tensor], torch.Tensor]
-    verbosity: int
-    permute: bool
-    was_permuted: bool = False
-    pruned: list[_Pruned] = field(default_factory=list)
-    optimizer: Any = None
-    hooks: list[Any] = field(default_factory=list)
-
-    def say(self, message: str, verbosity: int) -> None:
-        """Log a line on rank 0, or write it to stdout when nobody configured logging."""
-        dist = torch.distributed
-        is_rank0 = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-        if self.verbosity >= verbosity and is_rank0:
-            if logger.hasHandlers():
-                logger.info("[ASP] %s", message)
-            else:
-                sys.stdout.write(f"[ASP] {message}\n")
-
-    # -- which tensors hold the values of a weight -------------------------------------------------
-
-    def masters(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The float32 masters of apex.amp or an FP16_Optimizer, by weight."""
-        owner = getattr(self.optimizer, "_amp_stash", None) or self.optimizer
-        halves = getattr(owner, "all_fp16_params", ())
-        return dict(zip(halves, getattr(owner, "all_fp32_from_fp16_params", ()), strict=True))
-
-    def state_of(self, tensor: torch.Tensor) -> Mapping[str, Any]:
-        """What the optimizer keeps for a tensor."""
-        found: Mapping[str, Any] = {}
-        return found if self.optimizer is None else self.optimizer.state.get(tensor, found)
-
-    def copies(self) -> Iterator[tuple[_Pruned, list[torch.Tensor]]]:
-        """Each weight, with all tensors that its value is computed from."""
-        masters = self.masters()
-        for one in self.pruned:
-            found = [one.weight]
-            found += [masters[tensor] for tensor in found if tensor in masters]
-            beside = [self.state_of(tensor).get(key) for tensor in found for key in _BESIDE]
-            yield one, found + [value for value in beside if value is not None]
-
-    def followers(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """Masters, gradients and state that are permuted with a parameter; None if they cannot."""
-        masters = self.masters()
-        own = [tensor, masters[tensor]] if tensor in masters else [tensor]
-        found = own[1:] + [one.grad for one in own if one.grad is not None]
-        for value in (value for one in own for value in self.state_of(one).values()):
-            if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
-                found.append(value)
-            elif isinstance(value, torch.Tensor) and value.numel() > 1:
-                return None
-        return found
-
-    # -- the optimizer's step ----------------------------------------------------------------------
-
-    @torch.no_grad()
-    def mask_grads(self) -> None:
-        """Zero the gradients of pruned weights, where the optimizer looks for them."""
-        masters = self.masters()
-        for one in self.pruned:
-            grad = masters.get(one.weight, one.weight).grad
-            if grad is not None:
-                grad.masked_fill_(~one.mask, 0)
-
-    def before_step(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Mask gradients, also those that a closure computes."""
-        self.mask_grads()
-        closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0]: the optimizer
-
-        def masked() -> Any:
-            loss = closure()
-            self.mask_grads()
-            return loss
-
-        if not callable(closure):
-            return None
-        if len(args) > 1:
-            return (args[0], masked, *args[2:]), kwargs
-        return args, {**kwargs, "closure": masked}
-
-    @torch.no_grad()
-    def after_step(self, *_: Any) -> None:
-        """Zero pruned weights, and what the next step computes them from."""
-        for one, tensors in self.copies():
-            is_pruned = ~one.mask
-            for tensor in tensors:
-                # .data: not counted as a write, after which optimizers drop their low bits.
-                tensor.data.masked_fill_(is_pruned, 0)
-
-    # -- masks -------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def restore(self, purpose: str) -> None:
-        """Bring back what was pruned; masters follow, for amp sees who writes a weight."""
-        sparse = [(one, one.values) for one in self.pruned if one.is_sparse]
-        for one, values in sparse:
-            if values is None:
-                raise ASPError(
-                    f"ASP: {one} is pruned already, and its pruned values were not kept. To "
-                    f"{purpose}, call init_model_for_pruning with allow_recompute_mask=True."
-                )
-        for one, values in sparse:
-            assert values is not None
-            one.weight.copy_(torch.where(one.mask, one.weight, values))
-            one.mask.fill_(True)
-            values.zero_()
-
-    @torch.no_grad()
-    def compute(self) -> None:
-        """Compute all masks from the weights and prune these."""
-        masks = [self.calculate(one.weight.detach()) for one in self.pruned]
-        for one, mask in zip(self.pruned, masks, strict=True):
-            if mask.shape != one.weight.shape:
-                raise ValueError(
-                    f"ASP: mask_calculator returned a mask of shape {list(mask.shape)} for {one}; "
-                    "it must have the shape of the weight."
-                )
-        for one, mask in zip(self.pruned, masks, strict=True):
-            weight = one.weight
-            before = weight.float().norm(1).clamp(min=1e-30)
-            one.mask.copy_(mask)
-            if one.values is not None:
-                one.values.copy_(weight.masked_fill(one.mask, 0))
-            weight.masked_fill_(~one.mask, 0)
-            if self.verbosity >= 2:
-                share = 1.0 - float(one.mask.sum()) / one.mask.numel()
-                kept = float(weight.float().norm(1) / before)
-                self.say(f"{share:.2%} of {one} pruned, {kept:.2%} of its magnitude kept", 2)
 
 
 def eligible_modules(
@@ -242,7 +65,7 @@ class ASP:
         >>> ASP.reset()
     """
 
-    _state: ClassVar[_State | None] = None
+    _state: ClassVar[PrunedModel | None] = None
     _permutation: ClassVar[tuple[bool, str | None]] = (True, None)  # allowed, folder to save to
 
     @classmethod
@@ -296,14 +119,14 @@ class ASP:
                     f"ASP: whitelist has {kind.__name__}, whose parameters are not known. Name "
                     f"them: custom_layer_dict={{{kind.__name__}: ['weight']}}."
                 )
-        state = _State(model, calculate, verbosity, allow_permutation)
+        state = PrunedModel(model, calculate, verbosity, allow_permutation)
         if allow_permutation and mask_calculator != "m4n2_1d":
             state.permute = False
-            state.say("channels will not be permuted: the search is for m4n2_1d alone", 1)
+            state.log("channels will not be permuted: the search is for m4n2_1d alone", 1)
         layers = eligible_modules(model, kinds, allowed_layer_names, disallowed_layer_names)
         for layer, module in layers:
             kind = next(base for base in type(module).__mro__ if base in parameters)
-            found = [_Pruned(layer, module, name) for name in parameters[kind]]
+            found = [PrunedWeight(layer, module, name) for name in parameters[kind]]
             state.pruned += [one for one in found if _is_prunable(one, state)]
         for one in state.pruned:
             weight, buffers = one.weight.detach(), one.module._buffers
@@ -311,7 +134,7 @@ class ASP:
                 one.module.register_buffer(one.buffer("mask"), torch.ones_like(weight).bool())
             if allow_recompute_mask and one.buffer("pruned_p") not in buffers:
                 one.module.register_buffer(one.buffer("pruned_p"), torch.zeros_like(weight))
-            state.say(f"will prune {one}", 3)
+            state.log(f"will prune {one}", 3)
         cls._state = state
 
     @classmethod
@@ -353,9 +176,7 @@ class ASP:
         state.restore("compute masks again")
         allowed, folder = cls._permutation
         if state.permute and allowed:
-            layers = [one.module for one in state.pruned]
-            count = permute(state.model, layers, state.followers, state.say, folder)
-            state.was_permuted = count > 0
+            state.was_permuted = permute(state, folder) > 0
         state.permute = False
         state.compute()
 
@@ -433,7 +254,7 @@ class ASP:
                 one.module._buffers.pop(one.buffer(kind), None)
 
     @classmethod
-    def _needed(cls, method: str) -> _State:
+    def _needed(cls, method: str) -> PrunedModel:
         if cls._state is None:
             raise ASPError(f"ASP.{method} was called before ASP.init_model_for_pruning.")
         return cls._state
@@ -448,7 +269,7 @@ def _calculator(given: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return given  # type: ignore[no-any-return]
 
 
-def _is_prunable(one: _Pruned, state: _State) -> bool:
+def _is_prunable(one: PrunedWeight, state: PrunedModel) -> bool:
     owner, _, last = one.name.rpartition(".")
     try:
         weight = getattr(one.module.get_submodule(owner), last)
@@ -460,7 +281,7 @@ def _is_prunable(one: _Pruned, state: _State) -> bool:
     elif weight.dim() < 2 or weight.shape[0] % 8 or weight.shape[1] % 16:
         why = f"{list(weight.shape)} are no multiples of 8 output and 16 input channels"
     if why and weight is not None:  # MultiheadAttention has four, and uses one or three of them
-        state.say(f"skipped {one.layer}::{one.name}: {why}", 1)
+        state.log(f"skipped {one.layer}::{one.name}: {why}", 1)
     return not why
 
 

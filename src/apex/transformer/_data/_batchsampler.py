@@ -92,10 +92,8 @@ class MegatronPretrainingSampler(_Sampler):
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        super().__init__(
-            total_samples, consumed_samples, local_minibatch_size, data_parallel_rank,
-            data_parallel_size,
-        )  # fmt: skip
+        sizes = (local_minibatch_size, data_parallel_rank, data_parallel_size)
+        super().__init__(total_samples, consumed_samples, *sizes)
         if consumed_samples >= total_samples:
             raise ArgumentError(
                 f"MegatronPretrainingSampler: no samples left to consume: {consumed_samples} of "
@@ -122,16 +120,9 @@ class MegatronPretrainingRandomSampler(_Sampler):
     seed. The samples that do not fill a last global batch are left out. ``consumed_samples`` counts
     on with every batch, so that a second loop over the sampler is the next epoch.
 
-    Args:
-        total_samples: Of the dataset.
-        consumed_samples: Samples of all ranks and epochs that were used; set at each resume.
-        local_minibatch_size: Samples of one rank's batch.
-        data_parallel_rank: Of this process.
-        data_parallel_size: Ranks with different samples.
-
-    Raises:
-        ArgumentError: There are fewer samples than a global batch has, or a number is out of
-            range; it is a RuntimeError, TypeError and ValueError.
+    Arguments and errors are those of `MegatronPretrainingSampler`, without ``drop_last``;
+    ``consumed_samples`` counts those of all epochs, and a loop raises if there are fewer samples
+    than a global batch has.
 
     Example:
         >>> sampler = MegatronPretrainingRandomSampler(8, 0, 2, 1, 2)

@@ -27,12 +27,9 @@ class GradScaler(torch.amp.GradScaler):
     ``optimizer.unscale_grads(inv_scale, found_inf, allow_fp16)`` is called and returns the flags, a
     dict from device to tensor.
 
+    Arguments that are not listed are torch's.
+
     Args:
-        init_scale: The first loss scale.
-        growth_factor: What the scale is multiplied by after ``growth_interval`` steps without inf.
-        backoff_factor: What it is multiplied by after a skipped step.
-        growth_interval: Steps.
-        enabled: Whether it does anything.
         device: Type of the device that losses are on; by default this machine's accelerator, or
             ``"cpu"`` where there is none.
         process_group: The ranks that skip together; by default all. In Megatron's programs it is

@@ -62,12 +62,7 @@ def scaled_masked_softmax(inputs: torch.Tensor, mask: Optional, scale: float) ->
     return ops.scaled_softmax(inputs, mask, scale, name="scaled_masked_softmax")
 
 
-@left_to_python
-def generic_scaled_masked_softmax(
-    inputs: torch.Tensor, mask: Optional, scale: float
-) -> torch.Tensor:
-    """The same as :func:`scaled_masked_softmax`."""
-    return ops.scaled_softmax(inputs, mask, scale, name="generic_scaled_masked_softmax")
+generic_scaled_masked_softmax = scaled_masked_softmax  # Apex: kernels for any number of keys
 
 
 @left_to_python
@@ -90,11 +85,7 @@ class ScaledMaskedSoftmax(Applied):
     gradient = "output_grads"
 
 
-class GenericScaledMaskedSoftmax(Applied):
-    """The same; Apex had kernels of its own for it, for any number of keys."""
-
-    function = staticmethod(generic_scaled_masked_softmax)
-    gradient = "output_grads"
+GenericScaledMaskedSoftmax = ScaledMaskedSoftmax
 
 
 @left_to_python

@@ -4,7 +4,7 @@ Where a sequence is split over ranks, a norm's weight and bias get a part of the
 Megatron's programs add the parts up for the parameters that have the attribute.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ __all__ = ["FastLayerNorm", "FusedLayerNorm", "MixedFusedLayerNorm"]
 class _Marked(torch.nn.Module):
     """Marks parameters, also those that torch makes anew, which have no attributes of their own."""
 
-    sequence_parallel_enabled: bool
+    def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._mark(sequence_parallel_enabled)
 
     def _mark(self, enabled: bool) -> None:
         self.sequence_parallel_enabled = enabled
@@ -40,72 +42,21 @@ class _Marked(torch.nn.Module):
 
 
 class FusedLayerNorm(_Marked, normalization.FusedLayerNorm):
-    """`apex.normalization.FusedLayerNorm` that marks its parameters.
+    """:class:`apex.normalization.FusedLayerNorm`, with its arguments and one more.
 
     Args:
-        normalized_shape: The last dimensions of the input, or the last one alone.
-        eps: Added to the variance.
-        elementwise_affine: Whether there are a weight and a bias.
-        sequence_parallel_enabled: What the attribute of this name says.
-        **kwargs: ``memory_efficient``, ``device`` and ``dtype`` of that class.
+        sequence_parallel_enabled: What the attribute of this name of its parameters says;
+            ``False`` by default, by keyword only.
 
     Example:
         >>> FusedLayerNorm(4, sequence_parallel_enabled=True).bias.sequence_parallel_enabled
         True
     """
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        *,
-        sequence_parallel_enabled: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, **kwargs)
-        self._mark(sequence_parallel_enabled)
-
 
 class MixedFusedLayerNorm(_Marked, normalization.MixedFusedLayerNorm):
-    """`apex.normalization.MixedFusedLayerNorm` that marks its parameters.
-
-    Args:
-        normalized_shape: The last dimensions of the input, or the last one alone.
-        eps: Added to the variance.
-        sequence_parallel_enabled: What the attribute of this name says.
-        **kwargs: ``memory_efficient``, ``device``, ``dtype`` and others of that class.
-    """
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        *,
-        sequence_parallel_enabled: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(normalized_shape, eps, **kwargs)
-        self._mark(sequence_parallel_enabled)
+    """:class:`apex.normalization.MixedFusedLayerNorm`, likewise."""
 
 
 class FastLayerNorm(_Marked, contrib.FastLayerNorm):
-    """`apex.contrib.layer_norm.FastLayerNorm` that marks its parameters.
-
-    Args:
-        hidden_size: Of the last dimension.
-        eps: Added to the variance.
-        sequence_parallel_enabled: What the attribute of this name says.
-        **kwargs: ``memory_efficient`` of that class.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        *,
-        sequence_parallel_enabled: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(hidden_size, eps, **kwargs)
-        self._mark(sequence_parallel_enabled)
+    """:class:`apex.contrib.layer_norm.FastLayerNorm`, likewise."""
