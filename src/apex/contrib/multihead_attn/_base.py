@@ -1,4 +1,4 @@
-"""What both layers share: options, checks, masks, attention, output projection, norm and residual.
+"""What both layers are: options, checks, masks, projections, attention, norm and residual.
 
     x      = layer_norm(query) if include_norm_add else query
     out    = linear(attention(q, k, v of x and key, masks), out_proj_weight, out_proj_bias)
@@ -17,6 +17,8 @@ What follows from this function:
 * On CUDA, two backward passes are bitwise equal under ``torch.use_deterministic_algorithms(True)``.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.nn import Parameter, init
@@ -26,6 +28,7 @@ from apex.normalization import FusedLayerNorm
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops.layers import dense
 from apex.ops.norms import row_norms
+from apex.ops.norms._scripted import left_to_python
 
 EPS = 1e-5  # of the layer norm
 
@@ -35,7 +38,7 @@ GAINS = {"in_proj_weight": (4 / 2) ** 0.5, "in_proj_weight_kv": (3 / 2) ** 0.5}
 
 
 class MultiheadAttnBase(torch.nn.Module):
-    """Multi-head attention but for the projections of queries, keys and values."""
+    """Multi-head attention; what is projected from what is up to its subclasses."""
 
     out_proj_weight: torch.Tensor
     out_proj_bias: torch.Tensor | None
@@ -51,8 +54,14 @@ class MultiheadAttnBase(torch.nn.Module):
         bias: bool,
         include_norm_add: bool,
         impl: str,
+        projections: list[tuple[str, int]],
         mask_additive: bool = False,
     ) -> None:
+        """Check the options and make the parameters.
+
+        ``projections`` are those of queries, keys and values: the names of weight and bias, with
+        ``{}`` for these words, and how many of the three it computes.
+        """
         super().__init__()
         name = type(self).__name__
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
@@ -73,24 +82,21 @@ class MultiheadAttnBase(torch.nn.Module):
         self.impl = impl
         self.scaling = self.head_dim**-0.5
         self.mask_additive = mask_additive
-
-    def _make_parameters(self, weights: dict[str, int], biases: dict[str, int]) -> None:
-        """Make and initialize all parameters, in the original's order: optimizers number them.
-
-        Args:
-            weights: Rows of each matrix of the projections.
-            biases: Size of each of their biases.
-        """
-        size = self.embed_dim
-        for name, rows in {**weights, "out_proj_weight": size}.items():
-            self.register_parameter(name, Parameter(torch.empty(rows, size)))
-        for name, rows in {**biases, "out_proj_bias": size}.items():
-            self.register_parameter(name, Parameter(torch.empty(rows)) if self.bias else None)
-        if self.include_norm_add:
-            fast = self.impl == "fast"
+        self.projections = projections
+        self.attends_to_itself = projections[-1][0] != "in_proj_{}_kv"
+        rows = {name: parts * embed_dim for name, parts in [*projections, ("out_proj_{}", 1)]}
+        for name, size in rows.items():  # all weights first, as there: optimizers number them
+            weight = Parameter(torch.empty(size, embed_dim))
+            self.register_parameter(name.format("weight"), weight)
+        for name, size in rows.items():
+            self.register_parameter(
+                name.format("bias"), Parameter(torch.empty(size)) if bias else None
+            )
+        if include_norm_add:
+            fast = impl == "fast"
             for name in ("lyr_nrm_gamma_weights", "lyr_nrm_beta_weights"):
-                self.register_parameter(name, Parameter(torch.empty(size)) if fast else None)
-            self.lyr_nrm = None if fast else FusedLayerNorm(size, EPS)
+                self.register_parameter(name, Parameter(torch.empty(embed_dim)) if fast else None)
+            self.lyr_nrm = None if fast else FusedLayerNorm(embed_dim, EPS)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -103,6 +109,41 @@ class MultiheadAttnBase(torch.nn.Module):
         if self.include_norm_add and self.lyr_nrm is not None:
             self.lyr_nrm.reset_parameters()
 
+    @left_to_python
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: torch.Tensor | None = None,
+        is_training: bool = True,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend; rows that the masks hide as a whole get 0 from the attention.
+
+        Args:
+            query: ``(target, batch, embed_dim)``.
+            key: ``(source, batch, embed_dim)``. Self-attention makes keys of ``query`` and does not
+                use it, as in the original: of the query's shape, or None.
+            value: Not used, as in the original: values are made of what keys are made of. Of the
+                same shape, or None.
+            key_padding_mask: ``(batch, source)``: bool or uint8, 1 where masked, or floating
+                numbers with ``mask_additive``.
+            need_weights: Ignored, as in the original: the second result is ``None``.
+            attn_mask: ``(target, source)``, bool or uint8, 1 where masked. Joined with the other
+                mask if both are given, which the original refused.
+            is_training: Whether to drop anything. After ``eval()`` nothing is dropped either.
+
+        Returns:
+            ``(target, batch, embed_dim)`` and ``None``. The dtype is that of ``query``, or
+            autocast's under ``torch.autocast``, where a wider ``query`` as residual makes it wider.
+
+        Raises:
+            ArgumentError: A shape, dtype or device is not what it should be.
+        """
+        return _attend(self, query, key, value, key_padding_mask, attn_mask, is_training), None
+
     def extra_repr(self) -> str:
         """Show the options in ``print(model)``."""
         options = ("dropout", "bias", "include_norm_add", "impl")
@@ -110,54 +151,30 @@ class MultiheadAttnBase(torch.nn.Module):
         return f"{self.embed_dim}, {self.num_heads}, {shown}"
 
 
-def start(
+# Functions: in TorchScript a method that is left to Python finds no others.
+
+
+def _attend(
     layer: MultiheadAttnBase,
     query: torch.Tensor,
-    key: torch.Tensor,
-    unused: dict[str, torch.Tensor | None],
-    key_padding_mask: torch.Tensor | None,
-    attn_mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """Check the arguments of a forward; return what queries are projected from.
-
-    ``key`` is what keys and values are projected from, ``unused`` are the arguments that are not.
-    A function, as are those below: in TorchScript a method that is left to Python finds no others.
-
-    Raises:
-        ArgumentError: An argument is not what it should be.
-    """
-    if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        _check(layer, query, key, unused, key_padding_mask, attn_mask)
-    if not layer.include_norm_add:
-        return query
-    weight, bias = layer.lyr_nrm_gamma_weights, layer.lyr_nrm_beta_weights
-    if layer.lyr_nrm is not None:
-        weight, bias = layer.lyr_nrm.weight, layer.lyr_nrm.bias
-    return row_norms.layer_norm(query, weight, bias, (layer.embed_dim,), EPS)
-
-
-def heads(x: torch.Tensor, num_heads: int, parts: int = 1) -> tuple[torch.Tensor, ...]:
-    """Split ``(time, batch, num_heads * parts * head_dim)`` into its parts.
-
-    Returns:
-        As many as there are parts, ``(batch, num_heads, time, head_dim)``.
-    """
-    time, batch, size = x.shape
-    x = x.view(time, batch, num_heads, parts, size // (num_heads * parts))
-    return x.permute(3, 1, 2, 0, 4).unbind(0)
-
-
-def finish(
-    layer: MultiheadAttnBase,
-    query: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    key: Any,
+    value: torch.Tensor | None,
     key_padding_mask: torch.Tensor | None,
     attn_mask: torch.Tensor | None,
     is_training: bool,
 ) -> torch.Tensor:
-    """Attend with these heads, project, and add ``query`` if the layer does."""
+    unused = {"value": value}
+    if layer.attends_to_itself:
+        unused, key = {"key": key, "value": value}, query
+    if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        _check(layer, query, key, unused, key_padding_mask, attn_mask)
+    x = query
+    if layer.include_norm_add:
+        weight, bias = layer.lyr_nrm_gamma_weights, layer.lyr_nrm_beta_weights
+        if layer.lyr_nrm is not None:
+            weight, bias = layer.lyr_nrm.weight, layer.lyr_nrm.bias
+        x = row_norms.layer_norm(query, weight, bias, (layer.embed_dim,), EPS)
+    q, k, v = _project(layer, x, x if layer.attends_to_itself else key)
     drops = is_training and layer.training
     mask, empty = join_masks(key_padding_mask, attn_mask, layer.mask_additive, q.dtype)
     dropout = layer.dropout if drops else 0.0
@@ -166,6 +183,17 @@ def finish(
         y = y.masked_fill(empty, 0.0)
     out = F.linear(y.permute(2, 0, 1, 3).flatten(2), layer.out_proj_weight, layer.out_proj_bias)
     return query + F.dropout(out, layer.dropout, drops) if layer.include_norm_add else out
+
+
+def _project(layer: MultiheadAttnBase, x: torch.Tensor, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Query, key and value of all heads, ``(batch, num_heads, time, head_dim)`` each."""
+    found: list[torch.Tensor] = []
+    for name, parts in layer.projections:
+        weight, bias = getattr(layer, name.format("weight")), getattr(layer, name.format("bias"))
+        y = F.linear(memory if found else x, weight, bias)
+        y = y.view(*y.shape[:2], layer.num_heads, parts, layer.head_dim)
+        found += y.permute(3, 1, 2, 0, 4).unbind(0)
+    return found
 
 
 def _check(

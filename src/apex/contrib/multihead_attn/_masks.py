@@ -18,18 +18,10 @@ def check_mask(
     shape: tuple[int, ...],
     reason: str,
 ) -> None:
-    """Check dtype and shape of a mask, if there is one.
+    """Refuse a mask, if there is one, of another dtype, or of a shape other than ``shape``.
 
-    Args:
-        name: Of the layer or function, for the error.
-        key: Name of the argument.
-        mask: The argument.
-        additive: Whether it holds numbers to add.
-        shape: The only allowed shape.
-        reason: Where the shape comes from.
-
-    Raises:
-        ArgumentError: Dtype or shape is another one.
+    ``name`` is the layer's, ``key`` the argument's; ``additive`` masks hold numbers to add;
+    ``reason`` says where the shape comes from.
     """
     if mask is None:
         return
@@ -51,16 +43,14 @@ def join_masks(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Make the mask for ``scaled_dot_product_attention``.
 
-    Args:
-        padding: ``(batch, source)``, or ``None``.
-        time: ``(target, source)``, or ``None``.
-        additive: Whether ``padding`` holds numbers to add.
-        dtype: Of these in the mask.
+    ``padding`` is ``(batch, source)``, numbers to add if ``additive``, and ``time`` is ``(target,
+    source)``.
 
     Returns:
-        The mask: True where a position takes part, or numbers to add. And True for rows that are
-        masked as a whole: of these the mask hides nothing. Both have four dimensions or two, and
-        can be expanded to ``(batch, heads, target, source)`` and ``(batch, heads, target, 1)``.
+        The mask: True where a position takes part, or numbers to add, of ``dtype``. And True for
+        rows that are masked as a whole: of these the mask hides nothing. Both have four dimensions
+        or two, and can be expanded to ``(batch, heads, target, source)`` and ``(batch, heads,
+        target, 1)``.
     """
     hidden, numbers = None if time is None else time.bool(), None
     if padding is not None:

@@ -1,10 +1,8 @@
 """``EncdecMultiheadAttn``: queries of one sequence, keys and values of another."""
 
 import torch
-import torch.nn.functional as F
 
-from apex.contrib.multihead_attn._base import MultiheadAttnBase, finish, heads, start
-from apex.ops.norms._scripted import left_to_python
+from apex.contrib.multihead_attn._base import MultiheadAttnBase
 
 __all__ = ["EncdecMultiheadAttn"]
 
@@ -45,45 +43,6 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
         include_norm_add: bool = False,
         impl: str = "fast",
     ) -> None:
-        super().__init__(embed_dim, num_heads, dropout, bias, include_norm_add, impl)
-        sizes = {"q": embed_dim, "kv": 2 * embed_dim}
-        self._make_parameters(
-            {f"in_proj_weight_{name}": size for name, size in sizes.items()},
-            {f"in_proj_bias_{name}": size for name, size in sizes.items()},
-        )
-
-    @left_to_python
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: torch.Tensor | None = None,
-        is_training: bool = True,
-    ) -> tuple[torch.Tensor, None]:
-        """Attend; rows that the masks hide as a whole get 0 from the attention.
-
-        Args:
-            query: ``(target, batch, embed_dim)``.
-            key: ``(source, batch, embed_dim)``.
-            value: Not used, as in the original: values are made of ``key``. Of its shape, or None.
-            key_padding_mask: ``(batch, source)``, bool or uint8, 1 where masked.
-            need_weights: Ignored, as in the original: the second result is ``None``.
-            attn_mask: ``(target, source)``, bool or uint8, 1 where masked. Joined with the other
-                mask if both are given, which the original refused.
-            is_training: Whether to drop anything. After ``eval()`` nothing is dropped either.
-
-        Returns:
-            ``(target, batch, embed_dim)`` and ``None``; dtype as for ``SelfMultiheadAttn``.
-
-        Raises:
-            ArgumentError: A shape, dtype or device is not what it should be.
-        """
-        unused = {"value": value}
-        x = start(self, query, key, unused, key_padding_mask, attn_mask)
-        (q,) = heads(F.linear(x, self.in_proj_weight_q, self.in_proj_bias_q), self.num_heads)
-        x = F.linear(key, self.in_proj_weight_kv, self.in_proj_bias_kv)
-        k, v = heads(x, self.num_heads, 2)
-        return finish(self, query, q, k, v, key_padding_mask, attn_mask, is_training), None
+        projections = [("in_proj_{}_q", 1), ("in_proj_{}_kv", 2)]
+        options = (embed_dim, num_heads, dropout, bias, include_norm_add, impl)
+        super().__init__(*options, projections)

@@ -1,10 +1,8 @@
 """``SelfMultiheadAttn``: queries, keys and values of one sequence."""
 
 import torch
-import torch.nn.functional as F
 
-from apex.contrib.multihead_attn._base import MultiheadAttnBase, finish, heads, start
-from apex.ops.norms._scripted import left_to_python
+from apex.contrib.multihead_attn._base import MultiheadAttnBase
 
 __all__ = ["SelfMultiheadAttn"]
 
@@ -65,54 +63,8 @@ class SelfMultiheadAttn(MultiheadAttnBase):
         separate_qkv_params: bool = False,
         mask_additive: bool = False,
     ) -> None:
-        super().__init__(embed_dim, num_heads, dropout, bias, include_norm_add, impl, mask_additive)
+        separate = [(f"{name}_{{}}", 1) for name in "qkv"]
+        projections = separate if separate_qkv_params else [("in_proj_{}", 3)]
+        options = (embed_dim, num_heads, dropout, bias, include_norm_add, impl)
+        super().__init__(*options, projections, mask_additive)
         self.separate_qkv_params = separate_qkv_params
-        sizes = (
-            dict.fromkeys("qkv", embed_dim) if separate_qkv_params else {"in_proj": 3 * embed_dim}
-        )
-        self._make_parameters(
-            {f"{name}_weight": size for name, size in sizes.items()},
-            {f"{name}_bias": size for name, size in sizes.items()},
-        )
-
-    @left_to_python
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: torch.Tensor | None = None,
-        is_training: bool = True,
-    ) -> tuple[torch.Tensor, None]:
-        """Attend; rows that the masks hide as a whole get 0 from the attention.
-
-        Args:
-            query: ``(time, batch, embed_dim)``.
-            key: Not used, as in the original: keys are made of ``query``. Of its shape, or None.
-            value: The same.
-            key_padding_mask: ``(batch, time)``: bool or uint8, 1 where masked, or floating numbers
-                with ``mask_additive``.
-            need_weights: Ignored, as in the original: the second result is ``None``.
-            attn_mask: ``(time, time)``, bool or uint8, 1 where masked. Joined with the other mask
-                if both are given, which the original refused.
-            is_training: Whether to drop anything. After ``eval()`` nothing is dropped either.
-
-        Returns:
-            ``(time, batch, embed_dim)`` and ``None``. The dtype is that of ``query``, or autocast's
-            under ``torch.autocast``, where a wider ``query`` as residual makes it wider.
-
-        Raises:
-            ArgumentError: A shape, dtype or device is not what it should be.
-        """
-        unused = {"key": key, "value": value}
-        x = start(self, query, query, unused, key_padding_mask, attn_mask)
-        if self.separate_qkv_params:
-            (q,) = heads(F.linear(x, self.q_weight, self.q_bias), self.num_heads)
-            (k,) = heads(F.linear(x, self.k_weight, self.k_bias), self.num_heads)
-            (v,) = heads(F.linear(x, self.v_weight, self.v_bias), self.num_heads)
-        else:
-            x = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-            q, k, v = heads(x, self.num_heads, 3)
-        return finish(self, query, q, k, v, key_padding_mask, attn_mask, is_training), None
