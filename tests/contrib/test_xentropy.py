@@ -2,8 +2,6 @@
 
 import contextlib
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -144,17 +142,13 @@ def test_padded_rows_are_0_whatever_is_in_them(way):
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
-def test_every_row_padded_and_no_row(path):
-    for rows in (0, 3):
-        logits = torch.randn(rows, 5, requires_grad=True)
-        with _runtime.use(path):
-            losses = SoftmaxCrossEntropyLoss.apply(logits, torch.zeros(rows, dtype=torch.long))
-            losses.sum().backward()
-        assert losses.shape == (rows,)
-        assert not losses.any()
-        assert not logits.grad.any()
-    losses, lse = ops.OP.operator(torch.randn(0, 5), torch.zeros(0, dtype=torch.long), 0.0, 0)
-    assert losses.shape == lse.shape == (0,)
+def test_every_row_padded(path):
+    logits = torch.randn(3, 5, requires_grad=True)
+    with _runtime.use(path):
+        losses = SoftmaxCrossEntropyLoss.apply(logits, torch.zeros(3, dtype=torch.long))
+        losses.sum().backward()
+    assert not losses.any()
+    assert not logits.grad.any()
 
 
 @pytest.mark.parametrize("path", ["reference", "triton", "shared rows"])
@@ -255,47 +249,25 @@ def test_a_label_out_of_range_in_the_kernel_is_nan(bad):
     assert logits.grad[[0, 1, 3]].isfinite().all()
 
 
+LOGITS, LABELS = torch.ones(2, 3), torch.ones(2, dtype=torch.long)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        (
-            (torch.ones(2, 3), torch.ones(3, dtype=torch.long)),
-            ValueError,
-            r"\[2, 3\] and labels \[3\]",
-        ),
-        (
-            (torch.ones(2, 3, 4), torch.ones(2, dtype=torch.long)),
-            ValueError,
-            r"view\(-1, classes\)",
-        ),
-        ((torch.ones(2, 3), torch.ones(2)), TypeError, "labels is torch.float32; pass an integer"),
-        ((torch.ones(2, 3), [1, 2]), TypeError, "labels is a list; pass a tensor"),
-        (
-            (torch.ones(2, 3).long(), torch.ones(2).long()),
-            TypeError,
-            "logits is torch.int64; allowed",
-        ),
-        ((torch.ones(2, 3), torch.ones(2).long(), 1.5), ValueError, "smoothing is 1.5; allowed is"),
-        ((torch.ones(2, 0), torch.ones(2).long()), ValueError, "have no class"),
-        ((torch.ones(2, 3), torch.ones(2, device="meta").long()), ValueError, "Move one"),
+        ((LOGITS, torch.ones(3).long()), ValueError, r"\[2, 3\] and labels \[3\]"),
+        ((torch.ones(2, 3, 4), LABELS), ValueError, r"view\(-1, classes\)"),
+        ((LOGITS, torch.ones(2)), TypeError, "labels is torch.float32; pass an integer"),
+        ((LOGITS, [1, 2]), TypeError, "labels is a list; pass a tensor"),
+        ((LOGITS.long(), LABELS), TypeError, "logits is torch.int64; allowed"),
+        ((LOGITS, LABELS, 1.5), ValueError, "smoothing is 1.5; allowed is"),
+        ((torch.ones(2, 0), LABELS), ValueError, "have no class"),
+        ((LOGITS, LABELS.to("meta")), ValueError, "Move one"),
     ],
 )
 def test_bad_input(arguments, error, said):
     with pytest.raises(error, match=said):
         SoftmaxCrossEntropyLoss.apply(*arguments)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
-def test_compiled_as_one_graph():
-    """The operation is one node, backward too; a user's call has no graph break."""
-    logits, labels, grad = _data((6, 50), torch.float32)
-    torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x):
-        return SoftmaxCrossEntropyLoss.apply(x, labels, 0.1, PADDING)
-
-    _agrees(compiled(logits), logits, labels, grad, 0.1)
 
 
 def test_compiled_with_a_keyword():
@@ -349,33 +321,3 @@ def test_traced():
     with _runtime.use("triton"):
         traced = torch.jit.trace(lambda x: SoftmaxCrossEntropyLoss.apply(x, labels), logits)
     assert torch.equal(traced(logits), SoftmaxCrossEntropyLoss.apply(logits, labels))
-
-
-def test_importing_needs_no_triton():
-    done = subprocess.run(
-        [
-            sys.executable, "-W", "error", "-c",
-            "import sys, apex.contrib.xentropy, apex.contrib.group_norm\n"
-            "assert not {'triton', 'torch._dynamo'} & set(sys.modules)",
-        ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_on_a_gpu(dtype):
-    """Large enough for the kernel; nothing waits."""
-    logits, labels, grad = _data((300, 2**14), dtype)
-    on_gpu = logits.detach().cuda().requires_grad_()
-    there = labels.cuda(), grad.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        losses = SoftmaxCrossEntropyLoss.apply(on_gpu, there[0], 0.1, PADDING)
-        losses.backward(there[1])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    exact, exact_grad = _exact(logits, labels, grad, 0.1)
-    assert_one_rounding(losses.detach().cpu(), exact)
-    assert_one_rounding(on_gpu.grad.cpu(), exact_grad)
