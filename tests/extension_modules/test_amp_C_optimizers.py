@@ -16,9 +16,7 @@ from tests.multi_tensor_apply.common import (
 from tests.tolerance import assert_one_rounding
 
 BETA1, BETA2, EPS, LR, DECAY = 0.9, 0.99, 1e-3, 0.25, 0.125
-
-
-# -- optimizers -----------------------------------------------------------------------------------
+SHAPES = (1, 7, 0, 1030)
 
 
 def moments(shapes, count, kind=torch.float32):
@@ -35,6 +33,15 @@ def adam_oracle(g, p, m, v, *, step, mode, corrected, decay):
     return p - LR * term, m, v, term
 
 
+def _skipped_then_stepped(call, lists, flag=1):
+    """With a flag nothing changes."""
+    before = [[x.clone() for x in column] for column in lists]
+    call(no_flag().fill_(flag))
+    assert all(all(map(torch.equal, a, b)) for a, b in zip(before, lists, strict=True))
+    call(no_flag())
+    return before
+
+
 def _applied(oracle, *columns, **numbers):
     """The oracle's results as lists."""
     return [list(x) for x in zip(*(oracle(*p, **numbers) for p in zip(*columns, strict=True)))]  # noqa: B905
@@ -44,8 +51,7 @@ def _applied(oracle, *columns, **numbers):
 @pytest.mark.parametrize(("mode", "corrected"), [(0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("kind", FLOATS)
 def test_adam(kind, corrected, mode, path):
-    shapes = (1, 7, 0, 1030)
-    lists = [tensors(shapes, kind, scale=1.0), tensors(shapes, kind, 1, 1.0), *moments(shapes, 2)]
+    lists = [tensors(SHAPES, kind, scale=1.0), tensors(SHAPES, kind, 1, 1.0), *moments(SHAPES, 2)]
     wanted = _applied(
         adam_oracle, *map(exact, lists), step=3, mode=mode, corrected=corrected, decay=DECAY
     )
@@ -76,10 +82,10 @@ def test_adam_takes_mixed_dtypes_and_moments_as_they_are(path):
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize("kind", FLOATS)
 def test_adam_capturable(kind, master, path):
-    shapes, inverse = (1, 7, 0, 1030), 0.25
-    grads, params = tensors(shapes, kind, scale=4.0), tensors(shapes, kind, 1, 1.0)
+    inverse = 0.25
+    grads, params = tensors(SHAPES, kind, scale=4.0), tensors(SHAPES, kind, 1, 1.0)
     masters = [param.float() for param in params] if master else []
-    lists = [grads, params, *moments(shapes, 2), *([masters] if master else [])]
+    lists = [grads, params, *moments(SHAPES, 2), *([masters] if master else [])]
     unscaled = [inverse * grad for grad in exact(grads)]
     start = exact(masters) if master else exact(params)
     wanted = _applied(
@@ -93,10 +99,7 @@ def test_adam_capturable(kind, master, path):
         with on(path):
             getattr(amp_C, name)(65536, flag, lists, *numbers, DECAY, torch.tensor([inverse]))
 
-    before = [[x.clone() for x in column] for column in lists]
-    call(no_flag().fill_(1))
-    assert all(all(map(torch.equal, a, b)) for a, b in zip(before, lists, strict=True))
-    call(no_flag())
+    _skipped_then_stepped(call, lists)
     check(grads, unscaled, path)
     check(params, wanted[0], path)
     check(lists[2], wanted[1], path)
@@ -141,11 +144,10 @@ def _sgd_numbers(momentum, dampening=0.0, **flags):
 )
 def test_sgd(kinds, numbers, path):
     grad_kind, kind, *copy_kind = (getattr(torch, name) for name in kinds.split())
-    shapes = (1, 7, 0, 1030)
-    lists = [tensors(shapes, grad_kind, 0, 4.0), tensors(shapes, kind, 1, 1.0)]
-    lists.append(tensors(shapes, kind, 2, 1.0))
+    lists = [tensors(SHAPES, grad_kind, 0, 4.0), tensors(SHAPES, kind, 1, 1.0)]
+    lists.append(tensors(SHAPES, kind, 2, 1.0))
     wanted = _applied(sgd_oracle, *map(exact, lists), scale=0.25, **numbers)
-    lists += [tensors(shapes, other, 3) for other in copy_kind]
+    lists += [tensors(SHAPES, other, 3) for other in copy_kind]
 
     def call(flag):
         with on(path):
@@ -154,10 +156,7 @@ def test_sgd(kinds, numbers, path):
                 numbers["nesterov"], numbers["first"], numbers["after"], 0.25,
             )  # fmt: skip
 
-    before = [[x.clone() for x in column] for column in lists]
-    call(no_flag().fill_(2))
-    assert all(all(map(torch.equal, a, b)) for a, b in zip(before, lists, strict=True))
-    call(no_flag())
+    before = _skipped_then_stepped(call, lists, flag=2)
     assert all(map(torch.equal, before[0], lists[0]))
     check(lists[1], wanted[0], path)
     check(lists[2], wanted[1], path)
@@ -179,8 +178,7 @@ def test_sgd_refuses_other_combinations(kinds):
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize("kind", FLOATS)
 def test_adagrad(kind, mode, path):
-    shapes = (1, 7, 0, 1030)
-    lists = [tensors(shapes, kind, seed, 1.0) for seed in (0, 1)] + moments(shapes, 1, kind)
+    lists = [tensors(SHAPES, kind, seed, 1.0) for seed in (0, 1)] + moments(SHAPES, 1, kind)
 
     def oracle(g, p, h):
         g = g if mode else g + DECAY * p
@@ -198,8 +196,8 @@ def test_adagrad(kind, mode, path):
 @pytest.mark.parametrize(("mode", "norm_type"), [(0, 0), (1, 2)])
 @pytest.mark.parametrize("kind", FLOATS)
 def test_novograd(kind, mode, norm_type, path):
-    shapes, step = (1, 7, 0, 1030), 3
-    lists = [tensors(shapes, kind, seed, 1.0) for seed in (0, 1, 2)]
+    step = 3
+    lists = [tensors(SHAPES, kind, seed, 1.0) for seed in (0, 1, 2)]
     norms = torch.tensor([0.5, 2.0, 1.0, 30.0])
     order = 2 if norm_type else float("inf")
     sizes = [x.norm(p=order) if x.numel() else x.sum() for x in exact(lists[0])]
@@ -256,8 +254,7 @@ def lamb_oracle(g, p, m, v, *, factor, mode, nvlamb, decay):
 )
 @pytest.mark.parametrize("kind", FLOATS)
 def test_lamb(kind, mode, nvlamb, decay, path):
-    shapes = (1, 7, 0, 1030)
-    lists = [tensors(shapes, kind, s, 1.0) for s in (0, 1)] + moments(shapes, 2, kind)
+    lists = [tensors(SHAPES, kind, s, 1.0) for s in (0, 1)] + moments(SHAPES, 2, kind)
     wanted = _applied(
         lamb_oracle, *map(exact, lists), factor=0.5, mode=mode, nvlamb=nvlamb, decay=decay
     )
@@ -283,14 +280,14 @@ def test_lamb_does_not_clip_below_the_limit_nor_to_0(norm, limit):
 @pytest.mark.parametrize("kinds", ["float", "half", "half float", "bfloat16 float"])
 def test_lamb_mp(kinds, path):
     kind, *wide = (getattr(torch, name) for name in kinds.split())
-    shapes, inverse = (1, 7, 0, 1030), 0.25
+    inverse = 0.25
     state_kind = wide[0] if wide else kind
-    lists = [tensors(shapes, kind, 0, 4.0), tensors(shapes, state_kind, 1, 1.0)]
-    lists += moments(shapes, 2, state_kind)
+    lists = [tensors(SHAPES, kind, 0, 4.0), tensors(SHAPES, state_kind, 1, 1.0)]
+    lists += moments(SHAPES, 2, state_kind)
     wanted = _applied(
         lamb_oracle, *map(exact, lists), factor=inverse / 2, mode=1, nvlamb=False, decay=DECAY
     )
-    lists += [tensors(shapes, kind, 5)] if wide else []
+    lists += [tensors(SHAPES, kind, 5)] if wide else []
 
     def call(flag):
         with on(path):
@@ -300,10 +297,7 @@ def test_lamb_mp(kinds, path):
                 torch.tensor(inverse),
             )  # fmt: skip
 
-    before = [[x.clone() for x in column] for column in lists]
-    call(no_flag().fill_(1))
-    assert all(all(map(torch.equal, a, b)) for a, b in zip(before, lists, strict=True))
-    call(no_flag())
+    _skipped_then_stepped(call, lists)
     for found, oracle in zip(lists[1:4], wanted[:3], strict=True):
         check(found, oracle, path)
     if wide:
@@ -314,9 +308,9 @@ def test_lamb_mp(kinds, path):
 @pytest.mark.parametrize("kinds", ["float", "half", "bfloat16", "half float", "float half"])
 def test_lamb_stages(kinds, path):
     kind, *other = (getattr(torch, name) for name in kinds.split())
-    shapes, other = (1, 7, 0, 1030), other[0] if other else kind
-    lists = [tensors(shapes, kind, 0, 1.0), tensors(shapes, other, 1, 1.0)]
-    lists += [*moments(shapes, 2, other), tensors(shapes, kind, 4)]
+    other = other[0] if other else kind
+    lists = [tensors(SHAPES, kind, 0, 1.0), tensors(SHAPES, other, 1, 1.0)]
+    lists += [*moments(SHAPES, 2, other), tensors(SHAPES, kind, 4)]
     decays = [0.0, 0.5, 0.0, 0.25]
     columns = [exact(column) for column in lists]
     wanted = [

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.multi_tensor_apply.common import (
-    CHUNK,
     FLOATS,
     PATHS,
     PLANTED,
@@ -182,36 +181,6 @@ def test_l2norm_scale_writes_and_unscale_l2norm_does_not(path):
     assert_one_rounding(each, wanted)
     assert_one_rounding(scaled, 4 * wanted)
     assert all(map(torch.equal, x, before))
-
-
-@st.composite
-def _lists(draw):
-    border = st.sampled_from([0, 1, 2, 1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1])
-    sizes = draw(st.lists(border, min_size=1, max_size=130))
-    kinds = draw(st.lists(st.sampled_from(FLOATS), min_size=len(sizes), max_size=len(sizes)))
-    spoilt = draw(st.none() | st.integers(0, len(sizes) - 1))
-    return sizes, kinds, spoilt, draw(st.sampled_from([0, 0.5, 1])), draw(st.sampled_from(BAD))
-
-
-@pytest.mark.parametrize("path", [None, "reference"])
-@given(_lists())
-def test_scale_and_norm_of_any_lists(path, drawn):
-    sizes, kinds, spoilt, where, bad = drawn
-    x = tensors(sizes, kinds)
-    planted = spoilt is not None and sizes[spoilt] > 0
-    if planted:
-        x[spoilt][int(where * (sizes[spoilt] - 1))] = bad
-    out, flags = [torch.empty_like(tensor) for tensor in x], [no_flag(), no_flag()]
-    with on(path):
-        amp_C.multi_tensor_scale(65536, flags[0], [x, out], 0.5)
-        norm, each = amp_C.multi_tensor_l2norm(65536, flags[1], [x], True)
-    assert [flag.item() for flag in flags] == [planted, planted]
-    assert all(
-        torch.equal((0.5 * a).nan_to_num(), b.nan_to_num()) for a, b in zip(x, out, strict=True)
-    )
-    oracle = torch.stack([tensor.norm() for tensor in exact(x)])
-    assert_one_rounding(each, oracle)
-    assert_one_rounding(norm, oracle.norm().reshape(1))
 
 
 # -- the loss scale -------------------------------------------------------------------------------

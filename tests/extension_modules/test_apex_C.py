@@ -28,9 +28,3 @@ def test_one_tensor_alone_is_viewed():
 def test_too_short():
     with pytest.raises(RuntimeError, match="needs 4 elements; flat has 3"):
         apex_C.unflatten(torch.ones(3), [torch.ones(4)])
-
-
-@pytest.mark.parametrize("name", ["flatten", "unflatten"])
-def test_by_position_only(name):
-    with pytest.raises(TypeError, match="positional"):
-        getattr(apex_C, name)(tensors=[torch.ones(1)])

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-import apex
 from apex import _compat
 from apex.fused_dense import FusedDenseFunc, FusedDenseGeluDenseFunc
 from apex.mlp import MlpFunction
@@ -167,12 +166,7 @@ def test_weight_gradients_that_are_refused_change_nothing():
     x, dy = torch.ones(4, 3), torch.ones(4, 2)
     total = torch.ones(2, 3)
     bad = [
-        (
-            x,
-            torch.ones(5, 2),
-            total,
-            r"input has \[4, 3\] and d_output \[5, 2\]. Pass .* as many ro",
-        ),
+        (x, torch.ones(5, 2), total, r"input has \[4, 3\] and d_output \[5, 2\]. Pass .* as many"),
         (x[0, 0], dy[0, 0], total, r"input has \[\] and d_output \[\]. Pass \(..., in_features\)"),
         (x, dy, torch.ones(3, 2), r"d_weight has shape \[3, 2\] and .*\[4, 2\]. Pass \[2, 3\]"),
         (x, dy.half(), total, "input torch.float32, d_output torch.float16. Pass one floating"),
@@ -192,31 +186,27 @@ def test_weight_gradients_that_are_refused_change_nothing():
     assert torch.equal(total, torch.ones(2, 3))
 
 
-def test_bad_input():
-    x, weight, dy = torch.ones(4, 3), torch.ones(2, 3), torch.ones(4, 2)
-    with pytest.raises(
-        ValueError, match=r"mlp_cuda.forward: input has shape \[4, 3\] and weight_0"
-    ):
-        mlp_cuda.forward(0, 1, [x, weight.t()])
-    outputs = mlp_cuda.forward(0, 1, [x, weight])
-    with pytest.raises(
-        ValueError, match=r"mlp_cuda.backward: grad_o has shape \[4, 3\] .* \[4, 2\]"
-    ):
-        mlp_cuda.backward(0, 1, x, outputs, [x, weight])
-    with pytest.raises(ValueError, match=r"reserved has shape \[1\] and input has \[4, 3\]. Pass"):
-        mlp_cuda.backward(0, 1, dy, [outputs[0], torch.ones(1)], [x, weight])
-    with pytest.raises(ValueError, match="there are 1 outputs; pass the two of mlp_cuda.forward"):
-        mlp_cuda.backward(0, 1, dy, outputs[:1], [x, weight])
-    with pytest.raises(ValueError, match="there are 0 tensors. Pass an input and weights"):
-        mlp_cuda.forward(0, 1, [])
-    with pytest.raises(ValueError, match=r"d_output has shape \[4, 3\] and .* Pass \[4, 2\]"):
-        fused_dense_cuda.linear_bias_backward(x, weight, x)
-    with pytest.raises(ValueError, match=r"gelu_in has shape \[4, 3\] and .* Pass \[4, 2\]"):
-        fused_dense_cuda.linear_gelu_linear_backward(x, x, dy, weight, weight.t(), x)
-    with pytest.raises(TypeError, match="positional"):
-        mlp_cuda.forward(use_bias=0, activation=1, inputs=[x, weight])
+X, WEIGHT, DY = torch.ones(4, 3), torch.ones(2, 3), torch.ones(4, 2)
+Y = torch.ones(4, 2), torch.ones(0)  # what mlp_cuda.forward returned
+SHORT = Y[0], torch.ones(1)
 
 
-def test_versions():
-    for module in (mlp_cuda, fused_dense_cuda, wgrad):
-        assert module.__version__ == apex.__version__
+@pytest.mark.parametrize(
+    ("function", "arguments", "match"),
+    [
+        (mlp_cuda.forward, (0, 1, [X, WEIGHT.t()]), r"forward: input has shape \[4, 3\] and wei"),
+        (mlp_cuda.forward, (0, 1, []), "there are 0 tensors. Pass an input and weights"),
+        (mlp_cuda.backward, (0, 1, X, Y, [X, WEIGHT]), r"grad_o has shape \[4, 3\] .* \[4, 2\]"),
+        (mlp_cuda.backward, (0, 1, DY, SHORT, [X, WEIGHT]), r"reserved has shape \[1\] and input"),
+        (mlp_cuda.backward, (0, 1, DY, Y[:1], [X, WEIGHT]), "are 1 outputs; pass the two of mlp_c"),
+        (fused_dense_cuda.linear_bias_backward, (X, WEIGHT, X), r"d_output has shape \[4, 3\] and"),
+        (
+            fused_dense_cuda.linear_gelu_linear_backward,
+            (X, X, DY, WEIGHT, WEIGHT.t(), X),
+            r"gelu_in has shape \[4, 3\] and .* Pass \[4, 2\]",
+        ),
+    ],
+)
+def test_bad_input(function, arguments, match):
+    with pytest.raises(ValueError, match=match):
+        function(*arguments)

@@ -61,8 +61,6 @@ def test_bad_input():
         fused_index_mul_2d.float_backward(out, out, in2, in1, in2, index)
     with pytest.raises(IndexError, match=r"backward: idx1\[0\] is -1; allowed are 0 to 5"):
         fused_index_mul_2d.half_backward(in1.clone(), out, in2, in1, in2, index * 0 - 1)
-    with pytest.raises(TypeError, match="positional"):
-        fused_index_mul_2d.half_forward(out, in1, in2, idx1=index)
     with pytest.raises(TypeError, match="out is torch.int64"):
         fused_index_mul_2d.float_forward(out.long(), in1, in2, index)
     assert not out.any()

@@ -155,13 +155,6 @@ def test_fast_layer_norm_gives_the_weights_dtype():
         fast_layer_norm.ln_fwd(x.half(), gamma.float(), gamma.float(), EPS)
 
 
-def test_by_position_only():
-    with pytest.raises(TypeError, match="positional"):
-        cuda.forward(torch.ones(2, 3), (3,), epsilon=1e-5)
-    with pytest.raises(TypeError, match="positional"):
-        fast_layer_norm.ln_fwd(torch.ones(2, 3), torch.ones(3), torch.ones(3), epsilon=1e-5)
-
-
 @pytest.mark.parametrize("memory_efficient", [False, True])
 def test_tensors_that_require_gradients_record_nothing(memory_efficient):
     x, gamma, beta, dy = (tensor.requires_grad_() for tensor in _inputs(torch.float32))

@@ -41,5 +41,3 @@ def test_bad_input():
         group_norm_cuda.forward(x, 3, None, None, 1e-5, 1, False)
     with pytest.raises(RuntimeError, match="Pass the input's shape, .2, 8, 5, 3., and the sums"):
         group_norm_cuda.backward(x, torch.ones(4), x, 4, None, None, 1e-5, 1, False)
-    with pytest.raises(TypeError, match="positional"):
-        group_norm_cuda.forward(x, 4, None, None, eps=1e-5, passes=1, with_swish=False)
