@@ -1,7 +1,5 @@
 """What autocast does to the arguments of Apex's layers; names that other packages import."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

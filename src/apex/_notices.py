@@ -4,8 +4,6 @@ Nothing in this package uses them: nothing here is deprecated, needs cuDNN or se
 Programs import them from ``apex``.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from typing import Any

@@ -12,8 +12,6 @@ given as tensors on a device (betas, eps, momentum and dampening), and for a fla
 to be set for tensors elsewhere.
 """
 
-from __future__ import annotations
-
 from apex.multi_tensor_apply.list_functions import (
     multi_tensor_adagrad,
     multi_tensor_adam,

@@ -1,9 +1,7 @@
 """``apex_C``: a list of tensors as one, and back.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there.
+A module of compiled Apex. Arguments are positional only.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 

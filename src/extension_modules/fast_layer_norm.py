@@ -1,10 +1,7 @@
 """``fast_layer_norm``: layer norm over the last dimension without autograd, on any device.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there; unlike
-there, rows may have any size.
+A module of compiled Apex. Arguments are positional only; unlike there, rows may have any size.
 """
-
-from __future__ import annotations
 
 import torch
 from fused_layer_norm_cuda import norm_backward

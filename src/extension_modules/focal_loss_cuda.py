@@ -1,10 +1,8 @@
 """``focal_loss_cuda``: focal loss, forward and backward.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there; any
-device, every floating dtype, any number of classes.
+A module of compiled Apex. Arguments are positional only; any device, every floating dtype, any
+number of classes.
 """
-
-from __future__ import annotations
 
 import torch
 

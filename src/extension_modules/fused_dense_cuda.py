@@ -1,10 +1,8 @@
 """``fused_dense_cuda``: dense layers with bias, and two with GELU between, forward and backward.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there; any
-device, every floating dtype, inputs of any rank. Without autograd and autocast.
+A module of compiled Apex. Arguments are positional only; any device, every floating dtype, inputs
+of any rank. Without autograd and autocast.
 """
-
-from __future__ import annotations
 
 import torch
 import torch.nn.functional as F

@@ -1,11 +1,9 @@
 """``fused_index_mul_2d``: ``in1[idx1] * in2`` and its first and second derivatives.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there; results
-are written into tensors of the caller, whatever was in them. Any device and floating dtype:
-``float_`` and ``half_`` functions are the same.
+A module of compiled Apex. Arguments are positional only; results are written into tensors of the
+caller, whatever was in them. Any device and floating dtype: ``float_`` and ``half_`` functions are
+the same.
 """
-
-from __future__ import annotations
 
 import torch
 

@@ -1,10 +1,8 @@
 """``fused_layer_norm_cuda``: layer norm and RMS norm without autograd, on any device.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there.
-Statistics are 1-dimensional, one number for each row: float32, or float64 for a float64 input.
+A module of compiled Apex. Arguments are positional only. Statistics are 1-dimensional, one number
+for each row: float32, or float64 for a float64 input.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
 """``fused_rotary_positional_embedding``: rotary embedding without autograd, on any device.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there.
+A module of compiled Apex. Arguments are positional only.
 """
-
-from __future__ import annotations
 
 import torch
 

@@ -1,10 +1,7 @@
 """``fused_weight_gradient_mlp_cuda``: add a weight's gradient to the sum of earlier ones.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there; any
-device.
+A module of compiled Apex. Arguments are positional only; any device.
 """
-
-from __future__ import annotations
 
 import torch
 

@@ -1,10 +1,8 @@
 """``generic_scaled_masked_softmax_cuda``: softmax of scaled attention scores with a mask.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there; any
-device, every floating dtype, any number of queries and keys.
+A module of compiled Apex. Arguments are positional only; any device, every floating dtype, any
+number of queries and keys.
 """
-
-from __future__ import annotations
 
 import torch
 

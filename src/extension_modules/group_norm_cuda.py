@@ -1,11 +1,8 @@
 """``group_norm_cuda``: group normalization of channels-last images, forward and backward.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there; any
-device and floating dtype. ``passes``, how often the original read an image, is taken and not
-needed.
+A module of compiled Apex. Arguments are positional only; any device and floating dtype. ``passes``,
+how often the original read an image, is taken and not needed.
 """
-
-from __future__ import annotations
 
 import torch
 

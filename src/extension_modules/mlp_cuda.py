@@ -1,12 +1,9 @@
 """``mlp_cuda``: dense layers with an activation after each, forward and backward.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there; any
-device, every floating dtype, inputs of any rank. Without autograd and autocast.
-``inputs`` are the input, all weights, then all biases where ``use_bias`` is not 0; ``activation``
-is 0 for none, 1 for ReLU, 2 for sigmoid.
+A module of compiled Apex. Arguments are positional only; any device, every floating dtype, inputs
+of any rank. Without autograd and autocast. ``inputs`` are the input, all weights, then all biases
+where ``use_bias`` is not 0; ``activation`` is 0 for none, 1 for ReLU, 2 for sigmoid.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 

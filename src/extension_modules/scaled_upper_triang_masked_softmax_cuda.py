@@ -1,10 +1,8 @@
 """``scaled_upper_triang_masked_softmax_cuda``: causal softmax of scaled attention scores.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there; any
-device, every floating dtype, any number of positions.
+A module of compiled Apex. Arguments are positional only; any device, every floating dtype, any
+number of positions.
 """
-
-from __future__ import annotations
 
 import torch
 

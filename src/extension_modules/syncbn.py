@@ -1,12 +1,10 @@
 """``syncbn``: parts of a batch norm over several processes, without autograd, on any device.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there. Inputs
-are ``(N, C, *)``, and ``(*, C)`` for functions whose name ends in ``_c_last``. Statistics and sums
-have one number for each channel: float32, or float64 for a float64 input. ``weight`` and ``shift``
-may be None; else they have the input's dtype or that of the statistics.
+A module of compiled Apex. Arguments are positional only. Inputs are ``(N, C, *)``, and ``(*, C)``
+for functions whose name ends in ``_c_last``. Statistics and sums have one number for each channel:
+float32, or float64 for a float64 input. ``weight`` and ``shift`` may be None; else they have the
+input's dtype or that of the statistics.
 """
-
-from __future__ import annotations
 
 import torch
 

@@ -1,10 +1,7 @@
 """``xentropy_cuda``: softmax cross-entropy, forward and backward.
 
-The name that compiled Apex had at the top level. Arguments are positional only, as there; any
-device, every floating dtype.
+A module of compiled Apex. Arguments are positional only; any device, every floating dtype.
 """
-
-from __future__ import annotations
 
 import torch
 

@@ -1,7 +1,5 @@
 """The pruned weights of a model: their masks, and the steps of the optimizer."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -13,8 +13,6 @@ As in the original there is one model and one optimizer for the process, kept by
 state is one object, and :meth:`ASP.reset` drops it.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence

@@ -11,8 +11,6 @@ the first of :func:`compute_valid_2d_patterns`. nan counts as the largest. Rows 
 2d) are padded with zeros to a multiple of m. All of it runs on the weight's device.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

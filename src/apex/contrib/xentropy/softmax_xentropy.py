@@ -1,7 +1,5 @@
 """``SoftmaxCrossEntropyLoss``: one loss for each row of logits, label smoothing included."""
 
-from __future__ import annotations
-
 import torch
 
 from apex.ops._function import Applied
