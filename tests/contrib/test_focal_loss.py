@@ -211,34 +211,13 @@ def test_apply():
     wanted = focal_loss(x, targets, total, *OPTIONS)
     (wanted_grad,) = torch.autograd.grad(wanted, x)
 
-    class Mine(FocalLoss):
-        @staticmethod
-        def forward(ctx, x, targets):
-            return FocalLoss.forward(ctx, x, targets, total, *OPTIONS)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return FocalLoss.backward(ctx, grad)[:2]
-
     compiled = torch.compile(FocalLoss.apply, backend="aot_eager", fullgraph=True)
-    for loss in (
-        FocalLoss.apply(x, targets, total, *OPTIONS),
-        Mine.apply(x, targets),
-        compiled(x, targets, total, *OPTIONS),
-    ):
+    for apply in (FocalLoss.apply, compiled):
+        loss = apply(x, targets, total, *OPTIONS)
         torch.testing.assert_close(loss, wanted)
         torch.testing.assert_close(torch.autograd.grad(loss, x)[0], wanted_grad)
     plain = FocalLoss.apply(x, targets, total, 6, 0.25, 2.0)
     assert torch.equal(plain, focal_loss(x, targets, total, 6, 0.25, 2.0))
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
-def test_scripted_callers_call_back():
-    def caller(x: torch.Tensor, targets: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        return focal_loss(x, targets, total, 6, 0.25, 2.0, 0.1)
-
-    arguments = data()
-    assert torch.equal(torch.jit.script(caller)(*arguments), caller(*arguments))
 
 
 @pytest.mark.parametrize(

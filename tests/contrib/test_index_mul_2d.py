@@ -132,15 +132,6 @@ def test_no_rows():
             index_mul_2d(in1[:0].to(dtype), in2.to(dtype), index)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
-def test_scripted_callers_call_back():
-    def caller(in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return index_mul_2d(in1, in2, index)
-
-    arguments = data(5, 30, 24)
-    assert torch.equal(torch.jit.script(caller)(*arguments), caller(*arguments))
-
-
 @pytest.mark.parametrize(
     ("shapes", "said"),
     [

@@ -216,16 +216,3 @@ def test_compiled_and_scripted_layers(kind, fusion):
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(X.half(), MASK), wanted)
     assert torch.equal(torch.jit.script(module)(X.half(), MASK), wanted)
-
-
-def scripted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    y = fused_softmax.scaled_masked_softmax(x, mask, 0.3)
-    y = fused_softmax.generic_scaled_masked_softmax(y, None, 1.0)
-    return fused_softmax.scaled_upper_triang_masked_softmax(y, None, 1.0)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_scripted_callers():
-    assert torch.equal(torch.jit.script(scripted)(X, MASK), scripted(X, MASK))
-    traced = torch.jit.trace(scripted, (X, MASK))
-    assert torch.equal(traced(X[:1], MASK[:1]), scripted(X[:1], MASK[:1]))
