@@ -50,7 +50,6 @@ def forward_affine_mixed_dtypes(
     return _forward(x, normalized_shape, gamma, beta, epsilon)
 
 
-@torch.no_grad()
 def backward(
     dout: Tensor,
     mean: Tensor | None,
@@ -62,9 +61,8 @@ def backward(
     /,
 ) -> Tensor:
     """Gradient of :func:`forward`; with ``memory_efficient`` from the output."""
-    return norm_backward(
-        dout, mean, invvar, input_or_output, normalized_shape, None, None, epsilon, memory_efficient
-    )[0]
+    saved = (mean, invvar, input_or_output)
+    return backward_affine(dout, *saved, normalized_shape, None, None, epsilon, memory_efficient)[0]
 
 
 @torch.no_grad()
@@ -74,8 +72,8 @@ def backward_affine(
     invvar: Tensor,
     input_or_output: Tensor,
     normalized_shape: Shape,
-    gamma: Tensor,
-    beta: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
     epsilon: float,
     memory_efficient: bool,
     /,
@@ -110,7 +108,6 @@ def rms_forward_affine_mixed_dtypes(
     return _forward(x, normalized_shape, gamma, None, epsilon, centered=False)
 
 
-@torch.no_grad()
 def rms_backward(
     dout: Tensor,
     invvar: Tensor,
@@ -121,10 +118,8 @@ def rms_backward(
     /,
 ) -> Tensor:
     """Gradient of :func:`rms_forward`; with ``memory_efficient`` from the output."""
-    return norm_backward(
-        dout, None, invvar, input_or_output, normalized_shape, None, None, epsilon,
-        memory_efficient, centered=False,
-    )[0]  # fmt: skip
+    rest = (normalized_shape, None, epsilon, memory_efficient)
+    return rms_backward_affine(dout, invvar, input_or_output, *rest)[0]
 
 
 @torch.no_grad()
@@ -133,7 +128,7 @@ def rms_backward_affine(
     invvar: Tensor,
     input_or_output: Tensor,
     normalized_shape: Shape,
-    gamma: Tensor,
+    gamma: Tensor | None,
     epsilon: float,
     memory_efficient: bool,
     /,
@@ -176,10 +171,21 @@ def norm_backward(
 ) -> list[Tensor]:
     """``[dx, dgamma, dbeta]``, empty where there is no parameter; for ``fast_layer_norm`` too."""
     check_norm("fused_layer_norm_cuda", saved, gamma, beta, shape)
-    statistics: dict[str, Tensor | None] = {"invvar": invvar}
-    if centered and not memory_efficient:
-        statistics["mean"] = mean
-    _check_saved(dout, saved, shape, statistics)
+    if saved.shape != dout.shape:
+        raise ArgumentError(
+            f"fused_layer_norm_cuda: dout has shape {list(dout.shape)} and input_or_output "
+            f"{list(saved.shape)}. Pass two of one shape."
+        )
+    rows = math.prod(saved.shape[: saved.dim() - len(shape)])
+    statistics = {"invvar": invvar, "mean": mean}
+    for name in ("invvar", "mean") if centered and not memory_efficient else ("invvar",):
+        tensor = statistics[name]
+        found = None if tensor is None else tensor.numel()
+        if found != rows:  # kernels would read beyond its end
+            raise ArgumentError(
+                f"fused_layer_norm_cuda: {name} has {found} elements. Pass one for each of the "
+                f"{rows} rows, as the forward returned it."
+            )
     needs, rest = [True, True, True], (shape, epsilon, centered, saved.dtype)
     if memory_efficient:
         run = row_norms.MEMORY_EFFICIENT.backward_operator
@@ -187,22 +193,3 @@ def norm_backward(
     mean = invvar.new_empty(0) if mean is None else mean
     run = row_norms.OP.backward_operator
     return list(run(dout, needs, saved, gamma, beta, mean, invvar, *rest))
-
-
-def _check_saved(
-    dout: Tensor, saved: Tensor, shape: Shape, statistics: dict[str, Tensor | None]
-) -> None:
-    """Refuse what kernels would read beyond its end."""
-    if saved.shape != dout.shape:
-        raise ArgumentError(
-            f"fused_layer_norm_cuda: dout has shape {list(dout.shape)} and input_or_output "
-            f"{list(saved.shape)}. Pass two of one shape."
-        )
-    rows = math.prod(saved.shape[: saved.dim() - len(shape)])
-    for name, tensor in statistics.items():
-        found = None if tensor is None else tensor.numel()
-        if found != rows:
-            raise ArgumentError(
-                f"fused_layer_norm_cuda: {name} has {found} elements. Pass one for each of the "
-                f"{rows} rows, as the forward returned it."
-            )

@@ -15,8 +15,6 @@ row adds to no sum, PyTorch's own function stops with an assertion on the device
 out of bounds.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch
@@ -26,6 +24,7 @@ from apex.ops import _runtime
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._dtypes import NARROW, wide
 from apex.ops._op import op
+from apex.ops.norms._scripted import left_to_python
 
 
 def reference(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -80,23 +79,42 @@ OP = op(
 )
 
 
-def index_mul_2d(
-    in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor, name: str = "index_mul_2d"
-) -> torch.Tensor:
-    """Check the arguments, bring both factors to one dtype and compute.
+@left_to_python
+def index_mul_2d(in1: torch.Tensor, in2: torch.Tensor, idx1: torch.Tensor) -> torch.Tensor:
+    """Compute ``in1[idx1] * in2`` for two matrices.
+
+    Gradients are added up in a fixed order, so every run has the same bits; gradients of gradients
+    work.
+
+    Args:
+        in1: ``(M, D)``, any floating dtype.
+        in2: ``(N, D)``, any floating dtype.
+        idx1: ``(N,)``, numbers of rows of ``in1``, any integer dtype; negative ones are refused.
+
+    Returns:
+        ``(N, D)``, in the dtype that torch promotes both to, rounded once.
 
     Raises:
-        ArgumentError: A type, dtype, shape or device is not what it should be.
-        IndexError: An index is out of range or negative, on a CPU.
+        ArgumentError: A type, dtype, shape or device is not what it should be; it is a
+            RuntimeError, TypeError and ValueError.
+        IndexError: An index is out of range or negative, on a CPU. On a GPU that row is nan, or
+            torch's own function stops with an assertion there.
+
+    Example:
+        >>> in1, in2 = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(3, 2)
+        >>> index_mul_2d(in1, in2, torch.tensor([1, 0, 1]))
+        tensor([[3., 4.],
+                [1., 2.],
+                [3., 4.]])
     """
-    check(name, in1, in2, index)
+    check("index_mul_2d", in1, in2, idx1)
     if in1.dtype != in2.dtype:
         dtype = torch.promote_types(in1.dtype, in2.dtype)
         in1, in2 = in1.to(dtype), in2.to(dtype)
     try:
-        return OP(in2, in1, index)
+        return OP(in2, in1, idx1)
     except (IndexError, RuntimeError):  # PyTorch's says neither which row nor what is allowed
-        check_index(name, in1, index)
+        check_index("index_mul_2d", in1, idx1)
         raise
 
 
