@@ -41,10 +41,10 @@ def backward(
     grad_output: torch.Tensor, partial_grad: torch.Tensor, num_positives_sum: torch.Tensor, /
 ) -> torch.Tensor:
     """Scale ``partial_grad`` by ``grad_output / num_positives_sum`` in place, and return it."""
-    who = "focal_loss_cuda.backward"
+    name = "focal_loss_cuda.backward"
     tensors = {"partial_grad": partial_grad, "grad_output": grad_output}
     numbers = {"grad_output": grad_output, "num_positives_sum": num_positives_sum}
-    check_tensors(who, tensors | numbers, floating=tensors, required=tensors | numbers)
+    check_tensors(name, tensors | numbers, floating=tensors, required=tensors | numbers)
     for key, number in numbers.items():
-        check_shape(who, key, number.reshape(-1), (1,), "is one number")
+        check_shape(name, key, number.reshape(-1), (1,), "is one number")
     return partial_grad.mul_((grad_output / num_positives_sum).reshape(()))

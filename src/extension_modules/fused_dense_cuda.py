@@ -83,5 +83,5 @@ def _check_like_output(
     check_tensors(name, every, floating=every, required=every)
     dense.check_one_dtype(name, every)
     for key, tensor in tensors.items():
-        said = f"input has {list(input.shape)} and the weight {list(weight.shape)}"
-        check_shape(name, key, tensor, (*input.shape[:-1], len(weight)), said)
+        shapes = f"input has {list(input.shape)} and the weight {list(weight.shape)}"
+        check_shape(name, key, tensor, (*input.shape[:-1], len(weight)), shapes)

@@ -70,14 +70,14 @@ def _check(
     name: str, in1: Tensor, in2: Tensor, idx1: Tensor, *, of_in2: dict[str, Tensor],
     of_in1: dict[str, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    who, tensors = f"fused_index_mul_2d.{name}", of_in2 | (of_in1 or {})
-    check(who, in1, in2, idx1)
-    check_index(who, in1, idx1)
-    check_tensors(who, {"in1": in1} | tensors, floating=tensors, required=tensors)
+    name, tensors = f"fused_index_mul_2d.{name}", of_in2 | (of_in1 or {})
+    check(name, in1, in2, idx1)
+    check_index(name, in1, idx1)
+    check_tensors(name, {"in1": in1} | tensors, floating=tensors, required=tensors)
     for key, tensor in tensors.items():
         like = "in2" if key in of_in2 else "in1"
         shape = (in2 if key in of_in2 else in1).shape
-        check_shape(who, key, tensor, shape, f"{like} has {list(shape)}")
+        check_shape(name, key, tensor, shape, f"{like} has {list(shape)}")
 
 
 half_forward = float_forward

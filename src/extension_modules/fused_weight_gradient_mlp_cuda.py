@@ -59,12 +59,12 @@ def _add(
         check_tensors(name, tensors, floating=tensors, required=tensors)
         dense.check_one_dtype(name, {"input": input, "d_output": d_output})
         x, dy = dense.rows(input), dense.rows(d_output)
-        said = f"input has {list(input.shape)} and d_output {list(d_output.shape)}"
+        shapes = f"input has {list(input.shape)} and d_output {list(d_output.shape)}"
         if x.dim() < 2 or dy.dim() < 2 or x.shape[0] != dy.shape[0]:
             raise ArgumentError(
-                f"{name}: {said}. Pass (..., in_features) and (..., out_features) of as many rows."
+                f"{name}: {shapes}. Pass (..., in_features) and (..., out_features), as many rows."
             )
-        check_shape(name, "d_weight", d_weight, (dy.shape[1], x.shape[1]), said)
+        check_shape(name, "d_weight", d_weight, (dy.shape[1], x.shape[1]), shapes)
         if d_weight.dtype != to or not d_weight.is_contiguous():
             layout = "" if d_weight.is_contiguous() else " and not contiguous"
             raise ArgumentError(

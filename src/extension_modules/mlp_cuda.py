@@ -52,10 +52,10 @@ def backward(
         dense.check_one_dtype(name, tensors)
         rows = dense.rows(x)
         sizes = [len(rows) * len(weight) for weight in weights[:-1]]
-        said = f"input has {list(x.shape)}"
+        shapes = f"input has {list(x.shape)}"
         for key in ("grad_o", "output"):
-            check_shape(name, key, tensors[key], (*x.shape[:-1], len(weights[-1])), said)
-        check_shape(name, "reserved", reserved, (sum(sizes),), said)
+            check_shape(name, key, tensors[key], (*x.shape[:-1], len(weights[-1])), shapes)
+        check_shape(name, "reserved", reserved, (sum(sizes),), shapes)
         hidden = [
             each.view(len(rows), len(weight))
             for each, weight in zip(torch.split(reserved, sizes), weights[:-1], strict=True)

@@ -23,9 +23,9 @@ def forward(
     ``half_to_float`` changes nothing: a logarithm rounded to 16 bits, which it let the caller
     avoid, was of no use to ``backward``.
     """
-    who = "xentropy_cuda.forward"
-    ops.check(who, logits, labels, float(smoothing))
-    ops.check_labels(who, labels, logits.shape[1], ops.NO_PADDING)
+    name = "xentropy_cuda.forward"
+    ops.check(name, logits, labels, float(smoothing))
+    ops.check_labels(name, labels, logits.shape[1], ops.NO_PADDING)
     return list(ops.OP.operator(logits, labels, float(smoothing), ops.NO_PADDING))
 
 
@@ -39,11 +39,11 @@ def backward(
     /,
 ) -> torch.Tensor:
     """Compute the gradient of the logits, in their dtype."""
-    who = "xentropy_cuda.backward"
-    ops.check(who, logits, labels, float(smoothing))
-    ops.check_labels(who, labels, logits.shape[1], ops.NO_PADDING)
-    for name, tensor in (("grad_loss", grad_loss), ("max_log_sum_exp", max_log_sum_exp)):
-        check_shape(who, name, tensor, labels.shape, f"labels {list(labels.shape)}")
+    name = "xentropy_cuda.backward"
+    ops.check(name, logits, labels, float(smoothing))
+    ops.check_labels(name, labels, logits.shape[1], ops.NO_PADDING)
+    for key, tensor in (("grad_loss", grad_loss), ("max_log_sum_exp", max_log_sum_exp)):
+        check_shape(name, key, tensor, labels.shape, f"labels {list(labels.shape)}")
     saved = (logits, labels, max_log_sum_exp, float(smoothing), ops.NO_PADDING)
     found: torch.Tensor = ops.OP.backward_operator(grad_loss, [True], *saved)
     return found

@@ -36,6 +36,11 @@ CASES = {
     "self, separate, bias": (SelfMultiheadAttn, {"separate_qkv_params": True, "bias": True}, ""),
     "self, additive": (SelfMultiheadAttn, {"mask_additive": True, "bias": True}, "additive"),
     "self, additive, time": (SelfMultiheadAttn, {"mask_additive": True}, "additive time"),
+    "self, separate, norm": (
+        SelfMultiheadAttn,
+        {"separate_qkv_params": True, "include_norm_add": True},
+        "",
+    ),
     "self, norm": (SelfMultiheadAttn, {"include_norm_add": True, "bias": True}, "padding"),
     "self, default": (SelfMultiheadAttn, {"include_norm_add": True, "impl": "default"}, ""),
     "encdec": (EncdecMultiheadAttn, {}, ""),
@@ -165,28 +170,6 @@ def test_against_the_formula(name, dtype):
     for actual, wanted in zip(found[1:], exact[1:], strict=True):
         assert actual.dtype == dtype
         assert_close_in_rms(actual, wanted, ATTENTION_GRADIENTS[dtype])
-
-
-@pytest.mark.parametrize("kind", [SelfMultiheadAttn, EncdecMultiheadAttn])
-def test_against_torchs_layer(kind):
-    """Its packed rows are (3, heads, head_dim); ours (heads, 3, head_dim)."""
-    layer, query, key, _ = _case(
-        "self, bias" if kind is SelfMultiheadAttn else "encdec, bias", torch.float64
-    )
-    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, dtype=torch.float64)
-    parts = zip(*_projected(layer, query, key), strict=True)
-    weights, biases = zip(*(zip(*part, strict=True) for part in parts), strict=True)
-    with torch.no_grad():
-        theirs.in_proj_weight.copy_(torch.cat([torch.cat(each) for each in weights]))
-        theirs.in_proj_bias.copy_(torch.cat([torch.cat(each) for each in biases]))
-        theirs.out_proj.weight.copy_(layer.out_proj_weight)
-        theirs.out_proj.bias.copy_(layer.out_proj_bias)
-    padding = torch.zeros(BATCH, len(key), dtype=torch.bool)
-    padding[1:, -2:] = True
-    wanted = theirs(query, key, key, padding, need_weights=False)[0].detach()
-    found, weights = layer(query, key, key, padding, need_weights=True)
-    assert weights is None
-    assert_close_in_rms(found, wanted, PRODUCTS[torch.float64])
 
 
 def test_names_shapes_and_order_of_parameters():
@@ -450,7 +433,9 @@ def test_refused_arguments(arguments, message):
 
 def test_self_attention_refuses_another_sequence():
     layer = SelfMultiheadAttn(8, 2)
-    assert torch.equal(layer(X, None, None)[0], layer(X, X, X)[0])
+    y, weights = layer(X, X, X, need_weights=True)
+    assert weights is None
+    assert torch.equal(layer(X, None, None)[0], y)
     with pytest.raises(ArgumentError, match="key has shape.*one tensor, of shape"):
         layer(X, X[:4], X[:4])
 

@@ -87,6 +87,7 @@ def test_positions_first(path, dtype, channels, transposed):
     tables = freqs.cos(), freqs.sin()
     cached = rope.fused_apply_rotary_pos_emb_cached(t, *tables, transposed)
     check(cached, t, turned(exact_t, freqs[:5]), exact_t, path)
+    assert cached.stride() == y.stride()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -263,6 +264,7 @@ def test_vmap(function):
 # -- errors --------------------------------------------------------------------------------------
 
 T = torch.zeros(6, 2, 3, 12)
+rotate, rotate_cached = rope.fused_apply_rotary_pos_emb, rope.fused_apply_rotary_pos_emb_cached
 
 
 def _images(rows=2, columns=3, channels=16, places=PLACES):
@@ -277,28 +279,22 @@ def _packed(bounds, t=T[:, 0]):
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: rope.fused_apply_rotary_pos_emb(None, FREQS), "t is a NoneType; pass a tensor"),
-        (lambda: rope.fused_apply_rotary_pos_emb(T, None), "freqs is a NoneType; pass a tensor"),
-        (lambda: rope.fused_apply_rotary_pos_emb(T.int(), FREQS), "t is torch.int32; allowed are"),
-        (lambda: rope.fused_apply_rotary_pos_emb(T, FREQS.to("meta")), "freqs is on meta and t on"),
+        (lambda: rotate(None, FREQS), "t is a NoneType; pass a tensor"),
+        (lambda: rotate(T, None), "freqs is a NoneType; pass a tensor"),
+        (lambda: rotate(T.int(), FREQS), "t is torch.int32; allowed are"),
+        (lambda: rotate(T, FREQS.to("meta")), "freqs is on meta and t on"),
+        (lambda: rotate(T[0], FREQS), r"t has shape \[2, 3, 12\]. Pass \[s, b, h, d\]"),
         (
-            lambda: rope.fused_apply_rotary_pos_emb(T[0], FREQS),
-            r"t has shape \[2, 3, 12\]. Pass \[s, b, h, d\]",
-        ),
-        (
-            lambda: rope.fused_apply_rotary_pos_emb(T, FREQS[:5]),
+            lambda: rotate(T, FREQS[:5]),
             r"freqs has shape \[5, 1, 1, 8\] and t \[6, 2, 3, 12\]. Pass .* at least 6 positions",
         ),
-        (lambda: rope.fused_apply_rotary_pos_emb(T, FREQS[..., :7]), "an even number of channels"),
-        (lambda: rope.fused_apply_rotary_pos_emb(T[..., :6], FREQS), "at most 6"),
-        (lambda: rope.fused_apply_rotary_pos_emb(T, FREQS[..., :0]), "an even number of channels"),
-        (lambda: rope.fused_apply_rotary_pos_emb(T, FREQS[:, 0, 0]), r"freqs has shape \[6, 8\]"),
+        (lambda: rotate(T, FREQS[..., :7]), "an even number of channels"),
+        (lambda: rotate(T[..., :6], FREQS), "at most 6"),
+        (lambda: rotate(T, FREQS[..., :0]), "an even number of channels"),
+        (lambda: rotate(T, FREQS[:, 0, 0]), r"freqs has shape \[6, 8\]"),
+        (lambda: rotate(T, FREQS.expand(6, 2, 1, 8)), r"Pass \[positions, 1, 1, channels\]"),
         (
-            lambda: rope.fused_apply_rotary_pos_emb(T, FREQS.expand(6, 2, 1, 8)),
-            r"Pass \[positions, 1, 1, channels\]",
-        ),
-        (
-            lambda: rope.fused_apply_rotary_pos_emb_cached(T, TABLES[0], TABLES[1][..., :6]),
+            lambda: rotate_cached(T, TABLES[0], TABLES[1][..., :6]),
             r"sin has shape \[6, 1, 1, 6\] .* the same in all tables",
         ),
         (lambda: _packed(BOUNDS.float()), r"cu_seqlens is torch.float32 of shape \[3\]. Pass"),

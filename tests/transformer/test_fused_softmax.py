@@ -8,7 +8,6 @@ from apex.transformer.enums import AttnMaskType
 from apex.transformer.functional import FusedScaleMaskSoftmax, fused_softmax
 from apex.transformer.functional.fused_softmax import (
     GenericFusedScaleMaskSoftmax,
-    GenericScaledMaskedSoftmax,
     ScaledMaskedSoftmax,
     ScaledSoftmax,
     ScaledUpperTriangMaskedSoftmax,
@@ -161,7 +160,6 @@ def test_a_scale_that_is_a_parameter_gets_no_gradient():
 X, MASK = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)), some_mask()
 FUNCTIONS = [
     (ScaledMaskedSoftmax, (MASK, 0.3), fused_softmax.scaled_masked_softmax, (MASK, 0.3)),
-    (GenericScaledMaskedSoftmax, (MASK, 2), fused_softmax.generic_scaled_masked_softmax, (MASK, 2)),
     (ScaledSoftmax, (0.3,), fused_softmax.scaled_masked_softmax, (None, 0.3)),
     (
         ScaledUpperTriangMaskedSoftmax,
