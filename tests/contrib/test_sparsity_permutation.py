@@ -24,98 +24,77 @@ def anew():
     amp.reset()
 
 
-class Residual(nn.Module):
+class Parts(nn.Module):
+    """Layers, and a function of them and the input."""
+
+    def __init__(self, call, **layers):
+        super().__init__()
+        self.call = call
+        for name, layer in layers.items():
+            setattr(self, name, layer.double() if isinstance(layer, nn.Module) else layer)
+
+    def forward(self, x):
+        return self.call(self, x)
+
+
+def residual():
     """A convolutional network: a residual, a depthwise layer, an old-style flatten."""
 
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.first = nn.Conv2d(16, 16, 3, padding=1)
-        self.norm = SyncBatchNorm(16)
-        self.deep = nn.Conv2d(16, 16, 3, groups=16)
-        self.last = nn.Conv2d(16, 32, 1)
-        self.wide = nn.Linear(32, 48)
-        self.wide_norm = nn.BatchNorm1d(48)
-        self.head = nn.Linear(48, 8)
-
-    def forward(self, x):
-        x = F.relu(self.stem(x))
-        x = x + torch.relu(self.norm(self.first(x)))
-        x = F.max_pool2d(self.deep(x), 2)
-        x = F.adaptive_avg_pool2d(self.last(x), 1)
+    def call(model, x):
+        x = F.relu(model.stem(x))
+        x = x + torch.relu(model.norm(model.first(x)))
+        x = F.max_pool2d(model.deep(x), 2)
+        x = F.adaptive_avg_pool2d(model.last(x), 1)
         x = x.view(x.size(0), -1)
-        return self.head(F.relu(self.wide_norm(self.wide(x))) * 0.5)
+        return model.head(F.relu(model.wide_norm(model.wide(x))) * 0.5)
+
+    layers = {"stem": nn.Conv2d(3, 16, 3, padding=1), "first": nn.Conv2d(16, 16, 3, padding=1)}
+    layers |= {"norm": SyncBatchNorm(16), "deep": nn.Conv2d(16, 16, 3, groups=16)}
+    layers |= {"last": nn.Conv2d(16, 32, 1), "wide": nn.Linear(32, 48)}
+    return Parts(call, **layers, wide_norm=nn.BatchNorm1d(48), head=nn.Linear(48, 8))
 
 
-class TwoHeads(nn.Module):
+def two_heads():
     """A second head that only training uses."""
 
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(3, 16)
-        self.norm = nn.LayerNorm(16)
-        self.head, self.other = nn.Linear(16, 8), nn.Linear(16, 8)
+    def call(model, x):
+        x = F.gelu(model.norm(model.body(x)))
+        return model.head(x) + model.other(x) if model.training else model.head(x)
 
-    def forward(self, x):
-        x = F.gelu(self.norm(self.body(x)))
-        return self.head(x) + self.other(x) if self.training else self.head(x)
+    layers = {"body": nn.Linear(3, 16), "norm": nn.LayerNorm(16)}
+    return Parts(call, **layers, head=nn.Linear(16, 8), other=nn.Linear(16, 8))
 
 
-class Twice(nn.Module):
+def twice():
     """A layer whose input and output channels are the same set."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.inner, self.head = nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.head(F.relu(self.inner(F.relu(self.inner(self.stem(x))))))
+    layers = {"stem": nn.Linear(3, 16), "inner": nn.Linear(16, 16), "head": nn.Linear(16, 8)}
+    return Parts(lambda m, x: m.head(F.relu(m.inner(F.relu(m.inner(m.stem(x)))))), **layers)
 
 
 def mlp(*between):
     return nn.Sequential(nn.Linear(3, 16), *between, nn.Linear(16, 8))
 
 
-class Called(nn.Module):
+def called(function, after=lambda m, y: y):
     """Two linear layers with any function of both between them."""
 
-    def __init__(self, function, tie=False):
-        super().__init__()
-        self.one, self.two, self.function = nn.Linear(16, 16), nn.Linear(16, 16), function
-        if tie:
-            self.two.weight = self.one.weight
+    def call(model, x):
+        x = model.one(x.repeat_interleave(16, 1)[:, :16])
+        return after(model, model.two(function(x, model)))
 
-    def forward(self, x):
-        return self.two(self.function(self.one(x.repeat_interleave(16, 1)[:, :16]), self))
+    return Parts(call, one=nn.Linear(16, 16), two=nn.Linear(16, 16))
 
 
-class Read(Called):
-    def forward(self, x):
-        return super().forward(x) * self.one.bias[0]
+def tied():
+    model = called(lambda x, _: x)
+    model.two.weight = model.one.weight
+    return model
 
 
-class Flat(nn.Module):
+def flat(function):
     """A convolution and a linear layer, whose input has the channels if it is flattened right."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.one, self.two, self.function = nn.Conv1d(3, 16, 1), nn.Linear(16, 8), function
-
-    def forward(self, x):
-        return self.two(self.function(F.relu(self.one(x))))
-
-
-class Parts(nn.Module):
-    """Layers, and a function of them and the input."""
-
-    def __init__(self, function, **layers):
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            setattr(self, name, layer.double())
-
-    def forward(self, x):
-        return self.function(self, x)
+    layers = {"one": nn.Conv1d(3, 16, 1), "two": nn.Linear(16, 8), "function": function}
+    return Parts(lambda m, x: m.two(m.function(F.relu(m.one(x)))), **layers)
 
 
 def hooked():
@@ -207,19 +186,19 @@ def permuted(model, **options):
 
 
 FREE = {
-    "convolutions": (Residual, (2, 3, 9, 9), 4),
-    "two heads": (TwoHeads, (5, 3), 2),
+    "convolutions": (residual, (2, 3, 9, 9), 4),
+    "two heads": (two_heads, (5, 3), 2),
     "sequence": (
         lambda: mlp(nn.LayerNorm(16), nn.GELU(), FusedLayerNorm(16), nn.Dropout(0.0)),
         (2, 5, 3),
         1,
     ),
-    "constants": (lambda: Called(lambda x, _: 2.0 - x / 3), (2, 1), 1),
-    "flatten": (lambda: Flat(lambda x: x.flatten(1)), (2, 3, 1), 1),
-    "flatten by name": (lambda: Flat(lambda x: torch.flatten(x, start_dim=1)), (2, 3, 1), 1),
-    "reshape": (lambda: Flat(lambda x: x.reshape(x.shape[0], -1)), (2, 3, 1), 1),
-    "flatten layer": (lambda: Flat(nn.Flatten()), (2, 3, 1), 1),
-    "called twice": (Twice, (2, 3), 2),
+    "constants": (lambda: called(lambda x, _: 2.0 - x / 3), (2, 1), 1),
+    "flatten": (lambda: flat(lambda x: x.flatten(1)), (2, 3, 1), 1),
+    "flatten by name": (lambda: flat(lambda x: torch.flatten(x, start_dim=1)), (2, 3, 1), 1),
+    "reshape": (lambda: flat(lambda x: x.reshape(x.shape[0], -1)), (2, 3, 1), 1),
+    "flatten layer": (lambda: flat(nn.Flatten()), (2, 3, 1), 1),
+    "called twice": (twice, (2, 3), 2),
 }
 
 
@@ -246,20 +225,23 @@ def test_the_function_stays_and_more_is_kept(make, shape, count, caplog):
 
 
 NOT_FREE = {
-    "tied": (lambda: Called(lambda x, _: x, tie=True), "one has tied weights"),
+    "tied": (tied, "one has tied weights"),
     "concatenated": (
-        lambda: Called(lambda x, _: torch.cat([x[:, :8], x[:, 8:]], 1)),
+        lambda: called(lambda x, _: torch.cat([x[:, :8], x[:, 8:]], 1)),
         "come from cat",
     ),
-    "used": (lambda: Called(lambda x, m: F.linear(x, m.one.weight)), "come from linear"),
-    "read": (lambda: Read(lambda x, _: x), "one has tensors that are read elsewhere"),
-    "flattened": (lambda: Flat(lambda x: torch.flatten(x, 2)), "come from flatten"),
-    "flattened by name": (lambda: Flat(lambda x: x.flatten(start_dim=2)), "come from flatten"),
-    "flattened by a layer": (lambda: Flat(nn.Flatten(2)), "come from function"),
-    "viewed": (lambda: Flat(lambda x: x.view(x.size(1), -1)), "come from view"),
-    "a row": (lambda: Flat(lambda x: x.view(x.shape[1], -1)), "come from view"),
-    "flipped": (lambda: Called(lambda x, _: x.flip(1)), "come from flip"),
-    "scaled": (lambda: Called(lambda x, _: x * torch.arange(16)), "come from mul"),
+    "used": (lambda: called(lambda x, m: F.linear(x, m.one.weight)), "come from linear"),
+    "read": (
+        lambda: called(lambda x, _: x, lambda m, y: y * m.one.bias[0]),
+        "one has tensors that are read elsewhere",
+    ),
+    "flattened": (lambda: flat(lambda x: torch.flatten(x, 2)), "come from flatten"),
+    "flattened by name": (lambda: flat(lambda x: x.flatten(start_dim=2)), "come from flatten"),
+    "flattened by a layer": (lambda: flat(nn.Flatten(2)), "come from function"),
+    "viewed": (lambda: flat(lambda x: x.view(x.size(1), -1)), "come from view"),
+    "a row": (lambda: flat(lambda x: x.view(x.shape[1], -1)), "come from view"),
+    "flipped": (lambda: called(lambda x, _: x.flip(1)), "come from flip"),
+    "scaled": (lambda: called(lambda x, _: x * torch.arange(16)), "come from mul"),
     "norm of 2-D or 3-D": (lambda: mlp(nn.BatchNorm1d(16)), "come from _1"),
     "hooks": (hooked, "0 has hooks"),
     "hooks of what is around": (hooked_outside, "come from _0"),
@@ -272,9 +254,9 @@ NOT_FREE = {
     "a weight that is no parameter": (weight_beside, "other has hooks"),
     "used inside another": (used_inside, "layer.linear1 is used where channels are not known"),
     "a sum of more dimensions": (more_dimensions, "come from norm"),
-    "untraceable": (lambda: Called(lambda x, _: x if x.sum() > 0 else -x), "cannot trace"),
+    "untraceable": (lambda: called(lambda x, _: x if x.sum() > 0 else -x), "cannot trace"),
     "a net in training alone": (
-        lambda: Called(lambda x, model: x.flip(1) if model.training else x),
+        lambda: called(lambda x, model: x.flip(1) if model.training else x),
         "used by flip",
     ),
 }
@@ -380,7 +362,7 @@ def test_state_of_another_shape_keeps_channels(caplog):
 
 def test_what_was_done_can_be_saved_and_switched_off(tmp_path, caplog):
     ASP.set_permutation_saving_params(True, True, str(tmp_path / "new"))
-    permuted(fill(TwoHeads()), verbosity=0)
+    permuted(fill(two_heads()), verbosity=0)
     (entry,) = json.loads((tmp_path / "new" / "model_offline_permutation_graph.json").read_text())
     assert entry["outputs_of"] == ["body", "norm"]
     assert entry["inputs_of"] == ["head", "other"]
