@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import venv
+import zipfile
 
 import pytest
 
@@ -49,13 +50,17 @@ def _needed(name, found):
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    """The Python of an environment with the wheel."""
-    folder = tmp_path_factory.mktemp("bare")
+def wheel(tmp_path_factory):
     try:
-        wheel = build_wheel(folder)
+        return build_wheel(tmp_path_factory.mktemp("wheel"))
     except SetUpError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """The Python of an environment with the wheel."""
+    folder = tmp_path_factory.mktemp("bare")
     venv.create(folder / "env", with_pip=False)
     (packages,) = (folder / "env").glob("lib/python*/site-packages")
     found = {}
@@ -75,6 +80,16 @@ def _run(*words):
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd="/")
     return done.returncode, done.stdout, done.stderr
+
+
+def test_modules_of_compiled_apex_are_at_the_top(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name for name in names if "/" not in name}
+    modules = {file.name for file in (ROOT / "src/extension_modules").glob("*.py")}
+    assert {"amp_C.py", "apex_C.py"} <= modules == top
+    folders = {name.partition("/")[0] for name in set(names) - top if "dist-info" not in name}
+    public = {name.removesuffix(".py") for name in modules if not name.startswith("_")}
+    assert folders == {"apex", *(f"{name}-stubs" for name in public)}
 
 
 def test_it_trains(python):
