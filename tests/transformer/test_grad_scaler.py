@@ -67,9 +67,7 @@ def test_state_and_switch():
     scaler = GradScaler()
     state = {"scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7}
     scaler.load_state_dict({**state, "_growth_tracker": 3})
-    assert scaler.get_growth_interval() == 7
-    assert scaler.state_dict()["scale"] == 4.0
-    assert not GradScaler(enabled=False).is_enabled()
+    assert scaler.state_dict() == {**state, "_growth_tracker": 3}
     assert GradScaler(enabled=False).scale(torch.tensor(3.0)).item() == 3.0
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     scaler.scale(torch.ones(1))

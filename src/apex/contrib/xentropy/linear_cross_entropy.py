@@ -12,8 +12,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     """A classifier's last layer together with its loss; see :func:`linear_cross_entropy`.
 
     The weights are those of ``linear``, an ordinary ``torch.nn.Linear``. Call it where you need the
-    logits. Names and order of arguments are those of ``torch.nn``'s class of this
-    name.
+    logits. Arguments are those of ``torch.nn``'s class of this name; those that are not listed are
+    the function's.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -21,10 +21,6 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         bias: Whether the layer has a bias.
         device: Where its weights are.
         dtype: Of its weights.
-        reduction: As for the function.
-        ignore_index: As for the function.
-        label_smoothing: As for the function.
-        chunk_size: As for the function.
     """
 
     def __init__(
