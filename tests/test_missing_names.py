@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import json
 import pathlib
 import pickle
 import re
@@ -21,7 +20,6 @@ from apex._compat import IS_2_13
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
-SURFACE = ROOT.parent / "shared" / "spec" / "surface.json"  # not everywhere
 SECTIONS = {
     "Not yet": _missing.NOT_YET,
     "Out of scope": _missing.OUT_OF_SCOPE,
@@ -274,18 +272,3 @@ def test_the_page_has_the_same_table(section):
     rows = re.findall(r"^\| (`.+?) \| (.+) \|$", after.partition("\n## ")[0], re.MULTILINE)
     uses = {name: use.replace("`", "") for names, use in rows for name in names.split(", ")}
     assert {name.strip("`"): use for name, use in uses.items()} == SECTIONS[section]
-
-
-@pytest.mark.skipif(not SURFACE.exists(), reason="the list of Apex's names is not here")
-def test_every_name_of_apex_is_here_or_in_the_table():
-    unexplained = []
-    for entry in json.loads(SURFACE.read_text())["entries"]:
-        path = entry["path"]
-        if path.startswith("apex.") and not any(
-            f"{path}.".startswith(f"{name}.") for name in TABLE
-        ):
-            module = importlib.import_module(entry["module"])
-            name = entry["name"].partition(".")[0]  # of a class; its methods have tests elsewhere
-            if name and not hasattr(module, name):
-                unexplained.append(path)
-    assert unexplained == []
