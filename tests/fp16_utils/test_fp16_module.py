@@ -5,7 +5,7 @@ import typing
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from apex.fp16_utils.fp16_module import FP16_Module, fp16_to_fp32, fp32_to_fp16
+from apex.fp16_utils.fp16util import FP16_Module, fp16_to_fp32, fp32_to_fp16
 
 
 class Pair(typing.NamedTuple):

@@ -642,9 +642,9 @@ def test_copies_and_pickles_train_on(scheduled):
 def test_errors_change_nothing():
     model = Mixed()
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(TypeError, match="init_optimizer was a Mixed"):
+    with pytest.raises(TypeError, match=r"optimizer was Mixed\("):
         FP16_Optimizer(model)
-    with pytest.raises(TypeError, match="had windows; allowed are init_scale, scale_factor"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
         FP16_Optimizer(sgd, dynamic_loss_scale=True, dynamic_loss_args={"windows": 3})
     with pytest.raises(ValueError, match="static_loss_scale was -1"):
         FP16_Optimizer(sgd, -1)
