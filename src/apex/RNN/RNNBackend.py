@@ -6,7 +6,8 @@ cells own the parameters and the state. Left out: packed sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -22,39 +23,28 @@ __all__ = ["RNNCell", "bidirectionalRNN", "stackedRNN"]
 _Hidden: TypeAlias = "tuple[Tensor | list[Any], ...]"
 
 
+def _for_each(method: Callable[..., None]) -> Callable[..., None]:
+    """Make a method of a network that calls this method of each of its cells."""
+
+    @functools.wraps(method)
+    def call(self: _Layers, *args: Any, **kwargs: Any) -> None:
+        for part in self.rnns:
+            getattr(part, method.__name__)(*args, **kwargs)
+
+    return call
+
+
 class _Layers(nn.Module):
-    """What a stack and two stacks do with each of their parts."""
-
     rnns: Any
-
-    def reset_parameters(self) -> None:
-        """Draw new parameters for each cell."""
-        for part in self.rnns:
-            part.reset_parameters()
-
-    def init_hidden(self, bsz: int) -> None:
-        """Make the states of each cell ready for a batch of ``bsz``; see the cell's."""
-        for part in self.rnns:
-            part.init_hidden(bsz)
-
-    def reset_hidden(self, bsz: int) -> None:
-        """Set the states of each cell to zeros for a batch of ``bsz``."""
-        for part in self.rnns:
-            part.reset_hidden(bsz)
-
-    def init_inference(self, bsz: int) -> None:
-        """Begin to evaluate: the same as :meth:`reset_hidden`."""
-        for part in self.rnns:
-            part.init_inference(bsz)
-
-    def detach_hidden(self) -> None:
-        """End the history of the states of each cell; a RuntimeError if there are none yet."""
-        for part in self.rnns:
-            part.detach_hidden()
+    reset_parameters = _for_each(RNNCell.reset_parameters)
+    init_hidden = _for_each(RNNCell.init_hidden)
+    reset_hidden = _for_each(RNNCell.reset_hidden)
+    init_inference = _for_each(RNNCell.init_inference)
+    detach_hidden = _for_each(RNNCell.detach_hidden)
 
 
 class stackedRNN(_Layers):
-    """Layers of cells, each over the whole sequence, which continue where the last forward ended.
+    """Layers of cells that continue where the last forward ended.
 
     Args:
         inputRNN: A cell, from which the further layers are made by ``new_like``, or a list of one
@@ -69,15 +59,7 @@ class stackedRNN(_Layers):
 
     Raises:
         AssertionError: The list is not ``num_layers`` long.
-        ArgumentError: ``inputRNN`` is neither a cell nor a list of cells, a layer does not fit the
-            one below, or a number is out of range. ArgumentError is a RuntimeError, TypeError and
-            ValueError.
-
-    Example:
-        >>> stack = stackedRNN(RNNCell(3, 10, 20, torch.gru_cell, n_hidden_states=1), num_layers=2)
-        >>> output, (h,) = stack(torch.randn(5, 3, 10))
-        >>> output.shape, h.shape
-        (torch.Size([5, 3, 20]), torch.Size([2, 3, 20]))
+        ArgumentError: Another argument is wrong; it is a RuntimeError, TypeError and ValueError.
     """
 
     def __init__(
@@ -105,8 +87,7 @@ class stackedRNN(_Layers):
 
         Args:
             input: ``[seq, batch, input_size]``; ``[batch, seq, input_size]`` if ``batch_first``.
-            collect_hidden: Whether to return the states after every step, not only the last. The
-                layers then call their cells once for each step.
+            collect_hidden: Whether to return the states after every step, not only the last.
             reverse: Whether to read the sequence from its end.
 
         Returns:
@@ -115,9 +96,6 @@ class stackedRNN(_Layers):
             features]`` after the last step that was computed, which is the first in time if
             ``reverse``; ``[seq, layers, batch, features]`` if ``collect_hidden``. Lists of
             ``[batch, features]``, indexed alike, stand for these tensors if layers differ in width.
-
-        Raises:
-            ArgumentError: The input has another rank, width or dtype, or no time step.
         """
         form = "[batch, seq, {}]" if self.batch_first else "[seq, batch, {}]"
         check_input("the recurrent network", input, self.rnns[0], form)
@@ -141,27 +119,16 @@ class stackedRNN(_Layers):
 class bidirectionalRNN(_Layers):
     """Two independent stacks, of which the second reads the sequence from its end.
 
-    Unlike in torch's layers, no layer gets the other direction's output; the outputs of the two
-    stacks are put side by side. Both carry their state: the backward stack of the next forward
-    begins with the state that it had at the first time step of this one.
-
-    Args:
-        inputRNN: As in :class:`stackedRNN`; the second stack is made by ``new_like``.
-        num_layers: Of each stack.
-        dropout: As there.
-        batch_first: As there.
+    Unlike in torch's layers, no layer gets the other direction's output. Both stacks carry their
+    state: the backward stack of the next forward begins with the state that it had at the first
+    time step of this one. Arguments are those of :class:`stackedRNN`; the second stack is made by
+    ``new_like``.
 
     Attributes:
         fwd: The stack that reads forward.
         bckwrd: The stack that reads backward.
         rnns: Both. NVIDIA's Apex also saved each parameter as ``rnns.0.*`` or ``rnns.1.*``; such
             state dicts load, and new ones have each parameter once.
-
-    Example:
-        >>> network = bidirectionalRNN(RNNCell(1, 10, 20, torch.rnn_tanh_cell, n_hidden_states=1))
-        >>> output, (h,) = network(torch.randn(5, 3, 10))
-        >>> output.shape, h.shape
-        (torch.Size([5, 3, 40]), torch.Size([1, 3, 40]))
     """
 
     def __init__(
@@ -187,13 +154,8 @@ class bidirectionalRNN(_Layers):
     def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, _Hidden]:
         """Run the sequence through both stacks.
 
-        Args:
-            input: As in :meth:`stackedRNN.forward`.
-            collect_hidden: As there.
-
-        Returns:
-            ``[seq, batch, 2 * output_size]`` and, for each state, ``[layers, batch, 2 * features]``
-            (``[seq, layers, batch, 2 * features]`` if ``collect_hidden``): forward, then backward.
+        Output and states have the shapes of :meth:`stackedRNN.forward` with twice the features:
+        those of the forward stack, then of the backward one.
         """
         forward, forward_hidden = self.fwd(input, collect_hidden)
         backward, backward_hidden = self.bckwrd(input, collect_hidden, reverse=True)
@@ -204,8 +166,7 @@ class bidirectionalRNN(_Layers):
 def _cells(given: Any, num_layers: int) -> list[RNNCell]:
     """Return one cell for each layer, from one cell or from a list of them."""
     if isinstance(given, RNNCell):
-        further = range(num_layers - 1)
-        return [given, *(given.new_like(given.output_size) for _ in further)]
+        return [given, *(given.new_like(given.output_size) for _ in range(num_layers - 1))]
     if not isinstance(given, (list, tuple, nn.ModuleList)) or not all(
         isinstance(cell, RNNCell) for cell in given
     ):
