@@ -84,20 +84,14 @@ def test_the_returned_states_are_the_final_and_the_collected_ones(name, reverse)
     assert torch.equal(hidden[0][-1], output[last])
     assert not torch.equal(output[0], output[-1])
     network.reset_hidden(BATCH)
+    if reverse:  # it reads the sequence from its end
+        assert_close(output, network(x.flip(0))[0].flip(0))
+        network.reset_hidden(BATCH)
     again, collected = network(x, collect_hidden=True, reverse=reverse)
     assert_close_to_largest(again, output, RECURRENT)
     assert torch.equal(collected[0][:, -1], again)  # step by step in the order of time
     for state, steps in zip(hidden, collected, strict=True):
         assert_close_to_largest(steps[last], state, RECURRENT)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_reverse_reads_the_sequence_from_its_end(name):
-    network, x = build(name), sequence()
-    got, hidden = network(x, reverse=True)
-    network.reset_hidden(BATCH)
-    want, same = network(x.flip(0))
-    assert_close((got, hidden), (want.flip(0), same))
 
 
 @pytest.mark.parametrize("collect", [False, True])
@@ -178,10 +172,8 @@ def test_a_list_of_cells():
         assert list(stack.rnns) == cells
     x = torch.randn(SEQ, BATCH, INPUT)
     output, (h, c) = stack(x)
-    assert output.shape == (SEQ, BATCH, 7)
     assert isinstance(h, list)  # one tensor cannot hold layers of these widths
-    assert [tuple(state.shape) for state in h] == [(BATCH, 7), (BATCH, 2), (BATCH, 7)]
-    assert [tuple(state.shape) for state in c] == [(BATCH, 7), (BATCH, 5), (BATCH, 7)]
+    assert [state.size(1) for state in (*h, *c)] == [7, 2, 7, 7, 5, 7]
     assert torch.equal(h[-1], output[-1])
     output, (h, c) = stack(x, collect_hidden=True)
     assert (len(h), len(h[0]), tuple(h[0][1].shape)) == (SEQ, 3, (BATCH, 2))
@@ -244,31 +236,6 @@ def test_sizes_of_one_and_none():
         assert network(sequence(SEQ, 0))[0].shape == (SEQ, 0, HIDDEN)
 
 
-def test_old_files_of_bidirectional_networks():
-    """They have each parameter twice; new ones once."""
-    network = build("mLSTM", bidirectional=True)
-    new = network.state_dict()
-    assert len(new) == len(list(network.parameters()))
-    old = dict(new)
-    for number, name in enumerate(("fwd", "bckwrd")):
-        for key in [key for key in new if key.startswith(f"{name}.")]:
-            old[key.replace(name, f"rnns.{number}", 1)] = new[key]
-    assert len(old) == 2 * len(new)
-    only = {key: value for key, value in old.items() if key.startswith("rnns.")}
-    for saved in (new, old, only):
-        other = build("mLSTM", bidirectional=True)
-        before = dict(saved)
-        other.load_state_dict(saved)
-        assert saved == before
-        assert_equal(list(other.state_dict().values()), list(new.values()))
-    inside = nn.Sequential(build("mLSTM", bidirectional=True))
-    inside.load_state_dict({f"0.{key}": value for key, value in old.items()})
-    assert_equal(list(inside.state_dict().values()), list(new.values()))
-    unknown = old | {"rnns.0.nothing": torch.zeros(1)}
-    with pytest.raises(RuntimeError, match="Unexpected key.*fwd.nothing"):
-        network.load_state_dict(unknown)
-
-
 def test_hooks_of_cells_are_called_at_each_step():
     """As by torch.nn.utils.weight_norm, which recomputes a weight in one."""
     network, calls, x = build("LSTM"), [], sequence()
@@ -283,18 +250,6 @@ def test_hooks_of_cells_are_called_at_each_step():
     assert len(calls) == 2 * SEQ
 
 
-def test_a_subclass_with_a_forward_of_its_own():
-    class Doubled(RNNCell):
-        def forward(self, input):
-            return super().forward(2 * input)
-
-    cell = Doubled(3, INPUT, HIDDEN, torch.gru_cell, 1).double()
-    plain = RNNCell(3, INPUT, HIDDEN, torch.gru_cell, 1).double()
-    plain.load_state_dict(cell.state_dict())
-    x = sequence()
-    assert_close_to_largest(stackedRNN(cell)(x)[0], stackedRNN(plain)(2 * x)[0], RECURRENT)
-
-
 def test_a_parametrized_weight_is_never_stale():
     network, x = build("LSTM"), sequence()
     want = network(x)[0]
@@ -305,12 +260,9 @@ def test_a_parametrized_weight_is_never_stale():
         network.rnns[0].parametrizations.w_hh.original0.mul_(2)
     network.reset_hidden(BATCH)
     changed = network(x)[0]
-    plain = build("LSTM")
-    plain.rnns[0].w_hh.data.copy_(network.rnns[0].w_hh.data)
-    for key, value in plain.state_dict().items():
-        if key != "rnns.0.w_hh":
-            value.copy_(network.state_dict()[key])
-    assert_close_to_largest(changed, plain(x)[0], RECURRENT)
+    nn.utils.parametrize.remove_parametrizations(network.rnns[0], "w_hh")
+    network.reset_hidden(BATCH)
+    assert_close_to_largest(changed, network(x)[0], RECURRENT)
     assert not torch.equal(changed, want)
 
 
@@ -345,21 +297,20 @@ def test_a_state_set_by_hand():
     states = torch.randn(LAYERS, 2, HIDDEN, BATCH).double().transpose(2, 3)
     for cell, pair in zip(network.rnns, states, strict=True):
         cell.hidden = list(pair)
-    layer = nn.LSTM(INPUT, HIDDEN, LAYERS).double()
-    for number, cell in enumerate(network.rnns):
-        for torchs, own in (("weight", "w"), ("bias", "b")):
-            for gate in ("ih", "hh"):
-                name = f"{torchs}_{gate}_l{number}"
-                getattr(layer, name).data.copy_(getattr(cell, f"{own}_{gate}").data)
-    begin = tuple(states[:, index].contiguous() for index in range(2))
-    assert_close_to_largest(network(x)[0], layer(x, begin)[0], RECURRENT)
+    want = copy.deepcopy(network)
+    for cell in want.rnns:
+        cell.hidden = [state.contiguous() for state in cell.hidden]
+    assert_close(network(x), want(x))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_copies_of_networks_after_a_forward(bidirectional):
     network, x = build("mLSTM", bidirectional=bidirectional), sequence()
     network(x)
+    cell = next(module for module in network.modules() if isinstance(module, RNNCell))
+    cell.compile(backend="eager")  # copies are not compiled, as those of torch's modules
     copies = copy.deepcopy(network), pickle.loads(pickle.dumps(network))
+    del cell._compiled_call_impl
     want = network(x)
     for other in copies:
         assert_equal(other(x), want)
@@ -404,8 +355,8 @@ def test_compiled_around_torchs_functions(name):
     assert_close(*([p.grad for p in module.parameters()] for module in (network, other)))
 
 
-def test_a_forward_set_on_a_cell():
-    """As by programs that wrap one; it is called at each step, as that of a subclass is."""
+def test_a_forward_of_the_programs_own():
+    """Set on a cell by programs that wrap one, or that of a subclass: it is called at each step."""
     network, x = build("LSTM"), sequence()
     want = network(x)[0]
     network.reset_hidden(BATCH)
@@ -415,17 +366,14 @@ def test_a_forward_set_on_a_cell():
     assert_close_to_largest(network(x)[0], want, RECURRENT)
     assert len(calls) == SEQ
 
+    class Doubled(RNNCell):
+        def forward(self, input):
+            return super().forward(2 * input)
 
-def test_copies_of_a_compiled_cell():
-    """They are not compiled, as torch's modules."""
-    cell, x = build("mLSTM").rnns[0], sequence()[0]
-    cell(x)
-    cell.compile(backend="eager")
-    copies = copy.deepcopy(cell), pickle.loads(pickle.dumps(cell))
-    del cell._compiled_call_impl  # as nn.Module deletes it from copies
-    want = cell(x)
-    for other in copies:
-        assert_equal(other(x), want)
+    cell = Doubled(3, INPUT, HIDDEN, torch.gru_cell, 1).double()
+    plain = RNNCell(3, INPUT, HIDDEN, torch.gru_cell, 1).double()
+    plain.load_state_dict(cell.state_dict())
+    assert_close_to_largest(stackedRNN(cell)(x)[0], stackedRNN(plain)(2 * x)[0], RECURRENT)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

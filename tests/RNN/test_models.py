@@ -197,31 +197,12 @@ def test_dropout_between_layers(name):
     for training in (True, False):
         network.train(training)
         layer.train(training)
-        network.reset_hidden(BATCH)
-        torch.manual_seed(1)
-        got = network(x)[0]
         torch.manual_seed(1)
         want = layer(x)[0]
-        assert_close_to_largest(got, want, RECURRENT)
-
-
-def test_dropout_draws_the_same_numbers_step_by_step():
-    network = build("LSTM", num_layers=2, dropout=0.5)
-    x = torch.randn(SEQ, BATCH, INPUT, dtype=torch.float64)
-    outputs = []
-    for collect in (False, True):
-        network.reset_hidden(BATCH)
-        torch.manual_seed(1)
-        outputs.append(network(x, collect)[0])
-    assert_close_to_largest(*outputs, RECURRENT)
-
-
-def test_dropout_of_one_layer_does_nothing():
-    network = build("Tanh", num_layers=1, dropout=0.9)
-    x = torch.randn(SEQ, BATCH, INPUT, dtype=torch.float64)
-    first = network(x)[0]
-    network.reset_hidden(BATCH)
-    assert torch.equal(network(x)[0], first)
+        for collect in (False, True):  # step by step, too
+            network.reset_hidden(BATCH)
+            torch.manual_seed(1)
+            assert_close_to_largest(network(x, collect)[0], want, RECURRENT)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -234,16 +215,10 @@ def test_every_argument_by_position(name):
         for cell in stack.rnns:
             assert (cell.b_ih, cell.b_hh, cell.output_size) == (None, None, out)
     assert type(getattr(RNN, name)(INPUT, HIDDEN, 2)) is stackedRNN
+    cell = RNNCell(1, INPUT, HIDDEN, torch.rnn_tanh_cell, 1)
+    assert toRNNBackend(cell, 2, False, 0.5).rnns[0] is cell
     with pytest.raises(TypeError, match="num_layers"):  # no default, as in the original
         getattr(RNN, name)(INPUT, HIDDEN)
-
-
-def test_to_rnn_backend():
-    cell = RNNCell(1, INPUT, HIDDEN, torch.rnn_tanh_cell, 1)
-    stack = toRNNBackend(cell, 2, False, 0.5)
-    assert (type(stack), stack.dropout) == (stackedRNN, 0.5)
-    assert stack.rnns[0] is cell
-    assert type(toRNNBackend(cell, 1, True)) is bidirectionalRNN
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import apex.reparameterization
 from apex.reparameterization import (
     Reparameterization,
     WeightNorm,
@@ -262,14 +261,3 @@ def test_layers_of_a_kind_share_a_class():
     local = weakref.ref(type(apply_weight_norm(type("Local", (nn.Linear,), {})(3, 2))))
     gc.collect()
     assert local() is None
-
-
-def test_exports():
-    assert sorted(apex.reparameterization.__all__) == [
-        "Reparameterization",
-        "WeightNorm",
-        "apply_reparameterization",
-        "apply_weight_norm",
-        "remove_reparameterization",
-        "remove_weight_norm",
-    ]

@@ -36,6 +36,21 @@ def _for_each(method: Callable[..., None]) -> Callable[..., None]:
 
 class _Layers(nn.Module):
     rnns: Any
+    _build: Callable[[Any, int], None]
+
+    def __init__(
+        self,
+        inputRNN: RNNCell | Sequence[RNNCell],
+        num_layers: int = 1,
+        dropout: float = 0,
+        *,
+        batch_first: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self._build(inputRNN, num_layers)
+
     reset_parameters = _for_each(RNNCell.reset_parameters)
     init_hidden = _for_each(RNNCell.init_hidden)
     reset_hidden = _for_each(RNNCell.reset_hidden)
@@ -62,23 +77,13 @@ class stackedRNN(_Layers):
         ArgumentError: Another argument is wrong; it is a RuntimeError, TypeError and ValueError.
     """
 
-    def __init__(
-        self,
-        inputRNN: RNNCell | Sequence[RNNCell],
-        num_layers: int = 1,
-        dropout: float = 0,
-        *,
-        batch_first: bool = False,
-    ) -> None:
-        super().__init__()
+    def _build(self, given: Any, num_layers: int) -> None:
         if num_layers < 1:
             raise ArgumentError(f"num_layers is {num_layers}; pass 1 or more.")
-        if not 0 <= dropout <= 1:
-            raise ArgumentError(f"dropout is {dropout}; pass a probability, from 0 to 1.")
-        self.rnns = nn.ModuleList(_cells(inputRNN, num_layers))
+        if not 0 <= self.dropout <= 1:
+            raise ArgumentError(f"dropout is {self.dropout}; pass a probability, from 0 to 1.")
+        self.rnns = nn.ModuleList(_cells(given, num_layers))
         self.nLayers = num_layers
-        self.dropout = dropout
-        self.batch_first = batch_first
 
     def forward(
         self, input: Tensor, collect_hidden: bool = False, reverse: bool = False
@@ -127,24 +132,14 @@ class bidirectionalRNN(_Layers):
     Attributes:
         fwd: The stack that reads forward.
         bckwrd: The stack that reads backward.
-        rnns: Both. NVIDIA's Apex also saved each parameter as ``rnns.0.*`` or ``rnns.1.*``; such
-            state dicts load, and new ones have each parameter once.
+        rnns: Both, in a list: parameters are called ``fwd.*`` and ``bckwrd.*``.
     """
 
-    def __init__(
-        self,
-        inputRNN: RNNCell | Sequence[RNNCell],
-        num_layers: int = 1,
-        dropout: float = 0,
-        *,
-        batch_first: bool = False,
-    ) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.fwd = stackedRNN(inputRNN, num_layers, dropout, batch_first=batch_first)
+    def _build(self, given: Any, num_layers: int) -> None:
+        dropout, first = self.dropout, self.batch_first
+        self.fwd = stackedRNN(given, num_layers, dropout, batch_first=first)
         again = [cell.new_like() for cell in self.fwd.rnns]
-        self.bckwrd = stackedRNN(again, num_layers, dropout, batch_first=batch_first)
-        self.register_load_state_dict_pre_hook(_merge_names)  # type: ignore[no-untyped-call]
+        self.bckwrd = stackedRNN(again, num_layers, dropout, batch_first=first)
 
     @property
     def rnns(self) -> list[stackedRNN]:
@@ -206,11 +201,3 @@ def _side_by_side(one: Tensor | list[Any], other: Tensor | list[Any]) -> Tensor 
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.cat((one, other), -1)
     return [_side_by_side(*pair) for pair in zip(one, other, strict=True)]
-
-
-def _merge_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename ``rnns.0.*`` and ``rnns.1.*``, under which older files have each parameter too."""
-    for old, new in (("rnns.0.", "fwd."), ("rnns.1.", "bckwrd.")):
-        for key in [key for key in state_dict if key.startswith(prefix + old)]:
-            value = state_dict.pop(key)
-            state_dict.setdefault(prefix + new + key.removeprefix(prefix + old), value)

@@ -137,14 +137,12 @@ class RNNCell(nn.Module):
     def new_like(self: _Cell, new_input_size: int | None = None) -> _Cell:
         """Return a cell of the same settings, dtype and device, with new parameters and no state.
 
-        A subclass whose constructor takes other arguments overrides this. ``new_input_size`` is
-        ``None`` for as many features of the input as here.
+        A subclass whose constructor takes other arguments overrides this.
         """
         size = self.input_size if new_input_size is None else new_input_size
         return type(self)(*self._settings(size)).to(self.w_ih)
 
-    def _settings(self, input_size: int) -> tuple[Any, ...]:
-        """The arguments of the constructor."""
+    def _settings(self, input_size: int) -> tuple[Any, ...]:  # the constructor's arguments
         sizes = self.gate_multiplier, input_size, self.hidden_size
         return *sizes, self.cell, self.n_hidden_states, self.bias, self.output_size
 
@@ -169,9 +167,7 @@ class RNNCell(nn.Module):
         self.hidden = [None] * self.n_hidden_states
         self.init_hidden(bsz)
 
-    def init_inference(self, bsz: int) -> None:
-        """Begin to evaluate: the same as :meth:`reset_hidden`."""
-        self.reset_hidden(bsz)
+    init_inference = reset_hidden  # before an evaluation
 
     def detach_hidden(self) -> None:
         """End the history of the states: backward stops here. ``RuntimeError`` if there is none."""
@@ -210,8 +206,7 @@ class RNNCell(nn.Module):
         self.hidden = states
         return tuple(states)
 
-    def _weights(self) -> tuple[Tensor, ...]:
-        """The weights that ``cell`` takes by position."""
+    def _weights(self) -> tuple[Tensor, ...]:  # that ``cell`` takes by position
         return self.w_ih, self.w_hh
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RNNCell:
@@ -269,7 +264,6 @@ def check_input(name: str, input: Any, cell: RNNCell, form: str) -> None:
 
 
 def _torch_layer(step: Any) -> _TorchLayer | None:
-    """Return what torch has for the layers of a cell with the function ``step``."""
     return next((layer for function, layer in _TORCH_LAYERS if function is step), None)
 
 
@@ -287,8 +281,7 @@ def _whole_sequence(cell: RNNCell) -> _TorchLayer | None:
     return None if any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)) else found
 
 
-def _sequence_weights(cell: RNNCell) -> list[Tensor]:
-    """The parameters in the order of torch's functions."""
+def _sequence_weights(cell: RNNCell) -> list[Tensor]:  # in the order of torch's functions
     weights = (cell.w_ih, cell.w_hh, cell.b_ih, cell.b_hh, cell.w_ho)
     return [weight for weight in weights if weight is not None]
 
@@ -321,17 +314,11 @@ def _run_in_torch(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     cell.init_hidden(input.size(1))
     hidden = [state.contiguous().unsqueeze(0) for state in cell.hidden if state is not None]
-    output, *final = function(
-        input,
-        hidden if len(hidden) > 1 else hidden[0],
-        _sequence_weights(cell),
-        cell.b_ih is not None,
-        1,  # layer
-        0.0,  # dropout
-        torch.is_grad_enabled(),  # keep what a backward pass needs, in eval() too
-        False,  # bidirectional
-        False,  # batch_first
-    )
+    given = hidden if len(hidden) > 1 else hidden[0]
+    train = torch.is_grad_enabled()  # keep what a backward pass needs, in eval() too
+    layers, dropout, bidirectional, batch_first = 1, 0.0, False, False
+    options = cell.b_ih is not None, layers, dropout, train, bidirectional, batch_first
+    output, *final = function(input, given, _sequence_weights(cell), *options)
     states = tuple(state[0] for state in final)
     cell.hidden = list(states)
     return output, states
