@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,6 @@ from apex.ops._check import ArgumentError
 from apex.RNN._cell import RNNCell, check_input, run_layer
 
 __all__ = ["RNNCell", "bidirectionalRNN", "stackedRNN"]
-
-_Hidden: TypeAlias = "tuple[Tensor | list[Any], ...]"
 
 
 def _for_each(method: Callable[..., None]) -> Callable[..., None]:
@@ -87,7 +84,7 @@ class stackedRNN(_Layers):
 
     def forward(
         self, input: Tensor, collect_hidden: bool = False, reverse: bool = False
-    ) -> tuple[Tensor, _Hidden]:
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the sequence through the layers.
 
         Args:
@@ -99,8 +96,7 @@ class stackedRNN(_Layers):
             The output of the last layer, ``[seq, batch, output_size]`` in the order of time (or
             ``batch`` first), and a tuple with one entry for each state: ``[layers, batch,
             features]`` after the last step that was computed, which is the first in time if
-            ``reverse``; ``[seq, layers, batch, features]`` if ``collect_hidden``. Lists of
-            ``[batch, features]``, indexed alike, stand for these tensors if layers differ in width.
+            ``reverse``; ``[seq, layers, batch, features]`` if ``collect_hidden``.
         """
         form = "[batch, seq, {}]" if self.batch_first else "[seq, batch, {}]"
         check_input("the recurrent network", input, self.rnns[0], form)
@@ -117,7 +113,7 @@ class stackedRNN(_Layers):
                 states = tuple(state.flip(0) for state in states)
             layers.append(states)
         x = x.flip(0) if reverse else x
-        hidden = tuple(_stacked(states) for states in zip(*layers, strict=True))
+        hidden = tuple(torch.stack(states, -3) for states in zip(*layers, strict=True))
         return x.transpose(0, 1) if self.batch_first else x, hidden
 
 
@@ -146,7 +142,9 @@ class bidirectionalRNN(_Layers):
         """The two stacks."""
         return [self.fwd, self.bckwrd]
 
-    def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, _Hidden]:
+    def forward(
+        self, input: Tensor, collect_hidden: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the sequence through both stacks.
 
         Output and states have the shapes of :meth:`stackedRNN.forward` with twice the features:
@@ -155,7 +153,7 @@ class bidirectionalRNN(_Layers):
         forward, forward_hidden = self.fwd(input, collect_hidden)
         backward, backward_hidden = self.bckwrd(input, collect_hidden, reverse=True)
         pairs = zip(forward_hidden, backward_hidden, strict=True)
-        return torch.cat((forward, backward), -1), tuple(_side_by_side(*pair) for pair in pairs)
+        return torch.cat((forward, backward), -1), tuple(torch.cat(pair, -1) for pair in pairs)
 
 
 def _cells(given: Any, num_layers: int) -> list[RNNCell]:
@@ -174,30 +172,13 @@ def _cells(given: Any, num_layers: int) -> list[RNNCell]:
             f"inputRNN has {len(given)} cells and num_layers is {num_layers}; pass one cell for "
             "each layer."
         )
-    for number, (below, cell) in enumerate(pairwise(given), start=1):
-        if cell.input_size != below.output_size or cell.n_hidden_states != below.n_hidden_states:
-            raise ArgumentError(
-                f"cell {number} has input_size {cell.input_size} and {cell.n_hidden_states} "
-                f"states; cell {number - 1} has output_size {below.output_size} and "
-                f"{below.n_hidden_states} states. The widths must be equal, and the numbers of "
-                "states too."
-            )
+    widths = [(cell.output_size, cell.hidden_size, cell.n_hidden_states) for cell in given]
+    inputs = [cell.input_size for cell in given[1:]]
+    if len(set(widths)) > 1 or {*inputs} - {given[0].output_size}:
+        raise ArgumentError(
+            f"the cells have (output_size, hidden_size, n_hidden_states) {widths}, and the second "
+            f"to last input_size {inputs}. These must be equal, and input_size the output_size."
+        )
     if len(set(given)) != num_layers:
         raise ArgumentError("a cell is in the list twice; pass cell.new_like(), as each has state.")
     return list(given)
-
-
-def _stacked(layers: tuple[Tensor, ...]) -> Tensor | list[Any]:
-    """Stack the states of all layers: ``[..., layers, batch, features]``, or lists indexed so."""
-    if len({state.shape for state in layers}) == 1:
-        return torch.stack(layers, -3)
-    if layers[0].dim() == 2:
-        return list(layers)
-    return [list(step) for step in zip(*layers, strict=True)]
-
-
-def _side_by_side(one: Tensor | list[Any], other: Tensor | list[Any]) -> Tensor | list[Any]:
-    """Concatenate features, inside lists too."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.cat((one, other), -1)
-    return [_side_by_side(*pair) for pair in zip(one, other, strict=True)]

@@ -4,8 +4,8 @@ Where the cell computes one step with a function of torch (``torch.lstm_cell``),
 torch's function for whole sequences (``torch.lstm``) with the cell's parameters. Any other layer
 calls the cell once for each time step. Both ways compute the same up to rounding.
 
-Torch is given single layers, never a whole stack, so that layers may be of different kinds and
-widths, dropout draws the same random numbers either way, and a backward pass after a forward in
+Torch is given single layers, never a whole stack, so that layers may be of different kinds,
+dropout draws the same random numbers either way, and a backward pass after a forward in
 ``eval()`` works on every device (cuDNN must be told in the forward).
 """
 
@@ -58,27 +58,19 @@ class RNNCell(nn.Module):
     Each forward continues from the previous one, and a backward pass reaches into earlier ones:
     call :meth:`detach_hidden` or :meth:`reset_hidden` between an optimizer step and a forward.
 
+    ``cell`` is a function ``(input, hidden, w_ih, w_hh, b_ih=, b_hh=)`` that returns the new states,
+    such as ``torch.lstm_cell`` with ``gate_multiplier=4`` and ``n_hidden_states=2``; ``hidden`` is a
+    tensor if there is one state, else a list. ``output_size`` is that of state 0, the output;
+    ``None`` means ``hidden_size``. Another one projects state 0 by ``w_ho``, and the projected state
+    is what the next step gets. A size less than 1, and a projected GRU, are an ArgumentError, which
+    is a RuntimeError, TypeError and ValueError.
+
     Parameters, uniform in ``±1 / sqrt(hidden_size)``: ``w_ih`` of shape ``[gates * hidden_size,
     input_size]``, ``w_hh`` ``[gates * hidden_size, output_size]``, ``w_ho`` ``[output_size,
     hidden_size]`` if these two differ, ``b_ih`` and ``b_hh`` ``[gates * hidden_size]`` if ``bias``.
 
-    Args:
-        gate_multiplier: Gates of ``hidden_size`` features each; 4 for an LSTM.
-        input_size: Features of the input.
-        hidden_size: Features of the states.
-        cell: A function ``(input, hidden, w_ih, w_hh, b_ih=, b_hh=)`` that returns the new states,
-            such as ``torch.lstm_cell``; ``hidden`` is a tensor if there is one state, else a list.
-        n_hidden_states: 2 for an LSTM (h and c), 1 for others.
-        bias: Whether there are biases.
-        output_size: Features of state 0, the output; ``None`` means ``hidden_size``. State 0 is
-            projected by ``w_ho``, and the projected state is what the next step gets.
-
     Attributes:
         hidden: The states, each ``None`` or ``[batch, features]``. They are not in the state dict.
-
-    Raises:
-        ArgumentError: A size is less than 1, or a GRU shall have another ``output_size``; it is a
-            RuntimeError, TypeError and ValueError.
     """
 
     w_ih: nn.Parameter

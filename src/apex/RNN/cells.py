@@ -17,7 +17,7 @@ class mLSTMRNNCell(RNNCell):
     """One step of a multiplicative LSTM; see :func:`mLSTMCell`.
 
     An :class:`~apex.RNN.RNNBackend.RNNCell` with four gates and two states that has ``w_mih`` of
-    shape ``[output_size, input_size]`` and ``w_mhh`` ``[output_size, output_size]``, too.
+    shape ``[output_size, input_size]`` and ``w_mhh`` ``[output_size, output_size]`` as well.
 
     Example:
         >>> h, c = mLSTMRNNCell(10, 20)(torch.randn(3, 10))
@@ -56,15 +56,8 @@ def mLSTMCell(
     ``x @ w_ih.T + b_ih + m @ w_hh.T + b_hh``; then ``c' = sigmoid(f) * c + sigmoid(i) * tanh(g)``
     and ``h' = sigmoid(o) * tanh(c')``.
 
-    Args:
-        input: x, ``[batch, input_size]``.
-        hidden: h, ``[batch, output_size]``, and c, ``[batch, hidden_size]``.
-        w_ih: ``[4 * hidden_size, input_size]``.
-        w_hh: ``[4 * hidden_size, output_size]``.
-        w_mih: ``[output_size, input_size]``.
-        w_mhh: ``[output_size, output_size]``.
-        b_ih: ``[4 * hidden_size]`` or ``None``.
-        b_hh: The same.
+    Here x is ``input``, ``[batch, input_size]``; h, ``[batch, output_size]``, and c, ``[batch,
+    hidden_size]``, are ``hidden``. Parameters have the shapes of :class:`mLSTMRNNCell`'s.
     """
     h, c = hidden
     m = F.linear(input, w_mih) * F.linear(h, w_mhh)
