@@ -148,7 +148,8 @@ def test_states_of_all_layers(bidirectional):
     with pytest.raises(RuntimeError, match="no state yet"):
         network.detach_hidden()
     network.init_hidden(BATCH)
-    assert all(state.shape == (BATCH, HIDDEN) for cell in cells for state in cell.hidden)
+    states = [state for cell in cells for state in cell.hidden]
+    assert all(torch.equal(state, torch.zeros(BATCH, HIDDEN).double()) for state in states)
     first = network(x)[0]
     network.detach_hidden()
     assert not any(state.requires_grad for cell in cells for state in cell.hidden)
@@ -161,9 +162,12 @@ def test_states_of_all_layers(bidirectional):
     network(sequence(batch=1))  # another batch size: zeros
     assert torch.equal(network(x)[0], first)
     before = [p.clone() for p in network.parameters()]
+    for cell in cells:
+        cell.reset_parameters(gain=100)  # not used
     network.reset_parameters()
-    both = zip(before, network.parameters(), strict=True)
-    assert not any(torch.equal(one, other) for one, other in both)
+    for one, other in zip(before, network.parameters(), strict=True):
+        assert not torch.equal(one, other)
+        assert other.abs().max() <= HIDDEN**-0.5
 
 
 def test_a_list_of_cells():

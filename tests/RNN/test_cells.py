@@ -1,7 +1,5 @@
 """One step: its derivatives, its parameters, and the life of its state."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -68,18 +66,6 @@ def test_a_function_that_gives_another_number_of_states():
         cell(torch.randn(BATCH, INPUT))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "mlstm"])
-def test_parameters(kind):
-    cell = build(kind, bias=False)
-    assert (cell.w_ho, cell.b_ih, cell.b_hh) == (None, None, None)
-    before = copy.deepcopy(cell.state_dict())
-    torch.manual_seed(1)
-    cell.reset_parameters(gain=100)
-    for key, value in cell.state_dict().items():
-        assert not torch.equal(value, before[key])
-        assert value.abs().max() <= HIDDEN**-0.5
-
-
 @pytest.mark.parametrize(("kind", "output_size"), PROJECTED)
 def test_new_like(kind, output_size):
     cell = build(kind, True, output_size).to(torch.bfloat16)
@@ -96,41 +82,6 @@ def test_new_like(kind, output_size):
             assert new.shape[:1] == old.shape[:1]
             assert name in ("w_ih", "w_mih") or new.shape == old.shape
             assert new.shape != old.shape or not torch.equal(new, old)
-
-
-@pytest.mark.parametrize(("kind", "output_size"), PROJECTED)
-def test_init_and_reset_hidden(kind, output_size):
-    cell = build(kind, True, output_size).double()
-    assert cell.hidden == [None] * cell.n_hidden_states
-    cell.init_hidden(BATCH)
-    widths = [output_size or HIDDEN, HIDDEN][: cell.n_hidden_states]
-    assert [tuple(state.shape) for state in cell.hidden] == [(BATCH, width) for width in widths]
-    for state in cell.hidden:
-        assert state.dtype == torch.float64
-        assert not state.any()
-        assert not state.requires_grad
-    kept = cell(torch.randn(BATCH, INPUT).double())
-    cell.init_hidden(BATCH)
-    assert all(torch.equal(one, other) for one, other in zip(cell.hidden, kept, strict=True))
-    for begin in (cell.reset_hidden, cell.init_inference):
-        cell(torch.randn(BATCH, INPUT).double())
-        begin(BATCH)
-        assert not any(state.any() for state in cell.hidden)
-        begin(BATCH + 1)
-        assert all(state.size(0) == BATCH + 1 for state in cell.hidden)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", [*KINDS, "mlstm"])
-def test_the_state_follows_the_parameters(kind, dtype):
-    """The original went on with the old dtype, and failed."""
-    cell = build(kind)
-    before = cell(torch.randn(BATCH, INPUT))
-    cell.to(dtype)
-    cell.init_hidden(BATCH)
-    for state, old in zip(cell.hidden, before, strict=True):
-        assert torch.equal(state, old.to(dtype))
-    assert all(state.dtype == dtype for state in cell(torch.randn(BATCH, INPUT).to(dtype)))
 
 
 def test_a_state_from_inference_mode_can_be_trained_on():

@@ -58,12 +58,12 @@ class RNNCell(nn.Module):
     Each forward continues from the previous one, and a backward pass reaches into earlier ones:
     call :meth:`detach_hidden` or :meth:`reset_hidden` between an optimizer step and a forward.
 
-    ``cell`` is a function ``(input, hidden, w_ih, w_hh, b_ih=, b_hh=)`` that returns the new states,
-    such as ``torch.lstm_cell`` with ``gate_multiplier=4`` and ``n_hidden_states=2``; ``hidden`` is a
-    tensor if there is one state, else a list. ``output_size`` is that of state 0, the output;
-    ``None`` means ``hidden_size``. Another one projects state 0 by ``w_ho``, and the projected state
-    is what the next step gets. A size less than 1, and a projected GRU, are an ArgumentError, which
-    is a RuntimeError, TypeError and ValueError.
+    ``cell`` is a function ``(input, hidden, w_ih, w_hh, b_ih=, b_hh=)`` that returns new states,
+    such as ``torch.lstm_cell`` with ``gate_multiplier=4`` and ``n_hidden_states=2``; ``hidden`` is
+    a tensor if there is one state, else a list. ``output_size`` is that of state 0, the output;
+    ``None`` means ``hidden_size``. Another one projects state 0 by ``w_ho``, and the projected
+    state is what the next step gets. A size less than 1, and a projected GRU, are an ArgumentError,
+    which is a RuntimeError, TypeError and ValueError.
 
     Parameters, uniform in ``±1 / sqrt(hidden_size)``: ``w_ih`` of shape ``[gates * hidden_size,
     input_size]``, ``w_hh`` ``[gates * hidden_size, output_size]``, ``w_ho`` ``[output_size,
