@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from apex.amp.scaler import LossScaler as AmpLossScaler
 from apex.fp16_utils import DynamicLossScaler, LossScaler
-from apex.optimizers import FP16_Optimizer
 
 OVERFLOWS = st.lists(st.sampled_from([False, False, False, True]), max_size=60)
 
@@ -57,26 +56,6 @@ def test_scaler_of_amp(overflows, window, floor):
         found.append(scaler.loss_scale())
     bounds = (floor or 2.0**-126, 2.0**20)
     assert found == reference(overflows, 2.0**16, 2.0, window, *bounds)
-
-
-@given(OVERFLOWS)
-def test_scale_of_the_optimizer_of_bert(overflows):
-    weight = torch.zeros(1, dtype=torch.float16, requires_grad=True)
-    optimizer = FP16_Optimizer(
-        torch.optim.SGD([weight], lr=0.0),
-        dynamic_loss_scale=True,
-        dynamic_loss_args={"init_scale": 8.0, "scale_window": 3},
-        verbose=False,
-    )
-    found = []
-    for overflow in overflows:
-        optimizer.zero_grad()
-        weight.grad = torch.full_like(weight, math.inf if overflow else 0.0)
-        optimizer.update_master_grads()
-        optimizer.step()
-        found.append(optimizer.cur_scale)
-    assert found == reference(overflows, 8.0, 2.0, 3, 1.0, math.inf)
-    assert optimizer.cur_iter == len(overflows)
 
 
 def test_static_scaler_never_changes():

@@ -25,15 +25,13 @@ def gradients(module):
     return [param.grad for param in module.parameters()]
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.Linear(5, 4), nn.Conv2d(3, 6, 3), nn.ConvTranspose1d(3, 6, 2)]
-)
+LAYERS = [(nn.Linear(5, 4), [5]), (nn.Conv2d(3, 6, 3), [3, 3, 3])]
+
+
+@pytest.mark.parametrize(("layer", "size"), [*LAYERS, (nn.ConvTranspose1d(3, 6, 2), [3, 4])])
 @pytest.mark.parametrize("dim", [0, 1, None])
-def test_numbers_are_torchs(layer, dim):
-    layer = layer.double()
-    x = torch.randn(2, *layer.weight.shape[1:][:1], *layer.weight.shape[2:]).double()
-    if isinstance(layer, nn.ConvTranspose1d):
-        x = torch.randn(2, 3, 4).double()
+def test_numbers_are_torchs(layer, size, dim):
+    layer, x = layer.double(), torch.randn(2, *size).double()
     plain = layer(x)
     ours, others = copy.deepcopy(layer), copy.deepcopy(layer)
     apply_weight_norm(ours, "weight", dim)
@@ -142,9 +140,7 @@ def test_state_dicts():
     torch.testing.assert_close(m[3].weight, peer.weight)
     peer.load_state_dict(other[3].state_dict())
     torch.testing.assert_close(peer.weight, other[3].weight)
-    with pytest.raises(
-        RuntimeError, match=r'Missing key\(s\) in state_dict: "weight_g", "weight_v"'
-    ):
+    with pytest.raises(RuntimeError, match=r'Missing key.*: "weight_g", "weight_v"'):
         m[3].load_state_dict(nn.Linear(12, 4).state_dict())
 
 
@@ -165,7 +161,14 @@ def test_recurrent_networks(cls):
     assert rnn.double()(x.double())[0].dtype == torch.float64
 
 
+@pytest.fixture
+def reset():
+    yield
+    amp.reset()
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.usefixtures("reset")
 def test_amp(level):
     """A step changes what it should, and a checkpoint has it."""
 
@@ -233,14 +236,11 @@ def test_removed():
     torch.testing.assert_close(m(x), before)
 
 
-def test_dimensions_that_a_weight_does_not_have():
+def test_mistakes():
     m = model()
     with pytest.raises(IndexError, match=r"dim was 2 and v has shape \[4, 12\]"):
         apply_weight_norm(m, dim=2)  # the convolution's has it
     assert [*m[0].state_dict()] == ["weight", "bias"]
-
-
-def test_assigning_to_a_computed_weight_says_what_to_set():
     layer = apply_weight_norm(nn.Linear(2, 3))
     for value in (torch.ones(3, 2), nn.Parameter(torch.ones(3, 2))):
         with pytest.raises(AttributeError, match="computed from weight_g and weight_v. Set these"):
