@@ -31,10 +31,6 @@ TUTORIAL_ACCUMULATED = 1.5e-5
 MASTERS_REGRESSION = 1e-3
 TWO_LOSSES_REGRESSION = 1e-2
 
-# The first two losses of a thin VGG in float16 by FP16_Optimizer against float32. Largest over six
-# seeds and two orders of summation: 1.2e-2, of the second; without a step it is 0.27 off.
-HALF_CONVOLUTIONS = 0.03
-
 # 20 steps of Adam in float64 against torch's own, which decays before it updates: some four
 # roundings (2**-53) in each step. Largest seen: 2**-50.5.
 TORCH_IN_FLOAT64 = 2.0**-47

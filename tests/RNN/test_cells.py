@@ -1,16 +1,11 @@
 """One step: its derivatives, its parameters, and the life of its state."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 
-from apex.RNN.cells import mLSTMCell, mLSTMRNNCell
+from apex.RNN.cells import mLSTMRNNCell
 from apex.RNN.RNNBackend import RNNCell
-from tests.tolerance import RECURRENT, assert_close_to_largest
 
 BATCH, INPUT, HIDDEN = 3, 4, 5
 KINDS = {
@@ -38,26 +33,6 @@ PROJECTED = [(kind, size) for kind in (*KINDS, "mlstm") for size in (None, 2)]
 PROJECTED.remove(("gru", 2))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("kind", "output_size"), PROJECTED)
-def test_gradients_are_those_of_the_forward(kind, output_size, bias):
-    """By finite differences, of the states after two steps."""
-    cell = build(kind, bias, output_size).double()
-    names = [name for name, _ in cell.named_parameters()]
-    cell.reset_hidden(BATCH)
-    widths = [state.size(1) for state in cell.hidden]
-
-    def two_steps(x, *rest):
-        cell.hidden = list(rest[: len(widths)])
-        weights = dict(zip(names, rest[len(widths) :], strict=True))
-        functional_call(cell, weights, (x[0],))
-        return functional_call(cell, weights, (x[1],))
-
-    x = torch.randn(2, BATCH, INPUT, dtype=torch.float64, requires_grad=True)
-    states = [torch.randn(BATCH, w, dtype=torch.float64, requires_grad=True) for w in widths]
-    assert torch.autograd.gradcheck(two_steps, (x, *states, *cell.parameters()))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_torchs(kind):
     cell, torchs = build(kind).double(), TORCHS[kind](INPUT, HIDDEN).double()
@@ -71,23 +46,6 @@ def test_a_step_is_torchs(kind):
         assert isinstance(got, tuple)
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
         assert all(one is other for one, other in zip(got, cell.hidden, strict=True))
-
-
-def test_the_multiplicative_cell_as_a_function():
-    """With a multiplier of 1 it is an LSTM of h = 1: an oracle other than the formula itself."""
-    x, c = torch.randn(BATCH, INPUT).double(), torch.randn(BATCH, HIDDEN).double()
-    ones, gates = torch.ones(BATCH, HIDDEN).double(), 4 * HIDDEN
-    w_ih, w_hh = torch.randn(gates, INPUT).double(), torch.randn(gates, HIDDEN).double()
-    b_ih, b_hh = torch.randn(gates).double(), torch.randn(gates).double()
-    x[:, 0] = 1
-    w_mih = torch.zeros(HIDDEN, INPUT).double()
-    w_mih[:, 0] = 1
-    w_mhh = torch.eye(HIDDEN).double()
-    for biases in ((), (b_ih, b_hh)):
-        got = mLSTMCell(x, (ones, c), w_ih, w_hh, w_mih, w_mhh, *biases)
-        want = torch.lstm_cell(x, (ones, c), w_ih, w_hh, *biases)
-        for one, other in zip(got, want, strict=True):
-            assert_close_to_largest(one, other, RECURRENT)
 
 
 def test_a_function_of_the_users_own():
@@ -108,18 +66,6 @@ def test_a_function_that_gives_another_number_of_states():
         cell(torch.randn(BATCH, INPUT))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "mlstm"])
-def test_parameters(kind):
-    cell = build(kind, bias=False)
-    assert (cell.w_ho, cell.b_ih, cell.b_hh) == (None, None, None)
-    before = copy.deepcopy(cell.state_dict())
-    torch.manual_seed(1)
-    cell.reset_parameters(gain=100)
-    for key, value in cell.state_dict().items():
-        assert not torch.equal(value, before[key])
-        assert value.abs().max() <= HIDDEN**-0.5
-
-
 @pytest.mark.parametrize(("kind", "output_size"), PROJECTED)
 def test_new_like(kind, output_size):
     cell = build(kind, True, output_size).to(torch.bfloat16)
@@ -138,81 +84,12 @@ def test_new_like(kind, output_size):
             assert new.shape != old.shape or not torch.equal(new, old)
 
 
-@pytest.mark.parametrize(("kind", "output_size"), PROJECTED)
-def test_init_and_reset_hidden(kind, output_size):
-    cell = build(kind, True, output_size).double()
-    assert cell.hidden == [None] * cell.n_hidden_states
-    cell.init_hidden(BATCH)
-    widths = [output_size or HIDDEN, HIDDEN][: cell.n_hidden_states]
-    assert [tuple(state.shape) for state in cell.hidden] == [(BATCH, width) for width in widths]
-    for state in cell.hidden:
-        assert state.dtype == torch.float64
-        assert not state.any()
-        assert not state.requires_grad
-    kept = cell(torch.randn(BATCH, INPUT).double())
-    cell.init_hidden(BATCH)
-    assert all(torch.equal(one, other) for one, other in zip(cell.hidden, kept, strict=True))
-    for begin in (cell.reset_hidden, cell.init_inference):
-        cell(torch.randn(BATCH, INPUT).double())
-        begin(BATCH)
-        assert not any(state.any() for state in cell.hidden)
-        begin(BATCH + 1)
-        assert all(state.size(0) == BATCH + 1 for state in cell.hidden)
-
-
-def test_another_batch_size_zeroes_the_state():
-    cell = build("lstm")
-    cell(torch.randn(BATCH, INPUT))
-    x = torch.randn(BATCH + 1, INPUT)
-    got = cell(x)
-    cell.reset_hidden(BATCH + 1)
-    assert all(torch.equal(one, other) for one, other in zip(got, cell(x), strict=True))
-
-
-def test_detach_hidden():
-    cell = build("mlstm")
-    with pytest.raises(RuntimeError, match="no state yet; call it after a forward"):
-        cell.detach_hidden()
-    h, c = cell(torch.randn(BATCH, INPUT))
-    cell.detach_hidden()
-    assert all(torch.equal(one, other) for one, other in zip(cell.hidden, (h, c), strict=True))
-    assert not any(state.requires_grad for state in cell.hidden)
-    assert h.requires_grad  # what was returned keeps its history
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", [*KINDS, "mlstm"])
-def test_the_state_follows_the_parameters(kind, dtype):
-    """The original went on with the old dtype, and failed."""
-    cell = build(kind)
-    before = cell(torch.randn(BATCH, INPUT))
-    cell.to(dtype)
-    cell.init_hidden(BATCH)
-    for state, old in zip(cell.hidden, before, strict=True):
-        assert torch.equal(state, old.to(dtype))
-    assert all(state.dtype == dtype for state in cell(torch.randn(BATCH, INPUT).to(dtype)))
-
-
 def test_a_state_from_inference_mode_can_be_trained_on():
     cell, x = build("lstm"), torch.randn(BATCH, INPUT)
     with torch.inference_mode():
         cell(x)
     cell(x)[0].sum().backward()
     assert cell.w_hh.grad.any()
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "mlstm"])
-def test_copies_after_a_forward(kind):
-    """Torch refuses to copy tensors that have a history, so the copy's states have none."""
-    cell, x = build(kind), torch.randn(BATCH, INPUT)
-    cell(x)
-    copies = copy.deepcopy(cell), pickle.loads(pickle.dumps(cell))
-    want = cell(x)
-    for other in copies:
-        assert not any(state.requires_grad for state in other.hidden)
-        assert all(torch.equal(one, two) for one, two in zip(other(x), want, strict=True))
-    assert all(state.requires_grad for state in cell.hidden)
-    assert "hidden" not in str(list(cell.state_dict()))
 
 
 @pytest.mark.parametrize(

@@ -158,20 +158,3 @@ def test_networks_built_while_cells_of_torch_are_registered():
     network = RNN.LSTM(INPUT, HIDDEN, 1, output_size=2)
     output, _ = network(torch.randn(SEQ, BATCH, INPUT), collect_hidden=True)
     assert output.shape == (SEQ, BATCH, 2)
-
-
-@pytest.mark.parametrize("level", STATES)
-def test_state_dicts_have_float32_and_load(level):
-    network = RNN.mLSTM(INPUT, HIDDEN, 2, bidirectional=True)
-    before = {key: value.clone() for key, value in network.state_dict().items()}
-    network = amp.initialize(network, opt_level=level, verbosity=0)
-    saved = network.state_dict()
-    assert list(saved) == list(before)
-    assert {value.dtype for value in saved.values()} == {torch.float32}
-    new = {key: value + 1 for key, value in before.items()}
-    old = new | {key.replace("fwd", "rnns.0"): value for key, value in new.items()}
-    old |= {key.replace("bckwrd", "rnns.1"): value for key, value in new.items()}
-    network.load_state_dict(old)
-    dtype = next(network.parameters()).dtype
-    for key, parameter in network.named_parameters():
-        assert torch.equal(parameter, new[key].to(dtype))

@@ -1,18 +1,22 @@
 """Converters of models, and copies between model and master parameters."""
 
-import math
+import typing
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from apex.fp16_utils.fp16util import (
     BN_convert_float,
+    FP16_Module,
     FP16Model,
     backwards_debug_hook,
     clip_grad_norm,
     convert_module,
     convert_network,
+    fp16_to_fp32,
+    fp32_to_fp16,
     master_params_to_model_params,
     model_grads_to_master_grads,
     network_to_half,
@@ -82,7 +86,7 @@ def test_dtypes_that_are_refused(dtype):
     assert dtypes(model) == [{torch.float32}] * 3 + [{torch.float32}] * 3
 
 
-def test_shared_and_lazy_parameters():
+def test_shared_and_lazy_parameters_and_recurrent_networks():
     shared = nn.Linear(4, 4)
     twin = nn.Linear(4, 4)
     twin.weight = shared.weight
@@ -91,12 +95,8 @@ def test_shared_and_lazy_parameters():
     assert model[0].weight.dtype == torch.float16
     lazy = convert_network(nn.LazyLinear(2), torch.float16)
     assert lazy(torch.ones(1, 3).half()).dtype == torch.float16
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_recurrent_networks(dtype):
-    model = convert_network(nn.LSTM(3, 4), dtype)
-    assert model(torch.ones(2, 1, 3, dtype=dtype))[0].dtype == dtype
+    recurrent = convert_network(nn.LSTM(3, 4), torch.bfloat16)
+    assert recurrent(torch.ones(2, 1, 3, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
 
 
 def test_network_to_half():
@@ -111,11 +111,8 @@ def test_network_to_half():
     assert model(torch.ones(2, 1, 8, 8)).dtype == torch.float16
 
 
-def test_a_half_network_gets_float_norms():
+def test_norms_of_a_half_network():
     assert network_to_half(network().half())[1][1].weight.dtype == torch.float32
-
-
-def test_bn_convert_float():
     model = network().half()
     assert BN_convert_float(model) is model
     half, wide = {torch.float16}, {torch.float32}
@@ -156,12 +153,16 @@ def test_fp16_model_casts_inside_of_containers():
     assert FP16Model(Sum())([torch.ones(2), {"x": torch.ones(2)}], 3).dtype == torch.float16
 
 
-def test_to_python_float():
+def test_small_helpers():
+    exec("from apex.fp16_utils import *", names := {})  # as the ImageNet example of 2018
+    assert {
+        "network_to_half",
+        "prep_param_lists",
+        "clip_grad_norm",
+        "FP16_Optimizer",
+    } < names.keys()
     assert to_python_float(torch.tensor(2.5)) == to_python_float([2.5]) == 2.5
     assert type(to_python_float(torch.tensor([2]))) is int
-
-
-def test_clip_grad_norm_and_debug_hook():
     param = torch.ones(4, requires_grad=True)
     param.grad = torch.ones(4)
     assert clip_grad_norm([param], 1.0) == 2.0
@@ -180,16 +181,18 @@ def mixed(dtype=torch.float16):
     return model
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float64])
 def test_masters(dtype):
+    """Those of float64 are not rounded."""
     model = mixed(dtype)
     params, masters = prep_param_lists(model)
     assert [*map(id, params)] == [id(model.matrix), id(model.vector)]
     for param, master in zip(params, masters, strict=True):
-        assert (type(master), master.dtype, master.grad) == (torch.Tensor, torch.float32, None)
+        wide = torch.promote_types(param.dtype, torch.float32)
+        assert (type(master), master.dtype, master.grad) == (torch.Tensor, wide, None)
         assert master.requires_grad
         assert master.is_leaf
-        assert torch.equal(master, param.float())
+        assert torch.equal(master, param.to(wide))
         assert master.data_ptr() != param.data_ptr()
 
 
@@ -206,13 +209,6 @@ def test_flat_master(dtype):
     master_params_to_model_params(params, [master], flat_master=True)
     assert torch.equal(model.matrix, (torch.arange(12.0) / 3).view(4, 3).to(dtype))
     assert torch.equal(model.vector, torch.arange(12.0, 17.0) / 3)
-
-
-def test_double_parameters_are_not_rounded():
-    model = nn.Linear(3, 2).double()
-    for flat in (False, True):
-        _, masters = prep_param_lists(model, flat)
-        assert {master.dtype for master in masters} == {torch.float64}
 
 
 def test_a_flat_master_of_nothing():
@@ -271,16 +267,6 @@ def test_sparse_gradients():
     assert masters[0].grad[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0, 0.0]
 
 
-def test_values_are_rounded_into_the_model():
-    params, masters = prep_param_lists(mixed())
-    with torch.no_grad():
-        for master in masters:
-            master.fill_(math.pi)
-    master_params_to_model_params(params, masters)
-    assert torch.equal(params[0], torch.full((4, 3), math.pi).half())
-    assert torch.equal(params[1], torch.full((5,), math.pi))
-
-
 @pytest.mark.parametrize("copy", [model_grads_to_master_grads, master_params_to_model_params])
 @pytest.mark.parametrize("flat", [False, True])
 def test_lists_that_do_not_fit(copy, flat):
@@ -298,18 +284,12 @@ def test_lists_that_do_not_fit(copy, flat):
         ((params, [*masters, masters[0]], flat), f"{len(masters) + 1} masters, and"),
         ((params[:1], masters, flat), "1 model parameters"),
         ((params, masters, not flat), f"flat_master={not flat}"),
+        *[((params[::-1], masters), r"a master of shape \[4, 3\] instead of \[5\]")][flat:],
     ]:
         with pytest.raises(ValueError, match=f"{copy.__name__}: the masters do not .*{match}"):
             copy(*wrong)
     assert all(torch.equal(*pair) for pair in zip(params, before, strict=True))
     assert all((master.grad == 9.0).all() for master in masters)
-
-
-def test_a_list_in_another_order():
-    params, masters = prep_param_lists(mixed())
-    match = r"a master of shape \[4, 3\] instead of \[5\]"
-    with pytest.raises(ValueError, match=match):
-        master_params_to_model_params(params[::-1], masters)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -328,3 +308,55 @@ def test_training_as_with_float32_by_hand(flat):
         optimizer.step()
         master_params_to_model_params(params, masters, flat)
         assert all(torch.equal(p, w.half()) for p, w in zip(params, wanted, strict=True))
+
+
+# -- FP16_Module ---------------------------------------------------------------------------------
+
+
+class Pair(typing.NamedTuple):
+    x: torch.Tensor
+    label: str
+
+
+class Echo(torch.nn.Module):
+    """Returns what it was called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, *inputs, **kwargs):
+        return [*inputs, kwargs]
+
+
+def test_conversions_keep_containers_and_other_dtypes():
+    other = [torch.ones(1, dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.int64)]
+    value = (torch.ones(2), [torch.ones(3), Pair(torch.ones(4), "x"), *other], {"a": 1}, None)
+    half = fp32_to_fp16(value)
+    assert type(half) is tuple
+    assert type(half[1]) is list
+    assert (half[0].dtype, half[1][0].dtype, half[1][1].x.dtype) == (torch.float16,) * 3
+    assert type(half[1][1]) is Pair
+    assert half[1][1].label == "x"
+    assert all(new is old for new, old in zip(half[1][2:], other, strict=True))
+    assert half[2:] == ({"a": 1}, None)
+    back = fp16_to_fp32(half)
+    assert (back[0].dtype, back[1][0].dtype, back[1][1].x.dtype) == (torch.float32,) * 3
+    assert all(new is old for new, old in zip(back[1][2:], other, strict=True))
+    packed = fp32_to_fp16(pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]))
+    assert type(packed) is PackedSequence
+    assert (packed.data.dtype, packed.batch_sizes.dtype) == (torch.float16, torch.int64)
+
+
+def test_module():
+    model = FP16_Module(Echo())
+    assert [*model.state_dict()][:2] == ["module.norm.weight", "module.norm.bias"]
+    assert model.module.norm.weight.dtype == torch.float16
+    ids, keyword = torch.tensor([7]), torch.ones(1)
+    seen = []
+    model.module.register_forward_pre_hook(lambda module, args: seen.extend(args))
+    (x, y), found_ids, kwargs = model((torch.ones(2), torch.ones(2)), ids, keyword=keyword)
+    assert [x.dtype for x in seen[0]] == [torch.float16] * 2
+    assert (x.dtype, y.dtype) == (torch.float32,) * 2
+    assert found_ids is ids
+    assert kwargs["keyword"] is keyword

@@ -1,7 +1,6 @@
 """The loss scalers against references of a few lines, and what they say about gradients."""
 
 import math
-import random
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apex.amp.scaler import LossScaler as AmpLossScaler
-from apex.fp16_utils import DynamicLossScaler, LossScaler, to_python_float
-from apex.optimizers import FP16_Optimizer
+from apex.fp16_utils import DynamicLossScaler, LossScaler
 
 OVERFLOWS = st.lists(st.sampled_from([False, False, False, True]), max_size=60)
 
@@ -60,26 +58,6 @@ def test_scaler_of_amp(overflows, window, floor):
     assert found == reference(overflows, 2.0**16, 2.0, window, *bounds)
 
 
-@given(OVERFLOWS)
-def test_scale_of_the_optimizer_of_bert(overflows):
-    weight = torch.zeros(1, dtype=torch.float16, requires_grad=True)
-    optimizer = FP16_Optimizer(
-        torch.optim.SGD([weight], lr=0.0),
-        dynamic_loss_scale=True,
-        dynamic_loss_args={"init_scale": 8.0, "scale_window": 3},
-        verbose=False,
-    )
-    found = []
-    for overflow in overflows:
-        optimizer.zero_grad()
-        weight.grad = torch.full_like(weight, math.inf if overflow else 0.0)
-        optimizer.update_master_grads()
-        optimizer.step()
-        found.append(optimizer.cur_scale)
-    assert found == reference(overflows, 8.0, 2.0, 3, 1.0, math.inf)
-    assert optimizer.cur_iter == len(overflows)
-
-
 def test_static_scaler_never_changes():
     scaler = LossScaler(128)
     for overflow in (True, False, True):
@@ -108,6 +86,8 @@ def test_overflow_is_an_element_that_is_not_finite(dtype):
         assert scaler.has_overflow(iter(params))
     assert not scaler.has_overflow(clean)
     assert not scaler.has_overflow([])
+    assert scaler._has_inf_or_nan(torch.tensor([1.0, math.nan]))
+    assert not scaler._has_inf_or_nan(torch.tensor([1.0]))
 
 
 def test_overflow_in_a_sparse_gradient():
@@ -116,13 +96,6 @@ def test_overflow_in_a_sparse_gradient():
     assert not DynamicLossScaler().has_overflow(embedding.parameters())
     (embedding(torch.tensor([2])).sum() * math.inf).backward()
     assert DynamicLossScaler().has_overflow(embedding.parameters())
-
-
-def test_one_tensor_can_be_asked():
-    """In the original this was a method without ``self``."""
-    scaler = DynamicLossScaler()
-    assert scaler._has_inf_or_nan(torch.tensor([1.0, math.nan]))
-    assert not scaler._has_inf_or_nan(torch.tensor([1.0]))
 
 
 @pytest.mark.parametrize("make", [LossScaler, DynamicLossScaler])
@@ -177,19 +150,7 @@ def test_the_ceiling_bounds_the_first_scale_too():
     assert scaler.loss_scale == 2.0**126
 
 
-def test_to_python_float():
-    assert to_python_float(torch.tensor([2.5])) == 2.5
-    assert to_python_float([1.5]) == 1.5
-
-
-def test_random_numbers_of_2018():
-    """The defaults of 2018: 2**32, growth after 1,000, floor 1, no ceiling."""
-    random.seed(0)
-    overflows = [True] * 40 + [random.random() < 0.0005 for _ in range(5000)]
-    scaler, found = DynamicLossScaler(), []
-    for overflow in overflows:
-        scaler.update_scale(overflow)
-        found.append(scaler.loss_scale)
-    assert found == reference(overflows, 2.0**32, 2.0, 1000, 1.0, math.inf)
-    assert found[39] == 1.0
-    assert max(found[40:]) > 1.0
+def test_defaults_of_2018():
+    scaler = DynamicLossScaler()
+    assert (scaler.loss_scale, scaler.scale_factor, scaler.scale_window) == (2.0**32, 2.0, 1000)
+    assert (scaler.min_loss_scale, scaler.max_loss_scale) == (1.0, None)

@@ -6,9 +6,9 @@ cells own the parameters and the state. Left out: packed sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, TypeAlias
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,42 +19,44 @@ from apex.RNN._cell import RNNCell, check_input, run_layer
 
 __all__ = ["RNNCell", "bidirectionalRNN", "stackedRNN"]
 
-_Hidden: TypeAlias = "tuple[Tensor | list[Any], ...]"
+
+def _for_each(method: Callable[..., None]) -> Callable[..., None]:
+    """Make a method of a network that calls this method of each of its cells."""
+
+    @functools.wraps(method)
+    def call(self: _Layers, *args: Any, **kwargs: Any) -> None:
+        for part in self.rnns:
+            getattr(part, method.__name__)(*args, **kwargs)
+
+    return call
 
 
 class _Layers(nn.Module):
-    """What a stack and two stacks do with each of their parts."""
-
     rnns: Any
+    _build: Callable[[Any, int], None]
 
-    def reset_parameters(self) -> None:
-        """Draw new parameters for each cell."""
-        for part in self.rnns:
-            part.reset_parameters()
+    def __init__(
+        self,
+        inputRNN: RNNCell | Sequence[RNNCell],
+        num_layers: int = 1,
+        dropout: float = 0,
+        *,
+        batch_first: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self._build(inputRNN, num_layers)
 
-    def init_hidden(self, bsz: int) -> None:
-        """Make the states of each cell ready for a batch of ``bsz``; see the cell's."""
-        for part in self.rnns:
-            part.init_hidden(bsz)
-
-    def reset_hidden(self, bsz: int) -> None:
-        """Set the states of each cell to zeros for a batch of ``bsz``."""
-        for part in self.rnns:
-            part.reset_hidden(bsz)
-
-    def init_inference(self, bsz: int) -> None:
-        """Begin to evaluate: the same as :meth:`reset_hidden`."""
-        for part in self.rnns:
-            part.init_inference(bsz)
-
-    def detach_hidden(self) -> None:
-        """End the history of the states of each cell; a RuntimeError if there are none yet."""
-        for part in self.rnns:
-            part.detach_hidden()
+    reset_parameters = _for_each(RNNCell.reset_parameters)
+    init_hidden = _for_each(RNNCell.init_hidden)
+    reset_hidden = _for_each(RNNCell.reset_hidden)
+    init_inference = _for_each(RNNCell.init_inference)
+    detach_hidden = _for_each(RNNCell.detach_hidden)
 
 
 class stackedRNN(_Layers):
-    """Layers of cells, each over the whole sequence, which continue where the last forward ended.
+    """Layers of cells that continue where the last forward ended.
 
     Args:
         inputRNN: A cell, from which the further layers are made by ``new_like``, or a list of one
@@ -69,55 +71,32 @@ class stackedRNN(_Layers):
 
     Raises:
         AssertionError: The list is not ``num_layers`` long.
-        ArgumentError: ``inputRNN`` is neither a cell nor a list of cells, a layer does not fit the
-            one below, or a number is out of range. ArgumentError is a RuntimeError, TypeError and
-            ValueError.
-
-    Example:
-        >>> stack = stackedRNN(RNNCell(3, 10, 20, torch.gru_cell, n_hidden_states=1), num_layers=2)
-        >>> output, (h,) = stack(torch.randn(5, 3, 10))
-        >>> output.shape, h.shape
-        (torch.Size([5, 3, 20]), torch.Size([2, 3, 20]))
+        ArgumentError: Another argument is wrong; it is a RuntimeError, TypeError and ValueError.
     """
 
-    def __init__(
-        self,
-        inputRNN: RNNCell | Sequence[RNNCell],
-        num_layers: int = 1,
-        dropout: float = 0,
-        *,
-        batch_first: bool = False,
-    ) -> None:
-        super().__init__()
+    def _build(self, given: Any, num_layers: int) -> None:
         if num_layers < 1:
             raise ArgumentError(f"num_layers is {num_layers}; pass 1 or more.")
-        if not 0 <= dropout <= 1:
-            raise ArgumentError(f"dropout is {dropout}; pass a probability, from 0 to 1.")
-        self.rnns = nn.ModuleList(_cells(inputRNN, num_layers))
+        if not 0 <= self.dropout <= 1:
+            raise ArgumentError(f"dropout is {self.dropout}; pass a probability, from 0 to 1.")
+        self.rnns = nn.ModuleList(_cells(given, num_layers))
         self.nLayers = num_layers
-        self.dropout = dropout
-        self.batch_first = batch_first
 
     def forward(
         self, input: Tensor, collect_hidden: bool = False, reverse: bool = False
-    ) -> tuple[Tensor, _Hidden]:
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the sequence through the layers.
 
         Args:
             input: ``[seq, batch, input_size]``; ``[batch, seq, input_size]`` if ``batch_first``.
-            collect_hidden: Whether to return the states after every step, not only the last. The
-                layers then call their cells once for each step.
+            collect_hidden: Whether to return the states after every step, not only the last.
             reverse: Whether to read the sequence from its end.
 
         Returns:
             The output of the last layer, ``[seq, batch, output_size]`` in the order of time (or
             ``batch`` first), and a tuple with one entry for each state: ``[layers, batch,
             features]`` after the last step that was computed, which is the first in time if
-            ``reverse``; ``[seq, layers, batch, features]`` if ``collect_hidden``. Lists of
-            ``[batch, features]``, indexed alike, stand for these tensors if layers differ in width.
-
-        Raises:
-            ArgumentError: The input has another rank, width or dtype, or no time step.
+            ``reverse``; ``[seq, layers, batch, features]`` if ``collect_hidden``.
         """
         form = "[batch, seq, {}]" if self.batch_first else "[seq, batch, {}]"
         check_input("the recurrent network", input, self.rnns[0], form)
@@ -134,78 +113,53 @@ class stackedRNN(_Layers):
                 states = tuple(state.flip(0) for state in states)
             layers.append(states)
         x = x.flip(0) if reverse else x
-        hidden = tuple(_stacked(states) for states in zip(*layers, strict=True))
+        hidden = tuple(torch.stack(states, -3) for states in zip(*layers, strict=True))
         return x.transpose(0, 1) if self.batch_first else x, hidden
 
 
 class bidirectionalRNN(_Layers):
     """Two independent stacks, of which the second reads the sequence from its end.
 
-    Unlike in torch's layers, no layer gets the other direction's output; the outputs of the two
-    stacks are put side by side. Both carry their state: the backward stack of the next forward
-    begins with the state that it had at the first time step of this one.
-
-    Args:
-        inputRNN: As in :class:`stackedRNN`; the second stack is made by ``new_like``.
-        num_layers: Of each stack.
-        dropout: As there.
-        batch_first: As there.
+    Unlike in torch's layers, no layer gets the other direction's output. Both stacks carry their
+    state: the backward stack of the next forward begins with the state that it had at the first
+    time step of this one. Arguments are those of :class:`stackedRNN`; the second stack is made by
+    ``new_like``.
 
     Attributes:
         fwd: The stack that reads forward.
         bckwrd: The stack that reads backward.
-        rnns: Both. NVIDIA's Apex also saved each parameter as ``rnns.0.*`` or ``rnns.1.*``; such
-            state dicts load, and new ones have each parameter once.
-
-    Example:
-        >>> network = bidirectionalRNN(RNNCell(1, 10, 20, torch.rnn_tanh_cell, n_hidden_states=1))
-        >>> output, (h,) = network(torch.randn(5, 3, 10))
-        >>> output.shape, h.shape
-        (torch.Size([5, 3, 40]), torch.Size([1, 3, 40]))
+        rnns: Both, in a list: parameters are called ``fwd.*`` and ``bckwrd.*``.
     """
 
-    def __init__(
-        self,
-        inputRNN: RNNCell | Sequence[RNNCell],
-        num_layers: int = 1,
-        dropout: float = 0,
-        *,
-        batch_first: bool = False,
-    ) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.fwd = stackedRNN(inputRNN, num_layers, dropout, batch_first=batch_first)
+    def _build(self, given: Any, num_layers: int) -> None:
+        dropout, first = self.dropout, self.batch_first
+        self.fwd = stackedRNN(given, num_layers, dropout, batch_first=first)
         again = [cell.new_like() for cell in self.fwd.rnns]
-        self.bckwrd = stackedRNN(again, num_layers, dropout, batch_first=batch_first)
-        self.register_load_state_dict_pre_hook(_merge_names)  # type: ignore[no-untyped-call]
+        self.bckwrd = stackedRNN(again, num_layers, dropout, batch_first=first)
 
     @property
     def rnns(self) -> list[stackedRNN]:
         """The two stacks."""
         return [self.fwd, self.bckwrd]
 
-    def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, _Hidden]:
+    def forward(
+        self, input: Tensor, collect_hidden: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the sequence through both stacks.
 
-        Args:
-            input: As in :meth:`stackedRNN.forward`.
-            collect_hidden: As there.
-
-        Returns:
-            ``[seq, batch, 2 * output_size]`` and, for each state, ``[layers, batch, 2 * features]``
-            (``[seq, layers, batch, 2 * features]`` if ``collect_hidden``): forward, then backward.
+        Output and states have the shapes of :meth:`stackedRNN.forward` with twice the features:
+        those of the forward stack, then of the backward one.
         """
         forward, forward_hidden = self.fwd(input, collect_hidden)
         backward, backward_hidden = self.bckwrd(input, collect_hidden, reverse=True)
         pairs = zip(forward_hidden, backward_hidden, strict=True)
-        return torch.cat((forward, backward), -1), tuple(_side_by_side(*pair) for pair in pairs)
+        return torch.cat((forward, backward), -1), tuple(torch.cat(pair, -1) for pair in pairs)
 
 
 def _cells(given: Any, num_layers: int) -> list[RNNCell]:
     """Return one cell for each layer, from one cell or from a list of them."""
     if isinstance(given, RNNCell):
-        further = range(num_layers - 1)
-        return [given, *(given.new_like(given.output_size) for _ in further)]
+        return [given, *(given.new_like(given.output_size) for _ in range(num_layers - 1))]
     if not isinstance(given, (list, tuple, nn.ModuleList)) or not all(
         isinstance(cell, RNNCell) for cell in given
     ):
@@ -218,38 +172,13 @@ def _cells(given: Any, num_layers: int) -> list[RNNCell]:
             f"inputRNN has {len(given)} cells and num_layers is {num_layers}; pass one cell for "
             "each layer."
         )
-    for number, (below, cell) in enumerate(pairwise(given), start=1):
-        if cell.input_size != below.output_size or cell.n_hidden_states != below.n_hidden_states:
-            raise ArgumentError(
-                f"cell {number} has input_size {cell.input_size} and {cell.n_hidden_states} "
-                f"states; cell {number - 1} has output_size {below.output_size} and "
-                f"{below.n_hidden_states} states. The widths must be equal, and the numbers of "
-                "states too."
-            )
+    widths = [(cell.output_size, cell.hidden_size, cell.n_hidden_states) for cell in given]
+    inputs = [cell.input_size for cell in given[1:]]
+    if len(set(widths)) > 1 or {*inputs} - {given[0].output_size}:
+        raise ArgumentError(
+            f"the cells have (output_size, hidden_size, n_hidden_states) {widths}, and the second "
+            f"to last input_size {inputs}. These must be equal, and input_size the output_size."
+        )
     if len(set(given)) != num_layers:
         raise ArgumentError("a cell is in the list twice; pass cell.new_like(), as each has state.")
     return list(given)
-
-
-def _stacked(layers: tuple[Tensor, ...]) -> Tensor | list[Any]:
-    """Stack the states of all layers: ``[..., layers, batch, features]``, or lists indexed so."""
-    if len({state.shape for state in layers}) == 1:
-        return torch.stack(layers, -3)
-    if layers[0].dim() == 2:
-        return list(layers)
-    return [list(step) for step in zip(*layers, strict=True)]
-
-
-def _side_by_side(one: Tensor | list[Any], other: Tensor | list[Any]) -> Tensor | list[Any]:
-    """Concatenate features, inside lists too."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.cat((one, other), -1)
-    return [_side_by_side(*pair) for pair in zip(one, other, strict=True)]
-
-
-def _merge_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename ``rnns.0.*`` and ``rnns.1.*``, under which older files have each parameter too."""
-    for old, new in (("rnns.0.", "fwd."), ("rnns.1.", "bckwrd.")):
-        for key in [key for key in state_dict if key.startswith(prefix + old)]:
-            value = state_dict.pop(key)
-            state_dict.setdefault(prefix + new + key.removeprefix(prefix + old), value)

@@ -4,8 +4,8 @@ Where the cell computes one step with a function of torch (``torch.lstm_cell``),
 torch's function for whole sequences (``torch.lstm``) with the cell's parameters. Any other layer
 calls the cell once for each time step. Both ways compute the same up to rounding.
 
-Torch is given single layers, never a whole stack, so that layers may be of different kinds and
-widths, dropout draws the same random numbers either way, and a backward pass after a forward in
+Torch is given single layers, never a whole stack, so that layers may be of different kinds,
+dropout draws the same random numbers either way, and a backward pass after a forward in
 ``eval()`` works on every device (cuDNN must be told in the forward).
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +28,11 @@ _Cell = TypeVar("_Cell", bound="RNNCell")
 
 
 class _TorchLayer(NamedTuple):
-    """What torch has for a layer whose cell computes its steps with a function of torch."""
+    """What there is for a layer whose cell computes its steps with a function of torch."""
 
-    sequence: Callable[..., Any]  # computes all steps
+    sequence: Callable[..., Any]  # torch's, for all steps
     module: Callable[..., nn.RNNBase]
-    projected_step: Callable[..., Any] | None  # torch's takes only states as wide as the gates
+    update: Callable[..., Any] | None  # of gates, where torch's step does not take projected states
 
 
 def lstm_update(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,66 +43,34 @@ def lstm_update(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
-def _sum(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any) -> Tensor:
-    return F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)
-
-
-def _lstm(x: Tensor, hidden: Sequence[Tensor], *weights: Any, **biases: Any) -> Any:
-    return lstm_update(_sum(x, hidden[0], *weights, **biases), hidden[1])
-
-
-def _relu(*arguments: Any, **biases: Any) -> Tensor:
-    return torch.relu(_sum(*arguments, **biases))
-
-
-def _tanh(*arguments: Any, **biases: Any) -> Tensor:
-    return torch.tanh(_sum(*arguments, **biases))
-
-
+_RELU = partial(nn.RNN, nonlinearity="relu")
 _TORCH_LAYERS: tuple[tuple[Any, _TorchLayer], ...] = (  # with what computes one step
-    (torch.lstm_cell, _TorchLayer(torch.lstm, nn.LSTM, _lstm)),
+    (torch.lstm_cell, _TorchLayer(torch.lstm, nn.LSTM, lstm_update)),
     (torch.gru_cell, _TorchLayer(torch.gru, nn.GRU, None)),
-    (torch.rnn_relu_cell, _TorchLayer(torch.rnn_relu, partial(nn.RNN, nonlinearity="relu"), _relu)),
-    (torch.rnn_tanh_cell, _TorchLayer(torch.rnn_tanh, nn.RNN, _tanh)),
+    (torch.rnn_relu_cell, _TorchLayer(torch.rnn_relu, _RELU, torch.relu)),
+    (torch.rnn_tanh_cell, _TorchLayer(torch.rnn_tanh, nn.RNN, torch.tanh)),
 )
-_SIZES = ("gate_multiplier", "input_size", "hidden_size", "output_size", "n_hidden_states")
 
 
 class RNNCell(nn.Module):
     """One step of a recurrent layer, with its parameters and its state.
 
-    The state stays in the cell: each forward continues from the previous one. A backward pass
-    therefore reaches into earlier forwards. Call :meth:`detach_hidden` or :meth:`reset_hidden`
-    between an optimizer step and the next forward; without it the next backward fails with torch's
-    "Trying to backward through the graph a second time".
+    Each forward continues from the previous one, and a backward pass reaches into earlier ones:
+    call :meth:`detach_hidden` or :meth:`reset_hidden` between an optimizer step and a forward.
+
+    ``cell`` is a function ``(input, hidden, w_ih, w_hh, b_ih=, b_hh=)`` that returns new states,
+    such as ``torch.lstm_cell`` with ``gate_multiplier=4`` and ``n_hidden_states=2``; ``hidden`` is
+    a tensor if there is one state, else a list. ``output_size`` is that of state 0, the output;
+    ``None`` means ``hidden_size``. Another one projects state 0 by ``w_ho``, and the projected
+    state is what the next step gets. A size less than 1, and a projected GRU, are an ArgumentError,
+    which is a RuntimeError, TypeError and ValueError.
 
     Parameters, uniform in ``±1 / sqrt(hidden_size)``: ``w_ih`` of shape ``[gates * hidden_size,
     input_size]``, ``w_hh`` ``[gates * hidden_size, output_size]``, ``w_ho`` ``[output_size,
     hidden_size]`` if these two differ, ``b_ih`` and ``b_hh`` ``[gates * hidden_size]`` if ``bias``.
 
-    Args:
-        gate_multiplier: Gates of ``hidden_size`` features each; 4 for an LSTM.
-        input_size: Features of the input.
-        hidden_size: Features of the states.
-        cell: A function ``(input, hidden, w_ih, w_hh, b_ih=, b_hh=)`` that returns the new states,
-            such as ``torch.lstm_cell``; ``hidden`` is a tensor if there is one state, else a list.
-        n_hidden_states: 2 for an LSTM (h and c), 1 for others.
-        bias: Whether there are biases.
-        output_size: Features of state 0, the output; ``None`` means ``hidden_size``. State 0 is
-            projected by ``w_ho``, and the projected state is what the next step gets.
-
     Attributes:
         hidden: The states, each ``None`` or ``[batch, features]``. They are not in the state dict.
-
-    Raises:
-        ArgumentError: A size is less than 1, or a GRU shall have another ``output_size``; it is a
-            RuntimeError, TypeError and ValueError.
-
-    Example:
-        >>> cell = RNNCell(4, 10, 20, torch.lstm_cell, n_hidden_states=2, bias=True)
-        >>> h, c = cell(torch.randn(3, 10))
-        >>> h.shape
-        torch.Size([3, 20])
     """
 
     w_ih: nn.Parameter
@@ -123,38 +91,34 @@ class RNNCell(nn.Module):
         output_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.gate_multiplier = gate_multiplier
-        self.input_size = input_size
-        self.hidden_size = hidden_size
-        self.cell = cell
-        self.n_hidden_states = n_hidden_states
-        self.bias = bias
+        self.gate_multiplier, self.input_size = gate_multiplier, input_size
+        self.hidden_size, self.cell = hidden_size, cell
+        self.n_hidden_states, self.bias = n_hidden_states, bias
         self.output_size = hidden_size if output_size is None else output_size
-        for name in _SIZES:
+        sizes = ("gate_multiplier", "input_size", "hidden_size", "output_size", "n_hidden_states")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; pass 1 or more.")
         gates = gate_multiplier * hidden_size
         projected = self.output_size != hidden_size
         found = _torch_layer(cell)
-        if projected and found is not None and found.projected_step is None:
+        if projected and found is not None and found.update is None:
             raise ArgumentError(
                 f"a GRU's output_size is {output_size} and its hidden_size {hidden_size}: its new "
                 "state is an average of two of these widths. Leave output_size out, and put a "
                 "torch.nn.Linear after the network."
             )
-        self._add("w_ih", gates, input_size)
-        self._add("w_hh", gates, self.output_size)
-        self._add("w_ho", *((self.output_size, hidden_size) if projected else ()))
-        self._add("b_ih", *((gates,) if bias else ()))
-        self._add("b_hh", *((gates,) if bias else ()))
+        for name, is_there, shape in (
+            ("w_ih", True, (gates, input_size)),
+            ("w_hh", True, (gates, self.output_size)),
+            ("w_ho", projected, (self.output_size, hidden_size)),
+            ("b_ih", bias, (gates,)),
+            ("b_hh", bias, (gates,)),
+        ):
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)) if is_there else None)
         self.hidden: list[Tensor | None] = [None] * n_hidden_states
         self.reset_parameters()
         self.flatten_parameters()
-
-    def _add(self, name: str, *shape: int) -> None:
-        """Register a parameter, or ``None`` if no shape is given."""
-        parameter = nn.Parameter(torch.empty(*shape)) if shape else None
-        self.register_parameter(name, parameter)
 
     def reset_parameters(self, gain: float = 1) -> None:
         """Draw new parameters, uniform in ``±1 / sqrt(hidden_size)``; ``gain`` is not used."""
@@ -166,20 +130,13 @@ class RNNCell(nn.Module):
         """Return a cell of the same settings, dtype and device, with new parameters and no state.
 
         A subclass whose constructor takes other arguments overrides this.
-
-        Args:
-            new_input_size: Features of its input; ``None`` means as many as here.
         """
-        cell = type(self)(
-            self.gate_multiplier,
-            self.input_size if new_input_size is None else new_input_size,
-            self.hidden_size,
-            self.cell,
-            self.n_hidden_states,
-            self.bias,
-            self.output_size,
-        )
-        return cell.to(self.w_ih)
+        size = self.input_size if new_input_size is None else new_input_size
+        return type(self)(*self._settings(size)).to(self.w_ih)
+
+    def _settings(self, input_size: int) -> tuple[Any, ...]:  # the constructor's arguments
+        sizes = self.gate_multiplier, input_size, self.hidden_size
+        return *sizes, self.cell, self.n_hidden_states, self.bias, self.output_size
 
     def init_hidden(self, bsz: int) -> None:
         """Make the states ready for a batch of ``bsz``.
@@ -202,42 +159,34 @@ class RNNCell(nn.Module):
         self.hidden = [None] * self.n_hidden_states
         self.init_hidden(bsz)
 
-    def init_inference(self, bsz: int) -> None:
-        """Begin to evaluate: the same as :meth:`reset_hidden`."""
-        self.reset_hidden(bsz)
+    init_inference = reset_hidden  # before an evaluation
 
     def detach_hidden(self) -> None:
-        """Keep the values of the states and end their history: backward stops here.
-
-        Raises:
-            RuntimeError: There is no state yet.
-        """
+        """End the history of the states: backward stops here. ``RuntimeError`` if there is none."""
         if any(state is None for state in self.hidden):
             raise RuntimeError(
                 "detach_hidden: this cell has no state yet; call it after a forward or after "
                 "init_hidden(batch size)."
             )
-        self.hidden = [state.detach() for state in self.hidden if state is not None]
+        self.hidden = _detached(self.hidden)
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
-        """Compute one step from the stored states and store the new ones.
+        """Compute one step from the stored states; store the new ones and return them.
 
-        Args:
-            input: ``[batch, input_size]``, in the dtype of the parameters unless autocast is on.
-
-        Returns:
-            The new states, ``[batch, output_size]`` and then ``[batch, hidden_size]``.
-
-        Raises:
-            ArgumentError: The input has another rank, width or dtype, or the function ``cell`` gave
-                another number of states than ``n_hidden_states``.
+        ``input`` is ``[batch, input_size]``, in the dtype of the parameters unless autocast is on.
+        The states are ``[batch, output_size]`` and then ``[batch, hidden_size]``. Anything else is
+        an ArgumentError, as is another number of states than ``n_hidden_states``.
         """
         check_input("RNNCell", input, self, "[batch, {}]")
         self.init_hidden(input.size(0))
-        hidden = self.hidden if self.n_hidden_states > 1 else self.hidden[0]
         found = None if self.w_ho is None else _torch_layer(self.cell)
-        step: Any = self.cell if found is None else found.projected_step
-        new = step(input, hidden, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
+        h, *others = hidden = cast("list[Tensor]", self.hidden)
+        if found is None or found.update is None:
+            given = hidden if others else h
+            new = self.cell(input, given, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
+        else:
+            gates = F.linear(input, self.w_ih, self.b_ih) + F.linear(h, self.w_hh, self.b_hh)
+            new = found.update(gates, *others)
         states = [new] if isinstance(new, Tensor) else list(new)
         if len(states) != self.n_hidden_states:
             raise ArgumentError(
@@ -249,8 +198,7 @@ class RNNCell(nn.Module):
         self.hidden = states
         return tuple(states)
 
-    def _weights(self) -> tuple[Tensor, ...]:
-        """The weights that ``cell`` takes by position."""
+    def _weights(self) -> tuple[Tensor, ...]:  # that ``cell`` takes by position
         return self.w_ih, self.w_hh
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RNNCell:
@@ -259,10 +207,10 @@ class RNNCell(nn.Module):
         return self
 
     def flatten_parameters(self) -> None:
-        """Put the parameters into one block of memory, as cuDNN wants them.
+        """Put the parameters into one block of memory, by torch's method of this name.
 
         Called when the cell is moved or cast. Without it cuDNN copies them in each forward and
-        warns. Without cuDNN nothing changes: the work is done by torch's method of the same name.
+        warns.
         """
         found = _whole_sequence(self)
         weights = _sequence_weights(self)
@@ -278,15 +226,18 @@ class RNNCell(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles get the values of the states without their history."""
-        hidden = [None if state is None else state.detach() for state in self.hidden]
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "hidden": hidden, "_left": (None, -1)}
+        return {**state, "hidden": _detached(self.hidden), "_left": (None, -1)}
 
     def extra_repr(self) -> str:
         """Show the sizes in ``print(model)``."""
         name = getattr(self.cell, "__name__", type(self.cell).__name__)
         sizes = f"{self.input_size}, {self.hidden_size}, output_size={self.output_size}"
         return f"{name}, {sizes}, bias={self.bias}"
+
+
+def _detached(states: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if state is None else state.detach() for state in states]
 
 
 def check_input(name: str, input: Any, cell: RNNCell, form: str) -> None:
@@ -305,7 +256,6 @@ def check_input(name: str, input: Any, cell: RNNCell, form: str) -> None:
 
 
 def _torch_layer(step: Any) -> _TorchLayer | None:
-    """Return what torch has for the layers of a cell with the function ``step``."""
     return next((layer for function, layer in _TORCH_LAYERS if function is step), None)
 
 
@@ -323,8 +273,7 @@ def _whole_sequence(cell: RNNCell) -> _TorchLayer | None:
     return None if any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)) else found
 
 
-def _sequence_weights(cell: RNNCell) -> list[Tensor]:
-    """The parameters in the order of torch's functions."""
+def _sequence_weights(cell: RNNCell) -> list[Tensor]:  # in the order of torch's functions
     weights = (cell.w_ih, cell.w_hh, cell.b_ih, cell.b_hh, cell.w_ho)
     return [weight for weight in weights if weight is not None]
 
@@ -339,20 +288,16 @@ def run_layer(cell: RNNCell, input: Tensor, collect: bool) -> tuple[Tensor, tupl
             "would start from the states that the last forward left, not from those that it "
             "started from. Call reset_hidden(batch size) first, or set cell.hidden."
         )
-    result = _run_layer(cell, input, collect)
-    cell._left = (cell.hidden, backward)
-    return result
-
-
-def _run_layer(cell: RNNCell, input: Tensor, collect: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
     found = None if collect else _whole_sequence(cell)
     if found is not None:
-        return _run_in_torch(found.sequence, cell, input)
-    steps = [cell(step) for step in input.unbind(0)]
-    if not collect:
-        return torch.stack([states[0] for states in steps]), steps[-1]
-    collected = tuple(torch.stack(states) for states in zip(*steps, strict=True))
-    return collected[0], collected
+        output, states = _run_in_torch(found.sequence, cell, input)
+    else:
+        steps = [cell(step) for step in input.unbind(0)]
+        of_all = tuple(torch.stack(state) for state in zip(*steps, strict=True)) if collect else ()
+        output = of_all[0] if collect else torch.stack([states[0] for states in steps])
+        states = of_all or steps[-1]
+    cell._left = (cell.hidden, backward)
+    return output, states
 
 
 @not_compiled  # torch 2.13: AOT autograd fails on the gradient of oneDNN's LSTM
@@ -361,17 +306,11 @@ def _run_in_torch(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     cell.init_hidden(input.size(1))
     hidden = [state.contiguous().unsqueeze(0) for state in cell.hidden if state is not None]
-    output, *final = function(
-        input,
-        hidden if len(hidden) > 1 else hidden[0],
-        _sequence_weights(cell),
-        cell.b_ih is not None,
-        1,  # layer
-        0.0,  # dropout
-        torch.is_grad_enabled(),  # keep what a backward pass needs, in eval() too
-        False,  # bidirectional
-        False,  # batch_first
-    )
+    given = hidden if len(hidden) > 1 else hidden[0]
+    train = torch.is_grad_enabled()  # keep what a backward pass needs, in eval() too
+    layers, dropout, bidirectional, batch_first = 1, 0.0, False, False
+    options = cell.b_ih is not None, layers, dropout, train, bidirectional, batch_first
+    output, *final = function(input, given, _sequence_weights(cell), *options)
     states = tuple(state[0] for state in final)
     cell.hidden = list(states)
     return output, states

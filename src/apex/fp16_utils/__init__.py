@@ -4,14 +4,16 @@ In new programs use :func:`apex.amp.initialize`.
 """
 
 from apex._missing import explain_attributes
-from apex.fp16_utils.fp16_module import FP16_Module, fp16_to_fp32, fp32_to_fp16
 from apex.fp16_utils.fp16_optimizer import FP16_Optimizer
 from apex.fp16_utils.fp16util import (
     BN_convert_float,
+    FP16_Module,
     FP16Model,
     clip_grad_norm,
     convert_module,
     convert_network,
+    fp16_to_fp32,
+    fp32_to_fp16,
     master_params_to_model_params,
     model_grads_to_master_grads,
     network_to_half,

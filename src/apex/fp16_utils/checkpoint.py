@@ -9,91 +9,110 @@ that was loaded only its numbers are read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from apex.amp import scaler as amp_scaler
+from apex.fp16_utils.fp16util import split
 from apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, check_scale
+from apex.fp16_utils.masters import Groups, flat
 
 torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, amp_scaler.LossScaler])
 
-_NUMBERS = (
-    "cur_scale",
-    "cur_iter",
-    "last_overflow_iter",
-    "scale_factor",
-    "scale_window",
-    "min_loss_scale",
-    "max_loss_scale",
-)
+_BOUNDS = ("min_loss_scale", "max_loss_scale")
+_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", *_BOUNDS)
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds, checked; nothing is changed yet."""
+
+    scaler: LossScaler
+    optimizer: dict[str, Any]  # the state of the wrapped optimizer
+    targets: Groups  # the masters that there are
+    masters: Sequence[Sequence[torch.Tensor]]  # those that were saved, of the same shapes
+    attributes: dict[str, Any]
+
+    @torch.no_grad()
+    def copy_masters(self) -> None:
+        """Copy the saved masters into those that there are."""
+        for target, value in zip(flat(self.targets), flat(self.masters), strict=True):
+            target.copy_(value)
+
+
+def read(saved: Any, optimizer: Any) -> Saved:
+    """Check a state of ``apex.fp16_utils.FP16_Optimizer``, of 2018 to 2025 or of ours."""
+    flags = ("overflow", "first_closure_call_this_step")
+    _check_keys(saved, ("loss_scaler", *flags, "optimizer_state_dict", "fp32_from_fp16"))
+    scaler = _scaler_from(saved["loss_scaler"])
+    targets, masters = optimizer.fp32_from_fp16_groups, saved["fp32_from_fp16"]
+    _check_masters(masters, targets)
+    inner = _in_group_order(saved["optimizer_state_dict"], optimizer)
+    return Saved(scaler, inner, targets, masters, {name: bool(saved[name]) for name in flags})
+
+
+def read_of_bert(saved: Any, optimizer: Any) -> Saved:
+    """Check a state of ``apex.optimizers.FP16_Optimizer``, of 2018 to 2025 or of ours."""
+    _check_keys(saved, ("dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict"))
+    _check_keys(saved["optimizer_state_dict"], ("state", "param_groups"))
+    targets = optimizer.fp32_groups
+    if "fp32_groups_flat" in saved:
+        saved = _from_flat(saved, targets)
+    _check_keys(saved, ("fp32_groups",))
+    attributes = {"cur_iter": _integer("cur_iter", saved["cur_iter"]), "overflow": False}
+    numbers = saved if saved["dynamic_loss_scale"] else {"cur_scale": saved["cur_scale"]}
+    scaler = _scaler_from(numbers)
+    _check_masters(saved["fp32_groups"], targets)
+    inner = saved["optimizer_state_dict"]
+    return Saved(scaler, inner, targets, saved["fp32_groups"], attributes)
+
+
+def detached(groups: Groups) -> Groups:
+    """Masters as they are saved."""
+    return [[tensor.detach() for tensor in group] for group in groups]
 
 
 def scaler_to_dict(scaler: LossScaler) -> dict[str, Any]:
-    """The numbers of a scaler."""
-    names = _NUMBERS if isinstance(scaler, DynamicLossScaler) else _NUMBERS[:1]
-    return {name: getattr(scaler, name) for name in names}
+    """The numbers of a scaler, of any era."""
+    return {name: getattr(scaler, name) for name in _NUMBERS if hasattr(scaler, name)}
 
 
-def scaler_from(saved: Any) -> LossScaler:
-    """Make a scaler of what a checkpoint holds.
-
-    Args:
-        saved: Numbers by name, or a scaler object of any era.
+def _scaler_from(saved: Any) -> LossScaler:
+    """Make a scaler of numbers by name, or of a scaler object of any era.
 
     Raises:
         TypeError: It is something else.
         ValueError: A number is missing, no number or out of range.
     """
-    if isinstance(saved, LossScaler | amp_scaler.LossScaler):
-        values = vars(saved)
-    elif isinstance(saved, Mapping):
-        values = dict(saved)
+    if isinstance(saved, LossScaler):
+        values = scaler_to_dict(saved)
+    elif isinstance(saved, Mapping | amp_scaler.LossScaler):
+        values = dict(saved if isinstance(saved, Mapping) else vars(saved))
     else:
         raise TypeError(
             f"FP16_Optimizer: the saved loss_scaler is a {type(saved).__name__}; allowed are a "
             "dict of numbers, and the LossScaler classes of apex.fp16_utils and apex.amp."
         )
-    if isinstance(saved, DynamicLossScaler):
-        values = {**{name: getattr(saved, name) for name in _NUMBERS[-2:]}, **values}
     try:
         if "_loss_scale" in values:  # apex.amp's of 2019 to 2025
             values = _from_amp(values)
         if "cur_iter" not in values:
             return LossScaler(values["cur_scale"])
-        scaler = DynamicLossScaler(**{"init_scale": values["cur_scale"], **_options(values)})
+        scaler = DynamicLossScaler(
+            values["cur_scale"],
+            values["scale_factor"],
+            values["scale_window"],
+            **{name: values[name] for name in _BOUNDS if name in values},
+        )
         scaler.cur_scale = check_scale("cur_scale", values["cur_scale"])
-        scaler.cur_iter = whole("cur_iter", values["cur_iter"])
-        scaler.last_overflow_iter = whole("last_overflow_iter", values["last_overflow_iter"])
+        for name in ("cur_iter", "last_overflow_iter"):
+            setattr(scaler, name, _integer(name, values[name]))
     except KeyError as error:
         raise ValueError(
             f"FP16_Optimizer: the saved loss_scaler has no {error}; it has "
             f"{', '.join(map(str, values))}."
         ) from None
     return scaler
-
-
-def whole(name: str, value: Any) -> int:
-    """Return a saved count as an integer.
-
-    Raises:
-        ValueError: It is not an integer.
-    """
-    try:
-        number = int(value)
-        if number == float(value):
-            return number
-    except (OverflowError, TypeError, ValueError):
-        pass
-    raise ValueError(f"FP16_Optimizer: the saved {name} was {value!r}; it must be an integer.")
-
-
-def _options(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "scale_factor": values["scale_factor"],
-        "scale_window": values["scale_window"],
-        **{name: values[name] for name in _NUMBERS[-2:] if name in values},
-    }
 
 
 def _from_amp(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,12 +124,16 @@ def _from_amp(values: Mapping[str, Any]) -> dict[str, Any]:
         "last_overflow_iter": -1,
         "scale_factor": 2.0,
         "scale_window": values["_scale_seq_len"],
-        "min_loss_scale": values.get("_min_loss_scale"),
-        "max_loss_scale": values.get("_max_loss_scale"),
+        **{name: values.get(f"_{name}") for name in _BOUNDS},
     }
 
 
-def check_keys(saved: Any, wanted: Sequence[str]) -> None:
+def _integer(name: str, value: Any) -> int:
+    amp_scaler.check(f"the saved {name}", value, lambda x: not x % 1, "an integer")
+    return int(value)
+
+
+def _check_keys(saved: Any, wanted: Sequence[str]) -> None:
     """Raise ``ValueError`` if ``saved`` is no state of an ``FP16_Optimizer``."""
     found = list(saved) if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
     missing = [key for key in wanted if key not in found]
@@ -121,17 +144,8 @@ def check_keys(saved: Any, wanted: Sequence[str]) -> None:
         )
 
 
-def check_masters(
-    saved: Sequence[Sequence[torch.Tensor]], groups: Sequence[Sequence[torch.Tensor]]
-) -> None:
-    """Raise ``ValueError`` if saved masters do not fit.
-
-    Args:
-        saved: A sequence of masters for each group.
-        groups: The masters that there are.
-    """
-    found = [[tuple(tensor.shape) for tensor in group] for group in saved]
-    wanted = [[tuple(tensor.shape) for tensor in group] for group in groups]
+def _check_masters(saved: Sequence[Sequence[torch.Tensor]], groups: Groups) -> None:
+    found, wanted = ([[tuple(x.shape) for x in group] for group in of] for of in (saved, groups))
     if found != wanted:
         raise ValueError(
             f"FP16_Optimizer: the saved masters have the shapes {found}, by group; this "
@@ -139,36 +153,24 @@ def check_masters(
         )
 
 
-def in_group_order(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+def _in_group_order(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """Bring the wrapped optimizer's state into the order of its groups.
 
     NVIDIA's Apex of 2018 put the masters of a group before its float32 parameters and left out
     frozen ones. State is taken for such where its shapes fit that order and not the groups'.
-
-    Args:
-        saved: ``state_dict`` of the wrapped optimizer.
-        optimizer: The ``FP16_Optimizer``.
-
-    Raises:
-        ValueError: ``saved`` has not the keys of an optimizer's state.
     """
-    check_keys(saved, ("state", "param_groups"))
+    _check_keys(saved, ("state", "param_groups"))
     groups, state, spare = list(saved["param_groups"]), saved["state"], 0
-    for number, group in enumerate(groups):
-        keys = list(group["params"])
-        if number >= len(optimizer.param_groups):
-            continue
-        params = optimizer.param_groups[number]["params"]
-        first = [
-            *optimizer.fp32_from_fp16_groups[number],
-            *optimizer.fp32_from_fp32_groups[number],
-        ]
+    halves, wide = optimizer.fp32_from_fp16_groups, optimizer.fp32_from_fp32_groups
+    present = [group["params"] for group in optimizer.param_groups]
+    for number, params in enumerate(present[: len(groups)]):
+        keys, first = list(groups[number]["params"]), [*halves[number], *wide[number]]
         if _fits(keys, params, state) or not _fits(keys, first, state):
             continue
         key_of = {id(param): key for param, key in zip(first, keys, strict=True)}
         spare -= len(params)  # keys without state
         ordered = [key_of.get(id(param), spare + i) for i, param in enumerate(params)]
-        groups[number] = {**group, "params": ordered}
+        groups[number] = {**groups[number], "params": ordered}
     return {**saved, "param_groups": groups}
 
 
@@ -181,48 +183,39 @@ def _fits(keys: Sequence[Any], params: Sequence[torch.Tensor], state: Mapping[An
     )
 
 
-def from_flat(saved: Mapping[str, Any], groups: Sequence[Sequence[torch.Tensor]]) -> dict[str, Any]:
-    """Split what BERT's programs saved before spring 2019: each group as one flat parameter.
-
-    Args:
-        saved: The state of an ``FP16_Optimizer`` with ``fp32_groups_flat``.
-        groups: The parameters by group.
-
-    Raises:
-        ValueError: There is another number of groups, or a flat tensor has not as many elements as
-            the parameters of its group.
-    """
-    state: dict[int, Any] = {}
-    made: dict[str, Any] = {"state": state, "param_groups": []}
-    inner = saved["optimizer_state_dict"]
-    numbers = [len(inner["param_groups"]), len(saved["fp32_groups_flat"])]
-    if numbers != [len(groups)] * 2:
+def _from_flat(saved: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+    """Split what BERT's programs saved before spring 2019: each group as one flat parameter."""
+    inner, masters = saved["optimizer_state_dict"], saved["fp32_groups_flat"]
+    numbers = len(inner["param_groups"]), len(masters)
+    if numbers != (len(groups), len(groups)):
         raise ValueError(
             f"FP16_Optimizer: the saved optimizer has {numbers[0]} groups, and fp32_groups_flat "
             f"{numbers[1]}; this optimizer has {len(groups)}. Make the groups as they were when it "
             "was saved."
         )
+    state: dict[int, Any] = {}
+    param_groups = []
     for group, params in zip(inner["param_groups"], groups, strict=True):
         keys = range(len(state), len(state) + len(params))
         values = inner["state"].get(group["params"][0], {})
-        split = {name: _split(value, params) for name, value in values.items()}
-        state.update(
-            (key, {n: parts[i] for n, parts in split.items()}) for i, key in enumerate(keys)
-        )
-        made["param_groups"].append({**group, "params": [*keys]})
-    flat = zip(saved["fp32_groups_flat"], groups, strict=True)
-    masters = [_split(tensor, params) for tensor, params in flat]
-    return {**saved, "fp32_groups": masters, "optimizer_state_dict": made}
+        parts = {name: _split(value, params) for name, value in values.items()}
+        state.update((key, {n: part[i] for n, part in parts.items()}) for i, key in enumerate(keys))
+        param_groups.append({**group, "params": [*keys]})
+    pairs = zip(masters, groups, strict=True)
+    return {
+        **saved,
+        "fp32_groups": [_split(tensor, params) for tensor, params in pairs],
+        "optimizer_state_dict": {"state": state, "param_groups": param_groups},
+    }
 
 
 def _split(value: Any, params: Sequence[torch.Tensor]) -> list[Any]:
     if not isinstance(value, torch.Tensor) or not value.dim():
         return [value for _ in params]
-    sizes = [param.numel() for param in params]
-    if value.numel() != sum(sizes):
+    size = sum(param.numel() for param in params)
+    if value.numel() != size:
         raise ValueError(
             f"FP16_Optimizer: a saved group has {value.numel()} elements, and the parameters of "
-            f"this group {sum(sizes)}. Make model and groups as they were when it was saved."
+            f"this group {size}. Make model and groups as they were when it was saved."
         )
-    pieces = zip(torch.split(value.reshape(-1), sizes), params, strict=True)
-    return [piece.view(param.shape) for piece, param in pieces]
+    return split(value.reshape(-1), params)

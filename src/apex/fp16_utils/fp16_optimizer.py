@@ -1,14 +1,8 @@
 """``FP16_Optimizer``: float32 masters and loss scaling around an optimizer, called by hand.
 
-    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), 1e-3), dynamic_loss_scale=True)
-    optimizer.zero_grad()
-    optimizer.backward(loss)
-    optimizer.step()
-
-The one idea: in the groups of the wrapped optimizer float32 masters stand in the places of 16-bit
-parameters, and the wrapped optimizer knows of nothing else. ``backward`` leaves scaled gradients on
-the model's parameters. ``update_master_grads`` writes them, divided by the scale, into the masters'
-``.grad``. ``step`` rounds the masters into the model.
+In the groups of the wrapped optimizer float32 masters stand for 16-bit parameters. ``backward``
+leaves scaled gradients on the model's parameters. ``update_master_grads`` writes them, divided by
+the scale, into the masters' ``.grad``. ``step`` rounds the masters into the model.
 
 The original had two sets of rules, of 2018 and of 2025. These hold here:
 
@@ -18,37 +12,30 @@ The original had two sets of rules, of 2018 and of 2025. These hold here:
   gradients are cleared. A step that was taken counts towards growth.
 * ``step``, ``clip_master_grads`` and ``inspect_master_grad_data`` call ``update_master_grads``
   themselves if a ``backward`` has left that to the program.
-
-Not to be combined with ``amp.initialize``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 
-from apex._wrapped_optimizer import WrappedOptimizer
 from apex.amp import _speech
 from apex.amp.casting import cpu_float16
+from apex.amp.gradients.accumulation import write_zeros
 from apex.fp16_utils import checkpoint
-from apex.fp16_utils.fp16_module import FP16_Module, conversion_helper, fp16_to_fp32, fp32_to_fp16
-from apex.fp16_utils.loss_scaler import (
-    DynamicLossScaler,
-    LossScaler,
-    check_scale,
-    dynamic_scaler,
-    scaled,
-)
-from apex.fp16_utils.masters import Groups, MasterGroups, check_optimizer, load
+from apex.fp16_utils.fp16util import FP16_Module, conversion_helper, fp16_to_fp32, fp32_to_fp16
+from apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, check_scale
+from apex.fp16_utils.masters import MasterOptimizer
 
 __all__ = ["FP16_Module", "FP16_Optimizer", "conversion_helper", "fp16_to_fp32", "fp32_to_fp16"]
 
 MAX_OVERFLOWS = 50  # in a row, as amp.initialize(max_skipped_steps=50)
 
 
-class FP16_Optimizer(WrappedOptimizer):
+class FP16_Optimizer(MasterOptimizer):
     """Step float32 masters of 16-bit parameters, with a scaled loss.
 
     Args:
@@ -73,6 +60,9 @@ class FP16_Optimizer(WrappedOptimizer):
         loss_scaler: A :class:`~apex.fp16_utils.LossScaler` or ``DynamicLossScaler``.
         overflow: Whether the last ``update_master_grads`` found inf or nan. Never with a static
             scale.
+        fp16_groups: The 16-bit parameters, a list for each group.
+        fp32_from_fp16_groups: Their masters.
+        fp32_from_fp32_groups: The parameters without masters.
 
     Example:
         >>> model = torch.nn.Linear(4, 2).half()
@@ -87,7 +77,6 @@ class FP16_Optimizer(WrappedOptimizer):
     #: Defaults of ``dynamic_loss_args``.
     _dynamic_defaults: ClassVar[dict[str, Any]] = {
         "init_scale": 2.0**16,
-        "scale_factor": 2.0,
         "scale_window": 2000,
         "min_loss_scale": None,
         "max_loss_scale": 2.0**24,
@@ -103,22 +92,18 @@ class FP16_Optimizer(WrappedOptimizer):
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        check_optimizer(init_optimizer)
-        super().__init__(init_optimizer)
-        self.dynamic_loss_scale = bool(dynamic_loss_scale)
         self.loss_scaler = (
-            dynamic_scaler(self._dynamic_defaults, dynamic_loss_args or {})
+            self._dynamic_scaler(dynamic_loss_args or {})
             if dynamic_loss_scale
             else LossScaler(check_scale("FP16_Optimizer: static_loss_scale", static_loss_scale))
         )
+        super().__init__(init_optimizer)
         self.verbose = verbose
         self.overflow = False
         self.first_closure_call_this_step = True
         self._pending = False  # whether update_master_grads has still to be called
         self._lowered = False  # whether the scale was lowered for the gradients that are there
         self._skipped = 0  # steps in a row
-        self._params = MasterGroups([], [], [])
-        self._params.add_new(init_optimizer)
         halves = [param for param in self.all_fp16_params if param.dtype == torch.float16]
         cpu_float16.begin(torch.float16, {param.device.type for param in halves})
         self.maybe_print(
@@ -131,53 +116,19 @@ class FP16_Optimizer(WrappedOptimizer):
         if self.verbose:
             _speech.say(msg)
 
-    @property
-    def optimizer(self) -> Any:
-        """The wrapped optimizer."""
-        return self.optim
-
-    # -- parameters and masters --------------------------------------------------------------------
-
-    @property
-    def fp16_groups(self) -> Groups:
-        """The 16-bit parameters, a list for each group."""
-        return self._params.halves
-
-    @property
-    def fp32_from_fp16_groups(self) -> Groups:
-        """Their masters, a list for each group."""
-        return self._params.masters
-
-    @property
-    def fp32_from_fp32_groups(self) -> Groups:
-        """The parameters without masters, a list for each group."""
-        return self._params.wide
-
-    @property
-    def all_fp16_params(self) -> list[torch.Tensor]:
-        """The 16-bit parameters of all groups."""
-        return self._params.all_halves
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
-        """The masters of all groups."""
-        return self._params.all_masters
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
-        """The parameters without masters of all groups."""
-        return self._params.all_wide
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; its 16-bit parameters get masters."""
-        self.optim.add_param_group(param_group)
-        try:
-            self._params.add_new(self.optim)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-
     # -- the loss scale ----------------------------------------------------------------------------
+
+    def _dynamic_scaler(self, given: Mapping[str, Any]) -> LossScaler:
+        options = {**self._dynamic_defaults, **given}
+        start = check_scale("dynamic_loss_args: init_scale", options["init_scale"])
+        if "max_loss_scale" in self._dynamic_defaults.keys() - given.keys():
+            options["max_loss_scale"] = max(options["max_loss_scale"], start)
+        return DynamicLossScaler(**options)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale is found while training."""
+        return isinstance(self.loss_scaler, DynamicLossScaler)
 
     @property
     def loss_scale(self) -> float:
@@ -186,23 +137,24 @@ class FP16_Optimizer(WrappedOptimizer):
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        scale, before = check_scale("FP16_Optimizer: loss_scale", value), self.loss_scale
-        self.loss_scaler.cur_scale = scale
-        self._params.rescale(scale / before)
+        scale = check_scale("FP16_Optimizer: loss_scale", value)
+        with self._rescaling():
+            self.loss_scaler.cur_scale = scale
 
-    def _set_scaler(self, scaler: LossScaler) -> None:
-        self._params.rescale(scaler.loss_scale / self.loss_scale)
-        self.loss_scaler = scaler
-        self.dynamic_loss_scale = isinstance(scaler, DynamicLossScaler)
+    @contextmanager
+    def _rescaling(self) -> Iterator[None]:
+        """Bring all gradients that are still scaled to the scale that the block sets."""
+        before = self.loss_scale
+        yield
+        self._rescale(self.loss_scale / before)
+
+    def _update_scale(self, *, overflow: bool) -> None:
+        with self._rescaling():
+            self.loss_scaler.update_scale(overflow)
 
     def _scale_now(self) -> str:
         verb = "reducing loss scale to" if self.dynamic_loss_scale else "static loss scale is"
         return f"{verb} {self.loss_scale}"
-
-    def _update_scale(self, *, overflow: bool) -> None:
-        before = self.loss_scale
-        self.loss_scaler.update_scale(overflow)
-        self._params.rescale(self.loss_scale / before)
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -216,15 +168,18 @@ class FP16_Optimizer(WrappedOptimizer):
             set_to_none: torch's name for it.
         """
         frees = set_grads_to_None if set_to_none is None else set_to_none
-        self._params.zero_grad(self.optim, set_to_none=frees)
+        stepped = [param for group in self.param_groups for param in group["params"]]
+        for param in (*stepped, *self.all_fp16_params):
+            if frees or param.grad is None:
+                param.grad = None
+            else:
+                write_zeros(param.grad)
         self._pending = self._lowered = False
 
     def backward(
         self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """Backpropagate ``loss`` times the loss scale.
-
-        Gradients of several calls add up.
+        """Backpropagate ``loss`` times the loss scale; gradients of several calls add up.
 
         Args:
             loss: A tensor with one element; it is scaled in float32.
@@ -232,13 +187,13 @@ class FP16_Optimizer(WrappedOptimizer):
                 on the model's parameters, scaled, until :meth:`update_master_grads`.
             retain_graph: Keep the graph for another backward pass.
         """
-        self._params.add_new(self.optim)
+        self._add_new()
         if self._lowered:  # for these gradients, unless they were cleared since
             params = (*self.all_fp16_params, *self.all_fp32_from_fp32_params)
             self._lowered = self.loss_scaler.has_overflow(params)
-        self._params.scale_unscaled(self.loss_scale)
+        self._scale_unscaled(self.loss_scale)
         self._pending = True
-        scaled(loss, self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self.loss_scaler.backward(loss, retain_graph)
         if update_master_grads:
             self.update_master_grads()
 
@@ -248,10 +203,10 @@ class FP16_Optimizer(WrappedOptimizer):
         Gradients of other parameters are unscaled in place, once, however often this is called.
         With a dynamic scale inf or nan sets ``overflow`` and lowers the scale.
         """
-        self._params.add_new(self.optim)
+        self._add_new()
         self._pending = False
         check = self.dynamic_loss_scale or self._always_checks
-        self.overflow = self._params.unscale(self.loss_scale, check=check)
+        self.overflow = self._unscale(self.loss_scale, check=check)
         if self.overflow and not self._lowered:
             self._lowered = True
             self._update_scale(overflow=True)
@@ -279,8 +234,7 @@ class FP16_Optimizer(WrappedOptimizer):
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
         """The gradients that the wrapped optimizer will step on, a list for each group.
 
-        Returns:
-            Tensors, or ``None`` where there is no gradient; after an overflow ``None`` for all.
+        ``None`` where there is no gradient; after an overflow ``None`` for all.
         """
         self._update_pending()
         if self.overflow:
@@ -304,20 +258,20 @@ class FP16_Optimizer(WrappedOptimizer):
             What the wrapped ``step`` returned; ``None`` if the step was skipped.
 
         Raises:
-            RuntimeError: There were 50 overflows in a row, or ``loss.backward()`` was called in the
-                place of ``backward(loss)``.
+            RuntimeError: There were 50 overflows in a row, or ``loss.backward()`` was called
+                instead of ``backward(loss)``.
         """
         if closure is None:
             self._update_pending()
             if self.overflow:
                 self._skip()
                 return None
-            self._params.refuse_missed()
-        self._params.pairs.reconcile()
+            self._refuse_missed()
+        self._pairs.reconcile()
         try:
             result = self.optim.step(*([] if closure is None else [self._evaluator(closure)]))
         finally:
-            self._params.pairs.write()
+            self._pairs.write()
             self.first_closure_call_this_step = True
         self._skipped = 0
         self._update_scale(overflow=False)
@@ -331,10 +285,19 @@ class FP16_Optimizer(WrappedOptimizer):
         # What a scheduler on the wrapped optimizer looks for before it warns.
         self.optim._opt_called = True
 
+    def _refuse_missed(self) -> None:
+        both = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+        if any(param.grad is not None and master.grad is None for param, master in both):
+            raise RuntimeError(
+                "FP16_Optimizer: step() was called before gradients were copied to the masters. "
+                "Call optimizer.backward(loss) instead of loss.backward(); or scale the loss "
+                "by optimizer.loss_scale and call optimizer.update_master_grads() afterwards."
+            )
+
     def _evaluator(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             if not self.first_closure_call_this_step:
-                self._params.pairs.write()  # the wrapped optimizer has moved the masters
+                self._pairs.write()  # the wrapped optimizer has moved the masters
             self.first_closure_call_this_step = False
             for _ in range(MAX_OVERFLOWS):
                 loss = closure()
@@ -356,19 +319,14 @@ class FP16_Optimizer(WrappedOptimizer):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a bit-exact resume needs besides the model's: dicts, lists, numbers and tensors.
-
-        As in torch's optimizers tensors are not copied.
-        """
+        """What a bit-exact resume needs besides the model's: numbers, and tensors, not copied."""
         return {
             "loss_scaler": checkpoint.scaler_to_dict(self.loss_scaler),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
             "optimizer_state_dict": self.optim.state_dict(),
-            "fp32_from_fp16": [
-                [master.detach() for master in group] for group in self.fp32_from_fp16_groups
-            ],
+            "fp32_from_fp16": checkpoint.detached(self.fp32_from_fp16_groups),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -380,25 +338,13 @@ class FP16_Optimizer(WrappedOptimizer):
             TypeError: The saved scaler is of an unknown class.
             ValueError: Keys, groups or shapes do not fit; nothing was changed.
         """
-        names = ("overflow", "first_closure_call_this_step")
-        wanted = ("loss_scaler", *names, "optimizer_state_dict", "fp32_from_fp16")
-        checkpoint.check_keys(state_dict, wanted)
-        self._params.add_new(self.optim)
-        scaler = checkpoint.scaler_from(state_dict["loss_scaler"])
-        masters = state_dict["fp32_from_fp16"]
-        checkpoint.check_masters(masters, self.fp32_from_fp16_groups)
-        inner = checkpoint.in_group_order(state_dict["optimizer_state_dict"], self)
-        self.optim.load_state_dict(inner)
-        load(self.fp32_from_fp16_groups, masters)
-        self._set_scaler(scaler)
-        self.overflow, self.first_closure_call_this_step = (bool(state_dict[n]) for n in names)
+        self._add_new()
+        saved = self._read(state_dict)
+        self.optim.load_state_dict(saved.optimizer)
+        saved.copy_masters()
+        with self._rescaling():
+            self.loss_scaler = saved.scaler
+        vars(self).update(saved.attributes)
 
-    def __getstate__(self) -> dict[str, Any]:
-        groups = (self.fp16_groups, self.fp32_from_fp16_groups, self.fp32_from_fp32_groups)
-        # A scheduler patches the object's step, with the object inside.
-        kept = {name: value for name, value in vars(self).items() if name != "step"}
-        return {**kept, "_params": groups}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._params = MasterGroups(*state["_params"])
+    def _read(self, state_dict: dict[str, Any]) -> checkpoint.Saved:
+        return checkpoint.read(state_dict, self)

@@ -10,7 +10,7 @@ Everything works on every device. The copies are one foreach call for each list.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,14 @@ from apex.amp.casting.containers import applier
 __all__ = [
     "BN_convert_float",
     "FP16Model",
+    "FP16_Module",
     "backwards_debug_hook",
     "clip_grad_norm",
+    "conversion_helper",
     "convert_module",
     "convert_network",
+    "fp16_to_fp32",
+    "fp32_to_fp16",
     "master_params_to_model_params",
     "model_grads_to_master_grads",
     "network_to_half",
@@ -40,12 +44,7 @@ clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
 
 class tofp16(torch.nn.Module):
-    """A layer that casts its input to float16.
-
-    Example:
-        >>> tofp16()(torch.ones(2)).dtype
-        torch.float16
-    """
+    """A layer that casts its input to float16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input`` in float16."""
@@ -55,16 +54,8 @@ class tofp16(torch.nn.Module):
 def BN_convert_float(module: torch.nn.Module) -> torch.nn.Module:
     """Convert all batch norms that have weights to float32, with their statistics, in place.
 
-    Args:
-        module: A model or a layer.
-
     Returns:
         ``module``.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).half()
-        >>> BN_convert_float(model)[1].weight.dtype
-        torch.float32
     """
     for layer in module.modules():
         if _keeps_float(layer):
@@ -83,7 +74,7 @@ def network_to_half(network: torch.nn.Module) -> torch.nn.Sequential:
     through float16 and back. Those without weights become float16 with the rest.
 
     Args:
-        network: The model. It must take one tensor.
+        network: The model, which must take one tensor.
 
     Returns:
         ``torch.nn.Sequential(tofp16(), network)``; keys of its state dict begin with ``1.``.
@@ -108,12 +99,6 @@ def convert_module(module: torch.nn.Module, dtype: torch.dtype) -> None:
 
     Raises:
         TypeError: ``dtype`` is no floating dtype.
-
-    Example:
-        >>> layer = torch.nn.Linear(4, 2)
-        >>> convert_module(layer, torch.bfloat16)
-        >>> layer.weight.dtype
-        torch.bfloat16
     """
     _check_dtype("convert_module", dtype)
     for param in module.parameters(recurse=False):
@@ -189,12 +174,60 @@ class FP16Model(torch.nn.Module):
         return self.network(*applier(inputs, cast), **applier(kwargs, cast))
 
 
-def backwards_debug_hook(grad: torch.Tensor) -> None:
-    """Raise an error; as a hook of a master parameter, which must get no gradient by backward.
+def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
+    """Apply ``conversion`` to ``val``, or to all that is in it if it is a list or a tuple."""
+    if not isinstance(val, (list, tuple)):
+        return conversion(val)
+    items = [conversion_helper(item, conversion) for item in val]
+    return type(val)(*items) if hasattr(val, "_fields") else type(val)(items)
 
-    Raises:
-        RuntimeError: Always.
+
+def fp32_to_fp16(val: Any) -> Any:
+    """Convert float32 tensors to float16, in nested lists and tuples too; the rest is unchanged.
+
+    Example:
+        >>> a, b = fp32_to_fp16((torch.ones(2), torch.tensor([7])))
+        >>> a.dtype, b.dtype
+        (torch.float16, torch.int64)
     """
+    return conversion_helper(val, lambda item: _cast(item, torch.float32, torch.float16))
+
+
+def fp16_to_fp32(val: Any) -> Any:
+    """Convert float16 tensors to float32, in nested lists and tuples too; the rest is unchanged."""
+    return conversion_helper(val, lambda item: _cast(item, torch.float16, torch.float32))
+
+
+def _cast(item: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    return item.to(new) if isinstance(item, torch.Tensor) and item.dtype == old else item
+
+
+class FP16_Module(torch.nn.Module):
+    """``module.half()``, with float32 inputs cast to float16 and float16 outputs to float32.
+
+    Of the first releases of 2018. Batch norms become float16 too.
+
+    Args:
+        module: The model; it is converted in place. Keys of the state dict begin with ``module.``.
+
+    Example:
+        >>> model = FP16_Module(torch.nn.Linear(4, 2))
+        >>> model(torch.ones(1, 4)).dtype
+        torch.float32
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module.half()
+        cpu_float16.begin(torch.float16, {param.device.type for param in module.parameters()})
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module; keyword arguments are passed on as they are."""
+        return fp16_to_fp32(self.module(*fp32_to_fp16(inputs), **kwargs))
+
+
+def backwards_debug_hook(grad: torch.Tensor) -> None:
+    """Raise ``RuntimeError``: a hook of a master, which must get no gradient by backward."""
     raise RuntimeError(
         "A master parameter received a gradient in a backward pass. Compute the loss with the "
         "model's parameters, and call model_grads_to_master_grads."
@@ -202,12 +235,7 @@ def backwards_debug_hook(grad: torch.Tensor) -> None:
 
 
 def to_python_float(t: Any) -> Any:
-    """Return the number in a tensor of one element, or else the first element of ``t``.
-
-    Example:
-        >>> to_python_float(torch.tensor([1.5])), to_python_float([2.5])
-        (1.5, 2.5)
-    """
+    """Return the number in a tensor of one element, or else the first element of ``t``."""
     return t.item() if hasattr(t, "item") else t[0]
 
 
@@ -233,12 +261,18 @@ def prep_param_lists(
             several devices.
 
     Example:
-        >>> params, masters = prep_param_lists(torch.nn.Linear(4, 2).half())
-        >>> [master.dtype for master in masters]
-        [torch.float32, torch.float32]
+        >>> model = torch.nn.Linear(4, 2).half()
+        >>> params, masters = prep_param_lists(model)
+        >>> model(torch.ones(1, 4).half()).sum().backward()
+        >>> model_grads_to_master_grads(params, masters)
+        >>> masters[1].grad
+        tensor([1., 1.])
+        >>> torch.optim.SGD(masters, lr=0.1).step()
+        >>> master_params_to_model_params(params, masters)
     """
     params = [param for param in model.parameters() if param.requires_grad]
-    copies = [_wide_copy(param) for param in params]
+    wide = [torch.promote_types(param.dtype, torch.float32) for param in params]
+    copies = [p.detach().to(dtype, copy=True) for p, dtype in zip(params, wide, strict=True)]
     if not flat_master:
         return params, [copy.requires_grad_() for copy in copies]
     devices = {param.device for param in params}
@@ -251,10 +285,6 @@ def prep_param_lists(
     master = torch.nn.Parameter(torch.cat([copy.reshape(-1) for copy in copies]))
     master.grad = torch.zeros_like(master)
     return params, [master]
-
-
-def _wide_copy(param: torch.Tensor) -> torch.Tensor:
-    return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
 
 
 @torch.no_grad()
@@ -276,14 +306,6 @@ def model_grads_to_master_grads(
     Raises:
         ValueError: The lists do not belong together; nothing is changed. The original ignored the
             rest of a longer list.
-
-    Example:
-        >>> model = torch.nn.Linear(4, 2).half()
-        >>> params, masters = prep_param_lists(model)
-        >>> model(torch.ones(1, 4).half()).sum().backward()
-        >>> model_grads_to_master_grads(params, masters)
-        >>> masters[1].grad
-        tensor([1., 1.])
     """
     params, masters = list(model_params), list(master_params)
     _check_lists("model_grads_to_master_grads", params, masters, flat_master)
@@ -295,17 +317,13 @@ def model_grads_to_master_grads(
             master.grad = torch.zeros_like(master)
         elif flat_master:
             master.grad.zero_()
-    if not any(have):
-        return
-    parts: list[Any] = [master.grad for master in masters]
-    if flat_master:
-        parts = _split(parts[0], params)
-    pairs = zip(parts, params, strict=True)
-    used = [(part, param.grad) for part, param in pairs if param.grad is not None]
-    torch._foreach_copy_(
-        [part for part, _ in used],
-        [grad.to_dense() if grad.is_sparse else grad for _, grad in used],
-    )
+    if any(have):
+        grads: list[Any] = [master.grad for master in masters]
+        parts = split(grads[0], params) if flat_master else grads
+        both = [(to, p.grad) for to, p in zip(parts, params, strict=True) if p.grad is not None]
+        torch._foreach_copy_(
+            [to for to, _ in both], [x.to_dense() if x.is_sparse else x for _, x in both]
+        )
 
 
 @torch.no_grad()
@@ -316,32 +334,16 @@ def master_params_to_model_params(
 ) -> None:
     """Copy the values of the masters into the model's parameters, rounded to their dtypes.
 
-    Args:
-        model_params: The first list of :func:`prep_param_lists`.
-        master_params: The second.
-        flat_master: What was passed to :func:`prep_param_lists`.
-
-    Raises:
-        ValueError: The lists do not belong together; nothing is changed.
-
-    Example:
-        >>> model = torch.nn.Linear(4, 2).half()
-        >>> params, masters = prep_param_lists(model)
-        >>> with torch.no_grad():
-        ...     masters[1].fill_(0.5)
-        tensor([0.5000, 0.5000], requires_grad=True)
-        >>> master_params_to_model_params(params, masters)
-        >>> model.bias.tolist()
-        [0.5, 0.5]
+    Arguments and errors are those of :func:`model_grads_to_master_grads`.
     """
     params, masters = list(model_params), list(master_params)
     _check_lists("master_params_to_model_params", params, masters, flat_master)
     if params:
-        torch._foreach_copy_(params, _split(masters[0], params) if flat_master else masters)
+        torch._foreach_copy_(params, split(masters[0], params) if flat_master else masters)
 
 
-def _split(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a flat tensor in the shapes of ``params``."""
+def split(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a flat tensor in the shapes of ``params``."""
     pieces = torch.split(flat, [param.numel() for param in params])
     return [piece.view(param.shape) for piece, param in zip(pieces, params, strict=True)]
 

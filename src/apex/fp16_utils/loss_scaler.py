@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,11 +21,7 @@ TINY = 2.0**-126  # smallest normal float32: the scale and its reciprocal stay f
 
 
 def check_scale(name: str, value: Any) -> float:
-    """Return a loss scale as a float.
-
-    Raises:
-        ValueError: It is not a number from 2**-126 to 2**126.
-    """
+    """Return a loss scale as a float, or raise ``ValueError`` naming it."""
     try:
         scale = float(value)
     except (TypeError, ValueError):
@@ -37,9 +33,6 @@ def check_scale(name: str, value: Any) -> float:
 
 class LossScaler:
     """A loss scale that never changes.
-
-    Args:
-        scale: What losses are multiplied by.
 
     Raises:
         ValueError: ``scale`` is not a number from 2**-126 to 2**126.
@@ -71,25 +64,22 @@ class LossScaler:
         """Do nothing."""
 
     def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
-        """Multiply gradients by the scale: a full backward hook of a module.
-
-        Args:
-            module: The module that the hook is on.
-            grad_in: Gradients of its inputs; ``None`` stays ``None``.
-            grad_out: Gradients of its outputs.
-        """
+        """Multiply gradients by the scale: a full backward hook of a module."""
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Backpropagate the loss times the scale."""
-        scaled(loss, self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        """Backpropagate the loss times the scale, multiplied in float32 at least."""
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"backward: loss was a {type(loss).__name__}; it must be a tensor.")
+        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        torch.autograd.backward(wide * self.loss_scale, retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):
     """A loss scale that backs off after an overflow and grows after clean iterations.
 
     Args:
-        init_scale: Where it starts; brought into the limits if it is outside.
+        init_scale: Where it starts, within the limits.
         scale_factor: What it grows by and is divided by.
         scale_window: Clean iterations in a row after which it grows.
         min_loss_scale: It never falls below; ``None`` means the smallest normal float32.
@@ -138,18 +128,15 @@ class DynamicLossScaler(LossScaler):
         return float(max(min(scale, highest, 1 / TINY), self.min_loss_scale or TINY))
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether an element of a gradient is inf or nan; waits for the device once.
-
-        Args:
-            params: Tensors whose ``.grad`` is looked at; those without one are left out.
-        """
+        """Whether an element of a tensor's ``.grad`` is inf or nan; waits for the device once."""
         grads = [param.grad for param in params if param.grad is not None]
-        flags = [_not_finite(grad) for grad in grads]
+        flags = [self._has_inf_or_nan(grad) for grad in grads]
         return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
     @staticmethod
-    def _has_inf_or_nan(x: torch.Tensor) -> bool:
-        return bool(_not_finite(x))
+    def _has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
+        values = x.coalesce().values() if x.is_sparse else x
+        return ~torch.isfinite(values).all()
 
     def update_scale(self, overflow: bool) -> None:
         """End an iteration: back off after an overflow, grow after ``scale_window`` clean ones."""
@@ -159,35 +146,3 @@ class DynamicLossScaler(LossScaler):
         elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
             self.cur_scale = self._bounded(self.cur_scale * self.scale_factor)
         self.cur_iter += 1
-
-
-def dynamic_scaler(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> LossScaler:
-    """Make the scaler of an ``FP16_Optimizer`` from its ``dynamic_loss_args``.
-
-    Raises:
-        TypeError: An option is unknown.
-        ValueError: A number is out of range.
-    """
-    unknown = set(options) - set(defaults)
-    if unknown:
-        raise TypeError(
-            f"FP16_Optimizer: dynamic_loss_args had {', '.join(sorted(map(str, unknown)))}; "
-            f"allowed are {', '.join(defaults)}."
-        )
-    made = {**defaults, **options}
-    start = check_scale("dynamic_loss_args: init_scale", made["init_scale"])
-    if "max_loss_scale" not in options and made["max_loss_scale"] is not None:
-        made["max_loss_scale"] = max(made["max_loss_scale"], start)
-    return DynamicLossScaler(**made)
-
-
-def scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return ``loss * scale``, computed in float32 at least."""
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"backward: loss was a {type(loss).__name__}; it must be a tensor.")
-    return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
-
-
-def _not_finite(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return ~torch.isfinite(values).all()

@@ -1,8 +1,8 @@
 """``FP16_Optimizer`` of the programs that trained BERT in 2019.
 
-It was another class than that of :mod:`apex.fp16_utils`, under the same name; now it is that class
-with other defaults: gradients stay scaled on the model until ``step``, a static scale skips a step
-after an overflow too, and ``zero_grad`` frees gradients.
+It was another class than that of :mod:`apex.fp16_utils`; now it is that class with other defaults:
+gradients stay scaled on the model until ``step``, a static scale skips a step after an overflow
+too, and ``zero_grad`` frees gradients.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import torch
 
 from apex.fp16_utils import checkpoint
 from apex.fp16_utils import fp16_optimizer as _base
-from apex.fp16_utils.loss_scaler import DynamicLossScaler
-from apex.fp16_utils.masters import load
 
 __all__ = ["FP16_Optimizer", "fused_norm"]
 
@@ -29,20 +27,16 @@ class FP16_Optimizer(_base.FP16_Optimizer):
     """Step float32 masters of 16-bit parameters, with a scaled loss.
 
     Gradients are clipped by the wrapped optimizer: ``FusedAdam(..., max_grad_norm=1.0)``. Anything
-    that is not said here is as in :class:`apex.fp16_utils.FP16_Optimizer`.
-
-    Args:
-        init_optimizer: The optimizer to wrap, of :mod:`apex.optimizers`,
-            :mod:`apex.contrib.optimizers` or torch.
-        static_loss_scale: The loss scale; a step with inf or nan in its gradients is skipped.
-        dynamic_loss_scale: Find the scale while training.
-        dynamic_loss_args: Options of the dynamic scale; ``init_scale`` is 2**16 here,
-            ``scale_window`` 1000, ``min_loss_scale`` 1, ``max_loss_scale`` ``None``.
-        verbose: Say how many parameters have masters, and each overflow.
+    that is not said here is as in :class:`apex.fp16_utils.FP16_Optimizer`. Defaults of
+    ``dynamic_loss_args`` are 2**16 for ``init_scale``, 1000 for ``scale_window``, 1 for
+    ``min_loss_scale`` and ``None`` for ``max_loss_scale``.
 
     Attributes:
         cur_scale: The loss scale; may be written.
         cur_iter: How many steps were called, skipped ones too.
+        scale_factor: Of a dynamic scale; so are ``scale_window`` and ``last_overflow_iter``.
+        fp32_groups: What the wrapped optimizer steps, by group: masters, and parameters that have
+            none.
 
     Example:
         >>> from apex.optimizers import FusedAdam
@@ -54,26 +48,14 @@ class FP16_Optimizer(_base.FP16_Optimizer):
         >>> optimizer.zero_grad()
     """
 
-    _dynamic_defaults: ClassVar[dict[str, Any]] = {
-        "init_scale": 2.0**16,
-        "scale_factor": 2.0,
-        "scale_window": 1000,
-        "min_loss_scale": 1.0,
-        "max_loss_scale": None,
-    }
+    _dynamic_defaults: ClassVar[dict[str, Any]] = {"init_scale": 2.0**16}
     _always_checks = True
     cur_iter = 0
 
     def backward(
         self, loss: torch.Tensor, update_master_grads: bool = False, retain_graph: bool = False
     ) -> None:
-        """Backpropagate ``loss`` times the loss scale; gradients stay scaled until ``step``.
-
-        Args:
-            loss: A tensor with one element.
-            update_master_grads: Bring the gradients to the masters at once.
-            retain_graph: Keep the graph for another backward pass.
-        """
+        """Backpropagate ``loss`` times the loss scale; gradients stay scaled until ``step``."""
         super().backward(loss, update_master_grads, retain_graph)
 
     def step(self, closure: Any = None) -> Any:
@@ -97,38 +79,19 @@ class FP16_Optimizer(_base.FP16_Optimizer):
         self.loss_scale = value
 
     @property
-    def scale_factor(self) -> float:
-        """What a dynamic scale grows by and is divided by."""
-        return self._dynamic.scale_factor
-
-    @property
-    def scale_window(self) -> int:
-        """Clean steps after which a dynamic scale grows."""
-        return self._dynamic.scale_window
-
-    @property
-    def last_overflow_iter(self) -> int:
-        """The iteration of the last overflow with a dynamic scale, -1 before."""
-        return self._dynamic.last_overflow_iter
-
-    @property
-    def _dynamic(self) -> DynamicLossScaler:
-        if isinstance(self.loss_scaler, DynamicLossScaler):
-            return self.loss_scaler
-        raise AttributeError("a static loss scale has no factor, window and overflows")
+    def fp32_groups(self) -> list[list[torch.Tensor]]:
+        """What the wrapped optimizer steps, by group."""
+        return [list(group["params"]) for group in self.param_groups]
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("scale_factor", "scale_window", "last_overflow_iter"):
+            return getattr(self.loss_scaler, name)  # a static one has none of these
         if name == "fp32_groups_flat":  # a copy would lose what is written into it
             raise AttributeError(
                 "FP16_Optimizer has no fp32_groups_flat: its masters are not joined in one tensor "
                 "for each group. Use fp32_groups, a list of masters for each group."
             )
         return super().__getattr__(name)
-
-    @property
-    def fp32_groups(self) -> list[list[torch.Tensor]]:
-        """What the wrapped optimizer steps, by group: masters, and parameters that have none."""
-        return [list(group["params"]) for group in self.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a bit-exact resume needs besides the model's ``state_dict``."""
@@ -137,30 +100,8 @@ class FP16_Optimizer(_base.FP16_Optimizer):
             "cur_iter": self.cur_iter,
             **checkpoint.scaler_to_dict(self.loss_scaler),  # a dynamic one has its own cur_iter
             "optimizer_state_dict": self.optim.state_dict(),
-            "fp32_groups": [[tensor.detach() for tensor in group] for group in self.fp32_groups],
+            "fp32_groups": checkpoint.detached(self.fp32_groups),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, here or in NVIDIA's Apex.
-
-        Raises:
-            ValueError: Keys, groups or shapes do not fit; nothing was changed.
-        """
-        wanted = ("dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict")
-        checkpoint.check_keys(state_dict, wanted)
-        checkpoint.check_keys(state_dict["optimizer_state_dict"], ("state", "param_groups"))
-        self._params.add_new(self.optim)
-        if "fp32_groups_flat" in state_dict:
-            state_dict = checkpoint.from_flat(state_dict, self.fp32_groups)
-        checkpoint.check_keys(state_dict, ("fp32_groups",))
-        cur_iter = checkpoint.whole("cur_iter", state_dict["cur_iter"])
-        numbers = dict(state_dict)
-        if not numbers["dynamic_loss_scale"]:
-            numbers = {"cur_scale": numbers["cur_scale"]}
-        scaler = checkpoint.scaler_from(numbers)
-        checkpoint.check_masters(state_dict["fp32_groups"], self.fp32_groups)
-        self.optim.load_state_dict(state_dict["optimizer_state_dict"])
-        load(self.fp32_groups, state_dict["fp32_groups"])
-        self._set_scaler(scaler)
-        self.cur_iter = cur_iter
-        self.overflow = False
+    def _read(self, state_dict: dict[str, Any]) -> checkpoint.Saved:
+        return checkpoint.read_of_bert(state_dict, self)

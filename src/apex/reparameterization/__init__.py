@@ -1,12 +1,4 @@
-"""Reparameterization of a model's weights, and weight normalization.
-
-::
-
-    apply_weight_norm(model)           # every weight matrix of the model, but not of embeddings
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ...
-    remove_weight_norm(model)
-"""
+"""Reparameterization of a model's weights, and weight normalization."""
 
 from __future__ import annotations
 
@@ -14,8 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from apex.reparameterization._computed import computed
-from apex.reparameterization.reparameterization import Reparameterization, plan
+from apex.reparameterization.reparameterization import Reparameterization, computed, install
 from apex.reparameterization.weight_norm import WeightNorm
 
 __all__ = [
@@ -35,27 +26,20 @@ def apply_weight_norm(
 ) -> _Module:
     """Apply :class:`WeightNorm` to one parameter or to all; see :func:`apply_reparameterization`.
 
-    Raises:
-        IndexError: A parameter has no dimension ``dim``.
+    A parameter without a dimension ``dim`` is an IndexError.
 
     Example:
         >>> model = apply_weight_norm(torch.nn.Sequential(torch.nn.Linear(4, 2)))
         >>> list(model.state_dict())
         ['0.bias', '0.weight_g', '0.weight_v']
+        >>> list(remove_weight_norm(model).state_dict())
+        ['0.bias', '0.weight']
     """
     return apply_reparameterization(module, WeightNorm, name, dim, hook_child)
 
 
 def remove_weight_norm(module: _Module, name: str = "", remove_all: bool = False) -> _Module:
-    """Remove :class:`WeightNorm` from one parameter or from all.
-
-    See :func:`remove_reparameterization`.
-
-    Example:
-        >>> model = apply_weight_norm(torch.nn.Sequential(torch.nn.Linear(4, 2)))
-        >>> list(remove_weight_norm(model).state_dict())
-        ['0.bias', '0.weight']
-    """
+    """Remove :class:`WeightNorm`; see :func:`remove_reparameterization`."""
     return remove_reparameterization(module, WeightNorm, name, remove_all)
 
 
@@ -72,16 +56,12 @@ def apply_reparameterization(
     require gradients where the old one did; an optimizer must be made after this.
 
     Args:
-        module: A model or a layer; it is changed in place.
+        module: A model or a layer; it is changed in place and returned.
         reparameterization: A subclass of :class:`Reparameterization`.
         name: Of the parameter, with dots where it belongs to a child; empty for all in ``module``
             and its children.
         dim: Passed to the reparameterization.
-        hook_child: No effect: in the original it decided which module had the hooks, and here there
-            are none.
-
-    Returns:
-        ``module``.
+        hook_child: No effect: there are no hooks.
 
     Raises:
         AttributeError: There is no such parameter.
@@ -89,19 +69,9 @@ def apply_reparameterization(
         ValueError: A parameter is reparameterized already, which in the original nested; or it is
             shared by several modules, or lazy, or a new name is in use. Nothing is changed.
     """
-    found = plan(module, [name] if name else _parameter_names(module), dim, reparameterization)
-    for each in found:
-        each.install()
+    names = [name] if name else [each for each, _ in module.named_parameters()]
+    install(module, names, dim, reparameterization)
     return module
-
-
-def _parameter_names(module: torch.nn.Module) -> list[str]:
-    return [
-        f"{path}.{leaf}" if path else leaf
-        for path, owner in module.named_modules()
-        for leaf, param in owner._parameters.items()
-        if param is not None
-    ]
 
 
 def remove_reparameterization(
@@ -113,24 +83,15 @@ def remove_reparameterization(
     """Turn computed parameters back into parameters, with the values that they have now.
 
     Args:
-        module: A model or a layer; it is changed in place.
+        module: A model or a layer; it is changed in place and returned.
         reparameterization: Only those of this class and its subclasses.
-        name: Of the parameter, with dots where it belongs to a child; empty for all in ``module``
-            and its children.
+        name: As in :func:`apply_reparameterization`.
         remove_all: All of them, whatever ``name`` is.
-
-    Returns:
-        ``module``.
 
     Raises:
         AttributeError: There is no such parameter.
         ValueError: The named parameter has no reparameterization of this class.
         RuntimeError: The class of a module was changed meanwhile, as ``fully_shard`` does.
-
-    Example:
-        >>> model = apply_weight_norm(torch.nn.Sequential(torch.nn.Linear(4, 2)))
-        >>> type(remove_reparameterization(model, name="0.weight")[0].weight).__name__
-        'Parameter'
     """
     if name and not remove_all:
         owner, leaf = Reparameterization.get_module_and_name(module, name)

@@ -1,8 +1,10 @@
 """Parameters that are computed from other parameters: the base class, and how it is applied.
 
-``module.weight`` is computed at each access, so it is never stale, see
-:mod:`apex.reparameterization._computed`. The new parameters are ordinary parameters of the module:
-``named_parameters`` and the state dict have the same names.
+``module.weight`` is a property that computes at each access, so it is never stale. A property
+belongs to a class, so the module gets a subclass of its class, of the same name. Modules of one
+class with the same computed attributes share that subclass, which is never changed: copies of a
+module are independent of it, and ``torch.compile`` compiles them once. The new parameters are
+ordinary parameters of the module: ``named_parameters`` and the state dict have the same names.
 
 ``torch.nn.utils.parametrize`` computes at each access too. Not used, because in torch 2.13
 
@@ -15,13 +17,13 @@
 
 from __future__ import annotations
 
+import copyreg
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-
-from apex.reparameterization._computed import check_class, computed, set_computed
 
 __all__ = ["Reparameterization"]
 
@@ -29,23 +31,12 @@ __all__ = ["Reparameterization"]
 class Reparameterization:
     """Base class: how to compute a parameter from others.
 
-    A subclass defines :meth:`compute_weight` and :meth:`reparameterize`. It is installed by
-    :func:`apex.reparameterization.apply_reparameterization`.
-
-    Args:
-        name: Name of the parameter in ``module``.
-        dim: Passed on to :meth:`reparameterize`.
-        module: The module that has the parameter.
-        retain_forward: Stored; the original did not use it either.
+    A subclass defines :meth:`compute_weight` and :meth:`reparameterize`. An object is installed by
+    ``apply_reparameterization``, for the parameter ``name`` of ``module``. ``retain_forward``,
+    ``evaluated`` and ``backward_hook_key`` have no effect: there are no hooks.
 
     Attributes:
-        name: As above.
-        dim: As above.
-        module: As above.
-        retain_forward: As above.
         reparameterization_names: Names of the new parameters.
-        evaluated: False, because no weight is kept.
-        backward_hook_key: None, because there are no hooks.
 
     Example:
         >>> class Squared(Reparameterization):
@@ -72,33 +63,13 @@ class Reparameterization:
         self.backward_hook_key: Any = None
 
     def compute_weight(self, module: torch.nn.Module | None = None, name: str | None = None) -> Any:
-        """Compute the parameter; called at each access of it.
-
-        Args:
-            module: The module that has the parameters; None for ``self.module``.
-            name: Name of the parameter; None for ``self.name``.
-
-        Raises:
-            NotImplementedError: A subclass does not define it.
-        """
+        """Compute the parameter ``name`` of ``module``; by default those of ``__init__``."""
         raise NotImplementedError(f"{type(self).__name__} does not define compute_weight.")
 
     def reparameterize(
         self, name: str, weight: torch.Tensor, dim: int | None
     ) -> tuple[Sequence[str], Sequence[Any]]:
-        """Make the parameters from which :meth:`compute_weight` computes.
-
-        Args:
-            name: Name of the parameter.
-            weight: The parameter.
-            dim: What ``dim`` was when it was applied.
-
-        Returns:
-            The names of the new parameters, and the parameters.
-
-        Raises:
-            NotImplementedError: A subclass does not define it.
-        """
+        """Return names and values of the parameters from which ``weight`` is computed."""
         raise NotImplementedError(f"{type(self).__name__} does not define reparameterize.")
 
     @staticmethod
@@ -109,43 +80,16 @@ class Reparameterization:
         reparameterization: type[Reparameterization] | None = None,
         hook_child: bool = True,
     ) -> Reparameterization | None:
-        """Install a reparameterization of one parameter.
+        """Install a reparameterization of the parameter ``name``.
 
-        Args:
-            module: The module, or one above it.
-            name: Name of the parameter, with dots where it belongs to a child.
-            dim: Passed on.
-            reparameterization: A subclass.
-            hook_child: No effect: there are no hooks.
-
-        Returns:
-            The new object; None where the parameter has fewer than two dimensions or belongs to an
-            embedding. Nothing is changed then.
-
-        Raises:
-            AttributeError: There is no such parameter.
-            TypeError: ``reparameterization`` is no subclass of this class.
-            ValueError: As in :func:`apex.reparameterization.apply_reparameterization`.
+        Arguments and errors are those of :func:`apex.reparameterization.apply_reparameterization`.
+        Return the new object, or None where the parameter is skipped.
         """
-        found = plan(module, [name], dim, reparameterization)
-        for each in found:
-            each.install()
-        return found[0].fn if found else None
+        return next(iter(install(module, [name], dim, reparameterization)), None)
 
     @staticmethod
     def get_module_and_name(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-        """Find the module to which a parameter belongs.
-
-        Args:
-            module: The module, or one above it.
-            name: Name of the parameter, with dots where it belongs to a child.
-
-        Returns:
-            The module, and the name without dots.
-
-        Raises:
-            AttributeError: There is no such module, or it has no such attribute.
-        """
+        """Return the module below ``module`` that has a parameter, and the name without dots."""
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         if leaf not in computed(owner) and not hasattr(owner, leaf):
@@ -160,17 +104,10 @@ class Reparameterization:
         return [getattr(module, name) for name in self.reparameterization_names]
 
     def remove(self, module: torch.nn.Module) -> None:
-        """Put the weight back as a parameter, with the value that it has now.
+        """Put the weight back as a parameter of ``module``, with the value that it has now.
 
-        It comes last among the module's parameters. It requires a gradient if one of those that it
+        It comes last among the module's parameters, and requires a gradient if one of those that it
         was computed from does.
-
-        Args:
-            module: The module that has the parameters.
-
-        Raises:
-            ValueError: This object is not installed in ``module``.
-            RuntimeError: The class of ``module`` was changed after that, as ``fully_shard`` does.
         """
         table = computed(module)
         if table.get(self.name) is not self:
@@ -181,7 +118,7 @@ class Reparameterization:
         with torch.no_grad():
             weight = self.compute_weight(module, self.name)
         requires_grad = any(param.requires_grad for param in self.get_params(module))
-        set_computed(module, {k: fn for k, fn in table.items() if fn is not self})
+        _set_computed(module, {k: fn for k, fn in table.items() if fn is not self})
         for name in self.reparameterization_names:
             del module._parameters[name]
         module.register_parameter(self.name, torch.nn.Parameter(weight, requires_grad))
@@ -193,36 +130,18 @@ class Reparameterization:
         """Do nothing: in the original the hook that dropped the weight after a backward."""
 
 
-class Plan(NamedTuple):
-    """What was found and made for one parameter; nothing is changed yet."""
-
-    owner: torch.nn.Module
-    fn: Reparameterization
-    params: list[torch.nn.Parameter]
-
-    def install(self) -> None:
-        """Replace the parameter."""
-        set_computed(self.owner, {**computed(self.owner), self.fn.name: self.fn})
-        del self.owner._parameters[self.fn.name]
-        for name, param in zip(self.fn.reparameterization_names, self.params, strict=True):
-            self.owner.register_parameter(name, param)
-
-
-def plan(
+def install(
     module: torch.nn.Module,
     names: Iterable[str],
     dim: int | None,
     reparameterization: type[Reparameterization] | None,
-) -> list[Plan]:
-    """Check everything, and make the new parameters; those that are skipped have no plan.
-
-    Arguments and errors are those of :func:`apex.reparameterization.apply_reparameterization`.
-    """
+) -> list[Reparameterization]:
+    """Replace parameters, after everything was checked; return the new objects."""
     kind = reparameterization
     if not (isinstance(kind, type) and issubclass(kind, Reparameterization)):
         raise TypeError(f"reparameterization was {kind!r}; pass a subclass of Reparameterization.")
     uses = Counter(id(p) for owner in module.modules() for p in owner._parameters.values())
-    plans = []
+    made: list[tuple[torch.nn.Module, Reparameterization, list[torch.nn.Parameter]]] = []
     for name in names:
         owner, leaf = Reparameterization.get_module_and_name(module, name)
         weight = _parameter(owner, leaf, name)
@@ -233,8 +152,14 @@ def plan(
                 f"{name} is shared by several modules and cannot be reparameterized. Give each "
                 "module a parameter of its own, or name the parameters to reparameterize."
             )
-        plans.append(_plan(owner, leaf, weight, dim, kind))
-    return plans
+        fn = kind(leaf, dim, owner)
+        made.append((owner, fn, _new_parameters(owner, fn, weight)))
+    for owner, fn, params in made:
+        _set_computed(owner, {**computed(owner), fn.name: fn})
+        del owner._parameters[fn.name]
+        for name, param in zip(fn.reparameterization_names, params, strict=True):
+            owner.register_parameter(name, param)
+    return [fn for _, fn, _ in made]
 
 
 def _parameter(owner: torch.nn.Module, leaf: str, name: str) -> torch.nn.Parameter:
@@ -252,27 +177,120 @@ def _parameter(owner: torch.nn.Module, leaf: str, name: str) -> torch.nn.Paramet
     return weight
 
 
-def _plan(
-    owner: torch.nn.Module,
-    leaf: str,
-    weight: torch.nn.Parameter,
-    dim: int | None,
-    kind: type[Reparameterization],
-) -> Plan:
-    fn = kind(leaf, dim, owner)
-    names, values = fn.reparameterize(leaf, weight, dim)
+def _new_parameters(
+    owner: torch.nn.Module, fn: Reparameterization, weight: torch.nn.Parameter
+) -> list[torch.nn.Parameter]:
+    names, values = fn.reparameterize(fn.name, weight, fn.dim)
     fn.reparameterization_names = list(names)
     if not len(names) == len(set(names)) == len(values):
         raise ValueError(
-            f"{kind.__name__}.reparameterize returned the names {names} and {len(values)} "
+            f"{type(fn).__name__}.reparameterize returned the names {names} and {len(values)} "
             "parameters. Return a name for each."
         )
     for name in names:
         if hasattr(owner, name):
             raise ValueError(
-                f"{kind.__name__} of {leaf!r} adds a parameter {name!r}, and the "
+                f"{type(fn).__name__} of {fn.name!r} adds a parameter {name!r}, and the "
                 f"{type(owner).__name__} has an attribute of that name. Rename it."
             )
-    check_class(owner, leaf)
-    params = [torch.nn.Parameter(value, weight.requires_grad) for value in values]
-    return Plan(owner, fn, params)
+    _class_of(_base_of(owner), (fn.name,))  # raises what _set_computed would
+    return [torch.nn.Parameter(value, weight.requires_grad) for value in values]
+
+
+def computed(module: torch.nn.Module) -> Mapping[str, Reparameterization]:
+    """The computed attributes of a module, by name."""
+    found: Mapping[str, Reparameterization] = vars(module).get("_computed", {})
+    return found
+
+
+class Computed(torch.nn.Module):
+    """A base of modules that have computed attributes."""
+
+    _computed: dict[str, Reparameterization]
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        """Refuse the name of a computed attribute; assigning a parameter comes here too."""
+        if name in self._computed:
+            raise AttributeError(_set_these(self, name))
+        super().register_parameter(name, param)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Load the names that torch's parametrizations write, too."""
+        for leaf, fn in self._computed.items():
+            for i, name in enumerate(fn.reparameterization_names):
+                value = state_dict.pop(f"{prefix}parametrizations.{leaf}.original{i}", None)
+                if value is not None:
+                    state_dict[prefix + name] = value
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Without no_grad an RNN would put computed weights into its state that have a history, and
+        # those cannot be copied.
+        with torch.no_grad():
+            made: Any = super().__reduce_ex__(max(protocol, 2))
+        if made[0] is copyreg.__newobj__ and type(self).__bases__[0] is Computed:  # type: ignore[attr-defined]
+            return (_new, (type(self).__bases__[1], *self._computed), *made[2:])
+        return made
+
+
+def _new(base: type[torch.nn.Module], *names: str) -> torch.nn.Module:
+    """Make an empty module for ``copy`` and ``pickle``, which then set its attributes."""
+    cls = _class_of(base, names)
+    return cls.__new__(cls)
+
+
+_classes: weakref.WeakValueDictionary[Any, type[torch.nn.Module]] = weakref.WeakValueDictionary()
+
+
+def _class_of(base: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch.nn.Module]:
+    key = (base, *sorted(names))
+    cls = _classes.get(key)
+    if cls is None:
+        body: dict[str, Any] = {name: _property(name) for name in names}
+        body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        body["__doc__"] = base.__doc__ or ""
+        cls = _classes[key] = type(base.__name__, (Computed, base), body)
+    return cls
+
+
+def _property(name: str) -> property:
+    def get(module: Computed) -> Any:
+        try:
+            return module._computed[name].compute_weight(module, name)
+        except AttributeError as error:  # torch would say that the module has no such attribute
+            raise RuntimeError(f"{name!r} cannot be computed: {error}") from error
+
+    def set_(module: Computed, value: Any) -> None:
+        raise AttributeError(_set_these(module, name))
+
+    return property(get, set_)
+
+
+def _set_these(module: Computed, name: str) -> str:
+    names = " and ".join(module._computed[name].reparameterization_names)
+    return f"{name!r} is computed from {names}. Set these."
+
+
+def _set_computed(module: torch.nn.Module, table: Mapping[str, Reparameterization]) -> None:
+    """Give a module exactly these computed attributes."""
+    cls = _base_of(module)
+    if table:
+        module.__class__ = _class_of(cls, tuple(table))
+        vars(module)["_computed"] = dict(table)
+    else:
+        module.__class__ = cls
+        del vars(module)["_computed"]
+
+
+def _base_of(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class of a module as it was before it had computed attributes."""
+    cls = type(module)
+    if not issubclass(cls, Computed):
+        return cls
+    if cls.__bases__[0] is not Computed:
+        raise RuntimeError(
+            f"The class of this {cls.__name__} was changed (by fully_shard?) after one of its "
+            "parameters was reparameterized. Apply and remove reparameterizations before that."
+        )
+    base: type[torch.nn.Module] = cls.__bases__[1]
+    return base

@@ -18,9 +18,8 @@ class WeightNorm(Reparameterization):
     The new parameters are ``<name>_g``, a length for each index in the shape of the weight with
     ones elsewhere, or 0-dim where ``dim`` is None; and ``<name>_v``, which begins as the weight.
     Norm and weight are computed in float32 for 16-bit parameters, and the weight has the dtype of
-    ``v``. For 16-bit weights ``g`` begins as float32; the original rounded it. ``dim`` may be any
-    dimension, a negative one, or None; the original failed at the first forward unless it was the
-    first or the last. Where the norm is 0, the weight is nan.
+    ``v``. For 16-bit weights ``g`` begins as float32. ``dim`` may be any dimension, a negative one,
+    or None. Where the norm is 0, the weight is nan.
 
     Source: Salimans and Kingma, arXiv:1602.07868.
 
@@ -32,7 +31,7 @@ class WeightNorm(Reparameterization):
     """
 
     def compute_weight(self, module: torch.nn.Module | None = None, name: str | None = None) -> Any:
-        """Compute the weight from the parameters; see the base class."""
+        """Compute the weight; see the base class."""
         module = self.module if module is None else module
         owner, leaf = self.get_module_and_name(module, self.name if name is None else name)
         return weight_norm(getattr(owner, f"{leaf}_v"), getattr(owner, f"{leaf}_g"), self.dim)
@@ -40,6 +39,6 @@ class WeightNorm(Reparameterization):
     def reparameterize(
         self, name: str, weight: torch.Tensor, dim: int | None
     ) -> tuple[list[str], list[Any]]:
-        """Return the names and first values of ``g`` and ``v``; see the base class."""
+        """Return the names and first values of ``g`` and ``v``."""
         v = weight.detach()
         return [f"{name}_g", f"{name}_v"], [norm_except(v, dim), v]

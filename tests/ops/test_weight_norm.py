@@ -36,12 +36,11 @@ def tensors(shape, length, dtype, length_dtype=None, scale=1.0):
     return v.requires_grad_(), g.requires_grad_(), grad
 
 
-@pytest.mark.parametrize("function", [weight_norm, Fused_Weight_Norm.apply], ids=["op", "fused"])
 @pytest.mark.parametrize("dim", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_rounding(function, dtype, dim):
+def test_one_rounding(dtype, dim):
     v, g, grad = tensors(*SHAPES[dim], dtype)
-    w = function(v, g, dim)
+    w = weight_norm(v, g, dim)
     w.backward(grad)
     exact_v, exact_g = (x.detach().double().requires_grad_() for x in (v, g))
     exact = exact_norm(exact_v, exact_g, dim)
@@ -60,9 +59,7 @@ def test_one_rounding(function, dtype, dim):
 def test_sizes_that_half_cannot_square(scale):
     """0.02**2 has few bits in float16, and 300**2 none."""
     v, g, _ = tensors(*SHAPES[0], torch.float16, scale=scale)
-    assert_one_rounding(
-        Fused_Weight_Norm.apply(v, g).detach(), exact_norm(v.double(), g.double(), 0).detach()
-    )
+    assert_one_rounding(weight_norm(v, g).detach(), exact_norm(v.double(), g.double(), 0).detach())
 
 
 def test_dtypes_may_differ():
@@ -95,7 +92,6 @@ def test_layouts_and_sizes():
     torch.testing.assert_close(w[1], torch.tensor([0.6, 0.8]))
 
 
-@pytest.mark.parametrize("apply", [weight_norm, Fused_Weight_Norm.apply], ids=["op", "fused"])
 @pytest.mark.parametrize(
     ("v", "g", "dim", "error", "match"),
     [
@@ -106,9 +102,9 @@ def test_layouts_and_sizes():
         (torch.ones(3, 4), torch.ones(3, 1, device="meta"), 0, RuntimeError, "g is on meta"),
     ],
 )
-def test_errors(apply, v, g, dim, error, match):
+def test_errors(v, g, dim, error, match):
     with pytest.raises(error, match=match):
-        apply(v, g, dim)
+        weight_norm(v, g, dim)
 
 
 def test_check_contig_cuda():
