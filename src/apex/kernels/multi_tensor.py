@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ import triton
 import triton.language as tl
 
 from apex.kernels._tables import CHUNK, Layout, Table
-from apex.kernels.inspect.case import Case
 from apex.kernels.partial_sums import OPTIONS, joined, reduced, summed
 
 # Elements per tile; a program has CHUNK.
@@ -147,7 +146,6 @@ def _tile(
 
 @triton.jit
 def list_kernel(
-    # data
     blocks_ptr,
     numels_ptr,
     tables,
@@ -156,7 +154,6 @@ def list_kernel(
     noop_ptr,
     partial_ptr,
     flag_ptr,
-    # compile-time
     UPDATE: tl.constexpr,
     DECODE: tl.constexpr,
     ENCODE: tl.constexpr,
@@ -171,7 +168,7 @@ def list_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run ``UPDATE`` over every element of every tensor of the columns.
+    """Run ``UPDATE`` over every element of every tensor of the columns; see `launch`.
 
     Args:
         blocks_ptr: int64, one for each program: tensor number << 32 | chunk number.
@@ -184,14 +181,14 @@ def list_kernel(
         flag_ptr: Where ``FLAGS``: one element of any dtype.
         UPDATE: ``(values, scalars) -> new values``.
         DECODE: ``(raw columns) -> values``.
-        ENCODE: ``(raw, values, new, index, seed) -> what STORES and SUMS count in``.
+        ENCODE: ``(raw, values, new, index, seed) -> what STORES, SUMS and FLAGS count in``.
         COLUMNS: dtypes of the columns.
         STORES: Pairs (column, number in what ENCODE returned).
         SCALARS: The `Named` of what ``UPDATE`` takes.
         KINDS: For each scalar `NUMBER`, `ON_DEVICE` or `PER_TENSOR`.
-        SUMS: Numbers in what ENCODE returned that are to be summed.
-        LARGEST: Whether the largest is taken instead of the sum; the values are at least 0.
-        FLAGS: Numbers in what ENCODE returned that set the flag to 1 where they are not finite.
+        SUMS: What is summed, or of which the largest is taken if ``LARGEST``.
+        LARGEST: See ``SUMS``; the values are at least 0.
+        FLAGS: What sets the flag to 1 where it is not finite.
         ALIGNED: For each column whether every address is a multiple of 16. Each combination is
             compiled when it first occurs. Few do: allocators align, so that only views do not,
             such as gradients in a bucket.
@@ -252,36 +249,6 @@ def list_kernel(
         tl.store(partial_ptr + program * len(SUMS) + i, reduced(totals[i], LARGEST))
     if len(FLAGS) > 0:
         tl.store(flag_ptr, 1, mask=tl.sum(totals[len(SUMS)]) > 0)
-
-
-def compile_time(
-    update: Any,
-    columns: Sequence[Any],
-    stores: tuple[tuple[int, int], ...],
-    names: tuple[str, ...],
-    kinds: tuple[int, ...],
-    sums: tuple[int, ...],
-    largest: bool,
-    flags: tuple[int, ...],
-    codec: tuple[Any, Any],
-    aligned: tuple[bool, ...],
-) -> dict[str, Any]:
-    """The compile-time arguments of `list_kernel`, for launches and for inspection."""
-    return {
-        "UPDATE": update,
-        "DECODE": codec[0],
-        "ENCODE": codec[1],
-        "COLUMNS": tuple(columns),
-        "STORES": stores,
-        "SCALARS": Named(names),
-        "KINDS": kinds,
-        "SUMS": sums,
-        "LARGEST": largest,
-        "FLAGS": flags,
-        "ALIGNED": aligned,
-        "CHUNK": CHUNK,
-        "BLOCK": BLOCK,
-    }
 
 
 def _kind(scalar: float | torch.Tensor) -> int:
@@ -345,25 +312,20 @@ def launch(
             noop,
             partial,
             flag,
-            **compile_time(
-                update,
-                [DTYPES[dtype] for dtype in dtypes],
-                stores,
-                names,
-                tuple(map(_kind, scalars)),
-                sums,
-                largest,
-                flags,
-                codec,
-                tuple(table.aligned for table in tables),
-            ),
+            update,
+            *codec,
+            tuple(DTYPES[dtype] for dtype in dtypes),
+            stores,
+            Named(names),
+            tuple(map(_kind, scalars)),
+            sums,
+            largest,
+            flags,
+            tuple(table.aligned for table in tables),
+            CHUNK,
+            BLOCK,
             **OPTIONS,
         )
         if partial is None:
             return None
         return summed(partial, layout.firsts, largest=largest)
-
-
-def cases() -> Iterator[Case]:
-    """Nothing by itself: each update's file lists what it is run on."""
-    return iter(())

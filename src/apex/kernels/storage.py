@@ -14,22 +14,6 @@ from apex.kernels.inspect.case import Case
 from apex.kernels.inspect.list_case import case
 from apex.kernels.multi_tensor import rounded, widened
 
-__all__ = [
-    "add_error",
-    "cases",
-    "join_low_bits",
-    "keep_error",
-    "metered_error",
-    "metered_low_bits",
-    "metered_rounded",
-    "metered_stochastically",
-    "optimizer_cases",
-    "rounded",
-    "rounded_stochastically",
-    "split_low_bits",
-    "widened",
-]
-
 
 @triton.jit
 def _with_weight(raw, weight):
@@ -176,8 +160,3 @@ def optimizer_cases(
     yield one("gradients not aligned", "fp16 fp16" + all_states, unaligned=(0,))
     if states == 2:  # the most columns, and so the most registers: 94 for Adam, 80 if aligned
         yield one("not aligned", "fp16 fp16" + all_states, unaligned=tuple(range(2 + states)))
-
-
-def cases() -> Iterator[Case]:
-    """Nothing by itself: each storage is inspected with each optimizer."""
-    return iter(())
