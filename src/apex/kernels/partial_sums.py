@@ -39,23 +39,9 @@ def reduced(values, LARGEST: tl.constexpr):
 
 @triton.jit
 def segment_kernel(
-    partial_ptr,
-    firsts_ptr,
-    out_ptr,
-    SUMS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Add up each tensor's partial sums, always in the same order.
-
-    Args:
-        partial_ptr: float32 ``(programs, SUMS)``.
-        firsts_ptr: int64 ``(tensors + 1,)``: each tensor's first program.
-        out_ptr: float32 ``(SUMS, tensors)``.
-        SUMS: Sums for each program.
-        LARGEST: Whether the largest is taken instead of the sum.
-        BLOCK: Partial sums read at once.
-    """
+    partial_ptr, firsts_ptr, out_ptr, SUMS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add up a tensor's partial sums, ``BLOCK`` at a time; the arguments are those of `summed`."""
     tensor = tl.program_id(0).to(tl.int64)
     first = tl.load(firsts_ptr + tensor)
     last = tl.load(firsts_ptr + tensor + 1)
