@@ -27,6 +27,7 @@ results once.
 
 import argparse
 import contextlib
+import functools
 import math
 import os
 import statistics
@@ -42,25 +43,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from apex import mlp
-from apex.contrib.focal_loss import focal_loss as focal
-from apex.contrib.group_norm import GroupNorm
-from apex.contrib.index_mul_2d import index_mul_2d as rows_by_index
-from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
-from apex.kernels import (
-    cross_entropy,
-    focal_loss,
-    group_norm,
-    index_mul_2d,
-    rotary,
-    row_norms,
-    scaled_softmax,
-    swiglu,
-)
-from apex.normalization import FusedLayerNorm
+from apex.bench.catalogue.ops import OPS
 from apex.ops import _runtime
-from apex.transformer.functional import fused_apply_rotary_pos_emb_cached
-from apex.transformer.functional.fused_softmax import scaled_masked_softmax
 
 CALLS = 20  # of a turn
 WARM_UP = 3  # turns that are not counted
@@ -119,50 +103,19 @@ class Operation(NamedTuple):
     kernels: Any
 
 
-def operations(rows: int = 4, columns: int = 64) -> Iterator[tuple[str, Operation]]:
-    """All of them, in bfloat16, with tensors of rows and columns."""
-    half = torch.bfloat16
+def operations(rows: int, columns: int) -> Iterator[tuple[str, Operation]]:
+    """Those of the catalogue, in bfloat16, with tensors of rows and columns."""
+    for op in OPS:
+        if op.operator and not op.operator.own_backward:  # else it is never the definition
+            shape = op.of_matrix((rows, columns))
+            leaves, rest = op.inputs(shape, torch.bfloat16, torch.device("cpu"))
+            leaves = [leaf.requires_grad_() for leaf in leaves]
+            call = functools.partial(_called, op.ours, rest)
+            yield op.name, Operation(call, leaves, op.operator.implementation(leaves[0]))
 
-    def leaf(*shape: int) -> torch.Tensor:
-        return torch.randn(shape).to(half).requires_grad_()
 
-    x, labels = leaf(rows, columns), torch.arange(rows) % 3
-    norm = FusedLayerNorm(columns, dtype=half)
-    yield "layer norm", Operation(norm, (x, norm.weight, norm.bias), row_norms)
-    yield "swiglu", Operation(mlp.swiglu, (x, leaf(rows, columns)), swiglu)
-
-    def loss(logits: torch.Tensor) -> torch.Tensor:
-        return SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1, -100)
-
-    yield "cross-entropy", Operation(loss, (x,), cross_entropy)
-    angles = torch.rand(rows, 1, 1, 64)
-    cos, sin = angles.cos(), angles.sin()
-
-    def rope(t: torch.Tensor) -> torch.Tensor:
-        return fused_apply_rotary_pos_emb_cached(t, cos, sin)
-
-    yield "rope", Operation(rope, (leaf(rows, 1, columns // 64, 64),), rotary)
-    images = torch.randn(rows // 4, 64, columns // 16, 1).to(half)
-    images = images.to(memory_format=torch.channels_last).requires_grad_()
-    groups = GroupNorm(16, 64, act="silu", dtype=half)
-    yield "group norm", Operation(groups, (images, groups.weight, groups.bias), group_norm)
-    mask = torch.zeros(1, 1, rows, columns, dtype=torch.bool)
-
-    def softmax(scores: torch.Tensor) -> torch.Tensor:
-        return scaled_masked_softmax(scores, mask, 0.5)
-
-    yield "softmax", Operation(softmax, (leaf(1, 16, rows, columns),), scaled_softmax)
-    one = torch.ones(1)
-
-    def focal_of(logits: torch.Tensor) -> torch.Tensor:
-        return focal(logits, labels, one, columns, 0.25, 2.0, 0.1)
-
-    yield "focal loss", Operation(focal_of, (x,), focal_loss)
-
-    def chosen(in2: torch.Tensor, in1: torch.Tensor) -> torch.Tensor:
-        return rows_by_index(in1, in2, labels)
-
-    yield "index mul", Operation(chosen, (x, leaf(3, columns)), index_mul_2d)
+def _called(function: Any, rest: Sequence[Any], *leaves: torch.Tensor) -> Any:
+    return function(*leaves, *rest)
 
 
 def launchers(operation: Operation, dy: torch.Tensor) -> tuple[Any, Any]:
@@ -182,7 +135,7 @@ def launchers(operation: Operation, dy: torch.Tensor) -> tuple[Any, Any]:
         mock.patch.object(operation.kernels, "forward", noted("forward")),
         mock.patch.object(operation.kernels, "backward", noted("backward")),
     ):
-        y = operation.public(*leaves_of(operation))
+        y = operation.public(*operation.tensors)
         torch.autograd.grad(y, operation.tensors, dy)
     return calls["forward"], calls["backward"]
 
@@ -263,33 +216,29 @@ class Bytes(TorchDispatchMode):
 def bytes_of(operation: Operation, path: str) -> float:
     """Bytes for each element of the first tensor, forward and backward."""
     with _runtime.use(path), Bytes() as found:
-        y = operation.public(*leaves_of(operation))
+        y = operation.public(*operation.tensors)
         torch.autograd.grad(y, operation.tensors, torch.ones_like(y))
     return found.moved / operation.tensors[0].numel()
 
 
-def leaves_of(operation: Operation) -> list[torch.Tensor]:
-    """What the public function is called with; parameters are in the module."""
-    return [t for t in operation.tensors if not isinstance(t, torch.nn.Parameter)]
-
-
 def ways(operation: Operation) -> Ways:
     """What is timed."""
-    leaves, tensors = leaves_of(operation), operation.tensors
-    dy = torch.ones_like(operation.public(*leaves))
+    tensors = operation.tensors
+    dy = torch.ones_like(operation.public(*tensors))
 
     def ours() -> Any:
-        return torch.autograd.grad(operation.public(*leaves), tensors, dy)
+        return torch.autograd.grad(operation.public(*tensors), tensors, dy)
 
     forward, backward = launchers(operation, dy)
     (compute, args, _), (differentiate, (slope, needs), known) = forward, backward
     bare = bare_function(forward, backward).apply
-    inputs = [x.detach().requires_grad_() for x in args[: len(needs)]]
+    inputs = [None if x is None else x.detach().requires_grad_() for x in args[: len(needs)]]
+    wanted = [x for x in inputs if x is not None]
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
     known = {k: x.detach() if isinstance(x, torch.Tensor) else x for k, x in known.items()}
 
     def by_hand() -> Any:
-        return torch.autograd.grad(bare(*inputs, *args[len(needs) :]), inputs, slope)
+        return torch.autograd.grad(bare(*inputs, *args[len(needs) :]), wanted, slope)
 
     def launch() -> Any:
         compute(*plain)
@@ -347,10 +296,10 @@ def line(name: str, times: dict[str, list[float]], saved: float) -> str:
     gap = min(times["ours"]) - min(times["definition"])  # other programs only add to them
     least = max(1.0, gap * BYTES_OF_A_US / saved)
     return (
-        f"{name:13} {middle['ours']:5.0f} {middle['bare']:5.0f} {middle['launchers']:10.0f} "
+        f"{name:28} {middle['ours']:5.0f} {middle['bare']:5.0f} {middle['launchers']:10.0f} "
         f"{middle['raw']:4.0f} + {middle['allocations']:3.0f} {middle['definition']:11.0f}  "
         f"{ratio(times['ours'], times['bare']):17} {ratio(times['launchers'], times['raw']):17} "
-        f"{ratio(times['launchers'], by_hand):17} "
+        f"{ratio(times['launchers'], by_hand):22} "
         f"{gap:6.0f} {saved:6.0f}  2**{math.log2(least):.1f}"
     )
 
@@ -365,10 +314,12 @@ def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     driver.set_active(Driver())
     print(
-        "operation      ours  bare  launchers  raw + all. definition  ours/bare         "
+        f"{'operation':28}  ours  bare  launchers  raw + all. definition  ours/bare         "
         "launchers/raw     launchers/(raw + all.)  gap  bytes  least"
     )
-    for (name, tiny), (_, large) in zip(operations(), operations(1024, 1024), strict=True):
+    with _runtime.use("triton"):
+        sizes = list(zip(operations(4, 64), operations(1024, 1024), strict=True))
+    for (name, tiny), (_, large) in sizes:
         if args.words and not any(word in name for word in args.words):
             continue
         saved = bytes_of(large, "reference") - bytes_of(large, "triton")
