@@ -193,4 +193,6 @@ def _kind(value: Any) -> Any:
         return tuple(map(_kind, value))
     if isinstance(value, torch.Tensor):
         return f"*{KINDS[value.dtype]}"
-    return "fp32" if isinstance(value, float) else "i32"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if abs(value) < 2**31 else "i64"
