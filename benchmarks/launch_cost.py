@@ -5,15 +5,16 @@ the time of the host. Five ways, which alternate in one process on one core:
 
 * ours: the public function or module, and torch.autograd.grad;
 * bare: an autograd.Function that calls the same launchers (``kernels/NAME.py``) and checks nothing;
-* launchers: ``forward`` and ``backward`` of that file without autograd, which allocate and launch;
-* raw: ``kernel[grid](...)`` with the arguments that the launchers passed, and allocations: as many
-  tensors by ``torch.empty`` as the launchers allocate;
+* launchers: ``forward`` and ``backward`` of that file without autograd, with the arguments of ours;
+  they allocate and launch;
+* raw: ``kernel[grid](...)`` with the arguments that the launchers passed; and allocations: as many
+  tensors by ``torch.empty`` as the launchers allocate. A launch by hand takes both;
 * definition: the public function where no kernel runs. On a CPU: kernels for tiny tensors take the
   place of its launches.
 
 Medians in us, then medians of the ratios of neighbouring turns with their quartiles. What is timed
-is the CPU time of the thread. Goals: ours at most 1.5 of bare, launchers at most 1.3 of raw. On a
-GPU a device guard comes on top, for ours and for bare alike.
+is the CPU time of the thread. Goals: ours at most 1.5 of bare, launchers at most 1.3 of a launch by
+hand. On a GPU a device guard comes on top, for ours and for bare alike.
 
 The last columns are what apex/ops/_thresholds.py is derived from: the gap between ours and the
 definition, of the fastest turn each; the bytes that the kernels save for an element, in 16 bits,
@@ -26,12 +27,14 @@ results once.
 
 import argparse
 import contextlib
+import functools
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,25 +43,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from apex import mlp
-from apex.contrib.focal_loss import focal_loss as focal
-from apex.contrib.group_norm import GroupNorm
-from apex.contrib.index_mul_2d import index_mul_2d as rows_by_index
-from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
-from apex.kernels import (
-    cross_entropy,
-    focal_loss,
-    group_norm,
-    index_mul_2d,
-    rotary,
-    row_norms,
-    scaled_softmax,
-    swiglu,
-)
-from apex.normalization import FusedLayerNorm
+from apex.bench.catalogue.ops import OPS
 from apex.ops import _runtime
-from apex.transformer.functional import fused_apply_rotary_pos_emb_cached
-from apex.transformer.functional.fused_softmax import scaled_masked_softmax
 
 CALLS = 20  # of a turn
 WARM_UP = 3  # turns that are not counted
@@ -110,106 +96,70 @@ class Driver:
 
 
 class Operation(NamedTuple):
-    """An operation: what a user calls, and its launchers.
-
-    Attributes:
-        public: From the tensors that require gradients to the result.
-        kernels: The module of the launchers.
-        tensors: Require gradients; the first arguments of ``forward``.
-        rest: The other arguments of ``forward``.
-        names: Of all arguments, then of what ``forward`` returns behind the result.
-        saved: Of those, what ``backward`` takes.
-    """
+    """An operation: what a user calls, its tensors that require gradients, and its launchers."""
 
     public: Callable[..., torch.Tensor]
-    kernels: Any
     tensors: Sequence[torch.Tensor]
-    rest: tuple[Any, ...]
-    names: str
-    saved: str
+    kernels: Any
 
 
-def operations(rows: int = 4, columns: int = 64) -> Iterator[tuple[str, Operation]]:
-    """All of them, in bfloat16, with tensors of rows and columns."""
-    half = torch.bfloat16
-
-    def leaf(*shape: int) -> torch.Tensor:
-        return torch.randn(shape).to(half).requires_grad_()
-
-    x, labels = leaf(rows, columns), torch.arange(rows) % 3
-    norm = FusedLayerNorm(columns, dtype=half)
-    yield "layer norm", Operation(
-        norm, row_norms, (x, norm.weight, norm.bias), ((columns,), 1e-5, True, half),
-        "x weight bias shape eps centered dtype mean rstd",
-        "x weight bias mean rstd shape eps centered dtype",
-    )  # fmt: skip
-    yield (
-        "swiglu",
-        Operation(mlp.swiglu, swiglu, (x, leaf(rows, columns)), (), "gate up", "gate up"),
-    )
-    yield "cross-entropy", Operation(
-        lambda logits: SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1, -100),
-        cross_entropy, (x,), (labels, 0.1, -100), "logits labels smoothing padding_idx lse",
-        "logits labels lse smoothing padding_idx",
-    )  # fmt: skip
-    angles = torch.rand(rows, 1, 1, 64)
-    cos, sin = angles.cos(), angles.sin()
-    yield "rope", Operation(
-        lambda t: fused_apply_rotary_pos_emb_cached(t, cos, sin), rotary,
-        (leaf(rows, 1, columns // 64, 64),), (cos.flatten(0, 2), sin.flatten(0, 2), None, 0),
-        "t cos sin positions dim", "cos sin positions dim",
-    )  # fmt: skip
-    images = torch.randn(rows // 4, 64, columns // 16, 1).to(half)
-    images = images.to(memory_format=torch.channels_last).requires_grad_()
-    groups = GroupNorm(16, 64, act="silu", dtype=half)
-    yield "group norm", Operation(
-        groups, group_norm, (images, groups.weight, groups.bias), (16, 1e-5, True),
-        "x weight bias groups eps silu stats", "x weight bias stats groups eps silu",
-    )  # fmt: skip
-    mask = torch.zeros(1, 1, rows, columns, dtype=torch.bool)
-    yield "softmax", Operation(
-        lambda scores: scaled_masked_softmax(scores, mask, 0.5), scaled_softmax,
-        (leaf(1, 16, rows, columns),), (mask, 0.5, False), "x mask scale causal y",
-        "y scale causal",
-    )  # fmt: skip
-    one = torch.ones(1)
-    yield "focal loss", Operation(
-        lambda logits: focal(logits, labels, one, columns, 0.25, 2.0, 0.1), focal_loss, (x,),
-        (labels, one, columns, 0.25, 2.0, 0.1),
-        "logits targets num_positives classes alpha gamma smoothing",
-        "logits targets num_positives classes alpha gamma smoothing",
-    )  # fmt: skip
-    few = leaf(3, columns)
-    yield "index mul", Operation(
-        lambda in2, in1: rows_by_index(in1, in2, labels), index_mul_2d, (x, few), (labels,),
-        "in2 in1 index", "in2 in1 index",
-    )  # fmt: skip
+def operations(rows: int, columns: int) -> Iterator[tuple[str, Operation]]:
+    """Those of the catalogue, in bfloat16, with tensors of rows and columns."""
+    for op in OPS:
+        if op.operator and not op.operator.own_backward:  # else it is never the definition
+            shape = op.of_matrix((rows, columns))
+            leaves, rest = op.inputs(shape, torch.bfloat16, torch.device("cpu"))
+            leaves = [leaf.requires_grad_() for leaf in leaves]
+            call = functools.partial(_called, op.ours, rest)
+            yield op.name, Operation(call, leaves, op.operator.implementation(leaves[0]))
 
 
-def bare_function(operation: Operation) -> Any:
+def _called(function: Any, rest: Sequence[Any], *leaves: torch.Tensor) -> Any:
+    return function(*leaves, *rest)
+
+
+def launchers(operation: Operation, dy: torch.Tensor) -> tuple[Any, Any]:
+    """``forward`` and ``backward``, each with the arguments that the public function passes."""
+    calls = {}
+
+    def noted(way: str) -> Callable[..., Any]:
+        function = getattr(operation.kernels, way)
+
+        def call(*args: Any, **more: Any) -> Any:
+            calls.setdefault(way, (function, args, more))  # a backward may call forward
+            return function(*args, **more)
+
+        return call
+
+    with (
+        mock.patch.object(operation.kernels, "forward", noted("forward")),
+        mock.patch.object(operation.kernels, "backward", noted("backward")),
+    ):
+        y = operation.public(*operation.tensors)
+        torch.autograd.grad(y, operation.tensors, dy)
+    return calls["forward"], calls["backward"]
+
+
+def bare_function(forward: Any, backward: Any) -> Any:
     """An autograd function that calls the launchers and checks nothing."""
-    kernels, count = operation.kernels, len(operation.tensors)
-    names, saved = operation.names.split(), operation.saved.split()
-    constants = {n: v for n, v in zip(names[count:], operation.rest, strict=False)
-                 if not isinstance(v, torch.Tensor) and n in saved}  # fmt: skip
-    kept = [names.index(name) for name in saved if name not in constants]
-    words = [names[i] for i in kept]
-    none = (None,) * len(operation.rest)
+    (compute, args, _), (differentiate, (_, needs), known) = forward, backward
+    saved = {name: x for name, x in known.items() if isinstance(x, torch.Tensor)}
+    others = {name: x for name, x in known.items() if name not in saved}
+    none = (None,) * (len(args) - len(needs))
 
     class Bare(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> torch.Tensor:
-            output = kernels.forward(*args)
-            y, *more = output if isinstance(output, tuple) else (output,)
-            known = (*args, *(more or [y]))
-            ctx.save_for_backward(*[known[i] for i in kept])
-            return y
+            output = compute(*args)
+            ctx.save_for_backward(*saved.values())  # as many as there would be
+            return output[0] if isinstance(output, tuple) else output
 
         @staticmethod
         def backward(ctx: Any, dy: torch.Tensor) -> Any:
-            tensors = dict(zip(words, ctx.saved_tensors, strict=True))
-            needs = ctx.needs_input_grad[:count]
-            return *kernels.backward(dy, needs, **tensors, **constants), *none
+            tensors = dict(zip(saved, ctx.saved_tensors, strict=True))
+            return *differentiate(
+                dy, ctx.needs_input_grad[: len(needs)], **tensors, **others
+            ), *none
 
     return Bare
 
@@ -266,39 +216,33 @@ class Bytes(TorchDispatchMode):
 def bytes_of(operation: Operation, path: str) -> float:
     """Bytes for each element of the first tensor, forward and backward."""
     with _runtime.use(path), Bytes() as found:
-        y = operation.public(*leaves_of(operation))
+        y = operation.public(*operation.tensors)
         torch.autograd.grad(y, operation.tensors, torch.ones_like(y))
     return found.moved / operation.tensors[0].numel()
 
 
-def leaves_of(operation: Operation) -> list[torch.Tensor]:
-    """What the public function is called with; parameters are in the module."""
-    return [t for t in operation.tensors if not isinstance(t, torch.nn.Parameter)]
-
-
 def ways(operation: Operation) -> Ways:
     """What is timed."""
-    tensors, rest, kernels = operation.tensors, operation.rest, operation.kernels
-    leaves = leaves_of(operation)
-    bare = bare_function(operation).apply
-    plain = [t.detach() for t in tensors]
-    with torch.no_grad():
-        output = kernels.forward(*plain, *rest)
-    y, *more = output if isinstance(output, tuple) else (output,)
-    dy = torch.ones_like(y)
-    known = dict(zip(operation.names.split(), (*plain, *rest, *(more or [y])), strict=False))
-    saved = {name: known[name] for name in operation.saved.split()}
-    needs = [True] * len(tensors)
+    tensors = operation.tensors
+    dy = torch.ones_like(operation.public(*tensors))
 
     def ours() -> Any:
-        return torch.autograd.grad(operation.public(*leaves), tensors, dy)
+        return torch.autograd.grad(operation.public(*tensors), tensors, dy)
+
+    forward, backward = launchers(operation, dy)
+    (compute, args, _), (differentiate, (slope, needs), known) = forward, backward
+    bare = bare_function(forward, backward).apply
+    inputs = [None if x is None else x.detach().requires_grad_() for x in args[: len(needs)]]
+    wanted = [x for x in inputs if x is not None]
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+    known = {k: x.detach() if isinstance(x, torch.Tensor) else x for k, x in known.items()}
 
     def by_hand() -> Any:
-        return torch.autograd.grad(bare(*tensors, *rest), tensors, dy)
+        return torch.autograd.grad(bare(*inputs, *args[len(needs) :]), wanted, slope)
 
     def launch() -> Any:
-        kernels.forward(*plain, *rest)
-        return kernels.backward(dy, needs, **saved)
+        compute(*plain)
+        return differentiate(slope, needs, **known)
 
     with recorded() as launches:
         launch()
@@ -348,12 +292,14 @@ def ratio(some: list[float], others: list[float]) -> str:
 def line(name: str, times: dict[str, list[float]], saved: float) -> str:
     """A row as text."""
     middle = {way: statistics.median(found) for way, found in times.items()}
+    by_hand = [sum(both) for both in zip(times["raw"], times["allocations"], strict=True)]
     gap = min(times["ours"]) - min(times["definition"])  # other programs only add to them
     least = max(1.0, gap * BYTES_OF_A_US / saved)
     return (
-        f"{name:13} {middle['ours']:5.0f} {middle['bare']:5.0f} {middle['launchers']:10.0f} "
+        f"{name:28} {middle['ours']:5.0f} {middle['bare']:5.0f} {middle['launchers']:10.0f} "
         f"{middle['raw']:4.0f} + {middle['allocations']:3.0f} {middle['definition']:11.0f}  "
         f"{ratio(times['ours'], times['bare']):17} {ratio(times['launchers'], times['raw']):17} "
+        f"{ratio(times['launchers'], by_hand):22} "
         f"{gap:6.0f} {saved:6.0f}  2**{math.log2(least):.1f}"
     )
 
@@ -368,10 +314,12 @@ def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     driver.set_active(Driver())
     print(
-        "operation      ours  bare  launchers  raw + all. definition  ours/bare         "
-        "launchers/raw        gap  bytes  least"
+        f"{'operation':28}  ours  bare  launchers  raw + all. definition  ours/bare         "
+        "launchers/raw     launchers/(raw + all.)  gap  bytes  least"
     )
-    for (name, tiny), (_, large) in zip(operations(), operations(1024, 1024), strict=True):
+    with _runtime.use("triton"):
+        sizes = list(zip(operations(4, 64), operations(1024, 1024), strict=True))
+    for (name, tiny), (_, large) in sizes:
         if args.words and not any(word in name for word in args.words):
             continue
         saved = bytes_of(large, "reference") - bytes_of(large, "triton")

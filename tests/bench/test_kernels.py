@@ -31,11 +31,10 @@ FOUND = {
     "bytes_per_element": 4.5,
     "instructions": {"fma": 4.0, "alu": 3.5},
     "limits": {"H100": "memory", "H200": "alu 1.1"},
-    "programs": 12,
     "problems": (),
 }
 
-ROW = ["norm", "fp16", "sm_90", "40", "0", "128", "12"]
+ROW = ["norm", "fp16", "sm_90", "40", "0", "128"]
 ROW += ["2×128", "1×64", "2×128", "1×64", "4.5", "7.50"]
 ROW += [
     "fma",

@@ -11,7 +11,7 @@ from apex.kernels.inspect.instructions import RATES, Counts, Instruction, counte
 from tests.kernels.test_compiled import PLANTED, compiled, program
 
 # Case -> thread instructions for each byte on sm_90, as measured. To write it anew:
-#     python tests/kernels/test_instructions.py
+#     python -m tests.kernels.test_instructions
 BUDGETS = pathlib.Path(__file__).with_name("instructions.json")
 # Releases of Triton differ by a few per cent; one more instruction for every five is seen.
 MORE = 1.15

@@ -322,10 +322,10 @@ def test_a_program_holds_few_elements_of_channels_that_are_only_copied():
     """1024 heads of 4096 channels are 4 million elements; Triton takes one million."""
     kernels = pytest.importorskip("apex.kernels.rotary")
     for channels, half, heads in ((4096, 1, 1024), (128, 8, 64), (96, 32, 64)):
-        tiles = kernels._tiles(channels, half, heads)
-        held = tiles["HEADS"] * max(2 * tiles["LANES"], tiles["REST"])
+        _, _, height, lanes, rest, warps = kernels._tiles(channels, half, heads)
+        held = height * max(2 * lanes, rest)
         assert held <= max(2 * kernels.TILE, channels)
-        assert held <= 2 * tiles["num_warps"] * kernels.WARP
+        assert held <= 2 * warps * kernels.WARP
 
 
 def test_more_positions_than_programs_are_not_given_to_the_kernel():

@@ -13,14 +13,15 @@ address: such a row's loss and gradients are nan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._device import multiprocessors
-from apex.kernels.inspect.case import Case
+from apex.kernels._launching import cdiv, empty, multiprocessors, power_of_2
+from apex.kernels.inspect.case import Case, launched, meta
 
 # Elements per step: two 128-bit loads of 16-bit logits for each of 256 threads, and few enough
 # values in registers (16 a thread) that eight programs fit a multiprocessor; half of those are
@@ -55,13 +56,10 @@ def _finite(largest):
 
 @triton.jit
 def cross_entropy_sums(
-    # data
     logits_ptr,
     same_logits_ptr,  # for the label's: a pointer of its own, so that widths of rows are checked
     labels_ptr, largest_ptr, total_ptr, centered_ptr,
-    # shape and scalars
     row_stride, columns, width, padding_idx,
-    # compile-time
     SMOOTH: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """Largest logit, sum of exponentials and sum of logits of ``width`` columns of one row."""
@@ -95,16 +93,13 @@ def cross_entropy_sums(
 
 @triton.jit
 def cross_entropy_losses(
-    # data
-    logits_ptr, labels_ptr, largest_ptr, total_ptr, centered_ptr, losses_ptr, lse_ptr,
-    # shape and scalars
+    same_logits_ptr, labels_ptr, largest_ptr, total_ptr, centered_ptr, losses_ptr, lse_ptr,
     row_stride, columns, n_parts, smoothing, padding_idx,
-    # compile-time
     SMOOTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Join the sums of a row's parts."""
     row = tl.program_id(0).to(tl.int64)
-    label, chosen, base = _label(logits_ptr + row * row_stride, labels_ptr, row, columns)
+    label, chosen, base = _label(same_logits_ptr + row * row_stride, labels_ptr, row, columns)
     loss = 0.0
     lse = 0.0
     if label != padding_idx:
@@ -126,11 +121,8 @@ def cross_entropy_losses(
 
 @triton.jit
 def cross_entropy_backward(
-    # data
     dy_ptr, logits_ptr, lse_ptr, labels_ptr, out_ptr,
-    # shape and scalars
     dy_stride, row_stride, out_stride, columns, smoothing, padding_idx,
-    # compile-time
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one row of the gradient."""
@@ -154,14 +146,14 @@ def cross_entropy_backward(
 
 def _width(rows: int, columns: int, multiprocessors: int) -> int:
     """Columns of a row that one program takes: all, unless multiprocessors would be idle."""
-    blocks = triton.cdiv(columns, BLOCK)
+    blocks = cdiv(columns, BLOCK)
     if rows < multiprocessors:
-        blocks = triton.cdiv(blocks * rows, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
-    return int(blocks) * BLOCK
+        blocks = cdiv(blocks * rows, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
+    return blocks * BLOCK
 
 
 def _block(columns: int) -> int:
-    return min(BLOCK, max(256, int(triton.next_power_of_2(columns))))
+    return min(BLOCK, max(256, power_of_2(columns)))
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:
@@ -170,8 +162,7 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 
 def allocate(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and ``lse``, float32 ``(rows,)``, uninitialized."""
-    losses = logits.new_empty(logits.shape[:1], dtype=torch.float32)
-    return losses, torch.empty_like(losses)
+    return empty(logits, len(logits)), empty(logits, len(logits))
 
 
 def forward(
@@ -181,8 +172,8 @@ def forward(
     (rows, columns), smooth = logits.shape, smoothing != 0.0
     logits, labels, outputs = _rows(logits), labels.contiguous(), allocate(logits)
     width = _width(rows, columns, multiprocessors(logits.device))
-    n_parts = triton.cdiv(columns, width)
-    sums = [outputs[0].new_empty(rows, n_parts) for _ in range(3)]
+    n_parts = cdiv(columns, width)
+    sums = [empty(logits, rows, n_parts) for _ in range(3)]
     stride = logits.stride(0)
     cross_entropy_sums[(rows, n_parts)](
         logits, logits, labels, *sums, stride, columns, width, padding_idx, smooth,
@@ -190,7 +181,7 @@ def forward(
     )  # fmt: skip
     cross_entropy_losses[(rows,)](
         logits, labels, *sums, *outputs, stride, columns, n_parts, smoothing, padding_idx, smooth,
-        triton.next_power_of_2(n_parts), num_warps=1, **NO_FUSION,
+        power_of_2(n_parts), num_warps=1, **NO_FUSION,
     )  # fmt: skip
     return outputs
 
@@ -210,7 +201,7 @@ def backward(
     (rows, columns), block = logits.shape, _block(logits.shape[1])
     out = torch.empty_like(logits) if out is None else out
     logits, written = _rows(logits), _rows(out)
-    cross_entropy_backward[(rows, triton.cdiv(columns, block))](
+    cross_entropy_backward[(rows, cdiv(columns, block))](
         dy, logits, lse.contiguous(), labels.contiguous(), written, dy.stride(0), logits.stride(0),
         written.stride(0), columns, smoothing, padding_idx, block, num_warps=WARPS, **NO_FUSION,
     )  # fmt: skip
@@ -221,31 +212,18 @@ def backward(
 
 
 def cases() -> Iterator[Case]:
-    """What is inspected."""
+    """What is inspected: few rows, which several programs share."""
+    pointers = "same_logits labels largest total centered losses lse dy"
+    narrow = {f"{name}_ptr": "one number a row or part" for name in pointers.split()}
+    labels, each = meta("i64", 4), meta("fp32", 4)
     for kind in ("fp32", "fp16", "bf16"):
-        for smooth in (False, True):
-            yield _case(cross_entropy_sums, kind, smooth, reads=("logits_ptr",))
-        yield _case(cross_entropy_backward, kind, reads=("logits_ptr",), writes=("out_ptr",))
-    yield _case(cross_entropy_losses, "bf16", True, warps=1)
-
-
-def _case(
-    kernel: Any, kind: str, smooth: bool = False, *, reads: Any = (), writes: Any = (),
-    warps: int = WARPS,
-) -> Case:  # fmt: skip
-    kinds = {"logits_ptr": kind, "same_logits_ptr": kind, "out_ptr": kind, "labels_ptr": "i64"}
-    constants = {"SMOOTH": smooth, "BLOCK": BLOCK, "PARTS": 64, "LANE": LANE}
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    runtime = [name for name in kernel.arg_names if name not in constants]
-    pointers = {name: f"*{kinds.get(name, 'fp32')}" for name in runtime if name.endswith("_ptr")}
-    return Case(
-        kernel, kernel.__name__, f"{kind} smoothed" if smooth else kind,
-        signature=dict.fromkeys(runtime, "i32") | pointers | (
-            {"smoothing": "fp32"} if "smoothing" in runtime else {}
-        ),
-        constants=constants, reads=reads, writes=writes,
-        narrow=dict.fromkeys({*pointers} - {*reads, *writes}, "one number a row or part"),
-        tile=BLOCK,
-        divisible=tuple({"row_stride", "out_stride", "columns", "width"} & {*runtime}),
-        options={"num_warps": warps, **NO_FUSION},
-    )  # fmt: skip
+        logits = meta(kind, 4, 64 * BLOCK)
+        known: dict[str, Any] = {"logits": logits, "labels": labels, "lse": each, "smoothing": 0.1}
+        for words, call in (
+            ("", partial(forward, logits, labels, 0.0, -100)),
+            (" smoothed", partial(forward, logits, labels, 0.1, -100)),
+            ("", partial(backward, each, [True], **known, padding_idx=-100)),
+        ):
+            yield from launched(
+                call, "cross_entropy", kind + words, writes=("out_ptr",), narrow=narrow, tile=BLOCK
+            )

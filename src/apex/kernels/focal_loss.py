@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels._launching import cdiv, empty
+from apex.kernels.inspect.case import Case, launched, meta
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of 16-bit logits each
 LANE = 8  # neighbours that one thread reads of them
@@ -140,18 +142,15 @@ def _launch(
     columns = logits.shape[-1]
     lane = LANE if columns >= LANE else 1  # neighbours in at most two rows
     constants = (columns, smoothing != 0.0, gamma == 2.0, BLOCK, lane)
-    _focal_loss[_grid(logits)](logits, *pointers, *numbers, *constants, **OPTIONS)
-
-
-def _grid(logits: torch.Tensor) -> tuple[int]:
-    return (triton.cdiv(logits.numel(), BLOCK),)
+    grid = (cdiv(logits.numel(), BLOCK),)
+    _focal_loss[grid](logits, *pointers, *numbers, *constants, **OPTIONS)
 
 
 def forward(
     logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor, *numbers: Any
 ) -> torch.Tensor:
     """Compute the loss."""
-    sums = logits.new_empty(_grid(logits), dtype=torch.float32)
+    sums = empty(logits, cdiv(logits.numel(), BLOCK))
     _launch(logits, (targets, sums, None, None, None), *numbers)
     return sums.sum() / num_positives.to(sums.dtype).reshape(())
 
@@ -168,22 +167,20 @@ def backward(
 
 def cases() -> Iterator[Case]:
     """What is compiled and inspected."""
-    narrow = {"targets_ptr": "one number a row", "sums_ptr": "one number a program"}
-    narrow |= dict.fromkeys(("dy_ptr", "positives_ptr"), "one number")
-    numbers = {"size": "i32", "classes": "i32", "alpha": "fp32", "gamma": "fp32"}
-    numbers |= {"smoothing": "fp32"}
-    ways = {"forward": ("sums_ptr",), "backward": ("dy_ptr", "positives_ptr", "out_ptr")}
-    for dtype, square, way in itertools.product(("fp16", "bf16", "fp32"), (False, True), ways):
-        kinds = {"targets_ptr": "i64", "logits_ptr": dtype, "out_ptr": dtype}
-        names = ("logits_ptr", "targets_ptr", *ways[way])
-        pointers = {name: f"*{kinds.get(name, 'fp32')}" for name in names}
-        absent = dict.fromkeys(ways["forward" if way == "backward" else "backward"])
-        yield Case(
-            _focal_loss, "focal_loss", f"{way} {dtype}{' squared' * square}",
-            signature=pointers | numbers,
-            constants=absent
-            | {"COLUMNS": 91, "SMOOTH": True, "SQUARE": square, "BLOCK": BLOCK, "LANE": LANE},
-            reads=("logits_ptr",), writes=tuple({"out_ptr"} & {*ways[way]}), narrow=narrow,
-            tile=BLOCK, tail=True, options=OPTIONS,
-            computes="an exponential, a logarithm, a division and some 15 comparisons an element",
-        )  # fmt: skip
+    one, targets = meta("fp32", 1), meta("i64", 4095)
+    for kind, gamma in itertools.product(("fp16", "bf16", "fp32"), (1.5, 2.0)):
+        x = meta(kind, 4095, 91)
+        known: dict[str, Any] = {"targets": targets, "num_positives": one, "classes": 91}
+        known |= {"alpha": 0.25, "gamma": gamma, "smoothing": 0.1}
+        for way, call in (
+            ("forward", partial(forward, x, *known.values())),
+            ("backward", partial(backward, one, [True], logits=x, **known)),
+        ):
+            yield from launched(
+                call, "focal_loss", f"{way} {kind}{' squared' * (gamma == 2.0)}",
+                writes=("out_ptr",), tail=True,
+                narrow={"targets_ptr": "one number a row", "sums_ptr": "one number a program"}
+                | dict.fromkeys(("dy_ptr", "positives_ptr"), "one number"),
+                computes="an exponential, a logarithm, a division and some 15 comparisons an "
+                "element",
+            )  # fmt: skip

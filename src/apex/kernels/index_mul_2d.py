@@ -7,13 +7,14 @@ it adds up, for one of its rows and a block of columns, all rows with that index
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels._launching import cdiv, power_of_2
+from apex.kernels.inspect.case import Case, launched, meta
 
 TILE = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
 COLUMNS = 128  # of a tile, at most
@@ -65,14 +66,14 @@ def allocate(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch
 
 
 def _tile(columns: int) -> tuple[int, int]:
-    width = min(COLUMNS, max(16, int(triton.next_power_of_2(columns))))
+    width = min(COLUMNS, max(16, power_of_2(columns)))
     return TILE // width, width
 
 
 def forward(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Compute the result."""
     y, (size, columns), (height, width) = allocate(in2, in1, index), in2.shape, _tile(in2.shape[1])
-    grid = (triton.cdiv(size, height), triton.cdiv(columns, width))
+    grid = (cdiv(size, height), cdiv(columns, width))
     _products[grid](in2, in1, index, y, size, len(in1), columns, height, width, **OPTIONS)
     return y
 
@@ -89,31 +90,19 @@ def backward(
     if rows:
         sorted_index, order = index.long().sort(stable=True)
         firsts = torch.searchsorted(sorted_index, torch.arange(rows + 1, device=index.device))
-        grid = (rows, triton.cdiv(columns, width))
+        grid = (rows, cdiv(columns, width))
         _sums[grid](dy, in2, order, firsts, din1, columns, height, width, **OPTIONS)
     return [din2, din1]
 
 
 def cases() -> Iterator[Case]:
     """What is compiled and inspected."""
-    narrow = {
-        "index_ptr": "one number a row", "order_ptr": "one number a row",
-        "firsts_ptr": "two numbers a program",
-    }  # fmt: skip
-    rows, columns = _tile(COLUMNS)
-    for dtype in ("fp16", "bf16", "fp32"):
-        for kernel, reads, writes in (
-            (_products, ("x_ptr", "in1_ptr"), ("y_ptr",)),
-            (_sums, ("dy_ptr", "in2_ptr"), ()),
-        ):
-            pointers: dict[str, Any] = dict.fromkeys(narrow, "*i64")
-            pointers |= dict.fromkeys((*reads, *writes, "out_ptr"), f"*{dtype}")
-            pointers |= dict.fromkeys(("size", "in1_rows", "columns"), "i32")
-            names = [name for name in kernel.arg_names if name in pointers]
-            yield Case(
-                kernel, "index_mul_2d", f"{kernel.__name__[1:]} {dtype}",
-                signature={name: pointers[name] for name in names},
-                constants={"ROWS": rows, "COLUMNS": columns}, reads=reads, writes=writes,
-                narrow=narrow | {"out_ptr": "one row a program"}, tile=TILE,
-                divisible=("columns",), options=OPTIONS,
-            )  # fmt: skip
+    narrow = dict.fromkeys(("index_ptr", "order_ptr"), "one number a row")
+    narrow |= {"firsts_ptr": "two numbers a program", "out_ptr": "one row a program"}
+    index = meta("i64", 4100)
+    for kind in ("fp16", "bf16", "fp32"):
+        x = meta(kind, 4100, COLUMNS)
+        yield from launched(
+            partial(backward, x, [True, True], in2=x, in1=x, index=index), "index_mul_2d", kind,
+            writes=("y_ptr",), narrow=narrow, tile=TILE,
+        )  # fmt: skip

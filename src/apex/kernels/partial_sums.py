@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.case import Case, launched, meta
 
 # As the definition in plain PyTorch computes: multiplications and additions are not contracted.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -39,25 +39,9 @@ def reduced(values, LARGEST: tl.constexpr):
 
 @triton.jit
 def segment_kernel(
-    # data
-    partial_ptr,
-    firsts_ptr,
-    out_ptr,
-    # compile-time
-    SUMS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Add up each tensor's partial sums, always in the same order.
-
-    Args:
-        partial_ptr: float32 ``(programs, SUMS)``.
-        firsts_ptr: int64 ``(tensors + 1,)``: each tensor's first program.
-        out_ptr: float32 ``(SUMS, tensors)``.
-        SUMS: Sums for each program.
-        LARGEST: Whether the largest is taken instead of the sum.
-        BLOCK: Partial sums read at once.
-    """
+    partial_ptr, firsts_ptr, out_ptr, SUMS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add up a tensor's partial sums, ``BLOCK`` at a time; the arguments are those of `summed`."""
     tensor = tl.program_id(0).to(tl.int64)
     first = tl.load(firsts_ptr + tensor)
     last = tl.load(firsts_ptr + tensor + 1)
@@ -92,19 +76,9 @@ def summed(partial: torch.Tensor, firsts: torch.Tensor, *, largest: bool = False
 
 def cases() -> Iterator[Case]:
     """What is inspected."""
-    yield Case(
-        segment_kernel,
-        "segment_sums",
-        "fp32",
-        signature={"partial_ptr": "*fp32", "firsts_ptr": "*i64", "out_ptr": "*fp32"},
-        constants={"SUMS": 1, "LARGEST": False, "BLOCK": PARTIALS},
-        reads=(),
-        writes=(),
-        tile=PARTIALS,
-        narrow={
-            "partial_ptr": "one number for 8192 elements of the tensors",
-            "firsts_ptr": "two numbers a tensor",
-            "out_ptr": "one number a tensor",
-        },
-        options=OPTIONS,
-    )
+    narrow = {"partial_ptr": "one number for 8192 elements of the tensors"}
+    narrow |= {"firsts_ptr": "two numbers a tensor", "out_ptr": "one number a tensor"}
+    yield from launched(
+        lambda: summed(meta("fp32", 300, 1), meta("i64", 10)), "segment_sums", "fp32",
+        prefix="segment_kernel", narrow=narrow,
+    )  # fmt: skip

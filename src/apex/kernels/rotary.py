@@ -11,15 +11,16 @@ The backward is the same kernel, which takes the two halves of sin crosswise and
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels._launching import power_of_2
+from apex.kernels.inspect.case import Case, launched, meta
 
 # Elements of each half; of a warp 8 a thread, 128 bits of a 16-bit tensor. Derived, not measured.
 TILE = 1024
@@ -78,19 +79,21 @@ def forward(
     back: Any = False,
 ) -> torch.Tensor:
     """Rotate ``t``, of any strides, or the gradient ``t`` back."""
-    y = t.new_empty(t.shape)
+    y = torch.empty(t.shape, dtype=t.dtype, device=t.device)
     t = t if t.stride(3) == 1 else t.contiguous()
     rows, columns, heads, channels = t.shape
+    row, column, head, _ = t.stride()
     aligned = 16 // t.element_size()
-    if any(stride % aligned for stride in t.stride()[:3]):
+    if row % aligned or column % aligned or head % aligned:
         aligned = 1
     groups = 1
     if positions is not None:
         groups, positions = positions.shape[1], positions.contiguous()
+    *tiles, warps = _tiles(channels // groups, cos.shape[1] // 2, heads)
     rotary_kernel[(rows * columns,)](
         t, cos.contiguous(), sin.contiguous(), positions, y, columns, heads,
-        *(stride // aligned for stride in t.stride()[:3]), dim, groups, back, aligned,
-        **_tiles(channels // groups, cos.shape[1] // 2, heads),
+        row // aligned, column // aligned, head // aligned, dim, groups, back, aligned,
+        *tiles, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return y
 
@@ -100,38 +103,27 @@ def backward(dy: torch.Tensor, needs: list[bool], *, dim: int, **tables: Any) ->
     return [forward(dy, **tables, dim=dim, back=True)]
 
 
-@functools.cache
-def _tiles(channels: int, half: int, heads: int) -> dict[str, Any]:
+def _tiles(channels: int, half: int, heads: int) -> tuple[int, int, int, int, int, int]:
     """How a program is cut, by the channels of a group and half of those that are rotated."""
-    lanes, rest = triton.next_power_of_2(half), channels - 2 * half
-    rest = triton.next_power_of_2(rest) if rest else 0
+    lanes, rest = power_of_2(half), channels - 2 * half
+    rest = power_of_2(rest) if rest else 0
     width = max(lanes, rest // 2)
-    height = min(triton.next_power_of_2(heads), max(1, TILE // width))
-    return {
-        "CHANNELS": channels, "HALF": half, "HEADS": height, "LANES": lanes,
-        "REST": rest, "num_warps": min(16, max(1, height * width // WARP)),
-        "enable_fp_fusion": False,
-    }  # fmt: skip
+    height = min(power_of_2(heads), max(1, TILE // width))
+    return channels, half, height, lanes, rest, min(16, max(1, height * width // WARP))
 
 
 def cases() -> Iterator[Case]:
     """What is compiled and inspected."""
-    sizes = ("columns", "heads", "row_stride", "column_stride", "head_stride")
-    table = "one row a position, once for all heads"
-    for kind, aligned in (("fp16", 8), ("bf16", 8), ("fp32", 4)):
+    narrow = dict.fromkeys(("cos_ptr", "sin_ptr"), "one row a position, once for all heads")
+    narrow["positions_ptr"] = "one number a position"
+    for kind in ("fp16", "bf16", "fp32"):
         for channels, half, groups in ((128, 64, 1), (96, 32, 1), (80, 40, 2)):
-            tiles = {**_tiles(channels, half, 64)}  # a copy: what the cache holds is for launches
-            absent = {} if groups > 1 else {"positions_ptr": None}
-            options = {key: tiles.pop(key) for key in ("num_warps", "enable_fp_fusion")}
-            constants = {"DIM": 0, "GROUPS": groups, "BACK": half < 64, "ALIGNED": aligned}
-            yield Case(
-                rotary_kernel, "rotary", f"{kind} {2 * half} of {channels}, times {groups}",
-                signature={
-                    "t_ptr": f"*{kind}", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
-                    "positions_ptr": "*i64", "y_ptr": f"*{kind}", **dict.fromkeys(sizes, "i32"),
-                },
-                constants={**constants, **tiles, **absent}, reads=("t_ptr",), writes=("y_ptr",),
-                narrow={"cos_ptr": table, "sin_ptr": table}
-                | ({} if absent else {"positions_ptr": "one number a position"}),
-                tile=tiles["HEADS"] * channels * groups, options=options, amd={"num_warps": 2},
+            table = meta("fp32", 500, 2 * half)
+            positions = None if groups == 1 else meta("i64", 500, groups)
+            t = meta(kind, 500, 8, 64, channels * groups)
+            yield from launched(
+                partial(forward, t, table, table, positions, 0, half < 64), "rotary",
+                f"{kind} {2 * half} of {channels}, times {groups}", prefix="rotary_kernel",
+                writes=("y_ptr",), narrow=narrow, tile=TILE // max(half, 64) * t.shape[-1],
+                amd={"num_warps": 2},
             )  # fmt: skip

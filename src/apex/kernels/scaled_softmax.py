@@ -11,15 +11,16 @@ whole, 128 bits wide. A mask is read through its strides, 0 where heads or batch
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels._launching import cdiv, power_of_2
+from apex.kernels.inspect.case import Case, launched, meta
 
 NO_FUSION = {"enable_fp_fusion": False}  # every product is rounded, as in PyTorch's functions
 # The longest rows of one block: 32 elements a thread forward, in 102 registers at most; backward 16
@@ -61,11 +62,8 @@ def _exp(z, largest):
 
 @triton.jit
 def scaled_softmax_forward(
-    # data
     x_ptr, mask_ptr, y_ptr,
-    # shape and scalars
     n_rows, n_cols, queries, heads, batch_stride, head_stride, query_stride, scale,
-    # compile-time
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Some rows, in blocks. ``WHOLE``: of one block, which the compiler keeps in registers."""
@@ -99,11 +97,8 @@ def scaled_softmax_forward(
 
 @triton.jit
 def scaled_softmax_backward(
-    # data
     dy_ptr, y_ptr, dx_ptr,
-    # shape and scalars
     n_rows, n_cols, queries, scale,
-    # compile-time
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of some rows, as above."""
@@ -133,36 +128,39 @@ def scaled_softmax_backward(
 # -- launching -----------------------------------------------------------------------------------
 
 
-def _tile(n_cols: int, widest: int) -> tuple[dict[str, Any], int]:
-    """Compile-time arguments, and rows of a program."""
+def _tile(n_cols: int, widest: int) -> tuple[bool, int, int, int]:
+    """Whether a row is one block; rows and columns of a tile, and warps."""
     if n_cols > widest:
-        return {"WHOLE": False, "ROWS": 1, "BLOCK": BLOCK, "num_warps": BLOCK_WARPS}, 1
-    block = int(triton.next_power_of_2(n_cols))
+        return False, 1, BLOCK, BLOCK_WARPS
+    block = power_of_2(n_cols)
     rows = max(1, SMALLEST_TILE // block)
-    warps = min(WARPS, rows * block * WARPS // widest)  # as many elements a thread as in the widest
-    return {"WHOLE": True, "ROWS": rows, "BLOCK": block, "num_warps": warps}, rows
+    # as many elements a thread as in the widest
+    return True, rows, block, min(WARPS, rows * block * WARPS // widest)
 
 
-def _readable(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A mask as bytes of the last four dimensions, with the columns of a row side by side."""
-    mask = mask.expand(*mask.shape[:-1], shape[-1])
+def _readable(mask: torch.Tensor, n_cols: int) -> tuple[torch.Tensor, list[int]]:
+    """A mask as bytes, with the columns of a row side by side, and its other three strides."""
+    if mask.shape[-1] != n_cols:
+        mask = mask.expand(*mask.shape[:-1], n_cols)
     if mask.stride(-1) != 1:
         mask = mask.contiguous()
-    return mask.view(torch.uint8).expand([1] * (4 - len(shape)) + [*shape])
+    strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)][:-1]
+    return mask.view(torch.uint8), [0] * (3 - len(strides)) + strides
 
 
 def forward(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Tensor:
     """Compute the result, contiguous."""
-    x, y = x.contiguous(), x.new_empty(x.shape)
-    queries, n_cols = x.shape[-2:]
-    n_rows, heads, strides = x.numel() // n_cols, 1, (0, 0, 0)
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    *batch, queries, n_cols = x.shape
+    n_rows, heads, strides = x.numel() // n_cols, 1, [0, 0, 0]
     if mask is not None:
-        mask = _readable(mask, x.shape)
-        heads, strides = mask.shape[1], mask.stride()[:3]
-    tile, rows = _tile(n_cols, WIDEST_FORWARD)
-    scaled_softmax_forward[(triton.cdiv(n_rows, rows),)](
-        x, mask, y, n_rows, n_cols, queries, heads, *strides, scale, causal, **tile, **NO_FUSION
-    )
+        mask, strides = _readable(mask, n_cols)
+        heads = batch[-1] if batch else 1
+    whole, rows, block, warps = _tile(n_cols, WIDEST_FORWARD)
+    scaled_softmax_forward[(cdiv(n_rows, rows),)](
+        x, mask, y, n_rows, n_cols, queries, heads, *strides, scale, causal, whole, rows, block,
+        num_warps=warps, **NO_FUSION,
+    )  # fmt: skip
     return y
 
 
@@ -170,13 +168,14 @@ def backward(
     dy: torch.Tensor, needs: Sequence[bool], *, y: torch.Tensor, scale: float, causal: bool
 ) -> list[torch.Tensor]:
     """Compute the gradient of the input, contiguous."""
-    dy, y, dx = dy.contiguous(), y.contiguous(), dy.new_empty(dy.shape)
-    queries, n_cols = y.shape[-2:]
+    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+    dy, y, queries, n_cols = dy.contiguous(), y.contiguous(), y.shape[-2], y.shape[-1]
     n_rows = y.numel() // n_cols
-    tile, rows = _tile(n_cols, WIDEST_BACKWARD)
-    scaled_softmax_backward[(triton.cdiv(n_rows, rows),)](
-        dy, y, dx, n_rows, n_cols, queries, scale, causal, **tile, **NO_FUSION
-    )
+    whole, rows, block, warps = _tile(n_cols, WIDEST_BACKWARD)
+    scaled_softmax_backward[(cdiv(n_rows, rows),)](
+        dy, y, dx, n_rows, n_cols, queries, scale, causal, whole, rows, block,
+        num_warps=warps, **NO_FUSION,
+    )  # fmt: skip
     return [dx]
 
 
@@ -185,29 +184,19 @@ def backward(
 
 def cases() -> Iterator[Case]:
     """What is inspected: several rows in a tile, the longest of one block, and longer ones."""
+    half = {True: 0.5, False: 1.0}  # causal rows are read up to the diagonal
     for kind in ("fp32", "bf16"):  # float16 has the widths of bfloat16
-        for kernel, widest, variants in (
-            (scaled_softmax_forward, WIDEST_FORWARD, ("masked", "causal")),
-            (scaled_softmax_backward, WIDEST_BACKWARD, ("", "causal")),
-        ):
-            for n_cols, variant in itertools.product((1024, widest, 2 * widest), variants):
-                yield _case(kernel, kind, n_cols, variant, _tile(n_cols, widest)[0])
-
-
-def _case(kernel: Any, kind: str, n_cols: int, variant: str, tile: dict[str, Any]) -> Case:
-    options = {"num_warps": tile.pop("num_warps"), **NO_FUSION}
-    tile["CAUSAL"] = variant == "causal"
-    forward = kernel is scaled_softmax_forward
-    words = f"{'forward' if forward else 'backward'} {n_cols} {kind} {variant}".strip()
-    constants = tile | {"mask_ptr": None} if forward and variant != "masked" else tile
-    names = [name for name in kernel.arg_names if name not in constants]
-    kinds = {"scale": "fp32", "mask_ptr": "*u8"}
-    kinds |= {name: f"*{kind}" for name in names if name.endswith("_ptr") and name not in kinds}
-    return Case(
-        kernel, "scaled_softmax", words,
-        signature={name: kinds.get(name, "i32") for name in names}, constants=constants,
-        reads=tuple({"x_ptr", "mask_ptr", "dy_ptr"} & {*names}) + ("y_ptr",) * (not forward),
-        writes=("y_ptr" if forward else "dx_ptr",), tile=tile["ROWS"] * tile["BLOCK"],
-        divisible=tuple({"n_cols", "batch_stride", "head_stride", "query_stride"} & {*names}),
-        options=options, read=0.5 if variant == "causal" else 1.0,
-    )  # fmt: skip
+        for n_cols in (1024, WIDEST_FORWARD, 2 * WIDEST_FORWARD):
+            x, bytes_ = meta(kind, 2, 3, 500, n_cols), meta("u8", 2, 3, 500, n_cols)
+            for mask, causal, words in ((bytes_, False, "masked"), (None, True, "causal")):
+                yield from launched(
+                    partial(forward, x, mask, 0.5, causal), "scaled_softmax",
+                    f"{n_cols} {kind} {words}", writes=("y_ptr",), read=half[causal],
+                )  # fmt: skip
+        for n_cols in (1024, WIDEST_BACKWARD, 2 * WIDEST_BACKWARD):
+            y = meta(kind, 2, 3, 500, n_cols)
+            for causal in (False, True):
+                yield from launched(
+                    partial(backward, y, [True], y=y, scale=0.5, causal=causal), "scaled_softmax",
+                    f"{n_cols} {kind}{' causal' * causal}", writes=("dx_ptr",), read=half[causal],
+                )  # fmt: skip

@@ -14,22 +14,6 @@ from apex.kernels.inspect.case import Case
 from apex.kernels.inspect.list_case import case
 from apex.kernels.multi_tensor import rounded, widened
 
-__all__ = [
-    "add_error",
-    "cases",
-    "join_low_bits",
-    "keep_error",
-    "metered_error",
-    "metered_low_bits",
-    "metered_rounded",
-    "metered_stochastically",
-    "optimizer_cases",
-    "rounded",
-    "rounded_stochastically",
-    "split_low_bits",
-    "widened",
-]
-
 
 @triton.jit
 def _with_weight(raw, weight):
@@ -131,7 +115,7 @@ def metered_stochastically(raw, values, new, index, seed):
 
 
 def optimizer_cases(
-    update: Any, states: int, scalars: str, *, per_tensor: str = "", sums: tuple[int, ...] = ()
+    update: Any, states: int, scalars: str, *, per_tensor: str = "", narrow_states: bool = False
 ) -> Iterator[Case]:
     """Describe an optimizer's update with each storage, as :mod:`apex.ops.lists.storage` runs it.
 
@@ -140,44 +124,29 @@ def optimizer_cases(
         states: How many there are; they are float32.
         scalars: Names of the update's; ``factor`` is on the device.
         per_tensor: Which of them are a number for each tensor.
-        sums: Numbers of new values to sum over each tensor.
+        narrow_states: Whether states have the weight's dtype where no storage is beside it.
     """
-    low, kahan = (join_low_bits, split_low_bits), (add_error, keep_error)
-    stochastic = (widened, rounded_stochastically)
-    plain = (widened, rounded)
     all_states = " fp32" * states
     stores = tuple((1 + number, number) for number in range(1 + states))
     copy, beside, grad = (2 + states, 0), (2 + states, 2 + states), (0, 1 + states)
+    half, lost = "bf16 bf16" + all_states, 2 + states
 
-    def one(
-        variant: str,
-        columns: str,
-        codec: tuple[Any, Any] = plain,
-        more: tuple[tuple[int, int], ...] = (),
-        **others: Any,
-    ) -> Case:
+    def one(variant: str, columns: str, *more: tuple[int, int], **others: Any) -> Case:
         return case(
-            update, columns, (*stores, *more), scalars, variant=variant,
-            on_device="factor", per_tensor=per_tensor, codec=codec, seeded=codec is stochastic,
-            **{"sums": sums, **others},
+            update, columns, (*stores, *more), scalars, variant=variant, on_device="factor",
+            per_tensor=per_tensor, **others,
         )  # fmt: skip
 
-    yield one("", "fp32 fp32" + all_states)
-    yield one("", "fp16 fp16" + all_states)
-    yield one("", "bf16 bf16" + all_states)
-    yield one("copies", f"fp16 fp32{all_states} fp16", more=(copy,), write_only=(2 + states,))
-    yield one("writes gradients", "fp16 fp16" + all_states, more=(grad,))
-    yield one("low bits", f"bf16 bf16{all_states} i16", low, (beside,))
-    yield one("kahan", f"bf16 bf16{all_states} bf16", kahan, (beside,))
-    yield one("stochastic", "bf16 bf16" + all_states, stochastic)
-    lost = (sums or (1 + states,))[-1] + 1
-    metered = (widened, metered_rounded)
-    yield one("metered", "bf16 bf16" + all_states, metered, sums=(*sums, lost))
+    for kind in ("fp32", "fp16", "bf16"):
+        yield one("", f"{kind} {kind}{all_states}")
+        if narrow_states and kind != "fp32":
+            yield one("", " ".join([kind] * (2 + states)))
+    yield one("copies", f"fp16 fp32{all_states} fp16", copy, write_only=(2 + states,))
+    yield one("writes gradients", "fp16 fp16" + all_states, grad)
+    yield one("low bits", f"{half} i16", beside, codec=(join_low_bits, split_low_bits))
+    yield one("kahan", f"{half} bf16", beside, codec=(add_error, keep_error))
+    yield one("stochastic", half, codec=(widened, rounded_stochastically), seeded=True)
+    yield one("metered", half, codec=(widened, metered_rounded), sums=(lost,))
     yield one("gradients not aligned", "fp16 fp16" + all_states, unaligned=(0,))
     if states == 2:  # the most columns, and so the most registers: 94 for Adam, 80 if aligned
         yield one("not aligned", "fp16 fp16" + all_states, unaligned=tuple(range(2 + states)))
-
-
-def cases() -> Iterator[Case]:
-    """Nothing by itself: each storage is inspected with each optimizer."""
-    return iter(())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels._launching import cdiv
+from apex.kernels.inspect.case import Case, launched, meta
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -71,7 +72,7 @@ def allocate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Compute the result."""
     y = allocate(gate, up)
-    _forward[(triton.cdiv(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK, **OPTIONS)
+    _forward[(cdiv(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK, **OPTIONS)
     return y
 
 
@@ -82,21 +83,15 @@ def backward(
     grads = [
         torch.empty_like(x) if need else None for x, need in zip((gate, up), needs, strict=True)
     ]
-    grid = (triton.cdiv(dy.numel(), BLOCK),)
+    grid = (cdiv(dy.numel(), BLOCK),)
     _backward[grid](dy, gate, up, *grads, dy.numel(), BLOCK, **OPTIONS)
     return grads
 
 
 def cases() -> Iterator[Case]:
     """What is compiled and inspected."""
-    more: dict[str, Any] = {"tile": BLOCK, "tail": True, "options": OPTIONS}
-    for dtype in ("fp16", "bf16", "fp32"):
-        for kernel, reads, writes in (
-            (_forward, ("gate_ptr", "up_ptr"), ("y_ptr",)),
-            (_backward, ("dy_ptr", "gate_ptr", "up_ptr"), ("dgate_ptr", "dup_ptr")),
-        ):
-            yield Case(
-                kernel, "swiglu", f"{kernel.__name__[1:]} {dtype}",
-                signature=dict.fromkeys((*reads, *writes), f"*{dtype}") | {"size": "i32"},
-                constants={"BLOCK": BLOCK}, reads=reads, writes=writes, **more,
-            )  # fmt: skip
+    for kind in ("fp16", "bf16", "fp32"):
+        x = meta(kind, 4099, 1001)
+        for call in (partial(forward, x, x), partial(backward, x, [True, True], gate=x, up=x)):
+            writes = ("y_ptr", "dgate_ptr", "dup_ptr")
+            yield from launched(call, "swiglu", kind, writes=writes, tail=True)

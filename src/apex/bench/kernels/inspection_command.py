@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = (
-    "Compile every Triton kernel, which needs no GPU, and show registers, spills, how many "
-    "programs fit on a multiprocessor, widths of the accesses to memory, bytes moved per "
-    "element, instructions per byte and what limits the kernel. The exit code is 1 if something "
-    "is wrong: a program cannot be launched on the target, registers are spilled, tiles are not "
-    "moved by the widest accesses, or there are more instructions than an H100 issues meanwhile. "
-    "The last three are advice for a target that the kernels are not made for (sm_75)."
+    "Compile every Triton kernel, which needs no GPU, and show registers, spills, widths of the "
+    "accesses to memory, bytes moved per element, instructions per byte and what limits the "
+    "kernel. The exit code is 1 if something is wrong: a program cannot be launched on the target, "
+    "registers are spilled, tiles are not moved by the widest accesses, or there are more "
+    "instructions than an H100 issues meanwhile. The last three are advice for a target that the "
+    "kernels are not made for (sm_75)."
 )
 DEFAULT = "sm_90"
 OK, FAILED = 0, 1  # exit codes
@@ -91,9 +91,8 @@ def _show(findings: Sequence[Finding]) -> None:
     table, left_out = fitted(COLUMNS, findings, to)
     to.print(table)
     to.print(
-        "Spilled bytes are per thread, bytes of shared memory per program. Programs: how many fit "
-        "on a multiprocessor at once; computed, not measured. Accesses are those in the code of "
-        "one thread: how many × bits each; main is the path without masks, tiles only. "
+        "Spilled bytes are per thread, bytes of shared memory per program. Accesses are those in "
+        "the code of one thread: how many × bits each; main is the path without masks, tiles only. "
         "Instructions: of all threads, on the fast path, for each byte it moves. Limit: memory, "
         "or the pipe whose instructions take longer than the memory on an H100 and an H200 (sm_90) "
         "or an A100 (sm_80), and how many times as long.",
@@ -149,7 +148,6 @@ COLUMNS = (
     _column("regis-\nters", "registers", _plain),
     _column("spilled", "spilled", _plain),
     _column("shared", "shared", _plain, 3),
-    _column("pro-\ngrams", "programs", _plain),
     _column("main\nloads", "main_loads", _widths, 1),
     _column("main\nstores", "main_stores", _widths, 1),
     _column("all\nloads", "loads", _widths, 4),

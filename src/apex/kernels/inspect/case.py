@@ -1,27 +1,35 @@
 """What is compiled when kernels are inspected: each kernel file lists its own cases.
 
-A kernel file offers ``cases()``, an iterable of `Case`, which :mod:`.finding` calls.
-For an optimizer's update that is one line, ``storage.optimizer_cases(update, states, scalars)``;
-for another update over lists of tensors ``multi_tensor.case(update, columns, stores, scalars)``
-for each combination of dtypes that matters; for any other kernel the `Case` itself, e.g. ::
+A kernel file offers ``cases()``, an iterable of `Case`, which :mod:`.finding` calls. A case is made
+from a launch, so that what is inspected is what runs: `launched` calls a launcher with tensors on
+the ``meta`` device, and notes what would have been launched ::
 
     def cases():
-        yield Case(
-            kernel, "norm", "fp16",
-            signature={"x_ptr": "*fp16", "y_ptr": "*fp16", "rstd_ptr": "*fp32", "columns": "i32"},
-            constants={"BLOCK": 1024}, tile=1024, divisible=("columns",),
-            reads=("x_ptr",), writes=("y_ptr",), narrow={"rstd_ptr": "one number a row"},
+        x = meta("fp16", 4096, 1024)
+        yield from launched(
+            lambda: forward(x, 1e-5), "norm", "fp16",
+            writes=("y_ptr",), narrow={"rstd_ptr": "one number a row"},
         )
 
-Nothing here needs a GPU, or triton.
+For an optimizer's update it is one line, ``storage.optimizer_cases(update, states, scalars)``; for
+another update over lists of tensors ``list_case.case(update, columns, stores, scalars)`` for each
+combination of dtypes that matters. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import triton
+
+DTYPES = {
+    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "u8": torch.uint8,
+}  # fmt: skip
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 BITS = {
     "fp64": 64, "i64": 64, "u64": 64,
     "fp32": 32, "i32": 32, "u32": 32,
@@ -90,3 +98,101 @@ class Case:
         found = {name: kind[1:] for name, _, kind in self.parameters() if kind.startswith("*")}
         found |= {f"{name}[]": kind for name, kind in self.tables.items()}
         return {name: BITS[kind] for name, kind in found.items()}
+
+
+def meta(kind: str, *shape: int) -> torch.Tensor:
+    """A tensor without memory; ``kind`` is Triton's name of the dtype."""
+    return torch.empty(shape, dtype=DTYPES[kind], device="meta")
+
+
+def launches(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
+    """What ``call`` launches, which is not run: kernels and their arguments and options by name."""
+    found = []
+
+    def note(kernel: Any, grid: Any) -> Callable[..., None]:
+        def run(*args: Any, **more: Any) -> None:
+            found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | more))
+
+        return run
+
+    kind: Any = type(_nothing)  # a function to compile, or in the interpreter one to interpret
+    original = kind.__getitem__
+    kind.__getitem__ = note
+    try:
+        call()
+    finally:
+        kind.__getitem__ = original
+    return found
+
+
+@triton.jit
+def _nothing():
+    pass
+
+
+def launched(
+    call: Callable[[], object],
+    name: str,
+    words: str,
+    *,
+    prefix: str = "",
+    reads: Sequence[str] | None = None,
+    writes: Sequence[str] = (),
+    narrow: Mapping[str, str] | None = None,
+    shared: Sequence[str] = (),
+    tile: int | None = None,
+    **more: Any,
+) -> Iterator[Case]:
+    """Yield a case for each launch of ``call``.
+
+    Args:
+        call: Calls launchers with tensors of `meta`.
+        name: Of the operation.
+        words: The end of the variant, behind what of the kernel's name ``prefix`` leaves.
+        prefix: What the kernels' names begin with; ``name`` if it is empty.
+        reads: As in `Case`; by default all pointers that are neither in ``writes`` nor narrow.
+        writes: As in `Case`; a kernel need not have all of them.
+        narrow: As in `Case`.
+        shared: Pointers to one row, narrow for a tile of several.
+        tile: By default ``ROWS * BLOCK``, of what the kernel has of them.
+        more: Other fields of the cases.
+    """
+    for kernel, given in launches(call):
+        signature: dict[str, Any] = {}
+        constants, divisible = {}, []
+        for key in kernel.arg_names:
+            value = given.pop(key)
+            if key.isupper() or value is None or (isinstance(value, int) and value == 1):
+                constants[key] = value
+            else:
+                signature[key] = _kind(value)
+                if isinstance(value, int) and value % 16 == 0:
+                    divisible.append(key)
+        pointers = [key for key, kind in signature.items() if "*" in kind[:1]]
+        reasons = dict(narrow or {})
+        if constants.get("ROWS", 1) > 1:
+            reasons |= dict.fromkeys(shared, "one row for several of the tile")
+        tiles = [key for key in pointers if key not in reasons]
+        part = kernel.__name__.strip("_").removeprefix(prefix or name).replace("_", " ").strip()
+        fields: dict[str, Any] = {
+            "reads": tuple(key for key in tiles if key not in writes) if reads is None else reads,
+            "writes": tuple(key for key in writes if reads is not None or key in tiles),
+            "tile": tile or constants.get("ROWS", 1) * constants["BLOCK"],
+            "narrow": reasons,
+            "divisible": tuple(divisible),
+            "options": given,
+            "amd": {"num_warps": min(16, given["num_warps"])},
+        }
+        variant = f"{part} {words}".strip()
+        yield Case(kernel, name, variant, signature, constants, **{**fields, **more})
+
+
+def _kind(value: Any) -> Any:
+    """Triton's name of the type of an argument."""
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, torch.Tensor):
+        return f"*{KINDS[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if abs(value) < 2**31 else "i64"

@@ -1,17 +1,17 @@
-"""Compile kernels without a GPU and judge them: what is run, what is slow, how many fit.
+"""Compile kernels without a GPU and judge them: what can be run, and what is slow.
 
 Memory-bound kernels are as fast as their accesses are wide, and nothing in a kernel's source shows
 when the compiler falls back to narrow ones. So every `Case` is compiled and checked:
 
-* a program can be launched on the target: threads and shared memory (:mod:`.occupancy`);
+* a program can be launched on the target: threads and shared memory;
 * no registers are spilled, and nothing else is kept in local memory;
 * every pointer is read and written as the case says, and no other way;
 * accesses through ``reads`` and ``writes`` are 128 bits wide, or as wide as one thread's share of
   the tile if that is less, and there are enough of them to move the whole tile.
 
-The steps have files of their own: :mod:`.compiler`, :mod:`.machine_code` (reading), :mod:`.judge`
-and :mod:`.occupancy`. Kernels are made for `TARGETS`. For another one only what cannot be launched
-there is a problem; what is slow is advice.
+The steps have files of their own: :mod:`.compiler`, :mod:`.machine_code` (reading) and
+:mod:`.judge`. Kernels are made for `TARGETS`. For another one only what cannot be launched there is
+a problem; what is slow is advice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from apex.kernels.inspect.case import Case
 from apex.kernels.inspect.compiler import TARGETS, UnavailableError
 from apex.kernels.inspect.instructions import Instruction, disassembled
 from apex.kernels.inspect.machine_code import Access, Code, compiled
-from apex.kernels.inspect.occupancy import LIMITS, programs_per_multiprocessor, refusals
 
 __all__ = ["TARGETS", "Finding", "UnavailableError", "cases", "compiled", "files", "inspect"]
 
@@ -54,7 +53,6 @@ class Finding:
             ``None`` for AMD, and for a kernel that moves no tiles.
         limits: GPU with this target -> ``"memory"``, or the pipe that takes longer and how many
             times as long.
-        programs: How many fit on a multiprocessor, a model; ``None`` for a target without limits.
         problems: What is wrong, for people.
         advice: What is slow, on a target that the kernels are not made for.
     """
@@ -72,7 +70,6 @@ class Finding:
     bytes_per_element: float
     instructions: dict[str, float] | None
     limits: dict[str, str]
-    programs: int | None
     problems: tuple[str, ...]
     advice: tuple[str, ...] = ()
 
@@ -84,9 +81,14 @@ def files() -> list[str]:
 
 
 def cases() -> Iterator[Case]:
-    """Yield the cases of every kernel file; that each has some is a matter of the tests."""
+    """Yield the cases of every kernel file, each once; that a file has some is for the tests."""
+    seen = set()
     for name in files():
-        yield from importlib.import_module(name).cases()
+        for case in getattr(importlib.import_module(name), "cases", tuple)():
+            key = case.name, case.kernel, repr((case.signature, case.constants, case.divisible))
+            if key not in seen:
+                seen.add(key)
+                yield case
 
 
 def inspect(cases: Sequence[Case], target: str) -> list[Finding]:
@@ -108,18 +110,10 @@ def _judged(case: Case, code: Code, program: Sequence[Instruction] | None, targe
     per_byte = None if program is None else judge.instructions(case, code, program)
     loads = [access for access in code.accesses if not access.store]
     stores = [access for access in code.accesses if access.store]
-    problems: tuple[str, ...] = ()
-    advice: tuple[str, ...] = ()
-    programs = None
-    limits = LIMITS.get(target)
-    if limits is not None:
-        problems = refusals(limits, code.threads, code.shared)
-        programs = programs_per_multiprocessor(limits, code.threads, code.registers, code.shared)
-    slow = tuple(judge.slow(case, code, per_byte))
+    problems, advice = tuple(judge.refusals(code, target)), tuple(judge.slow(case, code, per_byte))
     if target in TARGETS:
-        problems += slow
-    else:
-        advice = tuple(f"advice, as kernels are not made for {target}: {word}" for word in slow)
+        problems, advice = problems + advice, ()
+    label = f"advice, as kernels are not made for {target}: "
     return Finding(
         kernel=case.name,
         variant=case.variant,
@@ -134,9 +128,8 @@ def _judged(case: Case, code: Code, program: Sequence[Instruction] | None, targe
         bytes_per_element=judge.bytes_per_element(case, code),
         instructions=per_byte,
         limits=instructions.limits(target, per_byte) if per_byte else {},
-        programs=programs,
         problems=problems,
-        advice=advice,
+        advice=tuple(label + word for word in advice),
     )
 
 

@@ -20,6 +20,14 @@ from apex.kernels.inspect.instructions import RATES, Instruction, counted
 from apex.kernels.inspect.machine_code import Access, Code
 
 WIDE = 128  # bits: the widest access on every target
+# What a program can be launched with: threads, and KiB of shared memory. Sources: *CUDA Programming
+# Guide*, technical specifications per compute capability; AMD's *CDNA3 ISA*.
+THREADS = 1024
+SHARED = {
+    "sm_70": 96, "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227,
+    "sm_100": 227, "sm_103": 227, "sm_120": 99, "sm_121": 99, "gfx90a": 64, "gfx942": 64,
+    "gfx950": 160,
+}  # fmt: skip
 
 
 def widths(accesses: Iterable[Access]) -> dict[int, int]:
@@ -99,6 +107,22 @@ def _unrolled(case: Case, code: Code) -> int:
         for name in names
     ]
     return max(1, min(times, default=1)) if case.tail else 1
+
+
+def refusals(code: Code, target: str) -> Iterator[str]:
+    """Say why a program cannot be launched at all on a target whose limits are known."""
+    most = SHARED.get(target, 0) * 1024
+    if most and code.threads > THREADS:
+        warps = code.threads // (64 if target.startswith("gfx") else 32)
+        yield (
+            f"cannot run: {warps} warps are {code.threads} threads, and a program has at most "
+            f"{THREADS} there"
+        )
+    if most and code.shared > most:
+        yield (
+            f"cannot run: {code.shared} bytes of shared memory, and a program has at most {most} "
+            "there"
+        )
 
 
 def slow(case: Case, code: Code, per_byte: Mapping[str, float] | None) -> Iterator[str]:

@@ -14,16 +14,15 @@ memory would be 16.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import triton
 
-from apex.kernels._device import multiprocessors
-from apex.kernels.inspect.case import BITS, Case
+from apex.kernels._launching import cdiv, empty, multiprocessors, power_of_2
+from apex.kernels.inspect.case import BITS, DTYPES, Case, launched, meta
 from apex.kernels.row_norms.kernels import (
     row_norm_add_up,
     row_norm_backward,
@@ -61,33 +60,22 @@ RESIDENT_WARPS = 16
 # -- launching -----------------------------------------------------------------------------------
 
 
-@functools.cache
-def _tile(n_cols: int, per_warp: int = ELEMENTS_PER_WARP) -> tuple[int, int, int]:
+def _tile(
+    n_cols: int, per_warp: int = ELEMENTS_PER_WARP, most: int = WARPS
+) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps."""
-    block = triton.next_power_of_2(n_cols)
+    block = power_of_2(n_cols)
     rows = max(1, SMALLEST_TILE // block)
-    return rows, block, min(WARPS, rows * block // per_warp)
+    return rows, block, min(most, rows * block // per_warp)
 
 
-@functools.cache
-def _backward_tile(n_cols: int, from_output: bool) -> tuple[int, int, int]:
-    per_warp = PER_WARP_FROM_OUTPUT if from_output else ELEMENTS_PER_WARP
-    rows, block, warps = _tile(n_cols, per_warp)
-    return rows, block, min(warps, RESIDENT_WARPS)
-
-
-def _stages(elements: int, size: int) -> int:
-    return 2 if elements * size <= READ_AHEAD_BYTES else 1
-
-
-@functools.cache
 def _sum_tile(n_cols: int, multiprocessors: int) -> tuple[int, int]:
     """Rows and columns of a tile of the second stage: at least a program a multiprocessor.
 
     8 columns of float32 are what memory moves at least at a time.
     """
     columns = SUM_COLUMNS
-    while columns > 8 and triton.cdiv(n_cols, columns) < multiprocessors:
+    while columns > 8 and cdiv(n_cols, columns) < multiprocessors:
         columns //= 2
     return SUM_TILE // columns, columns
 
@@ -98,8 +86,8 @@ def allocate(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``y``, and float32, one number a row: ``mean``, empty for RMS norm, and ``rstd``."""
     n_rows = math.prod(x.shape[: x.dim() - len(shape)])
-    rstd = x.new_empty(n_rows, dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), rstd.new_empty(n_rows if centered else 0), rstd
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return y, empty(x, n_rows if centered else 0), empty(x, n_rows)
 
 
 def forward(
@@ -108,19 +96,19 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As :func:`allocate`, computed; ``x`` is contiguous."""
     n_cols = math.prod(shape)
-    y, mean, rstd = allocate(x, weight, bias, shape, eps, centered, dtype)
+    y, mean, rstd = outputs = allocate(x, weight, bias, shape, eps, centered, dtype)
     n_rows = rstd.numel()
     data = (x, weight, bias, y, mean, rstd)
     if n_cols * x.element_size() <= WIDEST_FORWARD_BYTES:
-        rows, block, warps = _tile(n_cols)
-        row_norm_forward[(triton.cdiv(n_rows, rows),)](
+        rows, block, warps = _tile(n_cols, ELEMENTS_PER_WARP, WARPS)
+        row_norm_forward[(cdiv(n_rows, rows),)](
             *data, n_rows, n_cols, eps, centered, rows, block, num_warps=warps
         )
     else:
         row_norm_forward_wide[(n_rows,)](
             *data, n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS
         )
-    return y, mean, rstd
+    return outputs
 
 
 def backward(
@@ -146,21 +134,23 @@ def backward(
     from_output = x is None
     saved = y if x is None else x
     assert saved is not None
-    n_rows, n_cols = rstd.numel(), math.prod(shape)
-    rows, block, warps = _backward_tile(n_cols, from_output)
+    n_rows, n_cols, processors = rstd.numel(), math.prod(shape), multiprocessors(dy.device)
     wide = n_cols > (WIDEST_FROM_OUTPUT if from_output else WIDEST_BACKWARD)
-    processors = multiprocessors(dy.device)
     if wide:
-        height, across = TILE_ROWS, triton.cdiv(n_cols, TILE_COLUMNS)
-        most = triton.cdiv(processors * RESIDENT_WARPS // TILE_WARPS, across)
+        height, across = TILE_ROWS, cdiv(n_cols, TILE_COLUMNS)
+        most = cdiv(processors * RESIDENT_WARPS // TILE_WARPS, across)
     else:
+        per_warp = PER_WARP_FROM_OUTPUT if from_output else ELEMENTS_PER_WARP
+        rows, block, warps = _tile(n_cols, per_warp, RESIDENT_WARPS)
         height, most = max(rows, ROWS_PER_PROGRAM), processors * RESIDENT_WARPS // warps
-    n_programs = min(most, triton.cdiv(n_rows, height))
-    dx = dy.new_empty(dy.shape, dtype=dtypes.get("x_dtype", saved.dtype)) if needs[0] else None
-    dweight = torch.empty_like(weight) if weight is not None and any(needs[1:]) else None
-    dbias = torch.empty_like(bias) if bias is not None and dweight is not None else None
-    sums = dy.new_empty((2, n_programs, n_cols), dtype=torch.float32)
-    partials = (None if dweight is None else sums[0], None if dbias is None else sums[1])
+    n_programs = min(most, cdiv(n_rows, height))
+    dx = dweight = dbias = of_weight = of_bias = None
+    if needs[0]:
+        dx = torch.empty(dy.shape, dtype=dtypes.get("x_dtype", saved.dtype), device=dy.device)
+    if weight is not None and any(needs[1:]):
+        dweight, of_weight = torch.empty_like(weight), empty(dy, n_programs, n_cols)
+        if bias is not None:
+            dbias, of_bias = torch.empty_like(bias), empty(dy, n_programs, n_cols)
     data = (dy, saved, mean, rstd, weight, bias)
     if wide:
         if dx is not None:
@@ -170,141 +160,66 @@ def backward(
         if dweight is not None:
             # Columns first: CUDA takes 65,535 programs along the second axis, 8,388,480 columns.
             row_norm_weight_sums[(across, n_programs)](
-                *data, *partials, n_rows, n_cols, eps, centered, from_output, TILE_ROWS,
+                *data, of_weight, of_bias, n_rows, n_cols, eps, centered, from_output, TILE_ROWS,
                 TILE_COLUMNS, num_warps=TILE_WARPS,
             )  # fmt: skip
     else:
+        stages = 2 if rows * block * saved.element_size() <= READ_AHEAD_BYTES else 1
         row_norm_backward[(n_programs,)](
-            *data, dx, *partials, n_rows, n_cols, eps, centered, from_output, rows, block,
-            _stages(rows * block, saved.element_size()), num_warps=warps,
+            *data, dx, of_weight, of_bias, n_rows, n_cols, eps, centered, from_output, rows, block,
+            stages, num_warps=warps,
         )  # fmt: skip
     if dweight is not None:
         rows, columns = _sum_tile(n_cols, processors)
-        row_norm_add_up[(triton.cdiv(n_cols, columns),)](
-            *partials, dweight, dbias, n_programs, n_cols, rows, columns, num_warps=4
+        row_norm_add_up[(cdiv(n_cols, columns),)](
+            of_weight, of_bias, dweight, dbias, n_programs, n_cols, rows, columns, num_warps=4
         )
     return [dx, dweight, dbias]
 
 
 # -- what is inspected ---------------------------------------------------------------------------
 
-STATISTICS = "one number a row"
-SHARED_ROW = "one row for several of the tile"
-
 
 def cases() -> Iterator[Case]:
     """What is inspected: types of x, weight and y."""
     same = [(kind, kind, kind) for kind in ("fp32", "fp16", "bf16")]
-    for name, centered in (("layer_norm", True), ("rms_norm", False)):
+    for centered in (True, False):
         for types in [*same, ("fp32", "bf16", "bf16"), ("fp32", "fp16", "fp16")]:
-            for affine in (True, False) if types in same else (True,):
-                yield from _forward_cases(name, *types, affine, centered)
-                yield from _backward_cases(name, *types, affine, False, centered)
-            yield from _backward_cases(name, *types, True, True, centered)
-        yield from (_add_up_case(name, kind, centered) for kind in ("fp32", "bf16"))
+            yield from _cases(*types, centered, True)
+            if types in same:
+                yield from _cases(*types, centered, False)
 
 
-def _case(
-    kernel: Any,
-    name: str,
-    variant: str,
-    pointers: dict[str, str | None],
-    *,
-    tile: tuple[int, int],
-    warps: int,
-    reads: Sequence[str],
-    writes: Sequence[str] = (),
-    narrow: dict[str, str],
-    **constants: Any,
-) -> Case:
-    """A case whose pointers are those of ``pointers`` that have a type."""
-    numbers = [n for n in ("n_rows", "n_partials", "n_cols") if n in kernel.arg_names]
-    signature = {key: f"*{kind}" for key, kind in pointers.items() if kind is not None}
-    signature |= dict.fromkeys(numbers, "i32")
-    if "eps" in kernel.arg_names:
-        signature["eps"] = "fp32"
-    if "ROWS" in kernel.arg_names:
-        constants["ROWS"] = tile[0]
-    present = {key for key, kind in pointers.items() if kind is not None}
-    return Case(
-        kernel, name, variant, signature=signature,
-        constants=dict.fromkeys(pointers.keys() - present) | {"BLOCK": tile[1]} | constants,
-        reads=tuple(key for key in reads if key in present and key not in narrow),
-        writes=tuple(key for key in writes if key in present and key not in narrow),
-        narrow={key: why for key, why in narrow.items() if key in present},
-        tile=tile[0] * tile[1], divisible=("n_cols",), options={"num_warps": warps},
-        amd={"num_warps": min(warps, 16)},
-    )  # fmt: skip
-
-
-def _forward_cases(
-    name: str, x: str, weight: str, y: str, affine: bool, centered: bool
-) -> Iterator[Case]:
-    pointers = {
-        "x_ptr": x, "weight_ptr": weight if affine else None,
-        "bias_ptr": weight if affine and centered else None, "y_ptr": y,
-        "mean_ptr": "fp32" if centered else None, "rstd_ptr": "fp32",
+def _cases(kind: str, of_weight: str, of_y: str, centered: bool, affine: bool) -> Iterator[Case]:
+    """Several rows in a tile, the longest row in a tile, and a longer one."""
+    name = "layer_norm" if centered else "rms_norm"
+    words = f"{kind} {of_weight} {of_y}" if affine else f"{kind} plain"
+    narrow = dict.fromkeys(("mean_ptr", "rstd_ptr"), "one number a row")
+    more: dict[str, Any] = {
+        "prefix": "row_norm", "writes": ("y_ptr", "dx_ptr", "dweight_ptr", "dbias_ptr"),
+        "shared": ("weight_ptr", "bias_ptr", "dweight_ptr", "dbias_ptr"),
     }  # fmt: skip
-    words = f"{x} {weight} {y}" if affine else f"{x} plain"
-    reads, writes = ("x_ptr", "weight_ptr", "bias_ptr"), ("y_ptr",)
-    narrow = dict.fromkeys(("mean_ptr", "rstd_ptr"), STATISTICS)
-    for columns in (1024, WIDEST_FORWARD_BYTES * 8 // BITS[x]):
-        rows, block, warps = _tile(columns)
-        shared = dict.fromkeys(("weight_ptr", "bias_ptr"), SHARED_ROW) if rows > 1 else {}
-        yield _case(
-            row_norm_forward, name, f"forward {columns} {words}", pointers, tile=(rows, block),
-            warps=warps, reads=reads, writes=writes, narrow=narrow | shared, CENTERED=centered,
-        )  # fmt: skip
-    yield _case(
-        row_norm_forward_wide, name, f"forward wide {words}", pointers, tile=(1, WIDE_FORWARD),
-        warps=WIDE_WARPS, reads=reads, writes=writes, narrow=narrow, CENTERED=centered,
-    )  # fmt: skip
 
+    def rows(kind: str, columns: int) -> tuple[torch.Tensor, Any, Any]:
+        weight = meta(of_weight, columns) if affine else None
+        return meta(kind, 4100, columns), weight, weight if centered else None
 
-def _backward_cases(
-    name: str, x: str, weight: str, y: str, affine: bool, from_output: bool, centered: bool
-) -> Iterator[Case]:
-    matrices = {
-        "dy_ptr": y, "saved_ptr": y if from_output else x,
-        "mean_ptr": "fp32" if centered and not from_output else None, "rstd_ptr": "fp32",
-        "weight_ptr": weight if affine else None,
-        "bias_ptr": weight if affine and centered else None,
-    }  # fmt: skip
-    sums = {"dweight_ptr": "fp32" if affine else None}
-    sums["dbias_ptr"] = "fp32" if affine and centered else None
-    if not from_output:  # only its address says whether there is a bias
-        matrices["bias_ptr"] = None
-    words = f"{x} {weight} {y}{' from output' if from_output else '' if affine else ' plain'}"
-    flags: dict[str, Any] = {"CENTERED": centered, "FROM_OUTPUT": from_output}
-    reads = ("dy_ptr", "saved_ptr", "weight_ptr", "bias_ptr")
-    narrow = dict.fromkeys(("mean_ptr", "rstd_ptr"), STATISTICS)
-    for columns in (1024, WIDEST_FROM_OUTPUT if from_output else WIDEST_BACKWARD):
-        rows, block, warps = _backward_tile(columns, from_output)
-        once = ("weight_ptr", "bias_ptr", *sums) if rows > 1 else ()
-        yield _case(
-            row_norm_backward, name, f"backward {columns} {words}", matrices | {"dx_ptr": x} | sums,
-            tile=(rows, block), warps=warps, reads=reads, writes=("dx_ptr", *sums),
-            narrow=narrow | dict.fromkeys(once, SHARED_ROW), **flags,
-            STAGES=_stages(rows * block, BITS[y if from_output else x] // 8),
-        )  # fmt: skip
-    yield _case(
-        row_norm_backward_wide, name, f"backward wide {words}", matrices | {"dx_ptr": x},
-        tile=(1, WIDE_BACKWARD), warps=WIDE_WARPS, reads=reads, writes=("dx_ptr",), narrow=narrow,
-        **flags,
-    )  # fmt: skip
-    if affine:
-        once = ("weight_ptr", "bias_ptr", *sums)
-        yield _case(
-            row_norm_weight_sums, name, f"weight sums {words}", matrices | sums,
-            tile=(TILE_ROWS, TILE_COLUMNS), warps=TILE_WARPS, reads=reads[:2],
-            narrow=narrow | dict.fromkeys(once, SHARED_ROW), **flags,
-        )  # fmt: skip
-
-
-def _add_up_case(name: str, kind: str, centered: bool) -> Case:
-    partials = {"dweight_partial_ptr": "fp32", "dbias_partial_ptr": "fp32" if centered else None}
-    sums = {"dweight_ptr": kind, "dbias_ptr": kind if centered else None}
-    return _case(
-        row_norm_add_up, name, f"second stage {kind}", partials | sums, tile=_sum_tile(1024, 132),
-        warps=4, reads=tuple(partials), narrow=dict.fromkeys(sums, "one row in all"),
-    )  # fmt: skip
+    widest = WIDEST_FORWARD_BYTES * 8 // BITS[kind]
+    for columns in (1024, widest, 2 * widest):
+        call: Any = partial(forward, *rows(kind, columns), (columns,), 1e-5, centered, DTYPES[of_y])
+        yield from launched(call, name, f"{columns} {words}", narrow=narrow, **more)
+    rstd = meta("fp32", 4100)
+    for widest, by_y in ((WIDEST_BACKWARD, False), (WIDEST_FROM_OUTPUT, True))[: 1 + affine]:
+        for columns in (1024, widest, 2 * widest):
+            saved, weight, bias = rows(of_y if by_y else kind, columns)
+            given = {"y": saved} if by_y else {"x": saved, "mean": rstd if centered else None}
+            call = partial(
+                backward, meta(of_y, 4100, columns), [True] * 3, weight=weight, bias=bias,
+                rstd=rstd, shape=(columns,), eps=1e-5, centered=centered, x_dtype=DTYPES[kind],
+                **given,
+            )  # fmt: skip
+            unread = {} if by_y else {"bias_ptr": "not read: says whether there is one"}
+            end = " from output" * by_y
+            yield from launched(
+                call, name, f"{columns} {words}{end}", narrow=narrow | unread, **more
+            )

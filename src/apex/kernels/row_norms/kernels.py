@@ -23,11 +23,8 @@ def _rstd(variance, eps):
 
 @triton.jit
 def row_norm_forward(
-    # data
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
-    # shape and scalars
     n_rows, n_cols, eps,
-    # compile-time
     CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit into a tile."""
@@ -58,11 +55,8 @@ def row_norm_forward(
 
 @triton.jit
 def row_norm_forward_wide(
-    # data
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
-    # shape and scalars
     n_cols, eps,
-    # compile-time
     CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program, in blocks; each lane keeps a running mean and sum of squares (Welford)."""
@@ -113,11 +107,8 @@ def _away_from_zero(weight, eps):
 
 @triton.jit
 def row_norm_backward(
-    # data
     dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    # shape and scalars
     n_rows, n_cols, eps,
-    # compile-time
     CENTERED: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -191,11 +182,8 @@ def _block(
 
 @triton.jit
 def row_norm_backward_wide(
-    # data
     dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dx_ptr,
-    # shape and scalars
     n_cols, eps,
-    # compile-time
     CENTERED: tl.constexpr, FROM_OUTPUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``dx`` of one row, in blocks."""
@@ -232,11 +220,8 @@ def row_norm_backward_wide(
 
 @triton.jit
 def row_norm_weight_sums(
-    # data
     dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dweight_ptr, dbias_ptr,
-    # shape and scalars
     n_rows, n_cols, eps,
-    # compile-time
     CENTERED: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first stage of weight gradients, some columns of every n-th tile of rows."""

@@ -1,7 +1,41 @@
-"""The kernels of group norm; what launches them is in :mod:`apex.kernels.group_norm`."""
+"""Group norm of images whose channels are last in memory; see :mod:`apex.ops.norms.group_norm`.
 
+A group is a run of a few channels, often ten: read by groups, a 16-bit image comes in pieces of 20
+bytes. So nothing here walks through groups. Tiles are rows of neighbouring channels, read in 128
+bits whatever the groups are, and reduced for each channel; a small kernel joins the channels of a
+group. Forward reads the image twice and writes it once, backward reads two images twice and writes
+one; an image that fits the cache is read from there the second time.
+
+The forward keeps means and sums of squared differences from them, and merges those: neither a mean
+that is large against the spread nor an outlier cancels away the variance. Every sum has one order:
+results repeat bit for bit.
+
+Source: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances", 1979, eq. 2.1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+
+from apex.kernels._launching import cdiv, empty, power_of_2
+from apex.kernels.inspect.case import Case, launched, meta
+
+# Elements of a tile: 16 for each of 128 threads, two 128-bit loads of 16-bit images; with two
+# images and two sums that is some 100 registers. Derived, not tuned on a GPU.
+TILE = 2048
+OPTIONS: dict[str, Any] = {"num_warps": 4}
+# Programs that fill a chip: eight for each of an H100's 132 multiprocessors, or nearly so.
+PROGRAMS = 1024
+# Joining partial sums, one program a group: elements at a time, and dependent steps at most.
+JOINED, STEPS = 2048, 64
 
 
 @triton.jit
@@ -91,11 +125,8 @@ def _merged(means, squares, counts, count):
 
 @triton.jit
 def group_norm_moments(
-    # data
     x_ptr, partial_ptr,
-    # shape
     rows, channels, parts, step,
-    # compile-time
     ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Mean over a program's rows, and sum of squared differences from it, for each channel.
@@ -122,11 +153,8 @@ def group_norm_moments(
 
 @triton.jit
 def group_norm_stats(
-    # data
     partial_ptr, stats_ptr,
-    # shape and scalars
     rows, channels, groups, parts, step, eps,
-    # compile-time
     PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Mean and reciprocal deviation of a group, merged from those of programs and channels."""
@@ -159,11 +187,8 @@ def _sigmoid(x):
 
 @triton.jit
 def group_norm_forward(
-    # data
     x_ptr, weight_ptr, bias_ptr, stats_ptr, y_ptr,
-    # shape
     rows, channels, groups, parts, step,
-    # compile-time
     SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """``y = act((x - mean) * rstd * weight + bias)``."""
@@ -195,11 +220,8 @@ def _slope(dy_ptr, x_ptr, offsets, mask, mean, rstd, weight, bias, SILU: tl.cons
 
 @triton.jit
 def group_norm_grad_sums(
-    # data
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, partial_ptr,
-    # shape
     rows, channels, groups, parts, step,
-    # compile-time
     SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Sums over rows of ``dz`` and of ``dz * x_hat``, for each channel."""
@@ -219,11 +241,8 @@ def group_norm_grad_sums(
 
 @triton.jit
 def group_norm_grad_stats(
-    # data
     partial_ptr, weight_ptr, sums_ptr, means_ptr,
-    # shape
     rows, channels, groups, parts,
-    # compile-time
     PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Join partial sums: those of each channel, and the means over a group times the weight."""
@@ -248,11 +267,8 @@ def group_norm_grad_stats(
 
 @triton.jit
 def group_norm_backward(
-    # data
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, means_ptr, dx_ptr,
-    # shape
     rows, channels, groups, parts, step,
-    # compile-time
     SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """``dx = rstd * (weight * dz - mean(weight * dz) - x_hat * mean(weight * dz * x_hat))``."""
@@ -267,3 +283,122 @@ def group_norm_backward(
         x_hat, dz = _slope(dy_ptr, x_ptr, offsets, mask, mean, rstd, weight, bias, SILU)
         dx = dz * factor[None, :] - (x_hat * tilt[None, :] + level[None, :])
         tl.store(dx_ptr + offsets, dx, mask=mask)
+
+
+# -- launching -----------------------------------------------------------------------------------
+
+
+class _Shape:
+    """How an image is cut into programs."""
+
+    def __init__(self, x: torch.Tensor, groups: int) -> None:
+        self.images, channels, *_ = x.shape
+        rows = x.numel() // (self.images * channels)
+        block = tile_channels(channels)
+        height = TILE // block
+        columns, blocks = cdiv(channels, block), cdiv(rows, height)
+        width = power_of_2(channels // groups)
+        joined = max(1, JOINED // width)
+        parts = max(1, min(PROGRAMS // max(1, self.images * columns), STEPS * joined, blocks))
+        self.step = cdiv(blocks, parts) * height
+        self.parts = cdiv(rows, self.step)
+        self.grid = (self.images * self.parts, columns)
+        self.sizes = (rows, channels, groups, self.parts)
+        self.tile = (height, block)
+        self.joins = (power_of_2(min(self.parts, joined)), width)
+
+
+def tile_channels(channels: int) -> int:
+    """Channels of a tile: as many as leave at most an eighth of the threads without work."""
+    for block in (512, 256, 128, 64, 32):
+        if cdiv(channels, block) * block - channels <= channels // 8:
+            return block
+    return 16
+
+
+def allocate(
+    x: torch.Tensor, weight: Any, bias: Any, groups: int, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``y`` like ``x``, and float32 ``(images, groups, 2)``: mean and 1 / std; uninitialized."""
+    return torch.empty_like(x), empty(x, x.shape[0], groups, 2)
+
+
+def forward(
+    x: torch.Tensor, weight: Any, bias: Any, groups: int, eps: float, silu: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalize ``x``, not empty, whose channels are last in memory; results as `allocate` says."""
+    weight, bias = _contiguous(weight), _contiguous(bias)
+    shape = _Shape(x, groups)
+    y, stats = outputs = allocate(x, weight, bias, groups)
+    rows, channels, _, parts = shape.sizes
+    partial = empty(x, shape.images, parts, 2, channels)
+    group_norm_moments[shape.grid](
+        x, partial, rows, channels, parts, shape.step, *shape.tile, **OPTIONS
+    )
+    group_norm_stats[(shape.images * groups,)](
+        partial, stats, *shape.sizes, shape.step, eps, *shape.joins, **OPTIONS
+    )
+    group_norm_forward[shape.grid](
+        x, weight, bias, stats, y, *shape.sizes, shape.step, silu, *shape.tile, **OPTIONS
+    )
+    return outputs
+
+
+def backward(
+    dy: torch.Tensor, needs: Sequence[bool], *, x: torch.Tensor, weight: Any, bias: Any,
+    stats: torch.Tensor, groups: int, eps: float, silu: bool,
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """Gradients of x, weight and bias, as far as they are needed; ``dy`` may have any strides."""
+    kept, stats = (_contiguous(weight), _contiguous(bias)), stats.contiguous()
+    if dy.stride() != x.stride():
+        dy = dy.movedim(1, -1).contiguous()  # in memory like x
+    shape = _Shape(x, groups)
+    images, channels = shape.images, x.shape[1]
+    partial = empty(x, images, shape.parts, 2, channels)
+    sums, means = empty(x, images, 2, channels), empty(x, images, groups, 2)
+    group_norm_grad_sums[shape.grid](
+        dy, x, *kept, stats, partial, *shape.sizes, shape.step, silu, *shape.tile, **OPTIONS
+    )
+    group_norm_grad_stats[(images * groups,)](
+        partial, kept[0], sums, means, *shape.sizes, *shape.joins, **OPTIONS
+    )
+    dx = None
+    if needs[0]:
+        dx = torch.empty_like(x)
+        group_norm_backward[shape.grid](
+            dy, x, *kept, stats, means, dx, *shape.sizes, shape.step, silu, *shape.tile, **OPTIONS
+        )
+    dweight = dbias = None
+    if any(needs[1:]):
+        of_images = sums.sum(0)
+        dweight = of_images[1].to(weight.dtype) if weight is not None and needs[1] else None
+        dbias = of_images[0].to(bias.dtype) if bias is not None and needs[2] else None
+    return [dx, dweight, dbias]
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+# -- what is inspected ---------------------------------------------------------------------------
+
+
+def cases() -> Iterator[Case]:
+    """What is inspected."""
+    narrow = dict.fromkeys(("weight_ptr", "bias_ptr"), "one number a channel, once for all rows")
+    narrow |= dict.fromkeys(("partial_ptr", "sums_ptr"), "two sums a channel for all rows")
+    narrow |= dict.fromkeys(("stats_ptr", "means_ptr"), "two numbers of a group, for each channel")
+    more: dict[str, Any] = {"writes": ("y_ptr", "dx_ptr"), "narrow": narrow, "tile": TILE}
+    for kind, channels, end in itertools.product(
+        ("fp32", "fp16", "bf16"), (64, 512), ("", " silu", " no weight")
+    ):
+        x = meta(kind, 8, channels, 63, 65).to(memory_format=torch.channels_last)
+        weight, groups = None if "no" in end else meta("fp32", channels), channels // 16
+        known: dict[str, Any] = {"x": x, "weight": weight, "bias": weight, "groups": groups}
+        known |= {"eps": 1e-5, "silu": "silu" in end}
+        stats = meta("fp32", 8, groups, 2)
+        for call in (
+            partial(forward, **known),
+            partial(backward, x, [True] * 3, stats=stats, **known),
+        ):
+            yield from launched(call, "group_norm", f"{kind} {channels} channels{end}", **more)
