@@ -89,11 +89,6 @@ def check_groups(
 
     ``added`` are groups that the optimizer is about to get as well, as ``add_param_group`` takes
     them. ``call`` is who was given them.
-
-    Raises:
-        TypeError: A group is no dict with tensors as its ``params``.
-        ValueError: A weight is there twice. Within one group torch warns and steps it twice.
-        RuntimeError: A weight was made in ``torch.inference_mode``.
     """
     seen: set[int] = set()
     name = type(optimizer).__name__
@@ -257,7 +252,7 @@ def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> N
         return
     casts_model = properties.cast_model_type in HALF_TYPES
     for model in models:
-        if modules.is_prepared(model):  # by an earlier initialize, which is undone first
+        if modules.record_of(model) is not None:  # by an earlier initialize, which is undone first
             continue
         tensors = [*model.parameters(), *model.buffers()]
         is_lazy = casts_model and any(map(torch.nn.parameter.is_lazy, tensors))

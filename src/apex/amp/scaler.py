@@ -210,7 +210,7 @@ class LossScaler:
     def finish_pass(
         self, found: torch.Tensor, *, check: bool = True, before: torch.Tensor | None = None
     ) -> None:
-        """Take the flag of a pass, from :func:`unscale_`, and back off if it is set; nothing waits.
+        """Take the flag of a pass and back off if it is set; nothing waits.
 
         With ``check=False`` the scale stays, and the next check counts this flag too. ``before`` is
         the flag with which the same pass was finished before.

@@ -19,14 +19,7 @@ from apex.amp.scaler import LossScaler
 class Training:
     """The models, optimizers, scalers and settings of one ``initialize`` call.
 
-    Attributes:
-        properties: Its options.
-        loss_scalers: One scaler for each loss.
-        verbosity: Whether overflow lines are logged.
-        max_skipped_steps: Skipped steps in a row after which a step raises.
-        fused_step: Whether gradients stay scaled until the step.
-        process_group: Ranks that take or skip each step together; ``None`` for this one alone.
-        sharing: ids of ledgers, by the id of a tensor that several of them step.
+    ``sharing`` has ids of ledgers, by the id of a tensor that several of them step.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
-"""The cast log: one line for each tensor that a listed function casts.
+"""The cast log of ``verbosity=2`` and ``init(verbose=True)``: a line for each tensor that is cast.
 
-Switched on by ``verbosity=2`` or ``init(verbose=True)``. The casts happen in torch's dispatcher,
-where Python sees nothing, so a ``TorchFunctionMode`` watches the calls and says which casts the
-lists call for. It costs a few microseconds a call and is entered only when asked for.
-
-Lines read ``Float->Half (conv2d)`` and ``Half->Float (log_softmax)``. A weight cast that is
-cached is logged once; casts inside nested lists are not, except in ``cat`` and ``stack``.
+The casts happen in torch's dispatcher, where Python sees nothing. So a ``TorchFunctionMode``
+watches the calls (a few microseconds each) and says which casts the lists call for:
+``Float->Half (conv2d)``. A weight cast that is cached is logged once; casts inside nested lists are
+not, except in ``cat`` and ``stack``.
 """
 
 from __future__ import annotations

@@ -4,10 +4,6 @@ The hooks hold plain values only, so a model with them can be deep-copied, pickl
 replicated by ``nn.DataParallel``, traced and compiled. ``forward`` itself is never replaced.
 The first hook casts the inputs and switches the level's casts on for the call. The second, which
 also runs when the forward raises, switches them off and casts the outputs.
-
-A model cast to 16 bits shows float32 in its ``state_dict``: the float32 master where a weight
-has one, and loading takes float32 values unrounded into the masters. So the ordinary state dicts
-lose nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from apex.amp.gradients.masters import table
 from apex.amp.gradients.state_dicts import LoadFloat32, ShowFloat32
 from apex.amp.policy import HALF_TYPES, Properties
 
-_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # with hooks of amp
 
 
 class _Caster:
@@ -216,11 +212,7 @@ def prepare(
     casts: Casts | None,
     cast_model_outputs: torch.dtype | None,
 ) -> None:
-    """Bring ``model`` to its level, in place.
-
-    ``model`` is in float32 or, at a level that casts it, in 16 bits already. Outputs are cast to
-    ``cast_model_outputs``; ``None`` means float32 where the model is cast.
-    """
+    """Bring ``model`` to its level, in place; outputs are float32 unless asked for otherwise."""
     dtype = properties.cast_model_type or None
     outputs = cast_model_outputs
     if dtype is not None and outputs is None:
@@ -228,7 +220,7 @@ def prepare(
     if dtype == torch.float32 and any(p.dtype == torch.float64 for p in model.parameters()):
         dtype = outputs = None  # a float64 model at O0 stays what it is
     level = _Level(casts, dtype, outputs)
-    _models.add(model)
+    prepared.add(model)
     model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)
     model.register_forward_hook(_Leave(level), always_call=True)
     if dtype is not None:
@@ -290,29 +282,22 @@ def _retype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
         parameter.grad = grad.to(dtype)
 
 
-def _levels(model: torch.nn.Module) -> list[_Level]:
-    """The level that ``model`` was prepared for, if it was."""
-    return [h.level for h in model._forward_pre_hooks.values() if isinstance(h, _Enter)]
-
-
-def forward_record(model: torch.nn.Module) -> ForwardRecord:
-    """The record of the forwards of a prepared model."""
-    return _levels(model)[0].forwards
-
-
-def is_prepared(model: torch.nn.Module) -> bool:
-    """Whether ``model`` has hooks of amp."""
-    return bool(_levels(model))
+def record_of(model: torch.nn.Module) -> ForwardRecord | None:
+    """The record of the forwards of ``model``; ``None`` if it has no hooks of amp."""
+    hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Enter)]
+    return hooks[0].level.forwards if hooks else None
 
 
 @torch.no_grad()
 def undo(model: torch.nn.Module) -> None:
     """Remove amp's hooks from ``model`` and give its weights their float32 values back."""
-    was_cast = any(level.forwards.is_cast for level in _levels(model))
+    record = record_of(model)
+    if record is None:
+        return
     for module in model.modules():
-        if module is model or not is_prepared(module):
+        if module is model or record_of(module) is None:
             _remove_hooks(module)
-        if not was_cast:
+        if not record.is_cast:
             continue
         for parameter in module._parameters.values():
             if parameter is not None and parameter.dtype in HALF_TYPES:
@@ -326,7 +311,7 @@ def undo(model: torch.nn.Module) -> None:
         for buffer in module._buffers.values():
             if buffer is not None and buffer.dtype in HALF_TYPES:
                 buffer.data = buffer.data.float()
-    _models.discard(model)
+    prepared.discard(model)
 
 
 def _drop(hooks: dict[int, Any], kind: type) -> None:
@@ -344,8 +329,3 @@ def _remove_hooks(module: torch.nn.Module) -> None:
                 del hooks[key]
                 for flags in _HOOK_FLAGS:
                     getattr(module, flags, {}).pop(key, None)
-
-
-def prepared() -> list[torch.nn.Module]:
-    """Every model with hooks of amp that still exists."""
-    return list(_models)

@@ -56,14 +56,9 @@ _newest = 0  # the number of the last note
 
 
 class Pairs:
-    """Model weights and their masters.
-
-    Args:
-        both: The 16-bit weights, each with its master.
+    """16-bit weights, each with its master; ``tensors`` are the masters' tensors.
 
     Attributes:
-        weights: The 16-bit weights.
-        tensors: The masters' tensors.
         handed_out: Whether ``amp.master_params`` gave the masters to the program since the last
             forward: they count as written.
         are_freed: Whether no master has a gradient since the last step.
@@ -317,10 +312,7 @@ class Pairs:
                 write_zeros(weight.grad)
 
     def free_grads(self, sharers: Sharers, stepped: int) -> None:
-        """Free the masters' gradients, where no other optimizer has yet to step on them.
-
-        ``stepped`` is the id of the ledger whose optimizer has stepped.
-        """
+        """Free the masters' gradients that no ledger but ``stepped``, an id, has yet to step."""
         if not sharers:
             for tensor in self.tensors:
                 tensor.grad = None
