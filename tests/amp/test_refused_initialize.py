@@ -33,7 +33,7 @@ REFUSED_OPTIONS = [
     ({"opt_level": "O6"}, RuntimeError, r"'O6'.*'O0', 'O1'.*letter O"),
     ({"opt_level": "01"}, RuntimeError, "letter O"),
     ({"opt_level": None}, RuntimeError, "Unexpected optimization level None"),
-    ({"opt_level": "O1", "cast_model_type": HALF}, RuntimeError, "O1 casts functions"),
+    ({"opt_level": "O1", "cast_model_type": HALF}, RuntimeError, "cast_model_type=.*float16 at O1"),
     ({"opt_level": "O4", "keep_batchnorm_fp32": False}, RuntimeError, "keep_b.*=False at O4"),
     ({"opt_level": "O1", "master_weights": False}, RuntimeError, "master_weights=False at O1"),
     ({"enabled": "O2"}, TypeError, "enabled, the third argument, was 'O2'"),

@@ -41,9 +41,13 @@ def _walk(value: Any, fn: Callable[[Any], Any], path: tuple[Any, ...]) -> Any:
         rows = [(key, item, _walk(item, fn, path)) for key, item in old]
         changed = {key: new for key, item, new in rows if new is not item}
         return _with(value, changed) if changed else value
+    if isinstance(value, (Sequence, Set)) or type(value).__name__ == "deque":
+        return _items(value, fn, path)
+    return value
+
+
+def _items(value: Any, fn: Callable[[Any], Any], path: tuple[Any, ...]) -> Any:
     if isinstance(value, (range, torch.Size, memoryview, bytearray)):
-        return value
-    if not isinstance(value, (Sequence, Set)) and type(value).__name__ != "deque":
         return value
     items = list(value)
     walked = [_walk(item, fn, path) for item in items]
