@@ -279,7 +279,7 @@ class OptimizerState:
         try:
             with off:
                 result = self._step(None, None, (evaluate, *args[1:]), rest)
-            self.overflow.note_taken()
+            self.overflow.read([])  # taken
         finally:
             self._after_step(copied=False)
         return result

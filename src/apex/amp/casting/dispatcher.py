@@ -62,29 +62,7 @@ _REFUSED_IN_PLACE = (
 )
 
 _libraries: dict[torch.dtype, torch.library.Library] = {}  # what casts to it need in addition
-_ours: set[tuple[str, str]] = set()  # operators that have a kernel of ours, and dispatch keys
 _lock = threading.Lock()
-
-
-# Functions that torch composes of those above.
-_COMPOSED_ON_CPU = (
-    "softmin normalize interpolate multilabel_soft_margin_loss cross __pow__ __rpow__"
-)
-
-
-def only_apexs(device: str) -> set[str]:
-    """Names of the functions that Apex's lists cast on ``device`` and torch's do not."""
-    names, key = _FLOAT_EVERYWHERE, f"Autocast{device.upper()}"
-    if device == "cpu":
-        names = f"{names} {_FLOAT_ON_CPU} {_PROMOTE_ON_CPU} addmv addr mv"
-    operators = [(name.partition(".")[0], operator(name)) for name in names.split()]
-    torchs = {
-        name
-        for name, op in operators
-        if op is not None and _has_kernel(op, key) and (op.name(), key) not in _ours
-    }
-    rest = f"cpu {_COMPOSED_ON_CPU}" if device == "cpu" else "cpu"  # Tensor.cpu is on the list
-    return {*[name for name, _ in operators], *rest.split()} - torchs
 
 
 def install(dtype: torch.dtype) -> None:
@@ -112,7 +90,6 @@ def uninstall() -> None:
     with _lock:
         while _libraries:
             _libraries.popitem()[1]._destroy()  # type: ignore[no-untyped-call]
-        _ours.clear()
 
 
 def _register_all(library: torch.library.Library, dtype: torch.dtype) -> None:
@@ -148,7 +125,6 @@ def _register(
             keys = torch._C.DispatchKeySet(dispatch_key)
             kernel = _casting(op, keys, key, cast, dtypes) if cast else _refusing(op, keys)
             library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
-            _ours.add((op.name(), key))
 
 
 def operator(name: str) -> Any:

@@ -82,10 +82,6 @@ class Overflow:
             self._taken = False if self._taken.is_meta else bool(self._taken)
         return self._taken
 
-    def note_taken(self) -> None:
-        """Note that a step is taken, as far as the host decides."""
-        self._taken, self.skipped = True, 0
-
     def read(self, passes: Sequence[Pass]) -> Report | None:
         """Let the host decide: one read of a device.
 
