@@ -225,7 +225,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     training = Training(
         properties,
         scalers,
-        verbosity=verbosity,
+        verbosity=int(verbosity),
         max_skipped_steps=max_skipped_steps,
         fused_step=fused_step,
         process_group=process_group,

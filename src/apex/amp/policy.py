@@ -89,13 +89,6 @@ class Properties:
         return bool(self.enabled) and (self.casts_functions or self.cast_model_type in HALF_TYPES)
 
 
-_SET_BY_LEVELS = (
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
 # Options that have no meaning at some levels: whether these are O1 and O4 or the others, what is
 # allowed there, and why nothing else is.
 _MISPLACED: dict[str, tuple[bool, tuple[Any, ...], str]] = {
@@ -152,7 +145,7 @@ def _checked(name: str, value: Any) -> Any:
 class _Level:
     """A named set of options; calling it writes them into a ``Properties``.
 
-    ``defaults`` are of the options in :data:`_SET_BY_LEVELS`; ``more`` is the docstring.
+    ``defaults`` are of the options behind ``opt_level``; ``more`` is the docstring.
     """
 
     brief: str
@@ -165,7 +158,7 @@ class _Level:
     def __call__(self, properties: Properties) -> Properties:
         properties.enabled = True
         properties.opt_level = type(self).__name__
-        for option, value in zip(_SET_BY_LEVELS, self.defaults, strict=True):
+        for option, value in zip(list(properties.options)[2:], self.defaults, strict=True):
             setattr(properties, option, value)
         return properties
 

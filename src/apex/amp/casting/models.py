@@ -64,8 +64,13 @@ class _Level:
     """The casts of a level: of functions, of a model's inputs and of its outputs."""
 
     def __init__(
-        self, casts: Casts | None, inputs: torch.dtype | None, outputs: torch.dtype | None
+        self,
+        model: str,
+        casts: Casts | None,
+        inputs: torch.dtype | None,
+        outputs: torch.dtype | None,
     ) -> None:
+        self.model = model  # the name of its class
         self.casts = casts
         self.inputs = None if inputs is None else _Caster(inputs)
         self.outputs = None if outputs is None else _Caster(outputs, keep_double=True)
@@ -79,6 +84,9 @@ class _NotScriptable(AttributeError, RuntimeError):
 
 
 class _Hook:
+    def __init__(self, level: _Level) -> None:
+        self.level = level
+
     @property
     def __name__(self) -> str:
         raise _NotScriptable(
@@ -95,16 +103,13 @@ class _Guard(_Hook):
     the guards off, so that they cost nothing later.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = type(model).__name__
-
     def __call__(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in args):
             raise RuntimeError(
                 f"amp: a {type(layer).__name__} with 16-bit weights got float32 inputs, because "
-                f"its {self.model} was not called through nn.Module: model.forward(x), or a "
+                f"its {self.level.model} was not called through nn.Module: model.forward(x), or a "
                 "__call__ of its own, bypasses the hooks that cast. Call model(x), and leave "
                 "__call__ to nn.Module; or pass inputs of the weights' dtype."
             )
@@ -112,9 +117,6 @@ class _Guard(_Hook):
 
 class _Enter(_Hook):
     """Forward pre-hook: cast the inputs, then switch the level's function casts on."""
-
-    def __init__(self, level: _Level) -> None:
-        self.level = level
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,9 +147,6 @@ class _Enter(_Hook):
 
 class _Leave(_Hook):
     """Forward hook, called in any case: switch function casts off, then cast the outputs."""
-
-    def __init__(self, level: _Level) -> None:
-        self.level = level
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         casting.end_forward(self.level)
@@ -219,7 +218,7 @@ def prepare(
         outputs = torch.float32
     if dtype == torch.float32 and any(p.dtype == torch.float64 for p in model.parameters()):
         dtype = outputs = None  # a float64 model at O0 stays what it is
-    level = _Level(casts, dtype, outputs)
+    level = _Level(type(model).__name__, casts, dtype, outputs)
     prepared.add(model)
     model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)
     model.register_forward_hook(_Leave(level), always_call=True)
@@ -227,7 +226,7 @@ def prepare(
         convert(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
     if dtype in HALF_TYPES:
         level.has_16_bit_weights = any(p.dtype in HALF_TYPES for p in model.parameters())
-        level.is_guarded, guard = True, _Guard(model)
+        level.is_guarded, guard = True, _Guard(level)
         for module in model.modules():
             _show_float32(module, guard)
 

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -180,6 +180,7 @@ class Pass:
             self.scaler.finish_pass(distributed.agree_(found_inf, self.ledgers), check=check)
 
 
+@dataclass(eq=False)
 class Ledger:
     """The gradients of one optimizer, which steps ``params``.
 
@@ -193,22 +194,20 @@ class Ledger:
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
     """
 
-    def __init__(
-        self, params: Parameters, training: Training, fused: FusedGradients | None
-    ) -> None:
-        self.params = params
-        self.training = training
-        self.fused = fused
-        self.state = self.before = State.UNSCALED
-        self.scaled: Pass | None = None
-        self.stash: Stash = {}
-        self.passes: list[Pass] = []
-        self.records: list[ForwardRecord] = []
-        self.belongs_to_models = False
-        self.has_stepped = False
-        self.had_grads = False
-        self.is_unreduced = False
-        self._warned = False
+    params: Parameters
+    training: Training
+    fused: FusedGradients | None
+    state: State = State.UNSCALED
+    before: State = State.UNSCALED
+    scaled: Pass | None = None
+    stash: Stash = field(default_factory=dict)
+    passes: list[Pass] = field(default_factory=list)
+    records: list[ForwardRecord] = field(default_factory=list)
+    belongs_to_models: bool = False
+    has_stepped: bool = False
+    had_grads: bool = False
+    is_unreduced: bool = False
+    _warned: bool = False
 
     def with_sharers(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""

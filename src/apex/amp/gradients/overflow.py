@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -64,16 +64,17 @@ class Report(NamedTuple):
     scale: float
 
 
+@dataclass
 class Overflow:
     """The skipped steps of one optimizer: logged with ``verbosity``, ``limit`` in a row raise."""
 
-    def __init__(self, verbosity: int, limit: int) -> None:
-        self.verbosity = verbosity
-        self.limit = limit
-        self.skipped = 0  # steps in a row, as far as the host knows
-        self._taken: bool | torch.Tensor = False  # whether the last step was
-        self._skips: torch.Tensor | None = None  # steps in a row, counted on the device
-        self.sent: deque[tuple[list[int], AsyncCopy]] = deque()
+    verbosity: int
+    limit: int
+    skipped: int = 0  # steps in a row, as far as the host knows
+    # Copies of the flags of deferred steps that have not arrived.
+    sent: deque[tuple[list[int], AsyncCopy]] = field(default_factory=deque)
+    _taken: bool | torch.Tensor = False  # whether the last step was
+    _skips: torch.Tensor | None = None  # steps in a row, counted on the device
 
     @property
     def taken(self) -> bool:

@@ -31,8 +31,10 @@ import torch
 
 from apex.amp.gradients.accumulation import (
     IS_SPARSE,
+    KeptGradients,
     Stash,
     accumulate,
+    addresses,
     any_grad,
     any_nonzero,
     grads_of,
@@ -40,7 +42,6 @@ from apex.amp.gradients.accumulation import (
     unshared,
     write_zeros,
 )
-from apex.amp.gradients.kept import KeptGradients, addresses
 from apex.amp.gradients.masters import Master, table
 from apex.ops.lists.columns import OWN_MEMORY
 
