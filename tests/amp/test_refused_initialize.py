@@ -24,6 +24,7 @@ def inference_weight():
 
 
 WEIGHT = torch.zeros(2, requires_grad=True)
+TWICE = sgd({"params": [torch.zeros(2, requires_grad=True)]})
 HALF, INT8 = torch.float16, torch.int8
 NO_GROUP = r"process_group was .*mesh.get_group\(name\)"
 
@@ -62,6 +63,8 @@ REFUSED_OBJECTS = [
     ([], [sgd({"params": ["weight"]})], TypeError, "was or held a str"),
     ([], [sgd({"params": [WEIGHT]}, {"params": (WEIGHT,)})], ValueError, "Pass each weight once"),
     ([], [sgd({"params": [inference_weight()]})], RuntimeError, "made in torch.inference_mode"),
+    ([], [TWICE, TWICE], ValueError, "passed twice"),
+    ([], [type("FP16_Optimizer", (), {})()], RuntimeError, "Pass the bare torch.optim or"),
     ([3], [], TypeError, NO_MODEL),
     ([nn.Linear(2, 2).double()], [], RuntimeError, "of torch.float64"),
     ([nn.LazyLinear(2)], [], RuntimeError, "has no shape yet"),

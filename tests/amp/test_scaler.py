@@ -120,12 +120,20 @@ def test_growth_stops_at_the_ceiling_and_counts_past_the_window():
         ({"scale_window": 0}, "growth_interval was 0"),
         ({"hysteresis": 0}, "hysteresis was 0"),
         ({"init_scale": math.inf}, "init_scale was inf"),
+        ({"init_scale": 1e300}, "init_scale was 1e"),
+        ({"scale_window": 1.5}, "growth_interval was 1.5"),
+        ({"max_loss_scale": 0.0}, "max_loss_scale was 0.0"),
+        ({"min_loss_scale": -5.0}, "min_loss_scale was -5.0"),
         ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_loss_scale was 8.0"),
+        *(
+            ({"loss_scale": number}, "loss_scale was")
+            for number in (0, "0", math.nan, math.inf, -1)
+        ),
     ],
 )
 def test_bad_numbers_are_refused(kwargs, match):
-    with pytest.raises(ValueError, match=match):
-        LossScaler("dynamic", **kwargs)
+    with pytest.raises(ValueError, match=f"loss scaling: {match}.* must be"):
+        LossScaler(**{"loss_scale": "dynamic", **kwargs})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
