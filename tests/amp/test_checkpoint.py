@@ -75,13 +75,6 @@ def test_a_dynamic_state_does_not_make_a_static_scale_dynamic():
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
 
 
-def test_disabled_needs_no_branches():
-    _ = initialized("O1", enabled=False)
-    saved = amp.state_dict()
-    assert saved == {}
-    amp.load_state_dict(saved)
-
-
 def test_extra_state_and_frozen_weights_pass_through():
     class Extra(nn.Linear):
         def get_extra_state(self):

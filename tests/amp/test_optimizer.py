@@ -149,11 +149,6 @@ def test_copies_and_pickles_of_the_optimizer(level):
         twin.step()
 
 
-def test_masters_start_from_unrounded_weights():
-    _, optimizer = start("O2")
-    assert same(net().parameters(), amp.master_params(optimizer))
-
-
 def test_optimizer_state_from_before_is_kept():
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

@@ -24,6 +24,7 @@ def inference_weight():
 
 
 WEIGHT = torch.zeros(2, requires_grad=True)
+TWICE = sgd({"params": [torch.zeros(2, requires_grad=True)]})
 HALF, INT8 = torch.float16, torch.int8
 NO_GROUP = r"process_group was .*mesh.get_group\(name\)"
 
@@ -33,7 +34,7 @@ REFUSED_OPTIONS = [
     ({"opt_level": "O6"}, RuntimeError, r"'O6'.*'O0', 'O1'.*letter O"),
     ({"opt_level": "01"}, RuntimeError, "letter O"),
     ({"opt_level": None}, RuntimeError, "Unexpected optimization level None"),
-    ({"opt_level": "O1", "cast_model_type": HALF}, RuntimeError, "O1 casts functions"),
+    ({"opt_level": "O1", "cast_model_type": HALF}, RuntimeError, "cast_model_type=.*float16 at O1"),
     ({"opt_level": "O4", "keep_batchnorm_fp32": False}, RuntimeError, "keep_b.*=False at O4"),
     ({"opt_level": "O1", "master_weights": False}, RuntimeError, "master_weights=False at O1"),
     ({"enabled": "O2"}, TypeError, "enabled, the third argument, was 'O2'"),
@@ -62,6 +63,8 @@ REFUSED_OBJECTS = [
     ([], [sgd({"params": ["weight"]})], TypeError, "was or held a str"),
     ([], [sgd({"params": [WEIGHT]}, {"params": (WEIGHT,)})], ValueError, "Pass each weight once"),
     ([], [sgd({"params": [inference_weight()]})], RuntimeError, "made in torch.inference_mode"),
+    ([], [TWICE, TWICE], ValueError, "passed twice"),
+    ([], [type("FP16_Optimizer", (), {})()], RuntimeError, "Pass the bare torch.optim or"),
     ([3], [], TypeError, NO_MODEL),
     ([nn.Linear(2, 2).double()], [], RuntimeError, "of torch.float64"),
     ([nn.LazyLinear(2)], [], RuntimeError, "has no shape yet"),

@@ -41,14 +41,6 @@ def test_a_weight_used_twice_gets_the_gradients_of_both_uses():
         assert torch.equal(model.weight.grad, by_hand.grad)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_no_gpu_and_no_cudnn_is_needed(level):
-    with torch.backends.cudnn.flags(enabled=False):
-        model, optimizer = start(level, nn.Linear(2, 2))
-        train_step(model, optimizer, torch.ones(1, 2))
-    assert model.weight.device.type == "cpu"
-
-
 def test_o0_is_plain_torch():
     ends = []
     for use_amp in (False, True):

@@ -203,9 +203,8 @@ def init(
     Args:
         enabled: ``False`` returns a handle that does nothing, and switches casts off.
         loss_scale: Scale of the handle's scalers: ``"dynamic"`` or a number.
-        enable_caching: Kept for old callers, as ``handle.has_cache``. Nothing says when a cached
-            cast of a weight is stale, so each use casts it again; a block of ``amp.autocast()``
-            casts it once.
+        enable_caching: Kept for old callers, as ``handle.has_cache``. Each use casts a weight
+            again; a block of ``amp.autocast()`` casts it once.
         verbose: Log each cast: a line on standard output, or to the ``apex.amp`` logger.
         allow_banned: Cast ``binary_cross_entropy`` to float32 instead of refusing it.
         enable: The spelling of ``enabled`` in an early tutorial.

@@ -94,9 +94,9 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
     Args:
         destination: A mapping to fill; ``None`` makes a new ``OrderedDict``.
         optimizers: One or more optimizers of the training; ``None`` means the newest
-            ``initialize`` call, or the handle of ``amp.init`` where that is the only training.
-            There is a warning while another training is alive. If the newest ``initialize``
-            call is over and several trainings are left, none of them is saved.
+            ``initialize`` call, or the handle of ``amp.init`` where that is the only training, with
+            a warning while others are alive. If the newest ``initialize`` call is over and several
+            are left, none of them is saved.
 
     Returns:
         ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for

@@ -17,6 +17,13 @@ from apex.amp.gradients import distributed
 from apex.amp.gradients.masters import table
 from apex.amp.policy import HALF_TYPES, Properties, opt_levels
 
+_SCALE_LOSSES = {
+    "FP16_Optimizer": "does its own mixed precision. Pass the bare torch.optim or apex.optimizers "
+    "optimizer",
+    "OptimWrapper": "scales losses itself, by its own scale_loss. Pass the optimizer that "
+    "handle.wrap_optimizer was given",
+}
+
 
 def refuse_level_as(enabled: Any) -> None:
     """Refuse ``initialize(model, optimizer, "O2")``: it would train at the default level."""
@@ -59,20 +66,13 @@ def optimizer_list(optimizers: Any, call: str = "amp.initialize") -> list[Any]:
     if optimizers is None:
         return []
     for optimizer in listed:
-        if type(optimizer).__name__ == "FP16_Optimizer":
-            raise RuntimeError(
-                f"{call}: an FP16_Optimizer does its own mixed precision. Pass the bare "
-                "torch.optim or apex.optimizers optimizer instead."
-            )
-        if type(optimizer).__name__ == "OptimWrapper":
-            raise RuntimeError(
-                f"{call}: an OptimWrapper scales losses itself, by its own scale_loss. Pass the "
-                "optimizer that handle.wrap_optimizer was given."
-            )
+        name = type(optimizer).__name__
+        if name in _SCALE_LOSSES:
+            raise RuntimeError(f"{call}: an {name} {_SCALE_LOSSES[name]} instead.")
         needed = ("param_groups", "state", "step", "zero_grad", "add_param_group")
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in needed):
             raise TypeError(
-                f"{call}: optimizers was or held a {type(optimizer).__name__}; it must be "
+                f"{call}: optimizers was or held a {name}; it must be "
                 "a single optimizer or a list or tuple of optimizers."
             )
         _check_settable(optimizer, call)
@@ -89,11 +89,6 @@ def check_groups(
 
     ``added`` are groups that the optimizer is about to get as well, as ``add_param_group`` takes
     them. ``call`` is who was given them.
-
-    Raises:
-        TypeError: A group is no dict with tensors as its ``params``.
-        ValueError: A weight is there twice. Within one group torch warns and steps it twice.
-        RuntimeError: A weight was made in ``torch.inference_mode``.
     """
     seen: set[int] = set()
     name = type(optimizer).__name__
@@ -257,7 +252,7 @@ def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> N
         return
     casts_model = properties.cast_model_type in HALF_TYPES
     for model in models:
-        if modules.is_prepared(model):  # by an earlier initialize, which is undone first
+        if modules.record_of(model) is not None:  # by an earlier initialize, which is undone first
             continue
         tensors = [*model.parameters(), *model.buffers()]
         is_lazy = casts_model and any(map(torch.nn.parameter.is_lazy, tensors))

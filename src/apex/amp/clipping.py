@@ -48,17 +48,15 @@ def clip_grad_norm_(
     """Scale the gradients of ``optimizer`` down to a total norm of ``max_norm``, in place.
 
     Call it after the ``scale_loss`` block and before ``step``, at any level. With ``fused_step``
-    the step multiplies the gradients, and ``amp.master_params`` shows them clipped already.
-
-    For DTensors the norm is that over all ranks of their meshes: call it on each of them. For other
+    the step multiplies the gradients, and ``amp.master_params`` shows them clipped already. For
+    DTensors the norm is that over all ranks of their meshes: call it on each of them. For other
     tensors it is the norm of this rank's gradients, with a ``process_group`` too.
 
     Args:
         optimizer: An optimizer, initialised or not.
         max_norm: Largest total norm allowed.
         norm_type: Which p-norm; ``float("inf")`` for the largest element.
-        error_if_nonfinite: Raise when the norm is inf or nan. By default it is returned as it is,
-            and amp skips the step.
+        error_if_nonfinite: Raise when the norm is inf or nan. By default amp skips the step.
 
     Returns:
         The total norm before clipping, a 0-dim tensor and no DTensor.

@@ -225,7 +225,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     training = Training(
         properties,
         scalers,
-        verbosity=verbosity,
+        verbosity=int(verbosity),
         max_skipped_steps=max_skipped_steps,
         fused_step=fused_step,
         process_group=process_group,
@@ -257,8 +257,7 @@ def _build(
 ) -> handle.AmpHandle | None:
     """Change models and optimizers. All that can be refused has been, but for registrations.
 
-    Returns:
-        The handle of the level's function casts, to be switched on; ``None`` if it has none.
+    Returns the handle of the level's function casts, to be switched on; ``None`` if it has none.
     """
     properties = training.properties
     newest = casts = None
@@ -276,7 +275,7 @@ def _build(
             full = {param: param.detach() for param in params if param.dtype == torch.float32}
         for model in models:
             modules.prepare(model, properties, casts, cast_model_outputs)
-        training.add_models(models, [modules.forward_record(model) for model in models])
+        training.add_models(models, [modules.record_of(model) for model in models])
         for optimizer in optimizers:
             OptimizerState(optimizer, training, bool(properties.master_weights), full)
         for optimizer in optimizers:
@@ -305,8 +304,7 @@ def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
         if record is not None:
             record.detach()
     for model in listed:
-        if modules.is_prepared(model):
-            modules.undo(model)
+        modules.undo(model)
     for optimizer, weights in stepped:
         _retype_state(optimizer, weights)
 
@@ -328,9 +326,8 @@ def _halves_of(optimizer: Any) -> list[torch.Tensor]:
 def _retype_state(optimizer: Any, params: Iterable[Any]) -> None:
     """Bring the state of ``params`` to the dtype that they have now, be it wider or narrower.
 
-    What it would have been had the optimizer begun like that: numbers that it keeps beside its
-    tensors, a step count among them, stay as they are. The optimizers of :mod:`apex.optimizers` say
-    themselves which dtype a moment has.
+    Numbers that an optimizer keeps beside its tensors, a step count among them, stay as they are.
+    Those of :mod:`apex.optimizers` say themselves which dtype a moment has.
     """
     inner = getattr(optimizer, "optim", optimizer)  # LARC's
     slots, slot_dtype = getattr(inner, "slots", ()), getattr(inner, "_slot_dtype", None)
@@ -378,7 +375,7 @@ def reset() -> None:
     """
     state.disable_for_thread()
     with lock:
-        _release(modules.prepared(), list(managed))
+        _release(list(modules.prepared), list(managed))
         rules.restore()
         dispatcher.uninstall()
         cpu_float16.switch(on=False)

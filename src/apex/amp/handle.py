@@ -47,15 +47,8 @@ def disable_casts() -> Iterator[None]:
 class AmpHandle:
     """What ``amp.init`` returns: the casts it switched on, and the 2018 way to scale a loss.
 
-    Optimizers that its blocks are given belong to one training, as those of one ``initialize``.
-
-    Args:
-        loss_scale: ``"dynamic"`` or a number, for every scaler of this handle.
-        enable_caching: Kept for old callers, see :func:`apex.amp.init`.
-        verbose: Whether each cast is logged.
-
-    Raises:
-        ValueError: ``loss_scale`` is neither ``"dynamic"`` nor a finite number above 0.
+    Optimizers that its blocks are given belong to one training, as those of one ``initialize``. The
+    arguments are those of :func:`apex.amp.init`.
     """
 
     def __init__(
@@ -70,9 +63,9 @@ class AmpHandle:
         self._training = Training(
             properties, [], verbosity=_amp_state.verbosity, max_skipped_steps=50
         )
-        self._enable_caching = enable_caching
-        self._verbose = verbose
-        self._cache: dict[torch.Tensor, torch.Tensor] = {}
+        self.has_cache = enable_caching
+        self.verbose = verbose
+        self.cache: dict[torch.Tensor, torch.Tensor] = {}  # always empty: torch has it
         self._default_scaler: LossScaler | None = self.new_scalers(1)[0]
         self._is_active = True
         self._all_wrappers: list[tuple[Any, str, Any]] = []
@@ -84,7 +77,7 @@ class AmpHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         # Casts belong to a process; in another one amp.init switches them on.
         loss_scale = self._training.properties.loss_scale
-        arguments = loss_scale, self._enable_caching, self._verbose
+        arguments = loss_scale, self.has_cache, self.verbose
         return AmpHandle, arguments, {"_is_active": self._is_active}
 
     def make_casts(self, dtype: torch.dtype, *, allow_banned: bool = False) -> Casts:
@@ -94,7 +87,7 @@ class AmpHandle:
         """
         self._casts = rules.casts_for(dtype, rules.registered(), allow_banned=allow_banned)
         dispatcher.install(dtype)
-        if self._verbose:
+        if self.verbose:
             self._casts.log = CastLog()
         return self._casts
 
@@ -125,14 +118,7 @@ class AmpHandle:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
-        """Scale one loss for one optimizer; see :meth:`wrap_optimizer` for several.
-
-        Args:
-            loss: Any shape; float32 or narrower is scaled in float32.
-            optimizer: Whose parameters the backward pass reaches: one, or a list or tuple.
-
-        Yields:
-            The loss times the scale; the very same object where the handle is inactive.
+        """Scale one loss for an optimizer or a list; :meth:`wrap_optimizer` is for several losses.
 
         Raises:
             RuntimeError: ``wrap_optimizer`` was called: use the wrapper's ``scale_loss``; or
@@ -155,11 +141,7 @@ class AmpHandle:
         return [LossScaler(self._training.properties.loss_scale) for _ in range(number)]
 
     def manage(self, optimizers: Any, scalers: list[LossScaler]) -> int:
-        """Take ``optimizers`` and ``scalers`` into the handle's training, if they are not in it.
-
-        Returns:
-            The ``loss_id`` of the first scaler.
-        """
+        """Take what is given into the handle's training; return the first scaler's ``loss_id``."""
         for optimizer in checks.optimizer_list(optimizers, "amp.init's handle"):
             record = state_of(optimizer)
             if record is not None and record.training is self._training:
@@ -178,7 +160,7 @@ class AmpHandle:
         return known.index(scalers[0])
 
     def _clear_cache(self) -> None:
-        self._cache.clear()
+        self.cache.clear()
         casting.forget_weights()
 
     def _save_func(self, mod: Any, fn: str, func: Any) -> None:
@@ -193,29 +175,16 @@ class AmpHandle:
         if self._casts is not None and casting.is_enabled_for_thread(self._casts):
             casting.disable_for_thread()
 
-    @property
-    def has_cache(self) -> bool:
-        """Whether weight casts may be cached."""
-        return self._enable_caching
-
-    @property
-    def cache(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Always empty: torch keeps the cache of weight casts."""
-        return self._cache
-
     def remove_cache(self, param: torch.Tensor) -> None:
         """Forget the cached cast of ``param``."""
-        self._cache.pop(param, None)
+        self.cache.pop(param, None)
         casting.forget_weights()
-
-    @property
-    def verbose(self) -> bool:
-        """Whether each cast is logged."""
-        return self._verbose
 
 
 class NoOpHandle:
     """What ``amp.init(enabled=False)`` returns: everything passes through."""
+
+    has_cache = verbose = False
 
     def is_active(self) -> bool:
         """Return False."""
@@ -233,16 +202,6 @@ class NoOpHandle:
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
         """Yield ``loss`` itself."""
         yield loss
-
-    @property
-    def has_cache(self) -> bool:
-        """Return False."""
-        return False
-
-    @property
-    def verbose(self) -> bool:
-        """Return False."""
-        return False
 
     def new_scalers(self, number: int) -> list[LossScaler]:
         """Return an empty list."""

@@ -22,12 +22,8 @@ class OptimWrapper(WrappedOptimizer):
     """An optimizer with ``num_loss`` scaled losses between two steps.
 
     ``handle.wrap_optimizer`` makes it. The losses have a scaler each; a step is skipped if a
-    gradient of one of them was not finite. Anything else is the wrapped optimizer's.
-
-    Args:
-        optimizer: An optimizer that has not gone through ``amp.initialize``.
-        amp_handle: What ``amp.init`` returned; with an inactive one this is a pass-through.
-        num_loss: How many ``scale_loss`` blocks there are before each ``step``.
+    gradient of one of them was not finite. With an inactive handle this is a pass-through. Anything
+    else is the wrapped optimizer's.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer, or is wrapped already.
@@ -72,14 +68,7 @@ class OptimWrapper(WrappedOptimizer):
     def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
         """Scale the next loss; the n-th block since the last step uses the n-th scaler.
 
-        Args:
-            loss: Any shape; float32 or narrower is scaled in float32.
-
-        Yields:
-            The loss times the scale; the very same object where the handle is inactive.
-
-        Raises:
-            AssertionError: More blocks than ``num_loss`` since the last step.
+        Raises ``AssertionError`` where there are more blocks than ``num_loss`` since the last step.
         """
         if not self._amp_handle.is_active():
             yield loss

@@ -40,16 +40,10 @@ _MARK = "_step_supports_amp_scaling"
 class OptimizerState:
     """amp's record of one optimizer.
 
-    Args:
-        optimizer: Anything with ``param_groups``, ``state``, ``step`` and ``zero_grad``.
-        training: What the optimizer was initialised with.
-        use_masters: Whether 16-bit weights get float32 masters.
-        full: float32 values of the weights before they were rounded, by weight.
+    With ``use_masters``, 16-bit weights get float32 masters; ``full`` has float32 values from
+    before they were rounded.
 
     Attributes:
-        params: What it steps.
-        ledger: Its gradients.
-        overflow: Its skipped steps.
         superseded: Whether its model went through another ``initialize`` without it.
         lazy_init_called: Read and written by old programs.
     """
@@ -285,7 +279,7 @@ class OptimizerState:
         try:
             with off:
                 result = self._step(None, None, (evaluate, *args[1:]), rest)
-            self.overflow.note_taken()
+            self.overflow.read([])  # taken
         finally:
             self._after_step(copied=False)
         return result

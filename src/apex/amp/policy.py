@@ -53,8 +53,10 @@ class Properties:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.options:
-            check = _CHECKS.get(name)
-            self.options[name] = check(self, value) if check else value
+            by_list, allowed, why = _MISPLACED.get(name, (None, (), ""))
+            if by_list is self.by_list and value not in allowed:
+                warn_or_err(f"{name}={value!r} at {self.opt_level}: {why}")
+            self.options[name] = _checked(name, value)
 
     def _update_options_dict(self, new_options: Iterable[tuple[str, Any]]) -> None:
         """Store ``(name, value)`` pairs unchecked; an unknown name raises ``ValueError``."""
@@ -87,14 +89,52 @@ class Properties:
         return bool(self.enabled) and (self.casts_functions or self.cast_model_type in HALF_TYPES)
 
 
-def _check_cast_model_type(properties: Properties, value: Any) -> Any:
-    if properties.by_list and value not in (None, False, torch.float32):
-        warn_or_err(
-            f"{properties.opt_level} casts functions, not the model: cast_model_type was "
-            f"{value}, allowed are None, False and torch.float32. To cast the model itself use "
-            "opt_level O2, O3 or O5."
+# Options that have no meaning at some levels: whether these are O1 and O4 or the others, what is
+# allowed there, and why nothing else is.
+_MISPLACED: dict[str, tuple[bool, tuple[Any, ...], str]] = {
+    "cast_model_type": (
+        True,
+        (None, False, torch.float32),
+        "O1 and O4 cast functions, not the model; allowed are None, False and torch.float32. To "
+        "cast the model itself use opt_level O2, O3 or O5.",
+    ),
+    "patch_torch_functions": (
+        False,
+        (None, False),
+        "only O1 and O4 cast torch functions. Use opt_level='O1' or leave the option out.",
+    ),
+    "keep_batchnorm_fp32": (
+        True,
+        (None,),
+        "batchnorm's weights are float32 there anyway. Leave the option out (None), or use O2, O3 "
+        "or O5.",
+    ),
+    "master_weights": (
+        True,
+        (None,),
+        "the model's own weights are float32 there, so there are no masters to keep. Leave the "
+        "option out (None).",
+    ),
+}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The ``value`` of an option as it is kept."""
+    if name == "loss_scale" and value != "dynamic":
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"loss_scale was {value!r}; allowed are 'dynamic' and a number above 0."
+            ) from None
+    if name in ("keep_batchnorm_fp32", "master_weights") and value in ("True", "False"):
+        return value == "True"
+    if name == "keep_batchnorm_fp32" and not any(value is one for one in (True, False, None)):
+        raise AssertionError(
+            f"keep_batchnorm_fp32 was {value!r}; allowed are True, False, None and the strings "
+            "'True' and 'False'."
         )
-    if value not in (None, False, torch.float32, *HALF_TYPES):
+    if name == "cast_model_type" and value not in (None, False, torch.float32, *HALF_TYPES):
         raise ValueError(
             f"cast_model_type was {value!r}; allowed are torch.float16, torch.bfloat16, "
             "torch.float32, None and False."
@@ -102,65 +142,10 @@ def _check_cast_model_type(properties: Properties, value: Any) -> Any:
     return value
 
 
-def _check_patch_torch_functions(properties: Properties, value: Any) -> Any:
-    if not properties.by_list and value:
-        warn_or_err(
-            f"patch_torch_functions={value!r} at {properties.opt_level}: only O1 and O4 cast "
-            "torch functions. Use opt_level='O1' or leave the option out."
-        )
-    return value
-
-
-def _check_keep_batchnorm_fp32(properties: Properties, value: Any) -> Any:
-    if properties.by_list:
-        if value is not None:
-            warn_or_err(
-                f"keep_batchnorm_fp32={value!r} at {properties.opt_level}: batchnorm's weights "
-                "are float32 there anyway. Leave the option out (None), or use O2, O3 or O5."
-            )
-        return value
-    if value in ("True", "False"):
-        return value == "True"
-    if not any(value is allowed for allowed in (True, False, None)):
-        raise AssertionError(
-            f"keep_batchnorm_fp32 was {value!r}; allowed are True, False, None and the strings "
-            "'True' and 'False'."
-        )
-    return value
-
-
-def _check_master_weights(properties: Properties, value: Any) -> Any:
-    if properties.by_list and value is not None:
-        warn_or_err(
-            f"master_weights={value!r} at {properties.opt_level}: the model's own weights are "
-            "float32 there, so there are no masters to keep. Leave the option out (None)."
-        )
-    return value == "True" if value in ("True", "False") else value
-
-
-def _check_loss_scale(properties: Properties, value: Any) -> Any:
-    try:
-        return value if value == "dynamic" else float(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(
-            f"loss_scale was {value!r}; allowed are 'dynamic' and a number above 0."
-        ) from None
-
-
-_CHECKS = {
-    "cast_model_type": _check_cast_model_type,
-    "patch_torch_functions": _check_patch_torch_functions,
-    "keep_batchnorm_fp32": _check_keep_batchnorm_fp32,
-    "master_weights": _check_master_weights,
-    "loss_scale": _check_loss_scale,
-}
-
-
 class _Level:
     """A named set of options; calling it writes them into a ``Properties``.
 
-    ``defaults`` has the values of the options that :data:`_CHECKS` names, in that order. ``more``
-    is the docstring.
+    ``defaults`` are of the options behind ``opt_level``; ``more`` is the docstring.
     """
 
     brief: str
@@ -173,7 +158,7 @@ class _Level:
     def __call__(self, properties: Properties) -> Properties:
         properties.enabled = True
         properties.opt_level = type(self).__name__
-        for option, value in zip(_CHECKS, self.defaults, strict=True):
+        for option, value in zip(list(properties.options)[2:], self.defaults, strict=True):
             setattr(properties, option, value)
         return properties
 

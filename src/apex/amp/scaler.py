@@ -14,7 +14,7 @@ arXiv:1710.03740, section 3.2; names of the factors as in ``torch.amp.GradScaler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -27,10 +27,8 @@ __all__ = [
     "LossScaler",
     "_amp_state",
     "axpby_check_overflow_python",
-    "iter_params",
     "master_params",
     "maybe_print",
-    "scale_check_overflow",
     "scale_check_overflow_python",
     "unscale_",
 ]
@@ -210,7 +208,7 @@ class LossScaler:
     def finish_pass(
         self, found: torch.Tensor, *, check: bool = True, before: torch.Tensor | None = None
     ) -> None:
-        """Take the flag of a pass, from :func:`unscale_`, and back off if it is set; nothing waits.
+        """Take the flag of a pass and back off if it is set; nothing waits.
 
         With ``check=False`` the scale stays, and the next check counts this flag too. ``before`` is
         the flag with which the same pass was finished before.
@@ -342,13 +340,6 @@ class LossScaler:
         scales = (1.0 / a, 1.0 / b, 1.0)
         self.unscale_with_stashed(model_grads, stashed_master_grads, master_grads, scales)
 
-    def unscale_and_update(self, param_groups: Iterable[dict[str, Any]], scale: float) -> bool:
-        """Unscale the gradients of ``param_groups`` in place, update, say whether to skip."""
-        grads = [param.grad for param in iter_params(param_groups) if param.grad is not None]
-        self.clear_overflow_state()
-        self.unscale_python(grads, grads, scale)
-        return self.update_scale()
-
 
 def check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) -> None:
     try:
@@ -357,12 +348,6 @@ def check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) 
         right = False
     if not right:
         raise ValueError(f"loss scaling: {name} was {value!r}; it must be {allowed}.")
-
-
-def iter_params(param_groups: Iterable[dict[str, Any]]) -> Iterator[torch.Tensor]:
-    """Yield every tensor of ``param_groups``."""
-    for group in param_groups:
-        yield from group["params"]
 
 
 @torch.no_grad()
@@ -389,9 +374,3 @@ def axpby_check_overflow_python(
     wide = torch.promote_types(master_grad.dtype, torch.float32)
     master_grad.copy_(a * model_grad.to(wide) + b * stashed_grad.to(wide))
     return False
-
-
-@torch.no_grad()
-def scale_check_overflow(d_grads: torch.Tensor, scale: float) -> bool:
-    """Multiply ``d_grads`` by ``scale`` in place; return whether an element is inf or nan."""
-    return bool(unscale_([d_grads], torch.tensor(1.0 / scale)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,39 +53,37 @@ def scale_loss(
         IndexError: ``loss_id`` is not below ``num_losses``.
         TypeError: ``loss`` is not a floating tensor.
     """
-    return _Block(loss, optimizers, loss_id, delay_unscale, delay_overflow_check)
+    return _Block(loss, optimizers, loss_id, delay_unscale, not delay_overflow_check)
 
 
+@dataclass(eq=False)
 class _Block(contextlib.AbstractContextManager[torch.Tensor]):
     """What :func:`scale_loss` returns; errors are raised where the block begins."""
 
-    def __init__(
-        self, loss: Any, optimizers: Any, loss_id: int, delayed: bool, unchecked: bool
-    ) -> None:
-        self._loss = loss
-        self._optimizers = optimizers
-        self._loss_id = loss_id
-        self._delayed = delayed
-        self._check = not unchecked
-        self._pass: Pass | None = None  # None: a plain backward
-        self._off: Any = None  # casts are off inside
+    loss: Any
+    optimizers: Any
+    loss_id: int
+    delayed: bool
+    check: bool
+    _pass: Pass | None = None  # None: a plain backward
+    _off: Any = None  # casts are off inside
 
     def __enter__(self) -> torch.Tensor:
-        states = _states(self._optimizers)
-        loss: torch.Tensor = self._loss
+        states = _states(self.optimizers)
+        loss: torch.Tensor = self.loss
         if not states:
             return loss
         casts = casting.current()
         if casts is not None and states[0].training.properties.casts_functions:
             rules.warn_of_late_registrations(casts)
-        scaler = _scaler_of(states, loss, self._loss_id)
+        scaler = _scaler_of(states, loss, self.loss_id)
         wide = loss if loss.dtype == torch.float64 else loss.float()
         if scaler._static == 1.0 and not any([state.use_masters for state in states]):
             self._off = casting.off()
             self._off.__enter__()
             return wide
         ledgers = [state.ledger for state in states]
-        index = self._loss_id % len(states[0].training.loss_scalers)
+        index = self.loss_id % len(states[0].training.loss_scalers)
         this = Pass(scaler, index, ledgers, wide.detach())
         try:
             this = this.begin()
@@ -123,7 +122,7 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
                 "penalty on them to the loss that goes through amp.scale_loss."
             )
         try:
-            this.end(delayed=self._delayed, check=self._check)
+            this.end(delayed=self.delayed, check=self.check)
         except BaseException:  # such as out of memory
             this.abandon(drop=True)
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,39 +17,24 @@ from apex.amp.policy import Properties
 from apex.amp.scaler import LossScaler
 
 
+@dataclass(eq=False)
 class Training:
     """The models, optimizers, scalers and settings of one ``initialize`` call.
 
-    Attributes:
-        properties: Its options.
-        loss_scalers: One scaler for each loss.
-        verbosity: Whether overflow lines are logged.
-        max_skipped_steps: Skipped steps in a row after which a step raises.
-        fused_step: Whether gradients stay scaled until the step.
-        process_group: Ranks that take or skip each step together; ``None`` for this one alone.
-        sharing: ids of ledgers, by the id of a tensor that several of them step.
+    ``sharing`` has ids of ledgers, by the id of a tensor that several of them step.
     """
 
-    def __init__(
-        self,
-        properties: Properties,
-        loss_scalers: list[LossScaler],
-        *,
-        verbosity: int,
-        max_skipped_steps: int,
-        fused_step: bool = False,
-        process_group: Any = None,
-    ) -> None:
-        self.properties = properties
-        self.loss_scalers = loss_scalers
-        self.verbosity = int(verbosity)
-        self.max_skipped_steps = max_skipped_steps
-        self.fused_step = fused_step
-        self.process_group = process_group
-        self.sharing: dict[int, set[int]] = {}
-        self._sets: set[frozenset[int]] = set()  # of ledgers that share a tensor
-        self._models: list[tuple[weakref.ref[torch.nn.Module], weakref.ref[Any]]] = []
-        self._ledgers: list[weakref.ref[Any]] = []
+    properties: Properties
+    loss_scalers: list[LossScaler]
+    verbosity: int
+    max_skipped_steps: int
+    fused_step: bool = False
+    process_group: Any = None
+    sharing: dict[int, set[int]] = field(default_factory=dict)
+    _models: list[tuple[weakref.ref[torch.nn.Module], weakref.ref[Any]]] = field(
+        default_factory=list
+    )
+    _ledgers: list[weakref.ref[Any]] = field(default_factory=list)
 
     def add_models(self, models: Sequence[torch.nn.Module], records: Sequence[Any]) -> None:
         """Remember ``models``, and the records of their forwards."""
@@ -68,8 +54,8 @@ class Training:
 
     def sharers(self, listed: Sequence[Any]) -> list[Any]:
         """The ledgers not listed whose optimizers share a parameter with one that is."""
-        sets = [ids for ids in self._sets if any(id(ledger) in ids for ledger in listed)]
-        ids = set[int]().union(*sets)
+        mine = set(map(id, listed))
+        ids = set[int]().union(*[ids for ids in self.sharing.values() if ids & mine])
         return [one for one in self.ledgers() if id(one) in ids and one not in listed]
 
     def find_shared(self) -> None:
@@ -79,7 +65,6 @@ class Training:
             for param in ledger.params.in_groups():
                 owners.setdefault(id(param), set()).add(id(ledger))
         self.sharing = {param: ids for param, ids in owners.items() if len(ids) > 1}
-        self._sets = set(map(frozenset, self.sharing.values()))
 
     def records_of(self, weights: Sequence[torch.Tensor]) -> tuple[list[Any], bool]:
         """The records of the models that ``weights`` belong to, and whether all belong to one."""

@@ -113,14 +113,8 @@ def _register(library: Any, name: str) -> None:
         return
     call = torch.library.get_kernel(op, "CPU").call_boxed
     is_recurrent, is_attention = name in _RECURRENT, name in (_ATTENTION, _ATTENTION_GRADIENT)
-    make = (
-        _recurrent_kernel
-        if is_recurrent
-        else _attention_kernel
-        if is_attention
-        else _product_kernel
-    )
-    kernel = make(call)
+    make = _attention_kernel if is_attention else _product_kernel
+    kernel = _recurrent_kernel(call) if is_recurrent else make(call)
     skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
     # Under CPU torch.export would take a recurrent layer for an operator without decomposition.
     library.impl(name, kernel, "AutogradCPU" if is_recurrent else "CPU", with_keyset=True)

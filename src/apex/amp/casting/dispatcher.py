@@ -31,7 +31,7 @@ from apex.amp.casting import state
 from apex.amp.policy import HALF_TYPES
 
 _Cast = Callable[[Any], Any]
-_Make = Callable[[Any, Any], Callable[..., Any]]  # from an operator and a dispatch key, a kernel
+_Convert = Callable[[Any], _Cast]  # from all arguments, what converts one
 
 _FLOAT_EVERYWHERE = (
     "gelu std std.dim std.correction var var.dim var.correction ctc_loss.IntList ctc_loss.Tensor"
@@ -62,29 +62,7 @@ _REFUSED_IN_PLACE = (
 )
 
 _libraries: dict[torch.dtype, torch.library.Library] = {}  # what casts to it need in addition
-_ours: set[tuple[str, str]] = set()  # operators that have a kernel of ours, and dispatch keys
 _lock = threading.Lock()
-
-
-# Functions that torch composes of those above.
-_COMPOSED_ON_CPU = (
-    "softmin normalize interpolate multilabel_soft_margin_loss cross __pow__ __rpow__"
-)
-
-
-def only_apexs(device: str) -> set[str]:
-    """Names of the functions that Apex's lists cast on ``device`` and torch's do not."""
-    names, key = _FLOAT_EVERYWHERE, f"Autocast{device.upper()}"
-    if device == "cpu":
-        names = f"{names} {_FLOAT_ON_CPU} {_PROMOTE_ON_CPU} addmv addr mv"
-    operators = [(name.partition(".")[0], operator(name)) for name in names.split()]
-    torchs = {
-        name
-        for name, op in operators
-        if op is not None and _has_kernel(op, key) and (op.name(), key) not in _ours
-    }
-    rest = f"cpu {_COMPOSED_ON_CPU}" if device == "cpu" else "cpu"  # Tensor.cpu is on the list
-    return {*[name for name, _ in operators], *rest.split()} - torchs
 
 
 def install(dtype: torch.dtype) -> None:
@@ -112,34 +90,41 @@ def uninstall() -> None:
     with _lock:
         while _libraries:
             _libraries.popitem()[1]._destroy()  # type: ignore[no-untyped-call]
-        _ours.clear()
 
 
 def _register_all(library: torch.library.Library, dtype: torch.dtype) -> None:
     """Register what casts to bfloat16 need, or what those to float16 need in addition."""
     if dtype == torch.bfloat16:
-        _register(library, _ONE_TYPE_ON_CPU, "AutocastCPU", _casting(_to_widest, HALF_TYPES))
+        _register(library, _ONE_TYPE_ON_CPU, "AutocastCPU", _to_widest, HALF_TYPES)
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            _register(library, _LSTM, "AutocastCPU", _casting(_to_half, HALF_TYPES))
+            _register(library, _LSTM, "AutocastCPU", _to_half, HALF_TYPES)
         return
     for device in state.device_types():
         key = f"Autocast{device.upper()}"
-        _register(library, _REFUSED_IN_PLACE, key, _refusing_kernel)
-        _register(library, _FLOAT_EVERYWHERE, key, _casting(_to_float))
-    _register(library, _FLOAT_ON_CPU, "AutocastCPU", _casting(_to_float))
-    _register(library, f"{_LSTM} {_HALF_ON_CPU}", "AutocastCPU", _casting(_to_half))
-    _register(library, _PROMOTE_ON_CPU, "AutocastCPU", _casting(_to_widest))
+        _register(library, _REFUSED_IN_PLACE, key, None)
+        _register(library, _FLOAT_EVERYWHERE, key, _to_float)
+    _register(library, _FLOAT_ON_CPU, "AutocastCPU", _to_float)
+    _register(library, f"{_LSTM} {_HALF_ON_CPU}", "AutocastCPU", _to_half)
+    _register(library, _PROMOTE_ON_CPU, "AutocastCPU", _to_widest)
 
 
-def _register(library: torch.library.Library, names: str, key: str, kernel: _Make) -> None:
+def _register(
+    library: torch.library.Library,
+    names: str,
+    key: str,
+    cast: _Convert | None,
+    dtypes: tuple[torch.dtype, ...] = (torch.float16,),
+) -> None:
+    """Give the operators kernels that cast; with ``None``, that refuse to write in place."""
     dispatch_key = getattr(torch._C.DispatchKey, key, None)
     if dispatch_key is None:  # a backend whose autocast has no key of its own
         return
     for name in names.split():
         op = operator(name)
         if op is not None and not _has_kernel(op, key):
-            library.impl(name, kernel(op, dispatch_key), key)  # type: ignore[no-untyped-call]
-            _ours.add((op.name(), key))
+            keys = torch._C.DispatchKeySet(dispatch_key)
+            kernel = _casting(op, keys, key, cast, dtypes) if cast else _refusing(op, keys)
+            library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
 
 
 def operator(name: str) -> Any:
@@ -153,23 +138,13 @@ def _has_kernel(op: Any, key: str) -> bool:
 
 
 def _casting(
-    cast: Callable[[Any], _Cast], dtypes: tuple[torch.dtype, ...] = (torch.float16,)
-) -> _Make:
-    """Kernels that cast their arguments; ``cast`` maps all of them to what converts one.
-
-    They pass calls on where autocast is to none of ``dtypes``.
-    """
-    return functools.partial(_casting_kernel, cast, dtypes)
-
-
-def _casting_kernel(
-    cast: Callable[[Any], _Cast], dtypes: tuple[torch.dtype, ...], op: Any, key: Any
+    op: Any, keys: Any, key: str, cast: _Convert, dtypes: tuple[torch.dtype, ...]
 ) -> Callable[..., Any]:
-    keys = torch._C.DispatchKeySet(key)
+    """A kernel that casts where autocast is to one of ``dtypes``; else it passes the call on."""
     below = torch._C._ExcludeDispatchKeyGuard
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     is_composite = _has_kernel(op, composite.name)
-    device = key.name.removeprefix("Autocast").lower()
+    device = key.removeprefix("Autocast").lower()
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         # In a trace this thread's casts may be another model's; autocast's type is the traced one.
@@ -187,9 +162,8 @@ def _casting_kernel(
     return kernel
 
 
-def _refusing_kernel(op: Any, key: Any) -> Callable[..., Any]:
+def _refusing(op: Any, keys: Any) -> Callable[..., Any]:
     """A kernel that refuses to write a result that belongs in float32 into a 16-bit tensor."""
-    keys = torch._C.DispatchKeySet(key)
     below = torch._C._ExcludeDispatchKeyGuard
     name = op.overloadpacket.__name__
 

@@ -1,11 +1,9 @@
-"""The cast log: one line for each tensor that a listed function casts.
+"""The cast log of ``verbosity=2`` and ``init(verbose=True)``: a line for each tensor that is cast.
 
-Switched on by ``verbosity=2`` or ``init(verbose=True)``. The casts happen in torch's dispatcher,
-where Python sees nothing, so a ``TorchFunctionMode`` watches the calls and says which casts the
-lists call for. It costs a few microseconds a call and is entered only when asked for.
-
-Lines read ``Float->Half (conv2d)`` and ``Half->Float (log_softmax)``. A weight cast that is
-cached is logged once; casts inside nested lists are not, except in ``cat`` and ``stack``.
+The casts happen in torch's dispatcher, where Python sees nothing. So a ``TorchFunctionMode``
+watches the calls (a few microseconds each) and says which casts the lists call for:
+``Float->Half (conv2d)``. A weight cast that is cached is logged once; casts inside nested lists are
+not, except in ``cat`` and ``stack``.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from apex.amp import _speech
-from apex.amp.casting import dispatcher
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -55,10 +52,11 @@ class CastLog(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         entry = self._watched.get(func)
         if entry is not None:
-            self._watch(*entry, args, kwargs)
-        return func(*args, **kwargs)
+            self._watch(*entry, [*args, *kwargs.values()], result)
+        return result
 
     def start(self) -> None:
         """Begin to watch this thread."""
@@ -86,8 +84,7 @@ class CastLog(TorchFunctionMode):
             if tensor.dtype != target:
                 _speech.say(f"{_WORDS[tensor.dtype]}->{_WORDS[target]} ({name})")
 
-    def _watch(self, name: str, kind: str, args: tuple[Any, ...], kwargs: Any) -> None:
-        values = [*args, *kwargs.values()]
+    def _watch(self, name: str, kind: str, values: list[Any], result: Any) -> None:
         if kind == "sequence" or name in _RECURRENT:
             values = [item for v in values for item in (v if isinstance(v, (list, tuple)) else [v])]
         tensors = [
@@ -99,10 +96,9 @@ class CastLog(TorchFunctionMode):
         ]
         if not tensors:
             return
-        device = tensors[0].device.type
-        half = torch.get_autocast_dtype(device)
-        if half == torch.bfloat16 and name in dispatcher.only_apexs(device):
-            return
+        half = torch.get_autocast_dtype(tensors[0].device.type)
+        if isinstance(result, torch.Tensor) and (result.dtype == half) != (kind == "half"):
+            return  # on Apex's list, and not cast: with bfloat16 what torch.autocast leaves alone
         if kind == "half":
             target = half
         elif kind == "float" or any(tensor.dtype == torch.float32 for tensor in tensors):

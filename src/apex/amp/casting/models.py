@@ -4,10 +4,6 @@ The hooks hold plain values only, so a model with them can be deep-copied, pickl
 replicated by ``nn.DataParallel``, traced and compiled. ``forward`` itself is never replaced.
 The first hook casts the inputs and switches the level's casts on for the call. The second, which
 also runs when the forward raises, switches them off and casts the outputs.
-
-A model cast to 16 bits shows float32 in its ``state_dict``: the float32 master where a weight
-has one, and loading takes float32 values unrounded into the masters. So the ordinary state dicts
-lose nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from apex.amp.gradients.masters import table
 from apex.amp.gradients.state_dicts import LoadFloat32, ShowFloat32
 from apex.amp.policy import HALF_TYPES, Properties
 
-_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # with hooks of amp
 
 
 class _Caster:
@@ -68,8 +64,13 @@ class _Level:
     """The casts of a level: of functions, of a model's inputs and of its outputs."""
 
     def __init__(
-        self, casts: Casts | None, inputs: torch.dtype | None, outputs: torch.dtype | None
+        self,
+        model: str,
+        casts: Casts | None,
+        inputs: torch.dtype | None,
+        outputs: torch.dtype | None,
     ) -> None:
+        self.model = model  # the name of its class
         self.casts = casts
         self.inputs = None if inputs is None else _Caster(inputs)
         self.outputs = None if outputs is None else _Caster(outputs, keep_double=True)
@@ -83,6 +84,9 @@ class _NotScriptable(AttributeError, RuntimeError):
 
 
 class _Hook:
+    def __init__(self, level: _Level) -> None:
+        self.level = level
+
     @property
     def __name__(self) -> str:
         raise _NotScriptable(
@@ -99,16 +103,13 @@ class _Guard(_Hook):
     the guards off, so that they cost nothing later.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = type(model).__name__
-
     def __call__(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in args):
             raise RuntimeError(
                 f"amp: a {type(layer).__name__} with 16-bit weights got float32 inputs, because "
-                f"its {self.model} was not called through nn.Module: model.forward(x), or a "
+                f"its {self.level.model} was not called through nn.Module: model.forward(x), or a "
                 "__call__ of its own, bypasses the hooks that cast. Call model(x), and leave "
                 "__call__ to nn.Module; or pass inputs of the weights' dtype."
             )
@@ -116,9 +117,6 @@ class _Guard(_Hook):
 
 class _Enter(_Hook):
     """Forward pre-hook: cast the inputs, then switch the level's function casts on."""
-
-    def __init__(self, level: _Level) -> None:
-        self.level = level
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -149,9 +147,6 @@ class _Enter(_Hook):
 
 class _Leave(_Hook):
     """Forward hook, called in any case: switch function casts off, then cast the outputs."""
-
-    def __init__(self, level: _Level) -> None:
-        self.level = level
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         casting.end_forward(self.level)
@@ -216,26 +211,22 @@ def prepare(
     casts: Casts | None,
     cast_model_outputs: torch.dtype | None,
 ) -> None:
-    """Bring ``model`` to its level, in place.
-
-    ``model`` is in float32 or, at a level that casts it, in 16 bits already. Outputs are cast to
-    ``cast_model_outputs``; ``None`` means float32 where the model is cast.
-    """
+    """Bring ``model`` to its level, in place; outputs are float32 unless asked for otherwise."""
     dtype = properties.cast_model_type or None
     outputs = cast_model_outputs
     if dtype is not None and outputs is None:
         outputs = torch.float32
     if dtype == torch.float32 and any(p.dtype == torch.float64 for p in model.parameters()):
         dtype = outputs = None  # a float64 model at O0 stays what it is
-    level = _Level(casts, dtype, outputs)
-    _models.add(model)
+    level = _Level(type(model).__name__, casts, dtype, outputs)
+    prepared.add(model)
     model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)
     model.register_forward_hook(_Leave(level), always_call=True)
     if dtype is not None:
         convert(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
     if dtype in HALF_TYPES:
         level.has_16_bit_weights = any(p.dtype in HALF_TYPES for p in model.parameters())
-        level.is_guarded, guard = True, _Guard(model)
+        level.is_guarded, guard = True, _Guard(level)
         for module in model.modules():
             _show_float32(module, guard)
 
@@ -290,29 +281,22 @@ def _retype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
         parameter.grad = grad.to(dtype)
 
 
-def _levels(model: torch.nn.Module) -> list[_Level]:
-    """The level that ``model`` was prepared for, if it was."""
-    return [h.level for h in model._forward_pre_hooks.values() if isinstance(h, _Enter)]
-
-
-def forward_record(model: torch.nn.Module) -> ForwardRecord:
-    """The record of the forwards of a prepared model."""
-    return _levels(model)[0].forwards
-
-
-def is_prepared(model: torch.nn.Module) -> bool:
-    """Whether ``model`` has hooks of amp."""
-    return bool(_levels(model))
+def record_of(model: torch.nn.Module) -> ForwardRecord | None:
+    """The record of the forwards of ``model``; ``None`` if it has no hooks of amp."""
+    hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Enter)]
+    return hooks[0].level.forwards if hooks else None
 
 
 @torch.no_grad()
 def undo(model: torch.nn.Module) -> None:
     """Remove amp's hooks from ``model`` and give its weights their float32 values back."""
-    was_cast = any(level.forwards.is_cast for level in _levels(model))
+    record = record_of(model)
+    if record is None:
+        return
     for module in model.modules():
-        if module is model or not is_prepared(module):
+        if module is model or record_of(module) is None:
             _remove_hooks(module)
-        if not was_cast:
+        if not record.is_cast:
             continue
         for parameter in module._parameters.values():
             if parameter is not None and parameter.dtype in HALF_TYPES:
@@ -326,7 +310,7 @@ def undo(model: torch.nn.Module) -> None:
         for buffer in module._buffers.values():
             if buffer is not None and buffer.dtype in HALF_TYPES:
                 buffer.data = buffer.data.float()
-    _models.discard(model)
+    prepared.discard(model)
 
 
 def _drop(hooks: dict[int, Any], kind: type) -> None:
@@ -344,8 +328,3 @@ def _remove_hooks(module: torch.nn.Module) -> None:
                 del hooks[key]
                 for flags in _HOOK_FLAGS:
                     getattr(module, flags, {}).pop(key, None)
-
-
-def prepared() -> list[torch.nn.Module]:
-    """Every model with hooks of amp that still exists."""
-    return list(_models)

@@ -1,7 +1,7 @@
 """What amp has changed in this process and thread, taken off and put back.
 
-For a program that runs trainings of several levels by turns in one process, as `apex bench` does:
-float32's training and that of ``torch.autocast`` must not pass through amp's kernels.
+For ``apex bench``, which runs levels by turns in one process: float32's training and that of
+``torch.autocast`` must not pass through amp's kernels.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ __all__ = ["ProcessState", "put_back", "take_off"]
 
 
 class ProcessState(NamedTuple):
-    """What was in force.
-
-    Attributes:
-        casts: The thread's, and the device types whose autocast is on for them.
-        autocast_kernels: Types for which functions that torch does not cast have kernels.
-        float16_kernels: Whether float16 on a CPU computes in float32.
-    """
+    """What was in force: the thread's casts, with their device types, and which kernels."""
 
     casts: tuple[state.Casts, tuple[str, ...]] | None
     autocast_kernels: tuple[torch.dtype, ...]

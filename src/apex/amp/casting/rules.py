@@ -100,10 +100,8 @@ def casts_for(
 ) -> Casts:
     """Build the casts of a training from the lists as they are now and the registrations.
 
-    ``allow_banned``: cast the banned functions' arguments to float32 instead of refusing them.
-
-    Raises:
-        TypeError: A registered function cannot be replaced; nothing was changed.
+    ``allow_banned``: cast the banned functions' arguments to float32 instead of refusing them. A
+    registered function that cannot be replaced raises ``TypeError``; then nothing was changed.
     """
     for registration in registrations:
         check_replaceable(*registration)
@@ -310,14 +308,11 @@ def apply(
     name: str,
     native: bool,
 ) -> Any:
-    """Call ``function`` with its arguments cast as ``rule`` says.
+    """Call ``function`` with its arguments cast as ``rule`` says; the log has ``name``.
 
     Only floating tensors on a device whose casts are on take part; float64 is left alone. Lists and
     tuples are entered, other containers are not. A ``native`` function, of torch, is run without
-    further casts. The log has ``name``.
-
-    Raises:
-        NotImplementedError: The function is banned and an argument is 16-bit.
+    further casts. A banned one raises ``NotImplementedError`` if an argument is 16-bit.
     """
     tensors = list(_eligible((args, tuple(kwargs.values()))))
     if not tensors:

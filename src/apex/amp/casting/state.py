@@ -48,13 +48,7 @@ class Casts:
     """The function casts of one training.
 
     Holds names and plain values only, so that models whose hooks carry it can be copied and
-    pickled; :mod:`apex.amp.casting.rules` says how.
-
-    Attributes:
-        dtype: The 16-bit type.
-        rules: What is to be done by name, where torch's lists and ours do not say it.
-        log: A :class:`apex.amp.casting.log.CastLog`, or ``None``.
-        number: Newer casts have a greater one.
+    pickled; :mod:`apex.amp.casting.rules` says how. Newer casts have a greater ``number``.
     """
 
     def __init__(self, dtype: torch.dtype, rules: dict[str, Rule], log: Any = None) -> None:
@@ -82,8 +76,6 @@ class _Saved(NamedTuple):
 
     Attributes:
         key: What :func:`end_forward` is called with; ``None`` for :func:`enable_for_thread`.
-        casts: The thread's, and so on up to ``nesting``.
-        autocast: For each device type, whether autocast is on, and its dtype.
         cache: Whether autocast caches weight casts.
         nested: Whether the change increments torch's count of autocast blocks.
         frame: The frame that runs the forward.
@@ -319,8 +311,8 @@ def begin_forward(
 ) -> None:
     """Begin a forward at its own level: ``casts`` on, or with ``None`` all casts off.
 
-    :func:`end_forward` is called with the same ``key``. ``frame`` runs the forward, for
-    :func:`end_interrupted_forwards`; ``None`` in a trace.
+    :func:`end_forward` is called with the same ``key``. ``frame`` runs the forward; ``None`` in a
+    trace.
     """
     if frame is not None and thread.forwards:
         end_interrupted_forwards()

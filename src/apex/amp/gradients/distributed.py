@@ -1,25 +1,19 @@
 """What amp knows of forwards and of other ranks: who reduces gradients, and who decides together.
 
-**One record for each model** (:class:`ForwardRecord`). As a training forward begins, masters and
-weights are reconciled (:mod:`~apex.amp.gradients.pairs`), the scaled gradients that passes have
-left on 16-bit weights are cleared, and it is noted whether a wrapper will reduce the gradients:
-torch's DistributedDataParallel or :class:`apex.parallel.DistributedDataParallel`.
-
 **Ranks start equal.** Torch's wrapper copies the 16-bit weights of rank 0 to all ranks when it is
 made. Ranks whose masters were different (other seeds, a checkpoint on rank 0 alone) would keep
 other low bits. So the masters of rank 0 are broadcast at the first training forward inside a
 wrapper, with them the float32 weights, and the loss scales at every level.
 
 **One decision on an overflow** for all ranks that hold parts of one model. With tensor, pipeline or
-sharded parallelism a rank has gradients of its own, and an overflow may be in those of one rank
-alone. So the flag of a pass is reduced, MAX, before the scaler and the step read it: over the
-process group of ``amp.initialize(process_group=...)``, and over the mesh of every parameter that is
-a DTensor (``fully_shard``, ``parallelize_module``). The flag stays on its device, so on a GPU
-nothing waits. Ranks whose numbers of collectives differ wait for each other forever. Therefore,
-with a process group, no reduction depends on which gradients a rank has. They follow from the calls
-of the program alone: one in each ``step`` or ``zero_grad`` after a ``scale_loss`` block, one more
-at the end of a block with ``delay_overflow_check``. All ranks have to make these calls in the same
-order. Of DTensors the ranks of a mesh have gradients of the same parameters.
+sharded parallelism an overflow may be in the gradients of one rank alone. So the flag of a pass is
+reduced, MAX, before the scaler and the step read it: over the process group of
+``amp.initialize(process_group=...)``, and over the mesh of every parameter that is a DTensor. It
+stays on its device, so on a GPU nothing waits. Ranks whose numbers of collectives differ wait for
+each other forever. Therefore, with a process group, no reduction depends on which gradients a rank
+has, but on the calls of the program alone: one in each ``step`` or ``zero_grad`` after a
+``scale_loss`` block, one more at the end of a block with ``delay_overflow_check``. Of DTensors the
+ranks of a mesh have gradients of the same parameters.
 """
 
 from __future__ import annotations
@@ -108,8 +102,7 @@ def _refuse_join(wrapper: Any) -> None:
 def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
     """Give all ranks of ``group`` the first one's masters, and weights that equal them.
 
-    ``weights`` with and without masters are in the same order on every rank. ``group`` may be
-    ``None`` for the default one.
+    ``weights`` with and without masters are in the same order on every rank.
     """
     masters = [table.get(weight) for weight in weights]
     rows = [(w, m) for w, m in zip(weights, masters, strict=True) if m is not None]
@@ -144,6 +137,9 @@ def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) 
 class ForwardRecord:
     """The forwards of one model. A copied or unpickled model has a record of its own.
 
+    As a training forward begins, masters and weights are reconciled, the scaled gradients that
+    passes have left on 16-bit weights are cleared, and it is noted who will reduce the gradients.
+
     Attributes:
         is_cast: Whether the model is cast to 16 bits, so that it may have masters.
         training: A weak reference to the training of the model, once there is one.
@@ -153,8 +149,7 @@ class ForwardRecord:
         reduces_all: Whether it reduces the whole model, over all ranks, in the usual way.
         is_used: Whether a pass has ended since the last forward.
         is_compiled: Whether Dynamo has traced a forward: there masters are not reconciled.
-        has_taken: By id, whose gradients on 16-bit weights are to be cleared before the next
-            forward.
+        has_taken: By id, whose gradients on 16-bit weights the next forward clears.
         handed_out: By id, whose masters count as written until the next forward.
     """
 
@@ -336,8 +331,7 @@ def is_final(ledgers: Sequence[Any], records: Sequence[ForwardRecord]) -> bool:
     """Whether nothing can change the flag of a pass after its block.
 
     That is so with one rank, and where a DistributedDataParallel over all ranks has reduced all
-    gradients. With a ``process_group`` it is never so, because it could be so on some of its ranks
-    only: they would reduce at the end of the block, and the others in the step.
+    gradients. With a ``process_group`` it is never so: it could be on some of its ranks only.
     """
     if any([ledger.training.process_group is not None for ledger in ledgers]):
         return False
@@ -350,8 +344,7 @@ def is_final(ledgers: Sequence[Any], records: Sequence[ForwardRecord]) -> bool:
 def may_forget(ledger: Any) -> bool:
     """Whether passes of a ledger without gradients may be forgotten: the program has cleared them.
 
-    With a ``process_group`` it must not have, if the last pass left some on this rank: ranks where
-    it left none cannot see that.
+    With a ``process_group`` it must not have: ranks where the last pass left none cannot see it.
     """
     if ledger.training.process_group is None:
         return True

@@ -35,8 +35,7 @@ Factor = torch.Tensor | float
 class FusedGradients:
     """The scaled gradients of one optimizer, from the end of a block to the step.
 
-    Attributes:
-        found_inf: Whether one was not finite, once they were measured: float32, 0-dim.
+    ``found_inf``: whether one was not finite, once they were measured: float32, 0-dim.
     """
 
     def __init__(self, params: Parameters) -> None:
@@ -102,12 +101,8 @@ class FusedGradients:
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> torch.Tensor | None:
         """Leave it to the step to clip to ``max_norm``.
 
-        Returns:
-            The norm before clipping, 0-dim; ``None`` where gradients were clipped already and have
-            to be unscaled first.
-
-        Raises:
-            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+        Returns the norm before clipping, 0-dim; ``None`` where gradients were clipped already and
+        have to be unscaled first.
         """
         if self._clip is not None:
             return None
@@ -135,9 +130,8 @@ class FusedGradients:
     def options_of_step(self, *, compare: bool) -> tuple[ScaledStep, torch.Tensor | None]:
         """Hand the gradients to the step as they are; ``compare`` all weights with their masters.
 
-        Returns:
-            What the step is given, and whether a gradient was not finite: 0-dim; ``None`` for a
-            static scale.
+        Returns what the step is given, and whether a gradient was not finite: 0-dim; ``None`` for a
+        static scale.
         """
         params = self._params
         params.sync()

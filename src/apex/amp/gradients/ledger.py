@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -75,16 +75,13 @@ class Pass:
     """One backward pass, or several delayed ones that accumulate in the same gradients.
 
     Attributes:
-        scaler: The loss scaler.
-        index: Its number.
+        index: The scaler's number.
         ledgers: Of the optimizers in the block.
         loss: Of the last pass, to tell whether it was finite.
         scale: What the loss was multiplied by: float32, 0-dim, or a float.
         synchronised: Whether the last pass was outside of ``no_sync()``.
-        is_final: Whether the flag is complete after the block, see ``overflow.check_again``.
         found_inf: float32, 0-dim, after unscaling; ``None`` for a static scale.
         counted: How many steps the scaler had counted when the gradients were unscaled: 0-dim.
-        outcome: Whether one of the optimizers found inf or nan later, see ``overflow.check_again``.
     """
 
     scaler: LossScaler
@@ -134,10 +131,7 @@ class Pass:
                 ledger.abandon()
 
     def end(self, *, delayed: bool, check: bool) -> None:
-        """Leave a block: unscale, or leave the gradients scaled if the program asked for that.
-
-        ``check=False`` leaves the loss scale alone.
-        """
+        """Leave a block: unscale, or leave the gradients scaled if the program asked for that."""
         records = self._records()
         self.synchronised = distributed.are_reduced(records)
         self.is_final = distributed.is_final(self.ledgers, records)
@@ -163,10 +157,7 @@ class Pass:
         return True
 
     def unscale(self, *, check: bool = True, also: torch.Tensor | None = None) -> None:
-        """Unscale the gradients, and tell optimizers and scaler whether all were finite.
-
-        ``also`` is another flag, of gradients that may have been cleared since.
-        """
+        """Unscale; ``also`` is another flag, of gradients that may have been cleared since."""
         done: set[int] = set()  # ids of tensors, for optimizers that share some
         flags = [ledger.unscale(self.scale, done) for ledger in self.ledgers]
         found = [flag for flag in (*flags, also) if flag is not None]
@@ -189,42 +180,34 @@ class Pass:
             self.scaler.finish_pass(distributed.agree_(found_inf, self.ledgers), check=check)
 
 
+@dataclass(eq=False)
 class Ledger:
-    """The gradients of one optimizer.
-
-    Args:
-        params: What the optimizer steps.
-        training: What the optimizer was initialised with.
-        fused: For gradients that stay scaled until the step; ``None`` where they do not.
+    """The gradients of one optimizer, which steps ``params``.
 
     Attributes:
-        state: See the module's docstring.
+        fused: For gradients that stay scaled until the step; ``None`` where they do not.
         before: The state before the block.
         scaled: The pass that the gradients are scaled by, in the states ``DELAYED`` and
             ``FOR_STEP`` and in a block that continues it.
-        stash: Unscaled gradients from before this pass.
-        passes: Unscaled passes since the last step, for the step to look at.
         records: Of the forwards of the models that the parameters belong to.
         belongs_to_models: Whether all parameters belong to these models.
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
     """
 
-    def __init__(
-        self, params: Parameters, training: Training, fused: FusedGradients | None
-    ) -> None:
-        self.params = params
-        self.training = training
-        self.fused = fused
-        self.state = self.before = State.UNSCALED
-        self.scaled: Pass | None = None
-        self.stash: Stash = {}
-        self.passes: list[Pass] = []
-        self.records: list[ForwardRecord] = []
-        self.belongs_to_models = False
-        self.has_stepped = False
-        self.had_grads = False
-        self.is_unreduced = False
-        self._warned = False
+    params: Parameters
+    training: Training
+    fused: FusedGradients | None
+    state: State = State.UNSCALED
+    before: State = State.UNSCALED
+    scaled: Pass | None = None
+    stash: Stash = field(default_factory=dict)
+    passes: list[Pass] = field(default_factory=list)
+    records: list[ForwardRecord] = field(default_factory=list)
+    belongs_to_models: bool = False
+    has_stepped: bool = False
+    had_grads: bool = False
+    is_unreduced: bool = False
+    _warned: bool = False
 
     def with_sharers(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""
@@ -233,7 +216,7 @@ class Ledger:
     # -- one pass ------------------------------------------------------------------------------
 
     def open(self, *, stash: bool) -> None:
-        """Enter a ``scale_loss`` block: stash gradients, or let the pass accumulate in place."""
+        """Enter a ``scale_loss`` block."""
         self.params.sync()
         if stash:
             self._stash_gradients()
@@ -283,10 +266,10 @@ class Ledger:
         self.state = State.UNSCALED
 
     def unscale(self, scale: torch.Tensor | float, done: set[int]) -> torch.Tensor | None:
-        """Unscale what backward left, and add the stash.
+        """Unscale what backward left, and add the stash; return the non-finite flag.
 
         ``done`` has the ids of tensors that other optimizers of this pass have dealt with, and gets
-        more. Returns the non-finite flag, see :func:`apex.ops.lists.unscale.unscale_`.
+        more.
         """
         params, sharing = self.params, self.training.sharing
         plain, pairs = params.plain, params if not done else params.without(done)

@@ -24,9 +24,8 @@ class Master:
             the rounded tensor; with a fifth entry the tensor was handed out.
         is_stepped: Whether an optimizer steps it; else ``state_dict`` has made it, and it is
             dropped when the weight is written.
-        taken: The gradient on the weight that the master's gradient already contains. It stays on
-            the weight, for programs that read it there, until the next training forward.
-        taken_version: Its ``_version`` then.
+        taken: The gradient on the weight that the master's gradient already contains, and
+        taken_version: its ``_version`` then.
         waiting: ids of the ledgers whose optimizers share this master and have yet to step.
     """
 
@@ -91,8 +90,7 @@ class Master:
 class MasterTable:
     """The masters of all 16-bit weights in the process, found from the weight or the master.
 
-    Attributes:
-        changes: Counts masters that were added, dropped or moved to another device.
+    ``changes`` counts masters that were added, dropped or moved to another device.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,8 @@
 """Overflow: who decides that a step is skipped, and how the host learns of it.
 
-On a CPU the host reads the flags of the passes before the step. On a GPU the host need not wait if
-the optimizer's kernels can skip by themselves: the kernels read the flag. Meanwhile
-:class:`AsyncCopy` copies it to the host, for the message and for the error after too many skipped
-steps.
+On a CPU the host reads the flags of the passes before the step. On a GPU, kernels that can skip by
+themselves read the flag, and the host does not wait: an :class:`AsyncCopy` of it arrives later, for
+the message and for the error after too many skipped steps.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -58,37 +57,24 @@ class AsyncCopy:
 
 
 class Report(NamedTuple):
-    """One skipped step.
-
-    Attributes:
-        skipped: Steps in a row that were skipped.
-        loss_id: Number of the scaler of the first pass that was not finite.
-        scale: Its scale after that.
-    """
+    """A skipped step: how many in a row, the first scaler that was not finite, its scale now."""
 
     skipped: int
     loss_id: int
     scale: float
 
 
+@dataclass
 class Overflow:
-    """The skipped steps of one optimizer.
+    """The skipped steps of one optimizer: logged with ``verbosity``, ``limit`` in a row raise."""
 
-    Args:
-        verbosity: Whether skipped steps are logged.
-        limit: Skipped steps in a row after which a step raises.
-
-    Attributes:
-        sent: Copies of the flags of deferred steps that have not arrived.
-    """
-
-    def __init__(self, verbosity: int, limit: int) -> None:
-        self.verbosity = verbosity
-        self.limit = limit
-        self.skipped = 0  # steps in a row, as far as the host knows
-        self._taken: bool | torch.Tensor = False  # whether the last step was
-        self._skips: torch.Tensor | None = None  # steps in a row, counted on the device
-        self.sent: deque[tuple[list[int], AsyncCopy]] = deque()
+    verbosity: int
+    limit: int
+    skipped: int = 0  # steps in a row, as far as the host knows
+    # Copies of the flags of deferred steps that have not arrived.
+    sent: deque[tuple[list[int], AsyncCopy]] = field(default_factory=deque)
+    _taken: bool | torch.Tensor = False  # whether the last step was
+    _skips: torch.Tensor | None = None  # steps in a row, counted on the device
 
     @property
     def taken(self) -> bool:
@@ -97,15 +83,10 @@ class Overflow:
             self._taken = False if self._taken.is_meta else bool(self._taken)
         return self._taken
 
-    def note_taken(self) -> None:
-        """Note that a step is taken, as far as the host decides."""
-        self._taken, self.skipped = True, 0
-
     def read(self, passes: Sequence[Pass]) -> Report | None:
         """Let the host decide: one read of a device.
 
-        Returns:
-            The skipped step, or ``None`` for a step to be taken, which is counted on the scalers.
+        Returns the skipped step, or ``None`` for a step to be taken; the scalers count it.
         """
         skipped = self.skipped + 1
         self._taken, self.skipped = True, 0
@@ -126,8 +107,7 @@ class Overflow:
     def defer(self, passes: Sequence[Pass]) -> torch.Tensor:
         """Let the device decide, and send for a report.
 
-        Returns:
-            Whether the step is to be skipped: float32, 0-dim, on the device of the first pass.
+        Returns whether the step is to be skipped: float32, 0-dim, on the device of the first pass.
         """
         found = [one.found_inf for one in passes if one.found_inf is not None]
         device = found[0].device
@@ -145,11 +125,7 @@ class Overflow:
         return noop
 
     def log_reports(self) -> None:
-        """Log deferred steps that were skipped, as far as their reports have arrived.
-
-        Raises:
-            RuntimeError: Too many in a row.
-        """
+        """Log deferred steps that were skipped, as far as known; raise after too many in a row."""
         while self.sent:
             indices, copy = self.sent[0]
             values = copy.read()

@@ -31,8 +31,10 @@ import torch
 
 from apex.amp.gradients.accumulation import (
     IS_SPARSE,
+    KeptGradients,
     Stash,
     accumulate,
+    addresses,
     any_grad,
     any_nonzero,
     grads_of,
@@ -40,7 +42,6 @@ from apex.amp.gradients.accumulation import (
     unshared,
     write_zeros,
 )
-from apex.amp.gradients.kept import KeptGradients, addresses
 from apex.amp.gradients.masters import Master, table
 from apex.ops.lists.columns import OWN_MEMORY
 
@@ -56,14 +57,9 @@ _newest = 0  # the number of the last note
 
 
 class Pairs:
-    """Model weights and their masters.
-
-    Args:
-        both: The 16-bit weights, each with its master.
+    """16-bit weights, each with its master; ``tensors`` are the masters' tensors.
 
     Attributes:
-        weights: The 16-bit weights.
-        tensors: The masters' tensors.
         handed_out: Whether ``amp.master_params`` gave the masters to the program since the last
             forward: they count as written.
         are_freed: Whether no master has a gradient since the last step.
@@ -317,10 +313,7 @@ class Pairs:
                 write_zeros(weight.grad)
 
     def free_grads(self, sharers: Sharers, stepped: int) -> None:
-        """Free the masters' gradients, where no other optimizer has yet to step on them.
-
-        ``stepped`` is the id of the ledger whose optimizer has stepped.
-        """
+        """Free the masters' gradients that no ledger but ``stepped``, an id, has yet to step."""
         if not sharers:
             for tensor in self.tensors:
                 tensor.grad = None

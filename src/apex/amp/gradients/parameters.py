@@ -22,12 +22,8 @@ class Parameters(Pairs):
     """The tensors in the groups of one optimizer, with masters instead of 16-bit weights.
 
     The groups stay the user's own dicts and lists. amp compares them before each pass and step, so
-    that weights added by hand, by ``add_param_group`` or put back by a program get masters.
-
-    Args:
-        optimizer: Anything with ``param_groups`` and ``state``.
-        use_masters: Whether 16-bit weights get float32 masters.
-        changed: Called after other tensors were found in the groups.
+    that weights added by hand, by ``add_param_group`` or put back by a program get masters, and
+    calls ``changed`` after other tensors were found in them.
 
     Attributes:
         stepped: What the optimizer steps, in the order of its groups: masters, or model weights.
@@ -87,10 +83,7 @@ class Parameters(Pairs):
         self._changed()
 
     def sync(self, full: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Compare the groups with what they were, and replace new 16-bit weights by masters.
-
-        ``full`` has the float32 values of weights before they were rounded.
-        """
+        """Give new 16-bit weights in the groups masters; ``full`` may have their float32 values."""
         now = [param for group in self.groups() for param in group["params"]]
         if len(now) == len(self.stepped) and all(map(operator.is_, now, self.stepped)):
             return
@@ -173,12 +166,6 @@ def unscale_into(
 
     Where a kernel can run it writes the copies in the same pass over memory: 6 bytes for each
     16-bit gradient instead of 14.
-
-    Args:
-        grads: Gradients of weights that the optimizer steps themselves; sparse ones coalesced.
-        pairs: Weights with masters.
-        sharers: See :class:`apex.amp.training.Training`.
-        scale: What the loss was multiplied by.
 
     Returns:
         The flag that :func:`apex.ops.lists.unscale.unscale_` returns, and the copies that are still

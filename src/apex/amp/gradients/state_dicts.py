@@ -1,13 +1,11 @@
 """State-dict hooks of a model cast to 16 bits: its ``state_dict`` is in float32.
 
 An entry of a 16-bit weight is its float32 value, detached, which amp keeps: the master where an
-optimizer steps one, else one that is made here and kept until the weight is written otherwise. So
-programs that write into entries, such as loaders of parts of a checkpoint and moving averages of a
-copied model, work as with a float32 model: what is written reaches the weight at the next forward,
-step or ``state_dict``. Loading takes float32 values unrounded into the masters.
-
-Where a weight is not its rounded master, since a write was not seen, the entry is a copy of the
-weight, and reading changes nothing. Memory: 4 bytes for each element of a weight without a master.
+optimizer steps one, else one that is made here (4 bytes an element) and kept until the weight is
+written otherwise. So what programs write into entries (loaders of parts of a checkpoint, moving
+averages of a copied model) reaches the weight at the next forward, step or ``state_dict``. Loading
+takes float32 values unrounded into the masters. Where a weight is not its rounded master, since a
+write was not seen, the entry is a copy of the weight, and reading changes nothing.
 """
 
 from __future__ import annotations

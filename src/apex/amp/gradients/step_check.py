@@ -14,12 +14,11 @@ from apex.amp.gradients.parameters import Parameters
 class StepCheck:
     """The first steps of an optimizer, watched: does it step the masters in its groups?
 
-    Some optimizers step another list of parameters: one that they keep, or that of an optimizer
-    inside (ZeroRedundancyOptimizer). Then the masters stay as they are and nothing trains. This is
-    checked from the first step that is not skipped, until a step has changed a master. Versions are
-    not enough for that, because many published optimizers write through ``.data``. A few optimizers
-    wait some steps before they change anything. On a GPU the checked steps wait for the device and
-    cannot be captured in a CUDA graph: warm up first.
+    Some step another list of parameters: one that they keep, or that of an optimizer inside
+    (ZeroRedundancyOptimizer). Then nothing trains. This is checked until a step has changed a
+    master; a few optimizers wait some steps first. Many write through ``.data``, which changes no
+    version. On a GPU the checked steps wait for the device and cannot be captured in a CUDA graph:
+    warm up first.
     """
 
     most_steps = 10  # without a change, where nothing else was stepped instead
@@ -44,9 +43,8 @@ class StepCheck:
     def end(self, level: str) -> bool:
         """Say whether a master has changed; raise if one should have and none has.
 
-        Raises:
-            RuntimeError: No version and no fingerprint has changed, although gradients were not
-                zero; and model weights were stepped instead, or it is so for many steps.
+        One should have where gradients were not zero, and model weights were stepped instead or it
+        has been so for many steps.
         """
         if any([param._version != version for param, version, _ in self._watched]):
             return True
