@@ -97,14 +97,13 @@ def test_every_provider_that_is_installed_can_be_timed(op):
     size = (len(shapes), sum(map(math.prod, shapes)), 2)
     for row in found.rows:
         assert row.problem is None
-        assert (row.op, row.tensors, row.elements, row.repeats) == (op.name, *size)
+        assert (row.op, row.tensors, row.elements, len(row.times)) == (op.name, *size)
         assert 0 < row.p20_ms <= row.p50_ms <= row.p80_ms
-        assert row.host_ms > 0
         assert (row.ratio is None) == row.ours
         assert row.bounds is None  # of two turns
         assert (row.gb_s is None) == (op.providers[0].bytes_per_element is None)
         assert (row.peak_mib is not None) == op.name.endswith("_both")
-        assert (row.launches, row.of_copy) == (None, None)  # not on a CPU
+        assert (row.launches, row.host_ms, row.of_copy) == (None, None, None)  # not on a CPU
 
 
 @pytest.mark.parametrize(
@@ -194,11 +193,9 @@ def test_all_providers_get_the_same_tensors(calls):
         for name in ("apex", "peer")
     )
     timing.measure(Case("same", op.make, providers), "small", SMALL, "float32", CPU, 1)
-    large, large_too, small, small_too = seen
-    assert large is large_too
-    assert small is small_too
-    assert [tuple(x.shape) for x in large] == SMALL
-    assert [tuple(x.shape) for x in small] == [(1,), (1, 1), (1,)]  # for the host's cost
+    first, second = seen
+    assert first is second
+    assert [tuple(x.shape) for x in first] == SMALL
 
 
 def test_what_one_provider_cannot_do_is_a_row_and_what_is_not_installed_is_named(calls):
@@ -226,9 +223,7 @@ def test_the_command_times_shows_and_keeps_everything(tmp_path, calls, capsys):
     file = tmp_path / "new" / "rows.json"
     assert _bench(file, "--shapes", "tiny", "one", "--dtype", "float32", "bfloat16") == 0
     report = _read(file)
-    assert {path.suffix for path in file.parent.iterdir()} == {
-        ".json", ".csv", ".html", ".png", ".svg"
-    }  # fmt: skip
+    assert {path.suffix for path in file.parent.iterdir()} == {".json", ".csv"}
     assert report["complete"]
     assert [(r["shapes"], r["dtype"], r["provider"]) for r in report["rows"]] == [
         (shapes, dtype, provider)
@@ -291,10 +286,9 @@ def test_an_interruption_keeps_and_shows_what_is_finished(
         assert not report["complete"]
         assert [row["shapes"] for row in report["rows"]] == kept
         assert "INCOMPLETE" in shown
-        assert "INCOMPLETE" in file.with_suffix(".html").read_text(encoding="utf-8")
 
 
-def test_rows_say_how_memory_and_threads_were_set(tmp_path, calls, monkeypatch, capsys):
+def test_the_file_says_how_memory_and_threads_were_set(tmp_path, calls, monkeypatch, capsys):
     before = torch.get_num_threads()
     threads = before + 1
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
@@ -304,8 +298,8 @@ def test_rows_say_how_memory_and_threads_were_set(tmp_path, calls, monkeypatch, 
         words = ("--shapes", "one", "--threads", str(threads))
         assert _bench(tmp_path / f"{number}.json", *words) == 0
         assert torch.get_num_threads() == before
-        rows = _read(tmp_path / f"{number}.json")["rows"]
-        assert [(row["threads"], row["huge_pages"]) for row in rows] == [(threads, pages)] * 2
+        here = _read(tmp_path / f"{number}.json")["environment"]
+        assert (here["threads"], here["huge_pages"]) == (threads, pages)
         assert ("THP_MEM_ALLOC_ENABLE=1" in capsys.readouterr().out) == pages
 
 

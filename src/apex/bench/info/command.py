@@ -14,6 +14,7 @@ import torch
 
 from apex.bench.info import families, installs, machine
 from apex.bench.info.speeds import Speed, speeds, times_of_float32
+from apex.bench.output.console import aligned
 from apex.ops import _runtime
 
 __all__ = ["HELP", "Report", "add_arguments", "collect", "draw", "run"]
@@ -92,7 +93,7 @@ def draw(report: Report) -> str:
     ]
     if report.warnings:
         sections.append(("Warnings", [(warning,) for warning in report.warnings]))
-    return "\n\n".join("\n".join([title, *_aligned(rows)]) for title, rows in sections)
+    return "\n\n".join("\n".join([title, *aligned(rows)]) for title, rows in sections)
 
 
 def _versions(versions: machine.Versions) -> list[Row]:
@@ -167,11 +168,3 @@ def _installs(found: installs.Installs) -> list[Row]:
         if package.where != found.running
     ]
     return [*rows, *(("to do", advice) for advice in found.advice)]
-
-
-def _aligned(rows: Sequence[Row]) -> Iterator[str]:
-    """Indent the rows and line up all columns but the last."""
-    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)]
-        yield ("  " + "  ".join(cells)).rstrip()

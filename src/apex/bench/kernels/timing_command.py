@@ -5,8 +5,8 @@ What is timed is in `cases` and `layers`; one row is measured in `timing` by the
 """
 
 import argparse
-import importlib
 import importlib.metadata
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +39,7 @@ HELP = (
 )
 OPS: tuple[Case, ...] = (*OF_LISTS, *OF_LAYERS)
 PEERS = ("timm", "liger_kernel", "triton")  # whose versions matter besides torch's
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
 REPEATS = 30
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 TIMED = "{task.completed} of {task.total} cases"  # beside the progress bar
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--json", type=Path, default=Path("apex-bench", "kernels.json"), metavar="PATH",
-        help="file to write, with a page, a CSV file and plots beside it (default: %(default)s)",
+        help="file to write, with a CSV file beside it (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -92,12 +93,9 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: An option asks for what cannot be done; nothing was timed.
-        ModuleNotFoundError: A package of the ``bench`` extra is missing; nothing was timed.
     """
-    for package in ("jinja2", "matplotlib", "rich", "scipy"):  # now and not after minutes of work
-        importlib.import_module(package)
     device = pick_device(args.device)
-    if args.json.suffix in (".csv", ".html"):
+    if args.json.suffix == ".csv":
         raise UsageError(f"--json {args.json}: another file gets this name; use one in .json")
     check_file("--json", args.json)
     plan = _plan(args)
@@ -131,7 +129,7 @@ def _nothing_yet(args: argparse.Namespace, device: torch.device) -> Report:
     found = environment(device)
     found["versions"].update({peer: _version(peer) for peer in PEERS})
     return Report(
-        environment={**found, "copy_gb_s": None},
+        environment={**found, "huge_pages": os.environ.get(HUGE_PAGES) == "1", "copy_gb_s": None},
         options={
             "op": unique(args.op),
             "shapes": unique(args.shapes),
