@@ -49,16 +49,16 @@ def environment(device: torch.device) -> dict[str, Any]:
     name = f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
     found: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": asdict(machine.versions()),
+        "versions": machine.versions(),
         "device": asdict(next(here for here in machine.devices() if here.device == name)),
         "threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
         cuda = machine.cuda()
         found["cuda"] = {
-            "torch": cuda.torch_cuda,
-            "cudnn": cuda.cudnn,
-            "driver": cuda.driver,
+            "torch": cuda["torch_cuda"],
+            "cudnn": cuda["cudnn"],
+            "driver": cuda["driver"],
             "fp32 convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
         }
     return found

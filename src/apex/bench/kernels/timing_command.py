@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args)
     with _threads(args.threads), terminated_like_interrupted():
         report = _nothing_yet(args, device)
-        with suppress(KeyboardInterrupt), progress(Bar, len(plan), TIMED) as bar:
+        with suppress(KeyboardInterrupt), progress(len(plan), TIMED) as bar:
             _measure_all(report, plan, device, args.json, bar)
         timing_report.show(report, args.json)
     if not report.complete:

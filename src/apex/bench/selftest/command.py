@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,7 @@ def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[Planned
 
 def _environment(device: torch.device) -> dict[str, Any]:
     found = environment(device)
-    found["tools"] = asdict(machine.cuda())
+    found["tools"] = machine.cuda()
     found["variables"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
     found["command"] = sys.argv[1:]
     return found

@@ -164,7 +164,7 @@ class _Bench:
     def run_all(self) -> None:
         groups = plan.groups(self.report.plan)
         total = len(self.report.plan) + len(self._search)
-        with progress(Bar, total, TRAINED) as bar:
+        with progress(total, TRAINED) as bar:
             if self._options.device.type == "cuda":  # events are recorded on the current one
                 torch.cuda.set_device(self._options.device.index or 0)
             self._measure_speeds()
