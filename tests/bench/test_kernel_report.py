@@ -43,15 +43,14 @@ def _report(rows=None, **changes):
     values = {
         "environment": {
             **made.CPU,
-            "versions": {**made.CPU["versions"], "platform": "Linux", "timm": None,
-                         "liger_kernel": None},
+            "versions": {**made.CPU["versions"], "platform": "Linux", "liger_kernel": None},
             "huge_pages": False,
             "copy_gb_s": None,
         },
         "options": {"op": [*OPS], "shapes": ["tiny", "small"], "dtype": ["float32"],
                     "repeats": 30, "full": False, "device": "cpu"},
         "complete": True,
-        "missing": {"timm": ["lamb: timm loop"]},
+        "missing": {"liger_kernel": ["layer_norm_both: Liger-Kernel"]},
         "notes": {"ms": "by the host clock"},
     }  # fmt: skip
     return Report(**{**values, **changes}, rows=rows)
@@ -104,7 +103,10 @@ def test_tables_fit_the_terminal(columns, tmp_path, capsys, monkeypatch):
         assert part in " ".join(shown.split())
     assert ("Columns left out" in shown) == (columns < 250)
     assert ("1.64–2.44" in shown) == (columns > 60)
-    for part in ("adam, tiny, float32, torch foreach: RuntimeError: not today.", "timm: not inst"):
+    for part in (
+        "adam, tiny, float32, torch foreach: RuntimeError: not today.",
+        "liger_kernel: not inst",
+    ):
         assert part in " ".join(shown.split())
 
 

@@ -15,9 +15,8 @@ import torch
 
 from apex.bench.cli import UsageError
 from apex.bench.kernels import timing_report
-from apex.bench.kernels.cases import DTYPES, OF_LISTS, Case
+from apex.bench.kernels.cases import DTYPES, OF_LAYERS, OF_LISTS, Case
 from apex.bench.kernels.clocks import copy_gb_s
-from apex.bench.kernels.layers import OF_LAYERS
 from apex.bench.kernels.timing import how_measured, measure
 from apex.bench.kernels.timing_report import Report
 from apex.bench.options import (
@@ -35,10 +34,10 @@ __all__ = ["HELP", "OPS", "add_arguments", "run"]
 
 HELP = (
     "Time each optimizer step, each operation on lists of tensors, each norm and each loss beside "
-    "the same of torch, timm and Liger-Kernel, on the same tensors, taking turns."
+    "the same of torch and Liger-Kernel, on the same tensors, taking turns."
 )
 OPS: tuple[Case, ...] = (*OF_LISTS, *OF_LAYERS)
-PEERS = ("timm", "liger_kernel", "triton")  # whose versions matter besides torch's
+PEERS = ("liger_kernel", "triton")  # whose versions matter besides torch's
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
 REPEATS = 30
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes

@@ -17,9 +17,8 @@ from torch import nn
 from apex import amp
 from apex.bench.catalogue.entry import DTYPES, Op, random
 from apex.bench.catalogue.optimizers import Optimizer, Variant
-from apex.bench.kernels.cases import OF_LISTS, Case
+from apex.bench.kernels.cases import OF_LAYERS, OF_LISTS, Case
 from apex.bench.kernels.clocks import copy_gb_s, take_turns
-from apex.bench.kernels.layers import OF_LAYERS
 from apex.bench.selftest import ops, optimizers, training
 from apex.bench.selftest.check import Check, Measured, Setting, same
 from apex.normalization import FusedLayerNorm
