@@ -22,7 +22,7 @@ from apex.bench.info import machine
 from apex.bench.options import check_file, environment, pick_device, terminated_like_interrupted
 from apex.bench.output.files import save
 from apex.bench.selftest import gpu, ops, optimizers, report, training
-from apex.bench.selftest.check import Check, Planned, Result, Setting, carry_out
+from apex.bench.selftest.check import Check, Result, Setting, carry_out, is_lost
 from apex.ops import _runtime
 
 __all__ = ["HELP", "add_arguments", "every_check", "plan", "run"]
@@ -30,7 +30,7 @@ __all__ = ["HELP", "add_arguments", "every_check", "plan", "run"]
 HELP = (
     "Check this installation on this machine: every kernel and every optimizer beside its "
     "definition in float64, twice with the same bits, a small training at every level; on a GPU "
-    "also CUDA graphs, steps that never wait, and bandwidth. Without a GPU the same checks run on "
+    "also CUDA graphs and steps that never wait. Without a GPU the same checks run on "
     "the CPU, the kernels in Triton's interpreter. The exit code is 1 if a "
     "number is wrong or a check raised."
 )
@@ -63,35 +63,36 @@ def run(args: argparse.Namespace) -> int:
     if not planned:
         raise UsageError(f"--only {args.only!r}: no check has this in its name")
     ran = "compiled" if device.type == "cuda" else "in Triton's interpreter, on the CPU"
+    variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
+    here = {"tools": machine.cuda(), "variables": variables, "command": sys.argv[1:]}
     content: dict[str, Any] = {
         "format": "apex selftest 1",
-        "environment": _environment(device),
+        "environment": {**environment(device), **here},
         "kernels": ran if why_not is None else f"not run: {why_not}",
         "planned": len(planned),
         "complete": False,
     }
     results: list[Result] = []
-
-    def begin(check: Check, setting: Setting) -> None:
-        report.say_running(check, setting, len(results) + 1, len(planned))
-
     with terminated_like_interrupted():
         interrupted = True
         with suppress(KeyboardInterrupt):
-            for result in carry_out(planned, begin):
-                if result.status != "right":
-                    report.say_failed(result)
-                results.append(result)
-                content["complete"] = len(results) == len(planned)
-                left = planned[len(results) :]
+            for number, (check, setting) in enumerate(planned):
                 # The check that runs while a file is the newest: what a crash leaves.
-                content["next"] = f"{left[0][0].name} ({left[0][1].path})" if left else None
-                save({**content, "checks": report.as_json(results)}, args.json)
+                content["next"] = f"{check.name} ({setting.path})"
+                save({**content, "checks": [one.as_json() for one in results]}, args.json)
+                report.say_running(f"{number + 1}/{len(planned)}  {check.area}: {content['next']}")
+                results.append(carry_out(check, setting))
+                if results[-1].status != "right":
+                    report.say_failed(results[-1])
+                if results[-1].status == "raised" and is_lost(device):
+                    break
             interrupted = False
         with suppress(KeyboardInterrupt):
+            if len(results) == len(planned):
+                content.update(complete=True, next=None)
+            save({**content, "checks": [one.as_json() for one in results]}, args.json)
             report.show(results, content, gpu=device.type == "cuda")
-            if results:
-                print(f"In {args.json}; it has all that a report of a problem needs.")
+            print(f"In {args.json}; it has all that a report of a problem needs.")
     right = content["complete"] and all(result.status == "right" for result in results)
     return INTERRUPTED if interrupted else OK if right else FAILED
 
@@ -118,7 +119,7 @@ def every_check() -> Iterator[Check]:
         yield from module.checks()
 
 
-def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[Planned]:
+def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[tuple[Check, Setting]]:
     """The checks with ``only`` in area or name, on each path; ``kernels`` says if these can run."""
     return [
         (check, Setting(device, path))
@@ -128,11 +129,3 @@ def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[Planned
         for path in check.paths
         if path != "kernels" or kernels
     ]
-
-
-def _environment(device: torch.device) -> dict[str, Any]:
-    found = environment(device)
-    found["tools"] = machine.cuda()
-    found["variables"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
-    found["command"] = sys.argv[1:]
-    return found

@@ -1,36 +1,35 @@
-"""Output of `apex selftest`: what failed at once, a table of each area, JSON; torch is enough."""
+"""Output of `apex selftest`: what failed, at once, and a table of each area; torch is enough."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from apex.bench.options import unique
 from apex.bench.output.console import NOTHING, aligned
-from apex.bench.selftest.check import PATHS, Check, Measured, Result, Setting
+from apex.bench.selftest.check import PATHS, Measured, Result
 
-__all__ = ["as_json", "say_failed", "say_running", "show"]
+__all__ = ["say_failed", "say_running", "show"]
 
 CLEAR = "\r\x1b[K"  # of a terminal's line
 
 
-def say_running(check: Check, setting: Setting, number: int, count: int) -> None:
-    """Name the check that runs; a log file gets nothing."""
+def say_running(what: str) -> None:
+    """Name the check that runs, or clear the line; a log file gets nothing."""
     if sys.stderr.isatty():
-        line = f"{number}/{count}  {check.area}: {check.name} ({setting.path})"
-        print(f"{CLEAR}{line[:79]}", end="", file=sys.stderr, flush=True)
+        print(f"{CLEAR}{what[:79]}", end="", file=sys.stderr, flush=True)
 
 
 def say_failed(result: Result) -> None:
     """Say at once that a check has failed."""
-    print(f"{CLEAR if sys.stderr.isatty() else ''}{_failure(result)}", file=sys.stderr)
+    say_running("")
+    print(_failure(result), file=sys.stderr)
 
 
 def show(results: Sequence[Result], content: dict[str, Any], *, gpu: bool) -> None:
     """Print where it ran, a table of each area, everything that failed, and what was not run."""
-    if sys.stderr.isatty():
-        print(CLEAR, end="", file=sys.stderr, flush=True)
+    say_running("")
     here = content["environment"]
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("apex", "torch", "triton"))
     print(f"{here['device']['name']} ({here['device']['device']}), {versions}")
@@ -44,10 +43,7 @@ def show(results: Sequence[Result], content: dict[str, Any], *, gpu: bool) -> No
     print(f"{len(results)} checks in {seconds:.0f} s, {len(failed)} failed.")
     print(f"Kernels: {content['kernels']}.")
     if not gpu:
-        print(
-            "No GPU was used: nothing was compiled, and CUDA graphs, waits and bandwidth were not "
-            "checked."
-        )
+        print("No GPU was used: nothing was compiled, and CUDA graphs and waits were not checked.")
 
 
 def _rows(results: Sequence[Result], gpu: bool) -> Iterator[list[str]]:
@@ -67,8 +63,7 @@ def _number(one: Measured) -> str:
     """Show the value, what is allowed and the unit; a count of nothing is said in one word."""
     if one.allowed == 0 and one.right:
         return "exact"
-    of = "" if one.allowed is None else f" of {one.allowed:.3g}"
-    return f"{one.value:.3g}{of} {one.unit}".rstrip()
+    return f"{one.value:.3g} of {one.allowed:.3g} {one.unit}".rstrip()
 
 
 def _failure(result: Result) -> str:
@@ -77,15 +72,3 @@ def _failure(result: Result) -> str:
         return f"RAISED  {name}: {result.error.strip().splitlines()[-1]}"
     wrong = [f"{one.what}: {_number(one)}" for one in result.measured if not one.right]
     return f"WRONG  {name}: {'; '.join(wrong) or 'nothing was measured'}"
-
-
-def as_json(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """Turn results into dicts, lists, strings and numbers."""
-    return [
-        {
-            **vars(result),
-            "seconds": round(result.seconds, 3),
-            "measured": [{**one._asdict(), "right": one.right} for one in result.measured],
-        }
-        for result in results
-    ]
