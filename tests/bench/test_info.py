@@ -108,7 +108,7 @@ def test_a_machine_where_everything_is_missing(tools, monkeypatch):
     monkeypatch.setattr(machine.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError()))
     monkeypatch.setattr(machine.os, "cpu_count", lambda: None)
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    monkeypatch.setattr(machine, "_distribution_version", lambda name: None)
+    monkeypatch.setattr(machine, "version_of", lambda name: None)
     report = info.collect()
     assert report.versions["triton"] is None
     assert report.cuda["driver"] is None
@@ -299,7 +299,7 @@ def test_what_is_timed_is_of_the_dtype(monkeypatch):
 def test_every_family_is_live_on_the_cpu():
     live = {line.family: line for line in families.live_paths(["cpu"])}
     first = ["casting", "float16 arithmetic", "gradient unscaling", "optimizers"]
-    assert list(live) == [*first, "lists of tensors", "norms", "losses", "attention functions"]
+    assert list(live) == [*first, "lists of tensors", "norms, losses, attention"]
     assert {line.path for line in live.values()} == {"torch fused"}
     assert all(line.why for line in live.values())
 

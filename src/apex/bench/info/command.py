@@ -84,11 +84,13 @@ def collect() -> Report:
 
 def draw(report: Report) -> str:
     """Draw a report as text."""
+    why_not = report.why_not_triton
+    triton = f"cannot run: {why_not} (plain PyTorch runs instead)" if why_not else "run"
     sections: list[tuple[str, list[Row]]] = [
         ("Versions", [(name, found or "not installed") for name, found in report.versions.items()]),
         ("Devices", [row for device in report.devices for row in _device(device)]),
         ("Times, float32's = 1", list(_speeds(report.speeds))),
-        ("CUDA", [*_cuda(report.cuda), ("Triton kernels", _triton(report.why_not_triton))]),
+        ("CUDA", [*_cuda(report.cuda), ("Triton kernels", triton)]),
         ("Code paths", [(p.family, p.device, p.path, p.why) for p in report.op_families]),
         ("Called apex here", _installs(report.installs)),
     ]
@@ -144,12 +146,6 @@ def _cuda(found: dict[str, str | None]) -> list[Row]:
             "(not needed: nothing here is compiled with it)",
         ),
     ]
-
-
-def _triton(why_not: str | None) -> str:
-    if why_not is None:
-        return "run"
-    return f"cannot run: {why_not} (plain PyTorch runs instead)"
 
 
 def _installs(found: installs.Installs) -> list[Row]:

@@ -21,7 +21,7 @@ import torch
 import apex
 from apex import _compat
 
-__all__ = ["Device", "HalfType", "busy", "cuda", "devices", "versions"]
+__all__ = ["Device", "HalfType", "busy", "cuda", "devices", "version_of", "versions"]
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 TOOL_TIMEOUT_S = 10.0  # a wedged driver makes nvidia-smi hang
@@ -69,7 +69,7 @@ def versions() -> dict[str, str | None]:
     return {
         "apex": apex.__version__,
         "torch": str(torch.__version__),
-        "triton": next(filter(None, map(_distribution_version, TRITON_DISTRIBUTIONS)), None),
+        "triton": next(filter(None, map(version_of, TRITON_DISTRIBUTIONS)), None),
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
     }
@@ -216,7 +216,8 @@ def _cudnn_version(number: int) -> str:
     return f"{number // scale}.{number % scale // 100}.{number % 100}"
 
 
-def _distribution_version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The version of an installed package."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

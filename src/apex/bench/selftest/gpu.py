@@ -149,7 +149,7 @@ def _learning(setting: Setting) -> Stepped:
 
 
 def _differentiated(op: Op, setting: Setting) -> Callable[[], object]:
-    leaves, rest = op.inputs(op.small[-1], DTYPES[op.dtypes[-1]], setting.device)
+    leaves, rest = op.inputs(op.checked.small[-1], DTYPES[op.dtypes[-1]], setting.device)
     leaves = [x.requires_grad_() for x in leaves]
 
     def work() -> None:

@@ -20,7 +20,7 @@ from apex.bench.selftest.check import Check, Measured, Setting, one_rounding, sa
 
 __all__ = ["CHECKED", "checks", "tensors"]
 
-CHECKED = [op for op in OPS if op.small]
+CHECKED = [op for op in OPS if op.checked.small]
 SHAPES = ((), (1,), (0,), (7,), (33, 5), (1025,), (8193,))  # 8193: one more than a block
 LARGE = ((1_000_003,), (3000, 1000))
 
@@ -49,7 +49,7 @@ def _op(op: Op, dtype: torch.dtype, backward: bool, setting: Setting) -> Iterato
             return tolerance.roundings(x, exact, truncated=setting.interpreted)
         return tolerance.errors_in_eps(x, exact, dtype)
 
-    for shape in (*op.small, *(op.busy if setting.large else ())):
+    for shape in (*op.checked.small, *(op.checked.busy if setting.large else ())):
         inputs, size = op.inputs(shape, dtype, setting.device), "x".join(map(str, shape))
         found, again = (_results(op.ours, inputs, backward) for _ in range(2))
         exact, torchs = (
