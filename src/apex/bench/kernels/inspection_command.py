@@ -67,10 +67,10 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
 
     cases = list(finding.cases())
     known = unique(case.name for case in cases)
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        hint = suggestion(unknown[0], known)
-        raise UsageError(f"--kernel {unknown[0]}: {hint}unknown; there are {', '.join(known)}")
+    for name in names or ():
+        if name not in known:
+            hint = suggestion(name, known)
+            raise UsageError(f"--kernel {name}: {hint}unknown; there are {', '.join(known)}")
     chosen = [case for case in cases if not names or case.name in names]
     try:
         found = [finding.inspect(chosen, target) for target in targets]
