@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import apex
+from apex.bench import cli
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -78,9 +79,24 @@ def test_info_needs_torch_alone():
     assert json.loads(out)["versions"]["apex"] == apex.__version__
 
 
-def test_bench_names_the_extra():
-    code, out, errors = _run("from apex.bench.cli import main; raise SystemExit(main(['bench']))")
-    assert (code, out) == (2, "")
-    assert errors.count("\n") == 1
-    assert "is missing: pip install" in errors
-    assert "[bench]'" in errors
+def test_the_other_commands_run_or_name_all_that_is_missing_in_one_line(tmp_path):
+    commands = [*cli.COMMANDS][1:]
+    code, out, errors = _run(
+        f"""
+from apex.bench.cli import main
+more = {{"bench compare": ["a", "b"], "bench plot": ["a"]}}
+more["selftest"] = ["--only", "FusedSGD, fp32", "--json", {str(tmp_path / "f.json")!r}]
+for name in {commands}:
+    print(name, main([*name.split(), *more.get(name, [])]))
+"""
+    )
+    assert code == 0, errors
+    assert [line for line in out.splitlines() if line[-2:] in (" 0", " 2")] == [
+        f"{name} {0 if name == 'selftest' else 2}" for name in commands
+    ]
+    assert "Kernels: not run: triton, numpy not installed: pip install triton numpy." in out
+    lines = errors.splitlines()
+    assert len(lines) == len(commands) - 1
+    everything = "matplotlib numpy rich scipy scikit-learn"
+    assert lines[0].endswith(f" not installed: pip install {everything}")
+    assert lines[-1] == "apex kernels: rich, triton not installed: pip install rich triton"

@@ -1,4 +1,4 @@
-import importlib.metadata
+import importlib.util
 import subprocess
 import sys
 import types
@@ -95,22 +95,19 @@ def test_interrupt_gets_one_line_and_130(capsys, install):
     assert _one_line(capsys) == "apex hello: interrupted\n"
 
 
-@pytest.mark.parametrize(
-    ("installed", "remedy"),
-    [
-        (True, "pip install 'apex[bench]'"),
-        (False, "pip install '.[bench]' in the folder of this project"),
-    ],
-)
-def test_missing_package_is_named_with_the_remedy(capsys, install, monkeypatch, installed, remedy):
-    def version(name):
-        if not installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    install(run=_raise(ModuleNotFoundError("No module named 'rich'", name="rich.table")))
+def test_all_that_is_missing_is_named_before_anything_runs(capsys, install, monkeypatch):
+    install(run=pytest.fail)
+    needs = ("no_such_package", "json", "sklearn")
+    monkeypatch.setitem(cli.COMMANDS, "hello", cli.Command("apex_hello", "says hello", needs))
+    find = importlib.util.find_spec
+    hidden = lambda name: None if name == "sklearn" else find(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    said = "no_such_package, scikit-learn not installed: pip install no_such_package scikit-learn"
     assert cli.main(["hello"]) == 2
-    assert _one_line(capsys) == f"apex hello: rich.table is missing: {remedy}\n"
+    assert _one_line(capsys) == f"apex hello: {said}\n"
+    monkeypatch.delitem(sys.modules, "apex_hello")  # its import is what fails
+    assert cli.main(["hello"]) == 2
+    assert _one_line(capsys) == f"apex hello: {said}\n"
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("x", name="apex.amp"), ZeroDivisionError()])

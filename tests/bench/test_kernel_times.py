@@ -3,19 +3,16 @@
 import itertools
 import json
 import math
-import sys
 
 import pytest
 import torch
 
-from apex.bench.catalogue import peers, sizes
+from apex.bench.catalogue import sizes
 from apex.bench.cli import main
 from apex.bench.kernels import cases as kernel_cases
 from apex.bench.kernels import clocks, timing
-from apex.bench.kernels import layers as layer_modes
 from apex.bench.kernels import timing_command as command
-from apex.bench.kernels.cases import OF_LISTS, Case, Provider
-from apex.bench.kernels.layers import OF_LAYERS
+from apex.bench.kernels.cases import OF_LAYERS, OF_LISTS, Case, Provider
 from apex.bench.kernels.timing_command import OPS
 
 CPU = torch.device("cpu")
@@ -34,7 +31,7 @@ SETS = (  # of shapes, and what they are replaced by
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(timing, "WARM_UP", 1)
-    monkeypatch.setitem(layer_modes.COMPILE, "backend", "eager")  # no C++ compiler's minutes
+    monkeypatch.setitem(kernel_cases.COMPILE, "backend", "eager")  # no C++ compiler's minutes
     for sets, small in SETS:
         for name in sets:
             monkeypatch.setitem(sets, name, lambda full, small=small: small)
@@ -48,9 +45,13 @@ def calls(monkeypatch):
     def noting(name):
         return Provider(name, lambda tensors: lambda: noted.append((name, len(tensors))), _bytes)
 
-    op = Case("noting", kernel_cases._random, (noting("apex"), noting("peer")))
+    op = Case("noting", _made, (noting("apex"), noting("peer")), sizes.LISTS)
     monkeypatch.setattr(command, "OPS", (op,))
     return noted
+
+
+def _made(shapes, dtype, device):
+    return [torch.ones(shape, dtype=dtype) for shape in shapes]
 
 
 def _bytes(dtype):
@@ -90,21 +91,20 @@ RESULTS = [op for op in OF_LAYERS if not op.name.endswith("_backward")]
 def test_every_provider_that_is_installed_can_be_timed(op):
     shapes = next(iter(op.shapes.values()))(False)
     found = timing.measure(op, "small", shapes, "float32", CPU, 2)
-    assert {*found.missing.values()} <= {"timm"}
+    assert not found.missing
     assert [row.provider for row in found.rows] == [
-        one.name for one in op.providers if not one.only_on and one.name not in found.missing
+        one.name for one in op.providers if not one.only_on
     ]
     size = (len(shapes), sum(map(math.prod, shapes)), 2)
     for row in found.rows:
         assert row.problem is None
-        assert (row.op, row.tensors, row.elements, row.repeats) == (op.name, *size)
+        assert (row.op, row.tensors, row.elements, len(row.times)) == (op.name, *size)
         assert 0 < row.p20_ms <= row.p50_ms <= row.p80_ms
-        assert row.host_ms > 0
         assert (row.ratio is None) == row.ours
         assert row.bounds is None  # of two turns
         assert (row.gb_s is None) == (op.providers[0].bytes_per_element is None)
         assert (row.peak_mib is not None) == op.name.endswith("_both")
-        assert (row.launches, row.of_copy) == (None, None)  # not on a CPU
+        assert (row.launches, row.host_ms, row.of_copy) == (None, None, None)  # not on a CPU
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_every_provider_that_is_installed_can_be_timed(op):
         ("adam", "float32", [28, 28, 28]),
         ("adam", "bfloat16", [22, 14, 14]),  # ours has moments in float32
         ("sgd", "float32", [20, 20, 20]),
-        ("lamb", "float32", [44, 44, 44]),
+        ("lamb", "float32", [44, 44]),
         ("novograd", "float32", [24, 24]),
         ("scale", "float16", [4, 4, 4]),
-        ("axpby", "float32", [12, 12, 12]),
-        ("l2norm", "float32", [4, 4, 4]),
+        ("axpby", "float32", [12, 12]),
+        ("l2norm", "float32", [4, 4]),
         ("layer_norm_forward", "float32", [8, 8, 8, 8]),
         ("layer_norm_backward", "bfloat16", [6, 6, 6, 6]),
         ("rms_norm_both", "float32", [20, 20, 20, 20, 20]),
@@ -131,18 +131,19 @@ def test_the_bytes_that_have_to_be_moved(name, dtype, expected):
     assert moved == expected
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd", "adagrad", "novograd"])
+@pytest.mark.parametrize("name", ["adam", "sgd", "adagrad", "lamb", "novograd"])
 def test_providers_of_an_optimizer_compute_the_same(name):
     [op] = [op for op in OPS if op.name == name]
     after = []
     for provider in op.providers:
         torch.manual_seed(0)
         params = op.make(SMALL, torch.float32, CPU)
+        grads = [param.grad.clone() for param in params]  # LAMB writes over its gradients
         step = provider.prepare(params)
-        for _ in range(3):
+        for number in range(3):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad.copy_(grad * 0.5**number)  # of equal ones an average shows no decay
             step()
-            for param in params:
-                param.grad.mul_(0.5)  # of equal gradients an average shows no decay
         after.append(params)
     for theirs in after[1:]:
         for our, their in zip(after[0], theirs, strict=True):
@@ -193,12 +194,10 @@ def test_all_providers_get_the_same_tensors(calls):
         Provider(name, lambda tensors: (seen.append(tensors), lambda: None)[1], _bytes)
         for name in ("apex", "peer")
     )
-    timing.measure(Case("same", op.make, providers), "small", SMALL, "float32", CPU, 1)
-    large, large_too, small, small_too = seen
-    assert large is large_too
-    assert small is small_too
-    assert [tuple(x.shape) for x in large] == SMALL
-    assert [tuple(x.shape) for x in small] == [(1,), (1, 1), (1,)]  # for the host's cost
+    timing.measure(Case("same", op.make, providers, sizes.LISTS), "small", SMALL, "float32", CPU, 1)
+    first, second = seen
+    assert first is second
+    assert [tuple(x.shape) for x in first] == SMALL
 
 
 def test_what_one_provider_cannot_do_is_a_row_and_what_is_not_installed_is_named(calls):
@@ -206,17 +205,17 @@ def test_what_one_provider_cannot_do_is_a_row_and_what_is_not_installed_is_named
         raise RuntimeError("not\n on a   Tuesday")
 
     def absent(tensors):
-        raise ModuleNotFoundError("No module named 'timm'", name="timm")
+        raise ModuleNotFoundError("No module named 'rival'", name="rival")
 
     [op] = command.OPS
     peers = (_provider("refuses", refuse), Provider("absent", absent, _bytes))
-    op = Case("mixed", op.make, (op.providers[0], *peers))
+    op = Case("mixed", op.make, (op.providers[0], *peers), sizes.LISTS)
     rows, missing = timing.measure(op, "small", SMALL, "float32", CPU, 1)
     assert [(row.provider, row.problem) for row in rows] == [
         ("apex", None),
         ("refuses", "RuntimeError: not on a Tuesday"),
     ]
-    assert missing == {"absent": "timm"}
+    assert missing == {"absent": "rival"}
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -226,9 +225,7 @@ def test_the_command_times_shows_and_keeps_everything(tmp_path, calls, capsys):
     file = tmp_path / "new" / "rows.json"
     assert _bench(file, "--shapes", "tiny", "one", "--dtype", "float32", "bfloat16") == 0
     report = _read(file)
-    assert {path.suffix for path in file.parent.iterdir()} == {
-        ".json", ".csv", ".html", ".png", ".svg"
-    }  # fmt: skip
+    assert {path.suffix for path in file.parent.iterdir()} == {".json", ".csv"}
     assert report["complete"]
     assert [(r["shapes"], r["dtype"], r["provider"]) for r in report["rows"]] == [
         (shapes, dtype, provider)
@@ -259,7 +256,7 @@ def test_only_our_own_failure_is_the_command_s(ours, tmp_path, calls, monkeypatc
 
     providers = [_provider("apex", lambda: None), _provider("peer", lambda: None)]
     providers[0 if ours else 1] = _provider("apex" if ours else "peer", refuse)
-    op = Case("broken", kernel_cases._random, tuple(providers))
+    op = Case("broken", _made, tuple(providers), sizes.LISTS)
     monkeypatch.setattr(command, "OPS", (op,))
     assert _bench(tmp_path / "rows.json", "--shapes", "one") == (1 if ours else 0)
     assert "RuntimeError: broken" in capsys.readouterr().out
@@ -291,10 +288,9 @@ def test_an_interruption_keeps_and_shows_what_is_finished(
         assert not report["complete"]
         assert [row["shapes"] for row in report["rows"]] == kept
         assert "INCOMPLETE" in shown
-        assert "INCOMPLETE" in file.with_suffix(".html").read_text(encoding="utf-8")
 
 
-def test_rows_say_how_memory_and_threads_were_set(tmp_path, calls, monkeypatch, capsys):
+def test_the_file_says_how_memory_and_threads_were_set(tmp_path, calls, monkeypatch, capsys):
     before = torch.get_num_threads()
     threads = before + 1
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
@@ -304,8 +300,8 @@ def test_rows_say_how_memory_and_threads_were_set(tmp_path, calls, monkeypatch, 
         words = ("--shapes", "one", "--threads", str(threads))
         assert _bench(tmp_path / f"{number}.json", *words) == 0
         assert torch.get_num_threads() == before
-        rows = _read(tmp_path / f"{number}.json")["rows"]
-        assert [(row["threads"], row["huge_pages"]) for row in rows] == [(threads, pages)] * 2
+        here = _read(tmp_path / f"{number}.json")["environment"]
+        assert (here["threads"], here["huge_pages"]) == (threads, pages)
         assert ("THP_MEM_ALLOC_ENABLE=1" in capsys.readouterr().out) == pages
 
 
@@ -354,25 +350,6 @@ def test_help_of_both_benches(capsys):
         assert option in shown
     for op in OPS:
         assert op.name in shown
-
-
-def test_timm_s_optimizers_come_without_the_rest_of_timm(tmp_path, monkeypatch):
-    """A package whose top level cannot be imported, as where torchvision is missing."""
-    (tmp_path / "timm" / "optim").mkdir(parents=True)
-    (tmp_path / "timm" / "__init__.py").write_text("import torchvision_is_not_here")
-    (tmp_path / "timm" / "optim" / "__init__.py").write_text("raise ImportError")
-    (tmp_path / "timm" / "optim" / "_helpers.py").write_text("answer = 42")
-    (tmp_path / "timm" / "optim" / "lamb.py").write_text("from ._helpers import answer")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("timm", "_timm_optim")]:
-        monkeypatch.delitem(sys.modules, name)
-    peers._timm.cache_clear()
-    try:
-        assert peers._timm("lamb").answer == 42
-    finally:
-        peers._timm.cache_clear()
-        for name in [name for name in sys.modules if name.startswith("_timm_optim")]:
-            del sys.modules[name]
 
 
 @pytest.mark.gpu

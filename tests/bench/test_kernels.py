@@ -122,22 +122,6 @@ def test_what_is_unknown_gets_one_line_and_2():
         assert line.startswith(f"apex kernels: {message}")
 
 
-def test_without_triton_it_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["kernels", "--json"]) == 2
-    assert _one_line(capsys) == (
-        "apex kernels: triton is missing: pip install triton (it exists for Linux)\n"
-    )
-
-
-def test_without_rich_nothing_is_compiled(capsys, monkeypatch, found):
-    found()
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert cli.main(["kernels"]) == 2
-    assert "rich is missing: pip install" in _one_line(capsys)
-    assert cli.main(["kernels", "--json"]) == 0
-
-
 @NEEDS_TRITON
 def test_a_triton_without_the_compiler_is_named(monkeypatch):
     compiling = pytest.importorskip("apex.kernels.inspect.compiler")

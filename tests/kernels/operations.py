@@ -167,7 +167,7 @@ def tensors():
     for op in OPS:
         if op.operator:
             for dtype in dict.fromkeys((op.dtypes[0], op.dtypes[-1])):
-                yield f"{op.name}, {dtype}", called(op, op.small[0], DTYPES[dtype])
+                yield f"{op.name}, {dtype}", called(op, op.checked.small[0], DTYPES[dtype])
     for cls in (FusedLayerNorm, FusedRMSNorm):
         plain = functools.partial(cls, elementwise_affine=False)
         yield f"{cls.__name__}, plain", of_one(plain(100), 19, 100)
@@ -184,7 +184,7 @@ def tensors():
     soft = functools.partial(scaled_masked_softmax, mask=None, scale=0.3)
     yield "masked softmax, in blocks", of_one(soft, 1, 2, 1, 17_000, dtype=HALF)
     causal = next(op for op in OPS if op.name == "causal_softmax")
-    yield "causal softmax", called(causal, causal.small[0], FLOAT)
+    yield "causal softmax", called(causal, causal.checked.small[0], FLOAT)
     yield "focal loss, gamma 1.5", of_one(focal, 29, 91)
     yield from rotary()
 

@@ -1,16 +1,15 @@
 """The ``apex`` command: finds the sub-command, and turns what users get wrong into one line.
 
 A sub-command is one word, or two as in ``apex bench kernels``, and a module with ``HELP`` (its
-description), ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). It is imported
-only once it has been chosen, because some need packages of the ``bench`` extra. ``run`` reports a
-bad combination of options by raising `UsageError`; whatever else it raises is a defect and keeps
-its traceback.
+description), ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). The module is
+imported only once it has been chosen. ``run`` reports a bad combination of options by raising
+`UsageError`; whatever else it raises is a defect and keeps its traceback.
 """
 
 import argparse
 import difflib
 import importlib
-import importlib.metadata
+import importlib.util
 import os
 import re
 import sys
@@ -42,44 +41,44 @@ class CommandModule(Protocol):
 
 
 class Command(NamedTuple):
-    """A sub-command: where it lives and what the list of commands says of it."""
+    """A sub-command: its module, its line in the list of commands, packages it needs beside torch.
+
+    ``needs`` has the names by which they are imported. They are looked for before anything runs.
+    """
 
     module: str
     summary: str
+    needs: tuple[str, ...] = ()
 
 
+RESULTS = ("jinja2", "matplotlib", "msgspec", "numpy", "rich", "scipy")
 COMMANDS = {
     "info": Command(
         "apex.bench.info.command", "what is installed here and which code path runs it"
     ),
     "bench": Command(
-        "apex.bench.training.command", "time, memory and accuracy of each precision level"
+        "apex.bench.training.command", "time, memory and accuracy of each precision level",
+        (*RESULTS, "sklearn"),
     ),
     "bench compare": Command(
-        "apex.bench.training.compare", "what got slower between two results files"
+        "apex.bench.training.compare", "what got slower between two results files", RESULTS
     ),
     "bench plot": Command(
-        "apex.bench.training.plot_command", "the plots of earlier results, or of several"
+        "apex.bench.training.plot_command", "the plots of earlier results, or of several", RESULTS
     ),
     "bench kernels": Command(
         "apex.bench.kernels.timing_command",
-        "times of each operation, ours and those of other packages",
+        "times of each operation, ours and those of other packages", ("numpy", "rich", "scipy"),
     ),
     "selftest": Command(
         "apex.bench.selftest.command", "whether this installation computes correct numbers here"
     ),
     "kernels": Command(
         "apex.bench.kernels.inspection_command",
-        "registers, spills and memory accesses of each Triton kernel",
+        "registers, spills and memory accesses of each Triton kernel", ("rich", "triton"),
     ),
-    "completion": Command("apex.bench.completion", "a script that completes commands in a shell"),
-}
-
-EXTRAS = {
-    "bench": frozenset(
-        {"jinja2", "matplotlib", "msgspec", "numpy", "rich", "scipy", "shtab", "sklearn"}
-    )
-}  # what each brings
+}  # fmt: skip
+INSTALLED_AS = {"sklearn": "scikit-learn"}  # where pip has another name
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,8 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if " ".join(arguments[:2]) in COMMANDS:  # a command of two words
         arguments[:2] = [" ".join(arguments[:2])]
     chosen = next((word for word in arguments if not word.startswith("-")), "")
+    missing = _missing(chosen)
     try:
         args = _parser(chosen).parse_args(arguments)
+        if missing:
+            raise UsageError(missing)
         module: CommandModule = args.module
         code = module.run(args)
         sys.stdout.flush()
@@ -122,11 +124,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (`| head`) has gone: nothing to say to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except ModuleNotFoundError as error:
-        extra = _extra_with((error.name or "").partition(".")[0])
-        if extra is None:
+    except ModuleNotFoundError:  # of the module of the command
+        if not missing:
             raise
-        return _complain(chosen, f"{error.name} is missing: {_remedy(extra)}", 2)
+        return _complain(chosen, missing, 2)
     return code
 
 
@@ -152,17 +153,11 @@ def _further(name: str) -> str | None:
     return f"see also: {', '.join(further)}" if further else None
 
 
-def _extra_with(package: str) -> str | None:
-    return next((extra for extra, packages in EXTRAS.items() if package in packages), None)
-
-
-def _remedy(extra: str) -> str:
-    """Say how to get an extra; the public index would give a source tree another project."""
-    try:
-        importlib.metadata.version("apex")
-    except importlib.metadata.PackageNotFoundError:
-        return f"pip install '.[{extra}]' in the folder of this project"
-    return f"pip install 'apex[{extra}]'"
+def _missing(chosen: str) -> str:
+    """Name every package that a command needs and that is not here, and how to install them."""
+    needs = COMMANDS[chosen].needs if chosen in COMMANDS else ()
+    names = [INSTALLED_AS.get(n, n) for n in needs if importlib.util.find_spec(n) is None]
+    return f"{', '.join(names)} not installed: pip install {' '.join(names)}" if names else ""
 
 
 def _complain(chosen: str, message: str, code: int) -> int:

@@ -43,13 +43,15 @@ class Interval:
 
 @dataclass(frozen=True)
 class Judged:
-    """What some seeds say of a difference, where above 0 is better."""
+    """What some seeds say of a difference, where above 0 is better.
+
+    ``needed`` is about how many seeds would tell; ``None`` where these do, or none would.
+    """
 
     interval: Interval
     margin: float
     seeds: int
     needed: int | None
-    """About how many seeds would tell; ``None`` where these do, or none would."""
 
     @property
     def fine(self) -> bool:
@@ -83,37 +85,25 @@ def judge(
     error = 0.05 / comparisons
     mean = float(np.mean(differences))
     sd = max(float(np.std(differences, ddof=1)), least_sd)
-    half = _t(1 - error / 2, count - 1) * sd / math.sqrt(count)
-    found = Judged(Interval(mean, mean - half, mean + half), margin, count, None)
+    around = _around(mean, sd / math.sqrt(count), count - 1, 1 - error)
+    found = Judged(around, margin, count, None)
     if found.fine or found.worse:
         return found
     needed = _needed(abs(margin + mean), sd, error)
-    return Judged(found.interval, margin, count, None if needed is None else max(needed, count + 1))
+    return Judged(around, margin, count, None if needed is None else max(needed, count + 1))
 
 
 def _needed(distance: float, sd: float, error: float) -> int | None:
     """Seeds that with `POWER` put an interval on one side of a bound at this distance."""
-    low, high = LEAST, MOST_SEEDS
-    if not _enough(high, distance, sd, error):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _enough(middle, distance, sd, error) else (middle + 1, high)
-    return low
-
-
-def _enough(count: int, distance: float, sd: float, error: float) -> bool:
-    reach = _t(1 - error / 2, count - 1) + _t(POWER, count - 1)
-    return reach * sd / math.sqrt(count) <= distance
+    for count in range(LEAST, MOST_SEEDS + 1):
+        reach = _t(1 - error / 2, count - 1) + _t(POWER, count - 1)
+        if reach * sd / math.sqrt(count) <= distance:
+            return count
+    return None
 
 
 def interval(log_ratios: Sequence[float]) -> Interval | None:
-    """Estimate a ratio from the logarithms that pairs gave; ``None`` of fewer than three.
-
-    Example:
-        >>> interval([0.1, 0.1, 0.1]).value == math.exp(0.1)
-        True
-    """
+    """Estimate a ratio from the logarithms that pairs gave; ``None`` of fewer than three."""
     found = mean_interval(log_ratios)
     return None if found is None else found.exp
 
@@ -124,33 +114,30 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
     if len(values) < LEAST:
         return None
-    mean = float(np.mean(values))
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    half = _t((1 + CONFIDENCE) / 2, len(values) - 1) * error
-    return Interval(mean, mean - half, mean + half)
+    return _around(float(np.mean(values)), error, len(values) - 1)
 
 
 def difference_interval(before: Sequence[float], after: Sequence[float]) -> Interval | None:
     """Estimate the mean of ``after`` minus that of ``before``, which are not pairs, with Welch's t.
 
-    Not `scipy.stats.ttest_ind`, which warns of accuracies that are all the same.
-
-    Returns:
-        ``None`` where either has fewer than three values.
+    ``None`` where either has fewer than three values. Not `scipy.stats.ttest_ind`, which warns of
+    accuracies that are all the same.
     """
     import numpy as np
 
     if min(len(before), len(after)) < LEAST:
         return None
-    difference = float(np.mean(after) - np.mean(before))
     squares = [float(np.var(part, ddof=1)) / len(part) for part in (before, after)]
-    error = math.sqrt(sum(squares))
-    if error == 0:
-        return Interval(difference, difference, difference)
     parts = zip(squares, (before, after), strict=True)
-    freedom = error**4 / sum(square**2 / (len(part) - 1) for square, part in parts)
-    half = _t((1 + CONFIDENCE) / 2, freedom) * error
-    return Interval(difference, difference - half, difference + half)
+    below = sum(square**2 / (len(part) - 1) for square, part in parts)
+    freedom = sum(squares) ** 2 / below if below else 1.0
+    return _around(float(np.mean(after) - np.mean(before)), math.sqrt(sum(squares)), freedom)
+
+
+def _around(value: float, error: float, freedom: float, confidence: float = CONFIDENCE) -> Interval:
+    half = _t((1 + confidence) / 2, freedom) * error
+    return Interval(value, value - half, value + half)
 
 
 @cache

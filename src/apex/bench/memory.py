@@ -24,23 +24,15 @@ __all__ = ["events_of", "peak_bytes", "silent_kineto", "source"]
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
-    """Run ``work`` once and measure the tensor memory it needed at its peak.
+    """Run ``work`` once and measure the bytes of tensors in use at its peak, beyond the start.
 
-    Args:
-        work: What to measure. Memory that it releases before it returns counts, as does memory
-            that it keeps.
-        device: Where its tensors live.
-
-    Returns:
-        Bytes in use at the peak beyond those in use at the start; ``None`` where there is no way
-        to measure.
+    Memory that it releases before it returns counts, as does memory that it keeps. ``None`` where
+    there is no way to measure.
     """
     gc.collect()  # what earlier work left in cycles would be released in the middle of the record
     if device.type == "cuda":
         return _cuda_peak(work, device)
-    if device.type == "cpu":
-        return _cpu_peak(work)
-    return None
+    return _cpu_peak(work) if device.type == "cpu" else None
 
 
 def source(device: torch.device) -> str:

@@ -1,6 +1,7 @@
 """What the commands that measure share: options, checks, and where the numbers were taken."""
 
 import argparse
+import re
 import signal
 import tempfile
 import threading
@@ -33,13 +34,9 @@ def at_least(least: int) -> Callable[[str], int]:
     """Make an option's type: whole numbers of ``least`` or more."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
+        if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-        return value
+        return int(text)
 
     return parse
 
@@ -49,18 +46,15 @@ def environment(device: torch.device) -> dict[str, Any]:
     name = f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
     found: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": asdict(machine.versions()),
+        "versions": machine.versions(),
         "device": asdict(next(here for here in machine.devices() if here.device == name)),
         "threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
         cuda = machine.cuda()
-        found["cuda"] = {
-            "torch": cuda.torch_cuda,
-            "cudnn": cuda.cudnn,
-            "driver": cuda.driver,
-            "fp32 convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-        }
+        convolutions = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+        found["cuda"] = {"torch": cuda["torch_cuda"], "fp32 convolutions": convolutions}
+        found["cuda"] |= {name: cuda[name] for name in ("cudnn", "driver")}
     return found
 
 
@@ -72,12 +66,9 @@ def pick_device(asked: str | None) -> torch.device:
     """
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(asked)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if re.fullmatch(r"cpu|cuda(:\d+)?", asked) is None:
         raise UsageError(f"--device {asked}: unknown; use cpu, cuda or cuda:N")
+    device = torch.device(asked)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= count:
         here = f"there are {count} here" if count else "no CUDA device can be used here"

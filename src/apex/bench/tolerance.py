@@ -101,11 +101,10 @@ def errors_in_eps(
 ) -> float:
     """The rms error over the rms of float64 ``exact``, in units of a dtype's eps.
 
-    Args:
-        actual: What was computed.
-        exact: Its definition in float64.
-        dtype: Of the eps; that of ``actual`` by default.
+    The dtype is that of ``actual`` by default. inf where the shape differs.
     """
+    if actual.shape != exact.shape:
+        return float("inf")
     size = torch.finfo(dtype or actual.dtype).eps * rms(exact)
     error = rms(actual.double() - exact)
     return error / size if size else error

@@ -10,7 +10,8 @@ import torch
 
 from apex.ops._op import op
 
-__all__ = ["DTYPES", "Function", "Inputs", "Leaf", "Op", "Shape", "Sizes", "Timed", "random"]
+__all__ = ["DTYPES", "Checked", "Function", "Inputs", "Leaf", "Op", "Shape", "Sizes", "Timed"]
+__all__ += ["random"]
 
 Shape = tuple[int, ...]
 Function = Callable[..., torch.Tensor]
@@ -50,6 +51,16 @@ class Inputs(NamedTuple):
     rest: tuple[Any, ...]
 
 
+class Checked(NamedTuple):
+    """Shapes for checks on every device, and those at which a GPU is ``busy``.
+
+    The ``small`` have several programs of a kernel, blocks that are full and blocks that are not.
+    """
+
+    small: tuple[Shape, ...]
+    busy: tuple[Shape, ...]
+
+
 @dataclass(frozen=True)
 class Timed:
     """How `apex bench kernels` times an op.
@@ -80,9 +91,7 @@ class Op:
             what results are compared with; in the dtype of the inputs it is what we are timed with.
         leaves: The inputs that get gradients, from the shape of the first.
         rest: The arguments behind them, from the first tensor.
-        small: Shapes for checks on every device: several programs of a kernel, blocks that are
-            full and blocks that are not. Without any the op is only timed.
-        busy: Shapes at which a GPU is busy.
+        checked: Shapes for the self-test. Without any the op is only timed.
         dtypes: Names of `DTYPES`.
         in_eps: Allowed errors in eps of the inputs' dtype times the result's rms, where sums of
             terms of both signs decide; else roundings are counted. By dtype of the inputs.
@@ -104,8 +113,7 @@ class Op:
     theirs: Function
     leaves: Callable[[Shape], Sequence[Leaf]]
     rest: Callable[[torch.Tensor], tuple[Any, ...]] = lambda x: ()
-    small: tuple[Shape, ...] = ()
-    busy: tuple[Shape, ...] = ()
+    checked: Checked = Checked((), ())
     dtypes: tuple[str, ...] = tuple(DTYPES)
     in_eps: Mapping[torch.dtype, float] = field(default_factory=dict)
     layout: torch.memory_format = torch.contiguous_format
@@ -120,10 +128,8 @@ class Op:
     def inputs(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
         """Make the arguments, with random numbers that are the same on every device."""
         leaves = [
-            random(
-                leaf.shape, leaf.dtype or dtype, device, seed=seed, scale=leaf.scale, mean=leaf.mean
-            )
-            for seed, leaf in enumerate(self.leaves(shape))
+            random(size, own or dtype, device, seed=seed, scale=scale, mean=mean)
+            for seed, (size, scale, mean, own) in enumerate(self.leaves(shape))
         ]
         leaves[0] = leaves[0].contiguous(memory_format=self.layout)
         return Inputs(leaves, self.rest(leaves[0]))

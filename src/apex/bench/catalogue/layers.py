@@ -13,22 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex.bench import tolerance
-from apex.bench.catalogue.entry import Leaf, Op, Shape, Timed
-from apex.bench.catalogue.sizes import ATTENTION, CAUSAL, HEAD, HEADS, MATRICES, ROTARY, SCORES
+from apex.bench.catalogue.entry import Checked, Leaf, Op, Shape, Timed
+from apex.bench.catalogue.sizes import (
+    ATTENTION,
+    CAUSAL,
+    HEAD,
+    HEADS,
+    MATRICES,
+    ROTARY,
+    ROWS,
+    SCORES,
+)
 from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.multihead_attn import SelfMultiheadAttn
 from apex.fused_dense.fused_dense import _fused_dense_gelu_dense
 from apex.mlp import mlp_function, swiglu
-from apex.ops.layers import (
-    index_mul_2d as index_mul_2d_op,
-)
-from apex.ops.layers import (
-    rotary,
-    scaled_softmax,
-)
-from apex.ops.layers import (
-    swiglu as swiglu_op,
-)
+from apex.ops.layers import index_mul_2d as index_mul_2d_op
+from apex.ops.layers import rotary, scaled_softmax
+from apex.ops.layers import swiglu as swiglu_op
 from apex.transformer.functional import fused_apply_rotary_pos_emb
 from apex.transformer.functional.fused_softmax import (
     scaled_masked_softmax,
@@ -40,8 +42,6 @@ __all__ = ["OPS"]
 FEATURES = 256  # of the narrow side of dense layers
 SCALE = HEAD**-0.5
 MASKED = -10000.0  # what the softmaxes put instead of a masked logit
-ROWS: tuple[Shape, ...] = ((37, 300), (5, 1024))
-MANY_ROWS: tuple[Shape, ...] = ((4096, 1024), (1027, 4096))
 
 # --- elementwise ----------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ def _attention_written_out(x: Tensor, *inputs: Any) -> Tensor:
 
 OPS: tuple[Op, ...] = (
     Op(
-        "swiglu", "SwiGLU", swiglu, _torchs_swiglu, _gated, small=ROWS, busy=MANY_ROWS,
+        "swiglu", "SwiGLU", swiglu, _torchs_swiglu, _gated, checked=ROWS,
         operator=swiglu_op.OP, fused_by="compiler",
     ),
     Op(
@@ -219,28 +219,30 @@ OPS: tuple[Op, ...] = (
     Op(
         "masked_softmax, no key", "masked softmax",
         scaled_masked_softmax, _torchs_emptied_softmax, _scores,
-        partial(_mask, True), small=((1, 2, 7, 123), (1, 2, 4, 4097)),
-        busy=((1, 2, 4096, 1024), (1, 2, 1027, 4096)), in_eps=tolerance.FROM_RESULT,
+        partial(_mask, True), in_eps=tolerance.FROM_RESULT,
+        checked=Checked(
+            ((1, 2, 7, 123), (1, 2, 4, 4097)), ((1, 2, 4096, 1024), (1, 2, 1027, 4096))
+        ),
         operator=scaled_softmax.OP, arguments=lambda *inputs: (*inputs, False),
         of_matrix=lambda shape: (*(1,) * (4 - len(shape)), *shape), terms=512,
     ),
     Op(
         "causal_softmax", "causal softmax",
         lambda x, later: scaled_upper_triang_masked_softmax(x, None, SCALE),
-        _torchs_causal_softmax, _scores, _later, small=((3, 33, 33),), busy=((8, 2048, 2048),),
-        dtypes=("bf16",), in_eps=tolerance.FROM_RESULT,
+        _torchs_causal_softmax, _scores, _later, dtypes=("bf16",), in_eps=tolerance.FROM_RESULT,
+        checked=Checked(((3, 33, 33),), ((8, 2048, 2048),)),
         # Half of what is read lies above the diagonal and is left out.
         timed=Timed(CAUSAL, (1.5, 2)),
     ),
     Op(
         "rotary", "rotary embedding, all channels", fused_apply_rotary_pos_emb, _torchs_rotary,
-        lambda shape: [Leaf((*shape[:-1], max(2, shape[-1])))],  # a pair, for the host's cost
-        partial(_freqs, 1.0), timed=Timed(ROTARY, (2, 2), liger=_ligers_rotary),
+        lambda shape: [Leaf(shape)], partial(_freqs, 1.0),
+        timed=Timed(ROTARY, (2, 2), liger=_ligers_rotary),
     ),
     Op(
         "rotary, three quarters", "rotary embedding", fused_apply_rotary_pos_emb, _torchs_rotary,
-        lambda shape: [Leaf(shape)], partial(_freqs, 0.75),
-        small=((5, 2, 3, 16), (9, 1, 20, 128)), busy=((4096, 1, 32, 128),), operator=rotary.OP,
+        lambda shape: [Leaf(shape)], partial(_freqs, 0.75), operator=rotary.OP,
+        checked=Checked(((5, 2, 3, 16), (9, 1, 20, 128)), ((4096, 1, 32, 128),)),
         arguments=lambda t, freqs: (t, freqs[:, 0, 0].cos(), freqs[:, 0, 0].sin(), None, 0),
         of_matrix=lambda shape: (2, 1, math.prod(shape[:-1]), shape[-1]), fused_by="compiler",
     ),
@@ -250,7 +252,7 @@ OPS: tuple[Op, ...] = (
     ),
     Op(
         "index_mul_2d", "index_mul_2d", lambda in2, in1, index: index_mul_2d(in1, in2, index),
-        _torchs_index_mul_2d, _picked, _index, small=ROWS, busy=MANY_ROWS,
+        _torchs_index_mul_2d, _picked, _index, checked=ROWS,
         timed=Timed(MATRICES, (3, 5.25)), operator=index_mul_2d_op.OP,
         of_matrix=lambda shape: (math.prod(shape[:-1]) if shape[-1] else 0, shape[-1]),
     ),

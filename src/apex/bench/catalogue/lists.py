@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ Tensors = list[torch.Tensor]
 class Written(NamedTuple):
     """What an operation writes: tensors that are rounded once, and norms of lists."""
 
-    rounded: Tensors
-    norms: Tensors
+    rounded: Sequence[torch.Tensor] = ()
+    norms: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ def _norm(listed: Tensors) -> torch.Tensor:
 def _scale(flag: torch.Tensor, x: Tensors) -> Written:
     out = _like(x)
     _amp_c("multi_tensor_scale", flag, [x, out], 0.37)
-    return Written(out, [])
+    return Written(out)
 
 
 def _axpby(flag: torch.Tensor, x: Tensors, y: Tensors) -> Written:
     out = _like(x)
     _amp_c("multi_tensor_axpby", flag, [x, y, out], 0.37, -1.5, -1)
-    return Written(out, [])
+    return Written(out)
 
 
 def _l2norm(flag: torch.Tensor, x: Tensors) -> Written:
-    return Written([], list(_amp_c("multi_tensor_l2norm", flag, [x], True)))
+    return Written((), list(_amp_c("multi_tensor_l2norm", flag, [x], True)))
 
 
 def _l2norm_scale(flag: torch.Tensor, x: Tensors) -> Written:
@@ -88,7 +88,7 @@ def _l2norm_scale(flag: torch.Tensor, x: Tensors) -> Written:
 
 
 def _unscale_l2norm(flag: torch.Tensor, x: Tensors) -> Written:
-    return Written([], [_amp_c("multi_tensor_unscale_l2norm", flag, [x], 0.25, False)[0]])
+    return Written((), [_amp_c("multi_tensor_unscale_l2norm", flag, [x], 0.25, False)[0]])
 
 
 def _clip(norm_type: float, flag: torch.Tensor, grads: Tensors) -> Written:
@@ -119,7 +119,7 @@ def _lamb_stages(
     _amp_c(stage1, flag, columns, decays, STEP, BETA1, BETA2, EPS, 4.0, 1.0)
     norms = [torch.stack([x.norm() for x in column]) for column in (params, terms)]
     _amp_c(stage2, flag, [params, terms], *norms, LR, 0.01, False)
-    return Written([*terms, *params], [])
+    return Written([*terms, *params])
 
 
 def _exact_lamb_stages(grads: Tensors, params: Tensors, mean: Tensors, roots: Tensors) -> Written:
@@ -132,23 +132,23 @@ def _exact_lamb_stages(grads: Tensors, params: Tensors, mean: Tensors, roots: Te
         terms.append(m / (1 - BETA1 ** (STEP + 1)) / scale + decay.to(p) * p)
         ratio = p.norm() / terms[-1].norm() if p.any() and terms[-1].any() else 1.0
         stepped.append(p - LR * ratio * terms[-1])
-    return Written([*terms, *stepped], [])
+    return Written([*terms, *stepped])
 
 
 LISTS: tuple[ListOp, ...] = (
-    ListOp("multi_tensor_scale", 1, _scale, lambda x: Written([0.37 * one for one in x], [])),
+    ListOp("multi_tensor_scale", 1, _scale, lambda x: Written([0.37 * one for one in x])),
     ListOp(
         "multi_tensor_axpby", 2, _axpby,
-        lambda x, y: Written([0.37 * a - 1.5 * b for a, b in zip(x, y, strict=True)], []),
+        lambda x, y: Written([0.37 * a - 1.5 * b for a, b in zip(x, y, strict=True)]),
     ),
-    ListOp("multi_tensor_l2norm", 1, _l2norm, lambda x: Written([], [_norm(x), _norms(x)])),
+    ListOp("multi_tensor_l2norm", 1, _l2norm, lambda x: Written((), [_norm(x), _norms(x)])),
     ListOp(
         "multi_tensor_l2norm_scale", 1, _l2norm_scale,
         lambda x: Written([0.37 * one for one in x], [_norm(x)]),
     ),
     ListOp(
         "multi_tensor_unscale_l2norm", 1, _unscale_l2norm,
-        lambda x: Written([], [0.25 * _norm(x)]),
+        lambda x: Written((), [0.25 * _norm(x)]),
     ),
     ListOp("clip_grad_norm_", 1, partial(_clip, 2.0), partial(_exact_clip, 2.0), flags=False),
     ListOp(

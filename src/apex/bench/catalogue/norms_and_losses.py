@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex.bench import tolerance
-from apex.bench.catalogue.entry import Function, Leaf, Op, Shape, Timed
-from apex.bench.catalogue.sizes import IMAGES, MATRICES
+from apex.bench.catalogue.entry import Checked, Function, Leaf, Op, Shape, Timed
+from apex.bench.catalogue.sizes import IMAGES, MATRICES, ROWS
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
@@ -29,15 +29,9 @@ PADDING = 3  # the class of rows that do not count
 SMOOTHING = 0.1
 FEATURES = 256  # of the linear layer before the cross-entropy
 
-# A row that does not fill a block, one that does, and rows wider than a block.
-ROWS: tuple[Shape, ...] = ((37, 300), (5, 1024))
-MANY_ROWS: tuple[Shape, ...] = ((4096, 1024), (1027, 4096))
-WIDE: tuple[Shape, ...] = ((2, 70_001),)
-MANY_WIDE: tuple[Shape, ...] = ((64, 65_536),)
-PICTURES: tuple[Shape, ...] = ((2, 36, 9, 7),)  # 3 groups: the interpreter takes seconds for 32
-MANY_PICTURES: tuple[Shape, ...] = ((4, 320, 64, 64),)
-CLASSES: tuple[Shape, ...] = ((7, 123), (4, 4097))
-MANY_CLASSES: tuple[Shape, ...] = ((512, 32_768), (4096, 1000))
+WIDE = Checked(((2, 70_001),), ((64, 65_536),))  # rows wider than a block
+PICTURES = Checked(((2, 36, 9, 7),), ((4, 320, 64, 64),))  # small: 32 groups take seconds
+CLASSES = Checked(((7, 123), (4, 4097)), ((512, 32_768), (4096, 1000)))
 
 
 def _rows(shape: Shape, params: int = 2) -> Sequence[Leaf]:
@@ -194,7 +188,7 @@ _NORM_IN_EPS = {torch.float32: tolerance.GROUP_NORM}
 OPS: tuple[Op, ...] = (
     Op(
         "layer_norm", "layer norm", _layer_norm(_LAYER_NORM), _torchs_layer_norm, _rows,
-        small=ROWS, busy=MANY_ROWS,
+        checked=ROWS,
         timed=Timed(
             MATRICES, (2, 3), liger=lambda liger, *inputs: liger.liger_layer_norm(*inputs, EPS)
         ),
@@ -203,28 +197,28 @@ OPS: tuple[Op, ...] = (
     ),
     Op(
         "layer_norm, wide rows", "layer norm, wide rows", _layer_norm(_LAYER_NORM),
-        _torchs_layer_norm, _rows, small=WIDE, busy=MANY_WIDE, dtypes=("fp32",),
+        _torchs_layer_norm, _rows, checked=WIDE, dtypes=("fp32",),
     ),
     Op(
         "layer_norm, mixed", "layer norm, fp32 weights",
         _layer_norm(norms.mixed_dtype_fused_layer_norm_affine), _torchs_layer_norm,
-        _float32_weights, small=ROWS, busy=MANY_ROWS, dtypes=("bf16",),
+        _float32_weights, checked=ROWS, dtypes=("bf16",),
     ),
     Op(
         "layer_norm, from the output", "layer norm, memory-efficient",
-        _layer_norm(_LAYER_NORM, thrifty=True), _torchs_layer_norm, _rows, small=ROWS,
-        busy=MANY_ROWS, dtypes=("fp32",), operator=row_norms.MEMORY_EFFICIENT,
+        _layer_norm(_LAYER_NORM, thrifty=True), _torchs_layer_norm, _rows, checked=ROWS,
+        dtypes=("fp32",), operator=row_norms.MEMORY_EFFICIENT,
         arguments=lambda x, weight, bias: (
             x, weight, bias, x.shape[-1:], EPS, True, x.dtype, x.dtype,
         ),
     ),
     Op(
         "layer_norm, fast", "fast layer norm", _fast_layer_norm, _torchs_layer_norm, _rows,
-        small=ROWS, busy=MANY_ROWS, dtypes=("fp16",),
+        checked=ROWS, dtypes=("fp16",),
     ),
     Op(
         "rms_norm", "RMS norm", _rms_norm(False), _torchs_rms_norm, partial(_rows, params=1),
-        small=ROWS, busy=MANY_ROWS,
+        checked=ROWS,
         timed=Timed(
             MATRICES, (2, 3), _rms_norm_written_out,
             lambda liger, *inputs: liger.liger_rms_norm(*inputs, EPS, in_place=False),
@@ -235,17 +229,17 @@ OPS: tuple[Op, ...] = (
     ),
     Op(
         "rms_norm, wide rows", "RMS norm, wide rows", _rms_norm(False), _torchs_rms_norm,
-        partial(_rows, params=1), small=WIDE, busy=MANY_WIDE, dtypes=("bf16",),
+        partial(_rows, params=1), checked=WIDE, dtypes=("bf16",),
     ),
     Op(
         "rms_norm, from the output", "RMS norm, memory-efficient", _rms_norm(True),
-        _torchs_rms_norm, partial(_rows, params=1), small=ROWS, busy=MANY_ROWS, dtypes=("fp32",),
+        _torchs_rms_norm, partial(_rows, params=1), checked=ROWS, dtypes=("fp32",),
         operator=row_norms.MEMORY_EFFICIENT,
         arguments=lambda x, weight: (x, weight, None, x.shape[-1:], EPS, False, x.dtype, x.dtype),
     ),
     Op(
         "group_norm", "group norm", _group_norm(""), _torchs_group_norm, _images, _groups,
-        small=PICTURES, busy=MANY_PICTURES, in_eps=_NORM_IN_EPS, layout=torch.channels_last,
+        checked=PICTURES, in_eps=_NORM_IN_EPS, layout=torch.channels_last,
         timed=Timed(
             IMAGES, (2, 3),
             liger=lambda liger, x, weight, bias, groups: liger.liger_group_norm(
@@ -255,14 +249,14 @@ OPS: tuple[Op, ...] = (
     ),
     Op(
         "group_norm, SiLU", "group norm with SiLU", _group_norm("silu"), _torchs_group_norm_silu,
-        _images, _groups, small=PICTURES, busy=MANY_PICTURES, in_eps=_NORM_IN_EPS,
+        _images, _groups, checked=PICTURES, in_eps=_NORM_IN_EPS,
         layout=torch.channels_last, operator=group_norm.OP,
         arguments=lambda *inputs: (*inputs, EPS, True),
         of_matrix=lambda shape: (2, 3 * -(-math.prod(shape[1:]) // 4), shape[0], 2),
     ),
     Op(
         "cross_entropy", "cross-entropy", SoftmaxCrossEntropyLoss.apply, _torchs_cross_entropy,
-        _logits, partial(_labels, 0.0), small=CLASSES, busy=MANY_CLASSES,
+        _logits, partial(_labels, 0.0), checked=CLASSES,
         timed=Timed(
             MATRICES, (1, 2),
             liger=lambda liger, x, labels, *_: liger.liger_cross_entropy(
@@ -272,8 +266,8 @@ OPS: tuple[Op, ...] = (
     ),
     Op(
         "cross_entropy, smoothed", "cross-entropy, smoothed", SoftmaxCrossEntropyLoss.apply,
-        _torchs_cross_entropy, _logits, partial(_labels, SMOOTHING), small=CLASSES,
-        busy=MANY_CLASSES, dtypes=("bf16",), operator=cross_entropy.OP,
+        _torchs_cross_entropy, _logits, partial(_labels, SMOOTHING), checked=CLASSES,
+        dtypes=("bf16",), operator=cross_entropy.OP,
         of_matrix=_rows_of_a_matrix, widens=True, terms=512,
     ),
     Op(
@@ -286,8 +280,8 @@ OPS: tuple[Op, ...] = (
     ),
     Op(
         "linear_cross_entropy, in chunks", "linear cross-entropy", _linear_cross_entropy(3),
-        _torchs_linear_cross_entropy, _before_logits, _classes, small=((33, 100),),
-        busy=((1024, 32_768),), in_eps=tolerance.PRODUCTS,
+        _torchs_linear_cross_entropy, _before_logits, _classes,
+        checked=Checked(((33, 100),), ((1024, 32_768),)), in_eps=tolerance.PRODUCTS,
     ),
     Op(
         "focal_loss", "focal loss, no padding", focal_loss, _torchs_focal_loss, _logits, _targets,
@@ -295,7 +289,7 @@ OPS: tuple[Op, ...] = (
     ),
     Op(
         "focal_loss, smoothed", "focal loss", focal_loss, _torchs_focal_loss, _logits,
-        _smooth_targets, small=ROWS, busy=MANY_CLASSES, operator=focal_loss_op.OP,
+        _smooth_targets, checked=Checked(ROWS.small, CLASSES.busy), operator=focal_loss_op.OP,
         of_matrix=_rows_of_a_matrix, widens=True, terms=512, fused_by="compiler",
     ),
 )  # fmt: skip

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from apex import optimizers
 from apex.bench.catalogue.entry import DTYPES
-from apex.bench.catalogue.peers import Peer, foreach_novograd, of_torch, timms_lamb
+from apex.bench.catalogue.peers import Peer, foreach_lamb, foreach_novograd, of_torch
 from apex.contrib import optimizers as contrib
 
 __all__ = [
@@ -297,11 +296,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
         max_norm=1.0, training={"lr": 0.005, "weight_decay": 0.01},
         launches=5, shared_launches=2,  # the norm of all gradients
         timed=TimedStep(
-            {
-                "timm foreach": partial(timms_lamb, foreach=True),
-                "timm loop": partial(timms_lamb, foreach=False),
-            },
-            {"weight_decay": 0.01}, 2,
+            {"torch foreach": foreach_lamb}, {"lr": 1e-3, "weight_decay": 0.01}, 2,
             # The gradients once for their norm, then weight and update for the step.
             more_reads=lambda size: size + (2 * size + 4),
         ),

@@ -1,20 +1,14 @@
-"""Steps of other packages, and of torch's foreach functions, that optimizers are timed beside."""
+"""Steps of torch's optimizers, and of its foreach functions, that optimizers are timed beside."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-import inspect
-import os
-import sys
-import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-__all__ = ["Peer", "foreach_novograd", "of_torch", "timms_lamb"]
+__all__ = ["Peer", "foreach_lamb", "foreach_novograd", "of_torch"]
 
 Params = list[torch.Tensor]
 Peer = Callable[..., Callable[[], object]]  # from parameters and numbers to what takes a step
@@ -22,17 +16,46 @@ Peer = Callable[..., Callable[[], object]]  # from parameters and numbers to wha
 
 def of_torch(name: str) -> dict[str, Peer]:
     """An optimizer of torch's: its fused kernel, and foreach functions."""
+    ways = {"torch fused": {"fused": True}, "torch foreach": {"foreach": True}}
+    return {way: partial(_torchs, name, implementation) for way, implementation in ways.items()}
 
-    def peer(**implementation: Any) -> Peer:
-        def make(params: Params, **numbers: Any) -> Callable[[], object]:
-            step: Callable[[], object] = getattr(torch.optim, name)(
-                params, **numbers, **implementation
-            ).step
-            return step
 
-        return make
+def _torchs(
+    name: str, implementation: dict[str, bool], params: Params, **numbers: Any
+) -> Callable[[], object]:
+    step: Callable[[], object] = getattr(torch.optim, name)(
+        params, **numbers, **implementation
+    ).step
+    return step
 
-    return {"torch fused": peer(fused=True), "torch foreach": peer(foreach=True)}
+
+def foreach_lamb(params: Params, *, lr: float, weight_decay: float) -> Callable[[], object]:
+    """LAMB in torch's foreach functions, with the formula of `optimizers.lamb`, clipped to 1."""
+    beta1, beta2 = 0.9, 0.999
+    means, squares = ([torch.zeros_like(param) for param in params] for _ in range(2))
+    taken = 0
+
+    @torch.no_grad()
+    def step() -> None:
+        nonlocal taken
+        taken += 1
+        grads = [param.grad for param in params if param.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        scaled = torch._foreach_div(grads, norm.clamp(min=1.0))
+        torch._foreach_lerp_(means, scaled, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, scaled, scaled, 1 - beta2)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, (1 - beta2**taken) ** 0.5)
+        torch._foreach_add_(roots, 1e-6)
+        terms = torch._foreach_div(means, roots)
+        torch._foreach_div_(terms, 1 - beta1**taken)
+        torch._foreach_add_(terms, params, alpha=weight_decay)
+        sizes = [torch.stack(torch._foreach_norm(of)) for of in (params, terms)]
+        ratios = torch.where((sizes[0] > 0) & (sizes[1] > 0), sizes[0] / sizes[1], 1.0)
+        torch._foreach_addcmul_(params, terms, (ratios * -lr).unbind())
+
+    return step
 
 
 def foreach_novograd(
@@ -66,29 +89,3 @@ def foreach_novograd(
         torch._foreach_addcmul_(params, means, factors.unbind())
 
     return step
-
-
-def timms_lamb(params: Params, foreach: bool, **numbers: Any) -> Callable[[], object]:
-    """LAMB of timm, by foreach functions or by a loop."""
-    lamb = _timm("lamb").Lamb
-    if "foreach" in inspect.signature(lamb).parameters:
-        numbers["foreach"] = foreach
-    elif foreach:
-        raise ModuleNotFoundError("this timm has no LAMB by foreach functions", name="timm")
-    step: Callable[[], object] = lamb(params, **numbers).step
-    return step
-
-
-@functools.cache
-def _timm(module: str) -> Any:
-    """Import a module of ``timm.optim`` alone.
-
-    ``import timm`` wants torchvision and a client of a model hub; the optimizers need neither.
-    """
-    found = importlib.util.find_spec("timm")
-    if found is None or not found.submodule_search_locations:
-        raise ModuleNotFoundError("No module named 'timm'", name="timm")
-    package = types.ModuleType("_timm_optim")
-    package.__path__ = [os.path.join(path, "optim") for path in found.submodule_search_locations]
-    sys.modules.setdefault(package.__name__, package)
-    return importlib.import_module(f"{package.__name__}.{module}")

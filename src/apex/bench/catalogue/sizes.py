@@ -1,14 +1,14 @@
-"""The sets of shapes that `apex bench kernels` times.
+"""The sets of shapes that `apex bench kernels` times, and what the self-test computes.
 
-Each is asked whether the full size is wanted, which a GPU needs to be busy and which takes too long
-on a CPU.
+Each set is asked whether the full size is wanted, which a GPU needs to be busy and which takes too
+long on a CPU.
 """
 
 from __future__ import annotations
 
-from apex.bench.catalogue.entry import Shape, Sizes
+from apex.bench.catalogue.entry import Checked, Shape, Sizes
 
-__all__ = ["ATTENTION", "CAUSAL", "IMAGES", "LISTS", "MATRICES", "ROTARY", "SCORES"]
+__all__ = ["ATTENTION", "CAUSAL", "IMAGES", "LISTS", "MATRICES", "ROTARY", "ROWS", "SCORES"]
 
 HEADS = 16
 HEAD = 64  # channels of an attention head
@@ -33,36 +33,29 @@ def _tiny(full: bool) -> list[Shape]:
     return [(1 + number % 100,) for number in range(1000)]
 
 
+def _sets(small: Shape, middle: Shape, wide: Shape, wide_on_a_cpu: Shape) -> Sizes:
+    return {
+        "small": lambda full: [small],
+        "middle": lambda full: [middle],
+        "wide": lambda full: [wide if full else wide_on_a_cpu],
+    }
+
+
 LISTS: Sizes = {"one": _one, "transformer": _transformer, "tiny": _tiny}
-MATRICES: Sizes = {
-    "small": lambda full: [(2048, 1024)],
-    "middle": lambda full: [(4096, 4096)],
-    "wide": lambda full: [(2048 if full else 256, 32768)],
-}
+MATRICES = _sets((2048, 1024), (4096, 4096), (2048, 32768), (256, 32768))
 
 # As many elements as the matrices of the name, but for attention.
-IMAGES: Sizes = {
-    "small": lambda full: [(2, 64, 128, 128)],
-    "middle": lambda full: [(4, 256, 128, 128)],
-    "wide": lambda full: [(16 if full else 2, 256, 128, 128)],
-}
-SCORES: Sizes = {  # batch, heads, queries, keys
-    "small": lambda full: [(1, HEADS, 128, 1024)],
-    "middle": lambda full: [(1, HEADS, 256, 4096)],
-    "wide": lambda full: [(1, HEADS, 128 if full else 16, 32768)],
-}
-CAUSAL: Sizes = {  # batch times heads, queries, keys
-    "small": lambda full: [(2, 1024, 1024)],
-    "middle": lambda full: [(1, 4096, 4096)],
-    "wide": lambda full: [(16 if full else 2, 2048, 2048)],
-}
-ROTARY: Sizes = {  # sequence, batch, heads, channels
-    "small": lambda full: [(2048, 1, 16, HEAD)],
-    "middle": lambda full: [(4096, 1, 64, HEAD)],
-    "wide": lambda full: [(2048 if full else 256, 8, 64, HEAD)],
-}
-ATTENTION: Sizes = {  # sequence, batch, features
-    "small": lambda full: [(256, 8, 1024)],
-    "middle": lambda full: [(1024, 8 if full else 1, 1024)],
-    "wide": lambda full: [(4096 if full else 2048, 1, 1024)],
-}
+IMAGES = _sets((2, 64, 128, 128), (4, 256, 128, 128), (16, 256, 128, 128), (2, 256, 128, 128))
+# Batch, heads, queries, keys.
+SCORES = _sets(
+    (1, HEADS, 128, 1024), (1, HEADS, 256, 4096), (1, HEADS, 128, 32768), (1, HEADS, 16, 32768)
+)
+# Batch times heads, queries, keys.
+CAUSAL = _sets((2, 1024, 1024), (1, 4096, 4096), (16, 2048, 2048), (2, 2048, 2048))
+# Sequence, batch, heads, channels.
+ROTARY = _sets((2048, 1, 16, HEAD), (4096, 1, 64, HEAD), (2048, 8, 64, HEAD), (256, 8, 64, HEAD))
+# Sequence, batch, features.
+ATTENTION = _sets((256, 8, 1024), (1024, 1, 1024), (4096, 1, 1024), (2048, 1, 1024))
+
+# What the self-test computes: a row that does not fill a block, one that does.
+ROWS = Checked(((37, 300), (5, 1024)), ((4096, 1024), (1027, 4096)))

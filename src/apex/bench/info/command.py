@@ -8,12 +8,13 @@ import argparse
 import json
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from apex.bench.info import families, installs, machine
 from apex.bench.info.speeds import Speed, speeds, times_of_float32
+from apex.bench.output.console import aligned
 from apex.ops import _runtime
 
 __all__ = ["HELP", "Report", "add_arguments", "collect", "draw", "run"]
@@ -30,18 +31,20 @@ Row = Sequence[str]
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that ``apex info`` knows."""
+    """Everything that ``apex info`` knows.
 
-    versions: machine.Versions
+    ``speeds`` are of the CPU and of the first GPU, by device; ``warnings`` are what torch had to
+    say about this machine, and that it is busy.
+    """
+
+    versions: dict[str, str | None]
     devices: tuple[machine.Device, ...]
     speeds: dict[str, tuple[Speed, ...]]
-    """By device: of the CPU and of the first GPU."""
-    cuda: machine.Cuda
+    cuda: dict[str, str | None]
     why_not_triton: str | None
     op_families: tuple[families.LivePath, ...]
     installs: installs.Installs
     warnings: tuple[str, ...]
-    """What torch had to say about this machine, and that it is busy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,44 +64,39 @@ def collect() -> Report:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         devices = machine.devices()
-        timed = [device.device for device in devices if device.device in ("cpu", "cuda:0")]
         if (busy := machine.busy()) is not None:
             warnings.warn(busy, stacklevel=1)
-        times = {name: speeds(torch.device(name)) for name in timed}
-        cuda = machine.cuda()
-        why_not_triton = _runtime.why_not_triton()
-        paths = families.live_paths(device.device for device in devices)
-    return Report(
-        versions=machine.versions(),
-        devices=tuple(devices),
-        speeds=times,
-        cuda=cuda,
-        why_not_triton=why_not_triton,
-        op_families=tuple(paths),
-        installs=installs.look(),
-        warnings=tuple(dict.fromkeys(" ".join(str(item.message).split()) for item in caught)),
-    )
+        names = [device.device for device in devices]
+        timed = [name for name in names if name in ("cpu", "cuda:0")]
+        report = Report(
+            versions=machine.versions(),
+            devices=tuple(devices),
+            speeds={name: speeds(torch.device(name)) for name in timed},
+            cuda=machine.cuda(),
+            why_not_triton=_runtime.why_not_triton(),
+            op_families=tuple(families.live_paths(names)),
+            installs=installs.look(),
+            warnings=(),
+        )
+    said = dict.fromkeys(" ".join(str(item.message).split()) for item in caught)
+    return replace(report, warnings=tuple(said))
 
 
 def draw(report: Report) -> str:
     """Draw a report as text."""
+    why_not = report.why_not_triton
+    triton = f"cannot run: {why_not} (plain PyTorch runs instead)" if why_not else "run"
     sections: list[tuple[str, list[Row]]] = [
-        ("Versions", _versions(report.versions)),
+        ("Versions", [(name, found or "not installed") for name, found in report.versions.items()]),
         ("Devices", [row for device in report.devices for row in _device(device)]),
         ("Times, float32's = 1", list(_speeds(report.speeds))),
-        ("CUDA", [*_cuda(report.cuda), ("Triton kernels", _triton(report.why_not_triton))]),
+        ("CUDA", [*_cuda(report.cuda), ("Triton kernels", triton)]),
         ("Code paths", [(p.family, p.device, p.path, p.why) for p in report.op_families]),
         ("Called apex here", _installs(report.installs)),
     ]
     if report.warnings:
         sections.append(("Warnings", [(warning,) for warning in report.warnings]))
-    return "\n\n".join("\n".join([title, *_aligned(rows)]) for title, rows in sections)
-
-
-def _versions(versions: machine.Versions) -> list[Row]:
-    found = asdict(versions)
-    names = {"torch": "torch", "triton": "Triton", "python": "Python"}
-    return [(names.get(name, name), found[name] or "not installed") for name in found]
+    return "\n\n".join("\n".join([title, *aligned(rows)]) for title, rows in sections)
 
 
 def _device(device: machine.Device) -> Iterator[Row]:
@@ -132,27 +130,22 @@ def _three(value: float | None) -> str:
     return "cannot" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _cuda(cuda: machine.Cuda) -> list[Row]:
-    built_for = f"CUDA {cuda.torch_cuda}" if cuda.torch_cuda else "CPU only"
-    driver = cuda.driver or "not found (nvidia-smi does not answer)"
-    nvcc = f"{cuda.nvcc or 'unknown version'} at {cuda.nvcc_path}"
+def _cuda(found: dict[str, str | None]) -> list[Row]:
+    built_for = f"CUDA {found['torch_cuda']}" if found["torch_cuda"] else "CPU only"
+    driver = found["driver"] or "not found (nvidia-smi does not answer)"
+    serves = f", serves CUDA up to {found['driver_cuda']}" if found["driver_cuda"] else ""
+    nvcc = f"{found['nvcc'] or 'unknown version'} at {found['nvcc_path']}"
     return [
-        ("available", "yes" if cuda.available else f"no: {cuda.why_not}"),
-        ("torch built for", f"ROCm {cuda.torch_rocm}" if cuda.torch_rocm else built_for),
-        ("cuDNN", cuda.cudnn or "none"),
-        ("driver", driver + (f", serves CUDA up to {cuda.driver_cuda}" * bool(cuda.driver_cuda))),
+        ("available", f"no: {found['why_not']}" if found["why_not"] else "yes"),
+        ("torch built for", f"ROCm {found['torch_rocm']}" if found["torch_rocm"] else built_for),
+        ("cuDNN", found["cudnn"] or "none"),
+        ("driver", driver + serves),
         (
             "nvcc",
-            f"{nvcc if cuda.nvcc_path else 'not found'} "
+            f"{nvcc if found['nvcc_path'] else 'not found'} "
             "(not needed: nothing here is compiled with it)",
         ),
     ]
-
-
-def _triton(why_not: str | None) -> str:
-    if why_not is None:
-        return "run"
-    return f"cannot run: {why_not} (plain PyTorch runs in their place)"
 
 
 def _installs(found: installs.Installs) -> list[Row]:
@@ -167,11 +160,3 @@ def _installs(found: installs.Installs) -> list[Row]:
         if package.where != found.running
     ]
     return [*rows, *(("to do", advice) for advice in found.advice)]
-
-
-def _aligned(rows: Sequence[Row]) -> Iterator[str]:
-    """Indent the rows and line up all columns but the last."""
-    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)]
-        yield ("  " + "  ".join(cells)).rstrip()

@@ -73,24 +73,16 @@ def _kernel_or(kernel: str, torchs: str) -> Callable[[torch.device], Choice]:
     return choose
 
 
-def _ops(what: str) -> Callable[[torch.device], Choice]:
-    return _kernel_or(
-        f"{what}: one kernel forward, one backward; small inputs: torch",
-        f"{what}: torch's functions, rounded once",
-    )
-
-
-def _lists(torchs: str) -> Callable[[torch.device], Choice]:
-    return _kernel_or("one launch for all tensors of a dtype", torchs)
-
-
+LAUNCH = "one launch for all tensors of a dtype"
 FAMILIES: dict[str, Callable[[torch.device], Choice]] = {
     "casting": _casting,
     "float16 arithmetic": _float16,
     "gradient unscaling": _unscaling,
-    "optimizers": _lists("torch's fused steps where they give the same result, else plain PyTorch"),
-    "lists of tensors": _lists("torch's check-and-unscale and foreach functions"),
-    "norms": _ops("layer, RMS and group norm"),
-    "losses": _ops("cross-entropy, also of a linear layer"),
-    "attention functions": _ops("softmaxes and rotary embedding"),
+    "optimizers": _kernel_or(
+        LAUNCH, "torch's fused steps where they give the same result, else plain PyTorch"
+    ),
+    "lists of tensors": _kernel_or(LAUNCH, "torch's check-and-unscale and foreach functions"),
+    "norms, losses, attention": _kernel_or(
+        "one kernel forward, one backward; small inputs: torch", "torch's functions, rounded once"
+    ),
 }

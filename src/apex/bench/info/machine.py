@@ -14,13 +14,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import apex
 from apex import _compat
 
-__all__ = ["Cuda", "Device", "HalfType", "Versions", "busy", "cuda", "devices", "versions"]
+__all__ = ["Device", "HalfType", "busy", "cuda", "devices", "version_of", "versions"]
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 TOOL_TIMEOUT_S = 10.0  # a wedged driver makes nvidia-smi hang
@@ -35,17 +36,6 @@ CPU_WITHOUT = {
     "float16": "slow in torch alone, computed in float32 under amp",
     "bfloat16": "correct, but slow",
 }
-
-
-@dataclass(frozen=True)
-class Versions:
-    """The software; ``None`` is "not installed"."""
-
-    apex: str
-    torch: str
-    triton: str | None
-    python: str
-    platform: str
 
 
 @dataclass(frozen=True)
@@ -74,30 +64,15 @@ class Device:
     half_types: tuple[HalfType, ...]
 
 
-@dataclass(frozen=True)
-class Cuda:
-    """The versions that must fit together on a GPU machine, and why no GPU is usable."""
-
-    available: bool
-    torch_cuda: str | None
-    torch_rocm: str | None
-    cudnn: str | None
-    driver: str | None
-    driver_cuda: str | None
-    nvcc: str | None
-    nvcc_path: str | None
-    why_not: str | None
-
-
-def versions() -> Versions:
-    """Look up the versions that a bug report needs."""
-    return Versions(
-        apex=apex.__version__,
-        torch=str(torch.__version__),
-        triton=next(filter(None, map(_distribution_version, TRITON_DISTRIBUTIONS)), None),
-        python=f"{platform.python_version()} ({platform.python_implementation()})",
-        platform=platform.platform(),
-    )
+def versions() -> dict[str, str | None]:
+    """Look up the versions that a bug report needs; ``None`` is "not installed"."""
+    return {
+        "apex": apex.__version__,
+        "torch": str(torch.__version__),
+        "triton": next(filter(None, map(version_of, TRITON_DISTRIBUTIONS)), None),
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform(),
+    }
 
 
 def devices() -> list[Device]:
@@ -107,22 +82,20 @@ def devices() -> list[Device]:
     return [_cpu(), *_other_accelerators()]
 
 
-def cuda() -> Cuda:
-    """Look up torch's CUDA and cuDNN, the driver, and the compiler."""
-    available = torch.cuda.is_available()
+def cuda() -> dict[str, str | None]:
+    """Look up what must fit together on a GPU machine, and why no GPU can be used (or ``None``)."""
     cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     driver, driver_cuda = _driver()
-    return Cuda(
-        available=available,
-        torch_cuda=torch.version.cuda,
-        torch_rocm=torch.version.hip,
-        cudnn=None if cudnn is None else _cudnn_version(cudnn),
-        driver=driver,
-        driver_cuda=driver_cuda,
-        nvcc=_search(r"release ([\d.]+)", _output_of("nvcc", "--version")),
-        nvcc_path=shutil.which("nvcc"),
-        why_not=None if available else _why_no_gpu(driver),
-    )
+    return {
+        "why_not": None if torch.cuda.is_available() else _why_no_gpu(driver),
+        "torch_cuda": torch.version.cuda,
+        "torch_rocm": torch.version.hip,
+        "cudnn": None if cudnn is None else _cudnn_version(cudnn),
+        "driver": driver,
+        "driver_cuda": driver_cuda,
+        "nvcc": _search(r"release ([\d.]+)", _output_of("nvcc", "--version")),
+        "nvcc_path": shutil.which("nvcc"),
+    }
 
 
 def busy() -> str | None:
@@ -225,15 +198,9 @@ def _driver() -> tuple[str | None, str | None]:
 
 def _output_of(*command: str) -> str:
     """Return what a tool prints, or nothing where it is missing, fails or hangs."""
+    options: dict[str, Any] = {"text": True, "errors": "replace", "stderr": subprocess.DEVNULL}
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TOOL_TIMEOUT_S,
-            check=True,
-        ).stdout
+        return str(subprocess.check_output(command, timeout=TOOL_TIMEOUT_S, **options))
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -249,7 +216,8 @@ def _cudnn_version(number: int) -> str:
     return f"{number // scale}.{number % scale // 100}.{number % 100}"
 
 
-def _distribution_version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The version of an installed package."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import conv2d
 
 from apex.amp.casting import cpu_float16
+from apex.bench.catalogue.entry import Shape, random
 from apex.bench.kernels.clocks import Call, clock
 
 __all__ = ["OPERATIONS", "Speed", "speeds", "times_of_float32"]
@@ -34,11 +35,13 @@ SIZES = {"cpu": (512, 4), "cuda": (4096, 256)}
 
 @dataclass(frozen=True)
 class Speed:
-    """The time of an operation; ``ms`` is ``None`` where torch cannot do it."""
+    """The time of an operation; ``ms`` is ``None`` where torch cannot do it.
+
+    ``under`` is who computes it, torch or `apex.amp`: these differ for float16 on a CPU.
+    """
 
     dtype: str
     under: Under
-    """As torch computes it, or as `apex.amp` does; these differ for float16 on a CPU."""
     operation: str
     ms: float | None
 
@@ -66,14 +69,8 @@ def _convolution(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]
     return _random(dtype, device, (images, 32, 32, 32), (64, 32, 3, 3))
 
 
-def _random(
-    dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]
-) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)  # the process's own stays as it is
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
-        for shape in shapes
-    ]
+def _random(dtype: torch.dtype, device: torch.device, *shapes: Shape) -> list[torch.Tensor]:
+    return [random(shape, dtype, device, seed=n) for n, shape in enumerate(shapes)]
 
 
 OPERATIONS: dict[str, Callable[[torch.dtype, torch.device], Call]] = {

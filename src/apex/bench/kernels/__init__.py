@@ -1,7 +1,3 @@
-"""Two commands about the kernels of `apex.kernels`.
-
-`apex bench kernels` (``timing_command``) times each operation. `apex kernels`
-(``inspection_command``) compiles them and reads their machine code.
-"""
+"""``timing_command``: `apex bench kernels`. ``inspection_command``: `apex kernels`."""
 
 __all__: list[str] = []

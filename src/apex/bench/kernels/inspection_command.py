@@ -7,8 +7,6 @@ the table and the exit code.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import itertools
 import json
 import os
@@ -52,11 +50,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry out ``apex kernels``.
 
     Raises:
-        UsageError: triton or its compiler for a target is missing, or a name is unknown.
-        ModuleNotFoundError: A package of the ``bench`` extra is missing; nothing was compiled.
+        UsageError: Triton's compiler for a target is missing, or a name is unknown.
     """
-    if not args.json:
-        importlib.import_module("rich")  # now and not after a minute of compiling
     findings = _inspect(unique(args.target), args.kernel)
     if args.json:
         print(json.dumps({"kernels": [asdict(finding) for finding in findings]}, indent=2))
@@ -66,18 +61,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Finding]:
-    if importlib.util.find_spec("triton") is None:
-        raise UsageError("triton is missing: pip install triton (it exists for Linux)")
     # Under Triton's interpreter nothing would be compiled; read when triton is imported.
     os.environ.pop("TRITON_INTERPRET", None)
     from apex.kernels.inspect import finding
 
     cases = list(finding.cases())
     known = unique(case.name for case in cases)
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        hint = suggestion(unknown[0], known)
-        raise UsageError(f"--kernel {unknown[0]}: {hint}unknown; there are {', '.join(known)}")
+    for name in names or ():
+        if name not in known:
+            hint = suggestion(name, known)
+            raise UsageError(f"--kernel {name}: {hint}unknown; there are {', '.join(known)}")
     chosen = [case for case in cases if not names or case.name in names]
     try:
         found = [finding.inspect(chosen, target) for target in targets]

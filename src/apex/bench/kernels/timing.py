@@ -5,29 +5,28 @@ be moved, as declared, not those that a provider moves.
 """
 
 import math
-import os
 import statistics
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from apex.bench.intervals import Interval, interval, percentile
-from apex.bench.kernels.cases import DTYPES, Case, Provider, Shapes
-from apex.bench.kernels.clocks import Call, launches, take_turns
+from apex.bench.kernels.cases import DTYPES, Call, Case, Provider, Shapes
+from apex.bench.kernels.clocks import launches, take_turns
 from apex.bench.memory import peak_bytes, source
 
-__all__ = ["HUGE_PAGES", "Measured", "Row", "how_measured", "measure"]
+__all__ = ["Measured", "Row", "how_measured", "measure"]
 
 WARM_UP = 3  # calls; the first makes an optimizer's state, and compiles kernels
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
 
 
 @dataclass(frozen=True)
 class Row:
     """One provider of one operation on one set of tensors; what was not measured is ``None``.
 
-    The columns of `timing_columns` say what they mean.
+    ``times`` are of each turn, in ms, and ``our_times`` ours in the same turns. The columns of
+    `timing_report` say what the other numbers mean.
     """
 
     op: str
@@ -37,14 +36,8 @@ class Row:
     dtype: str
     tensors: int
     elements: int
-    repeats: int
-    threads: int
-    huge_pages: bool
-    """Whether torch asks Linux for huge pages: THP_MEM_ALLOC_ENABLE=1."""
     times: tuple[float, ...] = ()
-    """In ms, of each turn; empty where the provider failed."""
     our_times: tuple[float, ...] = ()
-    """Ours in the same turns, beside another provider's."""
     bytes_per_element: float | None = None
     copy_gb_s: float | None = None
     peak_mib: float | None = None
@@ -94,11 +87,7 @@ def how_measured(device: torch.device) -> dict[str, str]:
         "GB/s": "from the bytes that have to be moved, which are declared for each provider: an "
         "optimizer with 16-bit state has fewer",
         "peak MiB": f"of one call, beyond its inputs; from {source(device)}",
-        "host ms": "until the call returns" if cuda else "on as many tensors of one element each",
     }
-
-
-# --- measuring ------------------------------------------------------------------------------------
 
 
 class Measured(NamedTuple):
@@ -118,77 +107,54 @@ def measure(
     copy_gb_s: float | None = None,
 ) -> Measured:
     """Time all providers of an operation on tensors of ``shapes``, a set of that ``name``."""
-    ready = _prepare(op, shapes, DTYPES[dtype], device)
-    laps = take_turns(ready.calls, repeats, device)
-    host = laps
-    if device.type != "cuda":
-        small = _prepare(op, [(1,) * len(shape) for shape in shapes], DTYPES[dtype], device)
-        host = take_turns(small.calls, repeats, device)
+    torch.manual_seed(0)
+    inputs = op.make(shapes, DTYPES[dtype], device)
+    providers = [one for one in op.providers if one.only_on in (None, device.type)]
+    calls: dict[str, Call] = {}
+    missing: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for provider in providers:
+        try:
+            calls[provider.name] = _ready(provider, inputs, device)
+        except ModuleNotFoundError as error:
+            missing[provider.name] = error.name or str(error)
+        except Exception as error:  # noqa: BLE001  what one provider cannot do is a result
+            problems[provider.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    laps = take_turns(calls, repeats, device)
+    times = {who: tuple(lap.ms for lap in laps[who]) for who in calls}
     first = op.providers[0].name
-
-    def times(name: str) -> tuple[float, ...]:
-        return tuple(lap.ms for lap in laps.get(name, ()))
+    cuda = device.type == "cuda"
 
     def row(provider: Provider) -> Row:
-        moved, call = provider.bytes_per_element, ready.calls.get(provider.name)
-        ours = provider.name == first
+        who, call = provider.name, calls.get(provider.name)
+        moved = provider.bytes_per_element if call else None
+        peak = peak_bytes(call, device) if call and op.measure_memory else None
         return Row(
             op=op.name,
-            provider=provider.name,
-            ours=ours,
+            provider=who,
+            ours=who == first,
             shapes=name,
             dtype=dtype,
             tensors=len(shapes),
             elements=sum(math.prod(shape) for shape in shapes),
-            repeats=repeats,
-            threads=torch.get_num_threads(),
-            huge_pages=os.environ.get(HUGE_PAGES) == "1",
-            times=times(provider.name),
-            our_times=() if ours else times(first),
-            bytes_per_element=moved(DTYPES[dtype]) if moved and call else None,
+            times=times.get(who, ()),
+            our_times=() if who == first else times.get(first, ()),
+            bytes_per_element=moved(DTYPES[dtype]) if moved else None,
             copy_gb_s=copy_gb_s,
-            peak_mib=_peak_mib(call, device) if op.measure_memory and call else None,
-            host_ms=percentile([lap.host_ms for lap in host.get(provider.name, ())], 50),
-            launches=launches(call) if call and device.type == "cuda" else None,
-            problem=ready.problems.get(provider.name),
+            peak_mib=None if peak is None else peak / 2**20,
+            host_ms=percentile([lap.host_ms for lap in laps[who]], 50) if call and cuda else None,
+            launches=launches(call) if call and cuda else None,
+            problem=problems.get(who),
         )
 
-    providers = [p for p in _providers(op, device) if p.name not in ready.missing]
-    return Measured([row(provider) for provider in providers], ready.missing)
+    return Measured([row(one) for one in providers if one.name not in missing], missing)
 
 
-def _providers(op: Case, device: torch.device) -> list[Provider]:
-    return [one for one in op.providers if one.only_on in (None, device.type)]
-
-
-def _peak_mib(call: Call, device: torch.device) -> float | None:
-    peak = peak_bytes(call, device)
-    return None if peak is None else peak / 2**20
-
-
-class _Ready(NamedTuple):
-    calls: dict[str, Call]
-    missing: dict[str, str]
-    problems: dict[str, str]
-
-
-def _prepare(op: Case, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> _Ready:
+def _ready(provider: Provider, inputs: Any, device: torch.device) -> Call:
     """Make what is timed, and call it a few times: what fails, fails now."""
-    torch.manual_seed(0)
-    inputs = op.make(shapes, dtype, device)
-    ready = _Ready({}, {}, {})
-    for provider in _providers(op, device):
-        try:
-            call = provider.prepare(inputs)
-            for _ in range(WARM_UP):
-                call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except ModuleNotFoundError as error:
-            ready.missing[provider.name] = error.name or str(error)
-        except Exception as error:  # noqa: BLE001  what one provider cannot do is a result
-            said = " ".join(str(error).split())
-            ready.problems[provider.name] = f"{type(error).__name__}: {said}"
-        else:
-            ready.calls[provider.name] = call
-    return ready
+    call = provider.prepare(inputs)
+    for _ in range(WARM_UP):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return call

@@ -1,23 +1,22 @@
 """``apex bench kernels``: times of each operation, ours and those of other packages.
 
-What is timed is in `cases` and `layers`; one row is measured in `timing` by the clocks of `clocks`;
+What is timed is in `cases`; one row is measured in `timing` by the clocks of `clocks`;
 `timing_report` shows the rows.
 """
 
 import argparse
-import importlib
-import importlib.metadata
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 
 from apex.bench.cli import UsageError
+from apex.bench.info import machine
 from apex.bench.kernels import timing_report
-from apex.bench.kernels.cases import DTYPES, OF_LISTS, Case
+from apex.bench.kernels.cases import DTYPES, OF_LAYERS, OF_LISTS, Case
 from apex.bench.kernels.clocks import copy_gb_s
-from apex.bench.kernels.layers import OF_LAYERS
 from apex.bench.kernels.timing import how_measured, measure
 from apex.bench.kernels.timing_report import Report
 from apex.bench.options import (
@@ -35,10 +34,10 @@ __all__ = ["HELP", "OPS", "add_arguments", "run"]
 
 HELP = (
     "Time each optimizer step, each operation on lists of tensors, each norm and each loss beside "
-    "the same of torch, timm and Liger-Kernel, on the same tensors, taking turns."
+    "the same of torch and Liger-Kernel, on the same tensors, taking turns."
 )
 OPS: tuple[Case, ...] = (*OF_LISTS, *OF_LAYERS)
-PEERS = ("timm", "liger_kernel", "triton")  # whose versions matter besides torch's
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
 REPEATS = 30
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 TIMED = "{task.completed} of {task.total} cases"  # beside the progress bar
@@ -79,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--json", type=Path, default=Path("apex-bench", "kernels.json"), metavar="PATH",
-        help="file to write, with a page, a CSV file and plots beside it (default: %(default)s)",
+        help="file to write, with a CSV file beside it (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -92,18 +91,18 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: An option asks for what cannot be done; nothing was timed.
-        ModuleNotFoundError: A package of the ``bench`` extra is missing; nothing was timed.
     """
-    for package in ("jinja2", "matplotlib", "rich", "scipy"):  # now and not after minutes of work
-        importlib.import_module(package)
     device = pick_device(args.device)
-    if args.json.suffix in (".csv", ".html"):
+    if args.json.suffix == ".csv":
         raise UsageError(f"--json {args.json}: another file gets this name; use one in .json")
     check_file("--json", args.json)
     plan = _plan(args)
-    with _threads(args.threads), terminated_like_interrupted():
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(args.threads or torch.get_num_threads())
+        stack.enter_context(terminated_like_interrupted())
         report = _nothing_yet(args, device)
-        with suppress(KeyboardInterrupt), progress(Bar, len(plan), TIMED) as bar:
+        with suppress(KeyboardInterrupt), progress(len(plan), TIMED) as bar:
             _measure_all(report, plan, device, args.json, bar)
         timing_report.show(report, args.json)
     if not report.complete:
@@ -129,9 +128,9 @@ def _plan(args: argparse.Namespace) -> list[tuple[Case, str, str]]:
 
 def _nothing_yet(args: argparse.Namespace, device: torch.device) -> Report:
     found = environment(device)
-    found["versions"].update({peer: _version(peer) for peer in PEERS})
+    found["versions"]["liger_kernel"] = machine.version_of("liger_kernel")
     return Report(
-        environment={**found, "copy_gb_s": None},
+        environment={**found, "huge_pages": os.environ.get(HUGE_PAGES) == "1", "copy_gb_s": None},
         options={
             "op": unique(args.op),
             "shapes": unique(args.shapes),
@@ -165,20 +164,3 @@ def _measure_all(
         report.complete = number == len(plan)
         save(timing_report.content(report), file)
         bar.done(case)
-
-
-@contextmanager
-def _threads(wanted: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

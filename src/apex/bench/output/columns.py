@@ -1,14 +1,13 @@
 """Columns of a table, one list for the terminal, the CSV file and the HTML page.
 
-A column knows its heading, its text for people, and its plain numbers for CSV. A column in which
-nothing was measured is left out of the tables that people read; `absent` says why it may be so.
+A column in which nothing was measured is left out of the tables that people read.
 """
 
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from apex.bench.output.console import NOTHING
 
@@ -24,21 +23,27 @@ Value = str | float | int | None
 
 @dataclass(frozen=True)
 class Column(Generic[T]):
-    """One column of a table."""
+    """One column of a table.
+
+    Attributes:
+        heading: With line breaks for the terminal.
+        text: For people.
+        numbers: Heading in the CSV, with the unit, to the number; a page sorts by the first.
+        meaning: For a page.
+        absent: Why the number may be missing.
+        drop: A narrow terminal leaves columns out, the highest first; 0 stays.
+        left: Whether the text is aligned on the left.
+        group: Whether it is named in the title of a terminal's table.
+    """
 
     heading: str
-    """With line breaks for the terminal."""
     text: Callable[[T], str]
     numbers: dict[str, Callable[[T], Value]]
-    """Heading in the CSV, with the unit, to the number; a page sorts by the first."""
     meaning: str = ""
     absent: str = ""
-    """Why the number may be missing."""
     drop: int = 0
-    """A narrow terminal leaves columns out, the highest first; 0 stays."""
     left: bool = False
     group: bool = False
-    """Named in the title of a terminal's table."""
 
 
 def filled(columns: Sequence[Column[T]], of: Sequence[T]) -> list[Column[T]]:
@@ -87,18 +92,17 @@ def fitted(
     columns = filled([column for column in columns if not column.group], of)
     unlimited = to.options.update(max_width=1000)
     left_out: list[str] = []
-    for narrow in (False, True):
+    narrow = False
+    while True:
         table = _table(columns, of, style, narrow=narrow)
-        if to.measure(table, options=unlimited).maximum <= to.width:
-            return table, left_out
-    while to.measure(table, options=unlimited).maximum > to.width:
         least = max(columns, key=lambda column: column.drop)
-        if not least.drop:
-            break
-        columns.remove(least)
-        left_out.append(least.heading.replace("\n", " "))
-        table = _table(columns, of, style, narrow=True)
-    return table, left_out
+        fits = to.measure(table, options=unlimited).maximum <= to.width
+        if fits or (narrow and not least.drop):
+            return table, left_out
+        if narrow:
+            columns.remove(least)
+            left_out.append(least.heading.replace("\n", " "))
+        narrow = True
 
 
 def _table(
@@ -115,11 +119,10 @@ def _table(
     padding = (0, 1 if narrow else 2, 0, 0)
     table = Table(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
     for column in columns:
-        justify: Literal["left", "right"] = "left" if column.left else "right"
-        last = column.heading == "problem"
         table.add_column(
-            column.heading, justify=justify, vertical="bottom", no_wrap=not last, overflow="fold"
-        )
+            column.heading, justify="left" if column.left else "right", vertical="bottom",
+            no_wrap=column.heading != "problem", overflow="fold",
+        )  # fmt: skip
     for line in of:
         cells = [column.text(line) for column in columns]
         if narrow:

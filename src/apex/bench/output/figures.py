@@ -1,4 +1,4 @@
-"""What the figures of reports share: panels, axes that a person reads, bars, files.
+"""What the figures of reports share: panels, axes that a person reads, files.
 
 Figures are made without pyplot: there is no display to need and no global state to leave behind.
 Matplotlib comes with the ``bench`` extra and is imported where it is used.
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from apex.bench.output.looks import INK, Look
+from apex.bench.output.looks import INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "MOST_WRITTEN",
     "PANEL",
-    "Bar",
     "Drawn",
-    "draw_bars",
     "log_axis",
     "new_figure",
     "plain",
@@ -34,7 +31,6 @@ __all__ = [
 ]
 
 PANEL = (4.6, 3.3)  # inches: readable on a phone
-MOST_WRITTEN = 24  # bars with their number beside them
 STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2, 3, 5, 7, 9))
 
 
@@ -211,51 +207,3 @@ def plain(text: str, most: int = 40) -> str:
     """Make a user's name fit to be drawn: no control characters, and not too long."""
     text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-# --- bars ----------------------------------------------------------------------------------------
-
-
-class Bar(NamedTuple):
-    """One bar from 1 to a ratio."""
-
-    name: str
-    speed: float
-    ends: tuple[float, float] | None
-    """Of the interval, where there is one."""
-    look: Look
-
-
-def draw_bars(axes: "Axes", groups: Sequence[tuple[str, Sequence[Bar]]]) -> None:
-    """Draw groups of bars from 1 to a ratio, with whiskers where there is an interval."""
-    place, ticks, named = 0.0, [], set[str]()
-    count = sum(len(bars) for _, bars in groups)
-    for tick, bars in groups:
-        ticks.append((place + (len(bars) - 1) / 2, tick))
-        for bar in bars:
-            hollow = bar.look.hollow
-            axes.bar(
-                place, bar.speed - 1, bottom=1, color=bar.look.colour, linewidth=0,
-                label=None if bar.name in named else bar.name,
-                hatch="//" if hollow else None, edgecolor="white" if hollow else None,
-            )  # fmt: skip
-            named.add(bar.name)
-            low, high = bar.ends or (bar.speed, bar.speed)
-            if bar.ends:
-                away = [[max(0, bar.speed - low)], [max(0, high - bar.speed)]]
-                axes.errorbar(place, bar.speed, yerr=away, color="0.5", capsize=2)
-            if count <= MOST_WRITTEN:
-                below = bar.speed < 1
-                axes.annotate(
-                    f"{bar.speed:.2f}", (place, low if below else high), ha="center",
-                    xytext=(0, -3 if below else 3), textcoords="offset points",
-                    va="top" if below else "bottom", fontsize=7.5,
-                )  # fmt: skip
-            place += 1
-        place += 0.8
-    axes.axhline(1, color=INK, linewidth=1)
-    axes.margins(y=0.15)
-    log_axis(axes)
-    axes.set_xticks([x for x, _ in ticks], [name for _, name in ticks], fontsize=8.5)
-    axes.tick_params(axis="x", length=0)
-    tidy(axes)

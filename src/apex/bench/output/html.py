@@ -32,15 +32,9 @@ def render(
     colour: Callable[[str], str],
     **more: Any,
 ) -> None:
-    """Write a page.
+    """Write a page: ``content`` is what the JSON file has, ``more`` what else it shows.
 
-    Args:
-        template: Its name.
-        path: The file.
-        environment: Of the report.
-        content: What the JSON file has.
-        colour: Of a level or a provider.
-        more: What else the template takes.
+    ``environment`` is the report's; ``colour`` is that of a level.
     """
     import jinja2
 

@@ -1,4 +1,4 @@
-"""How a level or a provider looks in every plot and table: colour, marker, width.
+"""How a level looks in every plot and table: colour, marker, width.
 
 Okabe and Ito's colours, which colour-blind readers can tell apart, two violets and a brown: as
 protanopes, deuteranopes and tritanopes see them, any two are at least 16 apart in CIELAB. A
@@ -9,7 +9,7 @@ so that no reader depends on colours. They name levels; none means good or bad.
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-__all__ = ["INK", "Look", "look", "provider_look"]
+__all__ = ["INK", "Look", "look"]
 
 INK = "#333333"  # text and axes too; a page on a dark background replaces it
 
@@ -37,16 +37,6 @@ LOOKS = {
     "native-bf16": Look("#BB66FF", ">", 1.4),
     "FP16": Look("#884422", "X", 1.4),
 }
-PROVIDERS = dict(
-    zip(
-        (
-            "apex", "torch", "torch fused", "torch foreach", "torch loop",
-            "torch.compile", "timm foreach", "timm loop", "Liger-Kernel",
-        ),
-        LOOKS.values(),
-        strict=True,
-    )
-)  # fmt: skip
 TF32_ON = "#858585"  # O0 with TF32, beside O0 without
 
 
@@ -63,9 +53,3 @@ def look(label: str, among: Collection[str] = ()) -> Look:
     if tf32 != "on" or f"{level} TF32 off" not in among:
         return found
     return replace(found, hollow=True, colour=TF32_ON if level == "O0" else found.colour)
-
-
-def provider_look(name: str) -> Look:
-    """Find the look of a provider of `apex bench kernels`; bars of a variant are hatched."""
-    provider, _, variant = name.partition(", ")
-    return replace(PROVIDERS.get(provider, LOOKS["FP16"]), hollow=bool(variant))

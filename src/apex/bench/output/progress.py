@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -44,41 +44,26 @@ class Bar:
         self._ended += count
         self._bar.update(self._task, completed=self._ended)
         if not self._bar.console.is_terminal:
-            self._bar.console.print(f"{self._ended}/{self._total}  {text}", markup=False)
-
-
-AnyBar = TypeVar("AnyBar", bound=Bar)
+            self.say(f"{self._ended}/{self._total}  {text}")
 
 
 @contextmanager
-def progress(kind: type[AnyBar], total: int, count: str) -> Iterator[AnyBar]:
-    """Show how much of something is done.
-
-    Args:
-        kind: The bar to make.
-        total: How many there are.
-        count: What stands behind the bar, a format of rich's ``task``.
-    """
+def progress(total: int, count: str) -> Iterator[Bar]:
+    """Show how much of ``total`` is done; ``count`` stands behind the bar, a format of rich's."""
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn(count),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
+    with rich.Progress(
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.TextColumn(count),
+        rich.TimeElapsedColumn(),
+        rich.TextColumn("left:"),
+        rich.TimeRemainingColumn(),
         console=console,
         auto_refresh=False,
         transient=True,
         disable=not console.is_terminal,
     ) as bar:
-        yield kind(bar, total)
+        yield Bar(bar, total)

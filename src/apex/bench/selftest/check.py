@@ -14,15 +14,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from apex.bench import tolerance
 from apex.ops import _runtime
 
-__all__ = ["PATHS", "Check", "Measured", "Planned", "Result", "Setting"]
-__all__ += ["carry_out", "joined", "one_rounding", "same"]
+__all__ = ["PATHS", "Check", "Measured", "Pair", "Result", "Setting"]
+__all__ += ["carry_out", "is_lost", "joined", "one_rounding", "same"]
 
 # Ways to compute, and the word that `apex.ops._runtime.use` has for each.
 PATHS: dict[str, str | None] = {
@@ -52,17 +52,17 @@ class Setting:
 
 
 class Measured(NamedTuple):
-    """What was measured, and the largest value that is right; ``None`` if it is only reported."""
+    """What was measured, and the largest value that is right."""
 
     what: str
     value: float
-    allowed: float | None
+    allowed: float
     unit: str
 
     @property
     def right(self) -> bool:
         """Whether the value is as small as it has to be; nan is not."""
-        return self.allowed is None or self.value <= self.allowed
+        return self.value <= self.allowed
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,6 @@ class Check:
     gpu: bool = False
 
 
-Planned = tuple[Check, Setting]
-
-
 @dataclass(frozen=True)
 class Result:
     """What came of a check on one path.
@@ -90,38 +87,36 @@ class Result:
     area: str
     name: str
     path: str
-    status: Literal["right", "wrong", "raised"]
     measured: tuple[Measured, ...]
     seconds: float
     error: str | None
     warnings: tuple[str, ...]
 
     @property
+    def status(self) -> Literal["right", "wrong", "raised"]:
+        """Nothing measured proves nothing."""
+        if self.error:
+            return "raised"
+        return "right" if self.measured and all(one.right for one in self.measured) else "wrong"
+
+    @property
     def worst(self) -> Measured | None:
         """The number that is nearest to what is allowed, or furthest beyond."""
-        wrong = [one for one in self.measured if not one.right]
-        return max(wrong or self.measured, key=_share, default=None)
+
+        def share(one: Measured) -> tuple[bool, float]:
+            return not one.right, one.value / one.allowed if one.allowed else 0.0
+
+        return max(self.measured, key=share, default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Dicts, lists, strings and numbers."""
+        measured = [{**one._asdict(), "right": one.right} for one in self.measured]
+        named = {"status": self.status, "seconds": round(self.seconds, 3), "measured": measured}
+        return {**vars(self), **named}
 
 
-def _share(one: Measured) -> float:
-    if one.allowed:
-        return one.value / one.allowed
-    return 0.0 if one.right else float("inf")
-
-
-def carry_out(
-    planned: Sequence[Planned], begin: Callable[[Check, Setting], object]
-) -> Iterator[Result]:
-    """Run checks one after the other, up to that in which a GPU is lost; ``begin`` is told each."""
-    for check, setting in planned:
-        begin(check, setting)
-        result = _result(check, setting)
-        yield result
-        if result.status == "raised" and _is_lost(setting.device):
-            return
-
-
-def _result(check: Check, setting: Setting) -> Result:
+def carry_out(check: Check, setting: Setting) -> Result:
+    """Run a check on a path."""
     measured: list[Measured] = []
     error, started, wanted = None, time.perf_counter(), PATHS[setting.path]
     with warnings.catch_warnings(record=True) as caught:
@@ -134,17 +129,14 @@ def _result(check: Check, setting: Setting) -> Result:
                 torch.cuda.synchronize(setting.device)
         except Exception:  # noqa: BLE001  a failed check is a result
             error = traceback.format_exc()
-    right = measured and all(one.right for one in measured)  # nothing measured proves nothing
-    status: Literal["right", "wrong", "raised"]
-    status = "raised" if error else "right" if right else "wrong"
-    texts = dict.fromkeys(" ".join(str(one.message).split()) for one in caught)
-    found, seconds = tuple(measured), time.perf_counter() - started
+    said = dict.fromkeys(" ".join(str(one.message).split()) for one in caught)
+    seconds = time.perf_counter() - started
     return Result(
-        check.area, check.name, setting.path, status, found, seconds, error, tuple(texts)
-    )  # fmt: skip
+        check.area, check.name, setting.path, tuple(measured), seconds, error, tuple(said)
+    )
 
 
-def _is_lost(device: torch.device) -> bool:
+def is_lost(device: torch.device) -> bool:
     """Whether a GPU fails at everything since an error: an illegal address, an assertion."""
     if device.type == "cuda":
         try:
@@ -164,8 +156,6 @@ def one_rounding(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator
     """
     pools: dict[torch.dtype, list[Pair]] = {}
     for actual, exact in pairs:
-        if actual.shape != exact.shape:
-            yield Measured(f"{what}: shape", 1, 0, "wrong shapes")
         pools.setdefault(actual.dtype, []).append((actual, exact))
     for dtype, pool in pools.items():
         found = tolerance.roundings(*joined(pool), truncated=setting.interpreted)
@@ -173,7 +163,9 @@ def one_rounding(what: str, pairs: Iterable[Pair], setting: Setting) -> Iterator
 
 
 def joined(pairs: Iterable[Pair]) -> Pair:
-    """Flatten and join all that was computed, and all definitions."""
+    """Flatten and join all that was computed, and all definitions, of the same shapes."""
+    pairs = list(pairs)
+    assert all(actual.shape == exact.shape for actual, exact in pairs), "wrong shapes"
     actual, exact = (torch.cat([x.flatten() for x in side]) for side in zip(*pairs, strict=True))
     return actual.detach(), exact
 

@@ -7,13 +7,11 @@ has to be chosen before triton is imported.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,9 @@ import torch
 from apex.bench.cli import UsageError
 from apex.bench.info import machine
 from apex.bench.options import check_file, environment, pick_device, terminated_like_interrupted
-from apex.bench.output.console import console
 from apex.bench.output.files import save
-from apex.bench.output.progress import progress
 from apex.bench.selftest import gpu, ops, optimizers, report, training
-from apex.bench.selftest.check import Check, Planned, Result, Setting, carry_out
+from apex.bench.selftest.check import Check, Result, Setting, carry_out, is_lost
 from apex.ops import _runtime
 
 __all__ = ["HELP", "add_arguments", "every_check", "plan", "run"]
@@ -34,9 +30,9 @@ __all__ = ["HELP", "add_arguments", "every_check", "plan", "run"]
 HELP = (
     "Check this installation on this machine: every kernel and every optimizer beside its "
     "definition in float64, twice with the same bits, a small training at every level; on a GPU "
-    "also CUDA graphs, steps that never wait, and bandwidth. Without a GPU the same checks run on "
+    "also CUDA graphs and steps that never wait. Without a GPU the same checks run on "
     "the CPU, the kernels in Triton's interpreter. The exit code is 1 if a "
-    "number is wrong or a check raised. Attach the JSON file to an issue."
+    "number is wrong or a check raised."
 )
 INTERPRET = "TRITON_INTERPRET"
 VARIABLES = ("TRITON_", "CUDA_", "PYTORCH_", "TORCH_", "NVIDIA_", "OMP_", "THP_")  # beginnings
@@ -50,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--json", type=Path, default=Path("apex-bench", "selftest.json"), metavar="FILE",
-        help="file to write, after each check; attach it to an issue (default: %(default)s)",
+        help="file to write, after each check (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--only", default="", metavar="TEXT",
@@ -60,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``apex selftest``; what is finished when it is interrupted is shown and kept."""
-    importlib.import_module("rich")  # now and not after minutes of work
     device = pick_device(args.device)
     check_file("--json", args.json)
     device, why_not = _choose(device)
@@ -68,33 +63,36 @@ def run(args: argparse.Namespace) -> int:
     if not planned:
         raise UsageError(f"--only {args.only!r}: no check has this in its name")
     ran = "compiled" if device.type == "cuda" else "in Triton's interpreter, on the CPU"
+    variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
+    here = {"tools": machine.cuda(), "variables": variables, "command": sys.argv[1:]}
     content: dict[str, Any] = {
         "format": "apex selftest 1",
-        "environment": _environment(device),
+        "environment": {**environment(device), **here},
         "kernels": ran if why_not is None else f"not run: {why_not}",
         "planned": len(planned),
         "complete": False,
     }
     results: list[Result] = []
     with terminated_like_interrupted():
-        interrupted = False
-        try:
-            with progress(report.Failures, len(planned), "{task.completed}/{task.total}") as bar:
-                for result in carry_out(planned, bar.begun):
-                    bar.ended(result)
-                    results.append(result)
-                    content["complete"] = len(results) == len(planned)
-                    left = planned[len(results) :]
-                    # The check that runs while a file is the newest: what a crash leaves.
-                    content["next"] = f"{left[0][0].name} ({left[0][1].path})" if left else None
-                    save({**content, "checks": report.as_json(results)}, args.json)
-        except KeyboardInterrupt:
-            interrupted = True
+        interrupted = True
         with suppress(KeyboardInterrupt):
-            to = console(140)
-            report.show(to, results, content, device)
-            if results:
-                to.print(f"In {args.json}; attach it to an issue.", markup=False)
+            for number, (check, setting) in enumerate(planned):
+                # The check that runs while a file is the newest: what a crash leaves.
+                content["next"] = f"{check.name} ({setting.path})"
+                save({**content, "checks": [one.as_json() for one in results]}, args.json)
+                report.say_running(f"{number + 1}/{len(planned)}  {check.area}: {content['next']}")
+                results.append(carry_out(check, setting))
+                if results[-1].status != "right":
+                    report.say_failed(results[-1])
+                if results[-1].status == "raised" and is_lost(device):
+                    break
+            interrupted = False
+        with suppress(KeyboardInterrupt):
+            if len(results) == len(planned):
+                content.update(complete=True, next=None)
+            save({**content, "checks": [one.as_json() for one in results]}, args.json)
+            report.show(results, content, gpu=device.type == "cuda")
+            print(f"In {args.json}; it has all that a report of a problem needs.")
     right = content["complete"] and all(result.status == "right" for result in results)
     return INTERRUPTED if interrupted else OK if right else FAILED
 
@@ -106,8 +104,8 @@ def _choose(device: torch.device) -> tuple[torch.device, str | None]:
         if interpreted:
             raise UsageError(f"{INTERPRET}=1 is set: kernels would not run on the GPU; unset it")
         device, why_not = torch.device("cuda", device.index or 0), _runtime.why_not_triton("cuda")
-    elif importlib.util.find_spec("triton") is None:
-        why_not = "the triton package is not installed: pip install triton"
+    elif missing := [p for p in ("triton", "numpy") if importlib.util.find_spec(p) is None]:
+        why_not = f"{', '.join(missing)} not installed: pip install {' '.join(missing)}"
     elif not interpreted:
         if "triton" in sys.modules:
             raise UsageError(f"triton is imported already; set {INTERPRET}=1 before Python starts")
@@ -121,7 +119,7 @@ def every_check() -> Iterator[Check]:
         yield from module.checks()
 
 
-def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[Planned]:
+def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[tuple[Check, Setting]]:
     """The checks with ``only`` in area or name, on each path; ``kernels`` says if these can run."""
     return [
         (check, Setting(device, path))
@@ -131,11 +129,3 @@ def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[Planned
         for path in check.paths
         if path != "kernels" or kernels
     ]
-
-
-def _environment(device: torch.device) -> dict[str, Any]:
-    found = environment(device)
-    found["tools"] = asdict(machine.cuda())
-    found["variables"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
-    found["command"] = sys.argv[1:]
-    return found

@@ -1,15 +1,14 @@
-"""What only a GPU can show: CUDA graphs, steps that never wait, tensors elsewhere, bandwidth.
+"""What only a GPU can show: CUDA graphs, steps that never wait, tensors elsewhere.
 
 `captured` and `waits_refused` are all that touches CUDA here; tests put stand-ins in their place.
 """
 
 from __future__ import annotations
 
-import functools
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +16,6 @@ from torch import nn
 from apex import amp
 from apex.bench.catalogue.entry import DTYPES, Op, random
 from apex.bench.catalogue.optimizers import Optimizer, Variant
-from apex.bench.kernels.cases import OF_LISTS, Case
-from apex.bench.kernels.clocks import copy_gb_s, take_turns
-from apex.bench.kernels.layers import OF_LAYERS
 from apex.bench.selftest import ops, optimizers, training
 from apex.bench.selftest.check import Check, Measured, Setting, same
 from apex.normalization import FusedLayerNorm
@@ -27,10 +23,9 @@ from apex.optimizers import FusedAdam
 
 __all__ = ["captured", "checks", "waits_refused"]
 
-GRAPHS, WAITS, ELSEWHERE, BANDWIDTH = "CUDA graphs", "no waits", "devices", "bandwidth"
+GRAPHS, WAITS, ELSEWHERE = "CUDA graphs", "no waits", "devices"
 WARM_UP = 3  # steps on a side stream before a capture, as torch's documentation asks for
 REPLAYS = 3
-REPEATS = 10  # of a timed call
 # Replayed, these draw other random numbers, or count their steps in Python, than step by step.
 NOT_CAPTURED = ("storage=stochastic", "apex.contrib")
 
@@ -82,19 +77,15 @@ def checks() -> Iterator[Check]:
         stepping = partial(_stepping, optimizer, variant)
         if not any(word in name for word in NOT_CAPTURED):
             yield live(GRAPHS, name, partial(_replayed, stepping))
-        yield live(WAITS, name, partial(_without_waits, partial(_only_step, stepping)))
+        yield live(WAITS, name, partial(_without_waits, stepping))
     yield live(GRAPHS, "forward, backward and step", partial(_replayed, _learning))
     for op in ops.CHECKED:
         yield live(WAITS, op.title, partial(_without_waits, partial(_differentiated, op)))
     for level in training.LEVELS:
-        trained = partial(_without_waits, partial(_trained, level))
+        trained = partial(_without_waits, partial(training.Trainer, level))
         yield live(WAITS, f"training at {level}, FusedAdam", trained)
-    yield live(ELSEWHERE, "on a GPU that is not the current one", _elsewhere)
-    for cases, shapes in ((OF_LISTS, "transformer"), (OF_LAYERS, "middle")):
-        for case in cases:
-            if case.providers[0].bytes_per_element is not None and "both" not in case.name:
-                run = partial(_bandwidth, case, shapes)
-                yield Check(BANDWIDTH, f"{case.name}, {shapes}", run, ("as called",), gpu=True)
+    if torch.cuda.device_count() > 1:
+        yield live(ELSEWHERE, "on a GPU that is not the current one", _elsewhere)
 
 
 # --- CUDA graphs ----------------------------------------------------------------------------------
@@ -157,16 +148,8 @@ def _learning(setting: Setting) -> Stepped:
 # --- no waits -------------------------------------------------------------------------------------
 
 
-def _only_step(make: Callable[[Setting], Stepped], setting: Setting) -> Callable[[], object]:
-    return make(setting)[1]
-
-
-def _trained(level: str, setting: Setting) -> Callable[[], object]:
-    return training.Trainer(level, setting).step
-
-
 def _differentiated(op: Op, setting: Setting) -> Callable[[], object]:
-    leaves, rest = op.inputs(op.small[-1], DTYPES[op.dtypes[-1]], setting.device)
+    leaves, rest = op.inputs(op.checked.small[-1], DTYPES[op.dtypes[-1]], setting.device)
     leaves = [x.requires_grad_() for x in leaves]
 
     def work() -> None:
@@ -176,12 +159,11 @@ def _differentiated(op: Op, setting: Setting) -> Callable[[], object]:
     return work
 
 
-def _without_waits(
-    make: Callable[[Setting], Callable[[], object]], setting: Setting
-) -> Iterator[Measured]:
+def _without_waits(make: Callable[[Setting], Any], setting: Setting) -> Iterator[Measured]:
     """Warm up, then do it twice where a wait raises."""
     try:
-        work = make(setting)
+        made = make(setting)
+        work = made[1] if isinstance(made, tuple) else getattr(made, "step", made)
         for _ in range(WARM_UP):
             work()
         with waits_refused(setting.device):
@@ -192,34 +174,8 @@ def _without_waits(
         amp.reset()
 
 
-# --- devices and bandwidth ------------------------------------------------------------------------
-
-
 def _elsewhere(setting: Setting) -> Iterator[Measured]:
     """Launches follow the tensors and not the current device."""
-    count = torch.cuda.device_count()
-    yield Measured("GPUs", count, None, "")
-    if count < 2:
-        return
-    with torch.cuda.device(((setting.device.index or 0) + 1) % count):
+    with torch.cuda.device(((setting.device.index or 0) + 1) % torch.cuda.device_count()):
         for check in [*ops.checks()][:2] + [*optimizers.checks()][:1]:
             yield from check.run(setting)
-
-
-def _bandwidth(case: Case, shapes: str, setting: Setting) -> Iterator[Measured]:
-    """How much of a device copy's bandwidth an operation has; nothing is required of it."""
-    sizes, ours = case.shapes[shapes](False), case.providers[0]
-    assert ours.bytes_per_element is not None  # or it would not be asked
-    call = ours.prepare(case.make(sizes, torch.float32, setting.device))
-    for _ in range(WARM_UP):
-        call()
-    laps = take_turns({"": call}, REPEATS, setting.device)[""]
-    moved = ours.bytes_per_element(torch.float32) * sum(torch.Size(s).numel() for s in sizes)
-    gb_s = moved / statistics.median(lap.ms for lap in laps) / 1e6
-    yield Measured("of a copy", gb_s / _copy_gb_s(setting.device), None, "times")
-    yield Measured("bandwidth", gb_s, None, "GB/s")
-
-
-@functools.cache
-def _copy_gb_s(device: torch.device) -> float:
-    return copy_gb_s(device, REPEATS)

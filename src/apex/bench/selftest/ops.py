@@ -1,9 +1,8 @@
-"""Ops on tensors and on lists of tensors, beside float64, and twice with the same bits.
+"""Ops on tensors, forward and backward, and on lists, beside float64; twice with the same bits.
 
-Of ops on tensors that is forward and every gradient. One rounding is allowed, or a few eps where
-sums of terms of both signs decide. In float32 twice the error of torch's own float32 function is
-allowed too: sums over thousands of rows round at every addition. (4 x 320 x 64 x 64, gradient of a
-group norm's weight: torch's is 10 eps off.)
+One rounding is allowed, or a few eps where sums of terms of both signs decide. In float32 twice the
+error of torch's own float32 function is allowed too: sums over thousands of rows round at every
+addition. (4 x 320 x 64 x 64, gradient of a group norm's weight: torch's is 10 eps off.)
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from apex.bench.selftest.check import Check, Measured, Setting, one_rounding, sa
 
 __all__ = ["CHECKED", "checks", "tensors"]
 
-CHECKED = [op for op in OPS if op.small]
+CHECKED = [op for op in OPS if op.checked.small]
 SHAPES = ((), (1,), (0,), (7,), (33, 5), (1025,), (8193,))  # 8193: one more than a block
 LARGE = ((1_000_003,), (3000, 1000))
 
@@ -43,34 +42,26 @@ def checks() -> Iterator[Check]:
 
 
 def _op(op: Op, dtype: torch.dtype, backward: bool, setting: Setting) -> Iterator[Measured]:
-    for shape in (*op.small, *(op.busy if setting.large else ())):
-        inputs = op.inputs(shape, dtype, setting.device)
-        found, again = (_results(op.ours, inputs, backward) for _ in range(2))
-        exact, torchs = (
-            _results(op.theirs, inputs, backward, to) for to in (torch.float64, torch.float32)
-        )
-        size, in_eps = "x".join(map(str, shape)), op.in_eps.get(dtype)
-        for name, one in found.items():
-            three = (one, exact[name], torchs[name])
-            yield _judged(f"{name}, {size}", *three, in_eps, dtype, setting)
-        yield same(f"second call, {size}", [*found.values()], [*again.values()])
+    in_eps = op.in_eps.get(dtype)
 
-
-def _judged(
-    what: str, found: torch.Tensor, exact: torch.Tensor, torchs: torch.Tensor,
-    in_eps: float | None, dtype: torch.dtype, setting: Setting,
-) -> Measured:  # fmt: skip
-    def error(x: torch.Tensor) -> float:
+    def error(x: torch.Tensor, exact: torch.Tensor) -> float:
         if in_eps is None:
             return tolerance.roundings(x, exact, truncated=setting.interpreted)
         return tolerance.errors_in_eps(x, exact, dtype)
 
-    if found.shape != exact.shape:
-        return Measured(what, float("inf"), 0, "wrong shape")
-    allowed = tolerance.ROUNDINGS[found.dtype] if in_eps is None else in_eps
-    if found.dtype == torch.float32:
-        allowed = max(allowed, 2 * error(torchs))
-    return Measured(what, error(found), allowed, "roundings" if in_eps is None else "eps")
+    for shape in (*op.checked.small, *(op.checked.busy if setting.large else ())):
+        inputs, size = op.inputs(shape, dtype, setting.device), "x".join(map(str, shape))
+        found, again = (_results(op.ours, inputs, backward) for _ in range(2))
+        exact, torchs = (
+            _results(op.theirs, inputs, backward, to) for to in (torch.float64, torch.float32)
+        )
+        for name, one in found.items():
+            allowed = tolerance.ROUNDINGS[one.dtype] if in_eps is None else in_eps
+            if one.dtype == torch.float32:
+                allowed = max(allowed, 2 * error(torchs[name], exact[name]))
+            unit = "roundings" if in_eps is None else "eps"
+            yield Measured(f"{name}, {size}", error(one, exact[name]), allowed, unit)
+        yield same(f"second call, {size}", [*found.values()], [*again.values()])
 
 
 def _results(
@@ -106,8 +97,7 @@ def _list_op(op: ListOp, dtype: torch.dtype, setting: Setting) -> Iterator[Measu
     yield from one_rounding("output", zip(found.rounded, exact.rounded, strict=True), setting)
     for norm, wanted in zip(found.norms, exact.norms, strict=True):
         # Few numbers, each off by the additions of a sum.
-        error = tolerance.errors_in_eps(norm, wanted) if norm.shape == wanted.shape else torch.inf
-        yield Measured("norm", error, tolerance.NORM, "eps")
+        yield Measured("norm", tolerance.errors_in_eps(norm, wanted), tolerance.NORM, "eps")
     yield same("second call", [*found.rounded, *found.norms], [*again.rounded, *again.norms])
     yield Measured("flag, 0 expected", int(flag), 0, "off")
     for bad in (torch.inf, torch.nan) if op.flags else ():

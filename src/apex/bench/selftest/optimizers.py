@@ -165,7 +165,6 @@ def _lost_updates(setting: Setting) -> Iterator[Measured]:
     total, moved = sum(param.numel() for param in params), same("", before, params).value
     off = abs(round(meter.share * total) - (total - moved))
     yield Measured("lost updates counted and expected", off, 0, "off")
-    yield Measured("fraction of updates lost", meter.share, None, "")
 
 
 def _normed(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured]:

@@ -22,7 +22,6 @@ AREA = "training"
 STEPS = 8
 FEATURES, WIDTH, CLASSES, BATCH = 16, 32, 5, 32
 
-
 _32, _16, _B16 = torch.float32, torch.float16, torch.bfloat16
 # What a level promises: dtypes of weights, of what is stepped, of results; the first loss scale.
 LEVELS = {
@@ -48,12 +47,9 @@ class Trainer:
     """A network with a layer norm, a loss and an optimizer of ours, on data that can be learnt."""
 
     def __init__(self, level: str, setting: Setting, **options: Any) -> None:
-        generator = torch.Generator().manual_seed(0)
-        torch.manual_seed(0)  # of the layers
-        centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator)
-        labels = torch.randint(CLASSES, (BATCH,), generator=generator)
-        noise = torch.randn(BATCH, FEATURES, generator=generator)
-        self.x = (centres[labels] + noise).to(setting.device)
+        torch.manual_seed(0)
+        centres, labels = 2 * torch.randn(CLASSES, FEATURES), torch.randint(CLASSES, (BATCH,))
+        self.x = (centres[labels] + torch.randn(BATCH, FEATURES)).to(setting.device)
         self.labels = labels.to(setting.device)
         self.first, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
         network = nn.Sequential(self.first, FusedLayerNorm(WIDTH), nn.GELU(), last)
@@ -75,21 +71,26 @@ class Trainer:
         return loss.detach()
 
 
+def _train(
+    level: str, setting: Setting, max_norm: float = 0.0, **options: Any
+) -> tuple[list[Measured], list[float], list[torch.Tensor]]:
+    """Some steps: what holds before the first, the losses, the weights after the last."""
+    try:
+        trainer = Trainer(level, setting, **options)
+        before = [*_numbers(trainer, *LEVELS[level])]
+        losses = [float(trainer.step(max_norm)) for _ in range(STEPS)]
+        return before, losses, [param.detach().clone() for param in trainer.model.parameters()]
+    finally:
+        amp.reset()
+
+
 def _trained(level: str, setting: Setting) -> Iterator[Measured]:
-    ends = []
-    for first in (True, False):
-        try:
-            trainer = Trainer(level, setting)
-            if first:
-                yield from _numbers(trainer, *LEVELS[level])
-            losses = [float(trainer.step()) for _ in range(STEPS)]
-            ends.append([param.detach().clone() for param in trainer.model.parameters()])
-        finally:
-            amp.reset()
+    before, losses, weights = _train(level, setting)
+    yield from before
     yield _falls(losses)
-    not_finite = sum(int((~weight.isfinite()).sum()) for weight in ends[0])
+    not_finite = sum(int((~weight.isfinite()).sum()) for weight in weights)
     yield Measured("weights that are not finite", not_finite, 0, "elements")
-    yield same("second run", *ends)
+    yield same("second run", weights, _train(level, setting)[2])
 
 
 def _falls(losses: list[float]) -> Measured:
@@ -106,12 +107,10 @@ def _numbers(
     trainer.model(trainer.x)
     handle.remove()
     params = [param for group in trainer.optimizer.param_groups for param in group["params"]]
-    for what, found, expected in (
-        ("weights", trainer.first.parameters(), weights),
-        ("weights of the optimizer", params, stepped),
-        ("output of a linear layer", seen, computes),
-    ):
-        wrong = sum(x.dtype != expected for x in found)
+    found = {"weights": [*trainer.first.parameters()], "weights of the optimizer": params}
+    found["output of a linear layer"] = seen
+    for (what, tensors), expected in zip(found.items(), (weights, stepped, computes), strict=True):
+        wrong = sum(x.dtype != expected for x in tensors)
         yield Measured(f"{what} not {str(expected)[6:]}", wrong, 0, "tensors")
     found_scale = float(amp.state_dict()["loss_scaler0"]["loss_scale"])
     yield Measured(f"loss scale, {scale:g} expected", abs(found_scale - scale), 0, "off")
@@ -119,13 +118,7 @@ def _numbers(
 
 def _fused(level: str, setting: Setting) -> Iterator[Measured]:
     """Gradients that stay scaled until the step give the losses of the default."""
-    losses = []
-    for fused in (False, True):
-        try:
-            trainer = Trainer(level, setting, fused_step=fused)
-            losses.append([float(trainer.step(max_norm=0.5)) for _ in range(STEPS)])
-        finally:
-            amp.reset()
+    losses = [_train(level, setting, 0.5, fused_step=fused)[1] for fused in (False, True)]
     yield _falls(losses[1])
     apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
     yield Measured("losses beside the default's", apart, tolerance.SAME_LOSSES, "of a loss")

@@ -6,7 +6,6 @@ they are shown as sentences, tables, a page and pictures. Tasks are in `apex.ben
 """
 
 import argparse
-import importlib
 import re
 import time
 from collections.abc import Sequence
@@ -103,10 +102,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: An option asks for what cannot be done, and nothing was trained; or files
             could not be written, or a task's file was changed, meanwhile.
-        ModuleNotFoundError: A package of the ``bench`` extra is missing; nothing was trained.
     """
-    for package in ("jinja2", "matplotlib", "msgspec", "rich", "scipy", "sklearn"):
-        importlib.import_module(package)  # now, not after minutes
     bench = _Bench(args)
     with terminated_like_interrupted():
         try:
@@ -168,7 +164,7 @@ class _Bench:
     def run_all(self) -> None:
         groups = plan.groups(self.report.plan)
         total = len(self.report.plan) + len(self._search)
-        with progress(Bar, total, TRAINED) as bar:
+        with progress(total, TRAINED) as bar:
             if self._options.device.type == "cuda":  # events are recorded on the current one
                 torch.cuda.set_device(self._options.device.index or 0)
             self._measure_speeds()
