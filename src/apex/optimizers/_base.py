@@ -13,11 +13,10 @@ kernels read it, and the step count is a tensor that is only incremented if the 
 from __future__ import annotations
 
 import functools
-import inspect
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -25,13 +24,11 @@ from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
-from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous, local_parts
+from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous
 from apex.ops.lists.placements import placed
 from apex.ops.lists.storage import LostUpdates, ScaledStep, StepOptions
-from apex.optimizers import _groups
-from apex.optimizers._buckets import Bucket, check_places, split
-from apex.optimizers._joined import GroupGrads, count_steps, counted, joined
-from apex.optimizers._state import MASTERED, StatefulOptimizer
+from apex.optimizers._buckets import Bucket, GroupGrads, count_steps, counted, joined, split
+from apex.optimizers._state import StatefulOptimizer
 
 _DTYPE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "layout", "grad"))
 
@@ -60,12 +57,8 @@ class FusedOptimizer(StatefulOptimizer):
     # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
     _step_supports_amp_scaling = False
 
-    #: What is computed from tensors as a whole, and so refuses sharded ones; "" for nothing.
-    _needs_whole = ""
     #: Where arguments of ``step`` that are no longer taken still are, for the message.
     _takes_arguments = ""
-    #: Keys of groups that other optimizers know, and that change what is computed.
-    _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
     #: Whether groups of equal numbers share launches: not where a group has tensors of its own.
     _joins_groups = True
 
@@ -80,7 +73,7 @@ class FusedOptimizer(StatefulOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError(
-                f"{type(self).__name__} does not support the AMSGrad variant; leave amsgrad=False."
+                f"{self._name} does not support the AMSGrad variant; leave amsgrad=False."
             )
         self.set_grad_none = set_grad_none
         self.lost_updates: LostUpdates | None = None
@@ -97,41 +90,6 @@ class FusedOptimizer(StatefulOptimizer):
         """
         self.lost_updates = LostUpdates() if on else None
         return self.lost_updates
-
-    # -- groups ------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its numbers and tensors are checked first.
-
-        Raises:
-            ValueError: A misspelt key, one that another optimizer or the constructor takes, or a
-                number out of range. Keys of the program's own are kept.
-            RuntimeError: A parameter that cannot be stepped.
-        """
-        if isinstance(param_group, dict):
-            _groups.check_keys(
-                type(self).__name__,
-                param_group,
-                {*self.defaults, "step"},
-                self._arguments(),
-                self._refused_keys,
-            )
-            if "params" in param_group:
-                if not isinstance(param_group["params"], torch.Tensor | set):
-                    param_group = {**param_group, "params": list(param_group["params"])}
-                _groups.check_params(
-                    type(self).__name__, param_group["params"], self.storage, self._needs_whole
-                )
-            self._check_numbers({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-
-    def _arguments(self) -> dict[str, Any]:
-        """The constructor's arguments that hold for all groups; each is an attribute."""
-        kinds = type(self).__mro__
-        own = kinds[: kinds.index(FusedOptimizer)]
-        names = {name for kind in own for name in inspect.signature(kind).parameters}
-        names -= {"params", "step", *self.defaults}
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> torch.Tensor:
@@ -174,7 +132,7 @@ class FusedOptimizer(StatefulOptimizer):
         try:
             return self._step(closure, historic)
         except KeyError:
-            _groups.check_complete(type(self).__name__, self.param_groups, self.defaults)
+            self._check_complete()
             raise
 
     def _step(self, closure: Callable[[], Any] | None, historic: dict[str, Any]) -> Any:
@@ -206,7 +164,7 @@ class FusedOptimizer(StatefulOptimizer):
         given = [name for name, value in historic.items() if value is not None]
         if given:
             raise RuntimeError(
-                f"{type(self).__name__} has been updated. Simply initialize it identically to "
+                f"{self._name} has been updated. Simply initialize it identically to "
                 f"torch.optim's, and call step() with no arguments; {', '.join(given)} was passed."
                 f"{self._takes_arguments}"
             )
@@ -251,14 +209,13 @@ class FusedOptimizer(StatefulOptimizer):
         tensors = chain.from_iterable(chain(one.params, one.grads) for one in active)
         plain = OWN_MEMORY.issuperset(map(type, tensors))
         if not plain:
-            name = type(self).__name__
-            active = [a._replace(grads=[*placed(name, a.params, a.grads)]) for a in active]
+            active = [a._replace(grads=[*placed(self._name, a.params, a.grads)]) for a in active]
         together = joined(active, self.defaults if self._joins_groups else None, noop)
         sizes = [sum(len(params) for _, params, _ in groups) for groups in together]
         stepped = [param for groups in together for _, params, _ in groups for param in params]
         gradients = [grad for groups in together for _, _, found in groups for grad in found]
         # All checks before anything changes.
-        _groups.check_stored(type(self).__name__, stepped, self.storage)
+        self._check_stored(stepped)
         self._check_grads(gradients)
         self._follow_written()
         self._prepare_step(active, factor, noop)
@@ -300,47 +257,14 @@ class FusedOptimizer(StatefulOptimizer):
         complex_ = any(dtype.is_complex for dtype in {*map(_DTYPE, found)})
         if not complex_ and {*map(_LAYOUT, found)} <= {torch.strided}:
             return
-        name = type(self).__name__
         for grad in found:
             if grad.layout != torch.strided:
                 raise RuntimeError(
-                    f"{name} does not support sparse gradients, please consider SparseAdam "
+                    f"{self._name} does not support sparse gradients, please consider SparseAdam "
                     "instead (torch.optim.SparseAdam or torch.optim.SGD)."
                 )
             if grad.is_complex():
-                raise RuntimeError(f"{name} does not support complex gradients.")
-
-    def _columns(
-        self,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        copies: Mapping[torch.Tensor, torch.Tensor] | None,
-        *,
-        plain: bool,
-    ) -> tuple[list[Sequence[torch.Tensor]], Sequence[torch.Tensor | None] | None]:
-        """Gradients, weights and every slot; and what is stored beside the weights, if anything."""
-        states, kept = self._states(params), self._stepped_slots()
-        if self._mastered and not all(map(MASTERED, states)):
-            for param in params:
-                self._master_or(param)
-        try:
-            slots = [[*map(itemgetter(slot), states)] for slot in kept]
-        except KeyError:  # the first step of some
-            states = [*map(self._state_of, params, repeat(kept))]
-            slots = [[*map(itemgetter(slot), states)] for slot in kept]
-        weights = here = params if plain else local_parts(params)
-        # as many entries as slots: nothing else is there
-        mastered = {*map(len, states)} != {len(kept)} and any(map(MASTERED, states))
-        extra = self._extras(params, weights, states, copies, mastered=mastered)
-        if mastered:
-            both = zip(states, weights, strict=True)
-            weights = local_parts([state.get("master_param", weight) for state, weight in both])
-        columns = [grads, weights, *slots]
-        if not plain:
-            columns = [*map(local_parts, columns)]
-        shapes = {slot: self.slot_shapes.get(slot) for slot in kept}
-        check_places(type(self).__name__, here, columns, extra, shapes)
-        return columns, extra
+                raise RuntimeError(f"{self._name} does not support complex gradients.")
 
     def columns(self, bucket: Bucket) -> list[list[torch.Tensor]]:
         """Gradients, weights and every state slot."""

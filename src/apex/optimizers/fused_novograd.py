@@ -13,8 +13,7 @@ from apex.ops.lists.columns import Scalar, joined, taken
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.novograd import UNSET, NovoGrad, novograd_
 from apex.optimizers._base import FusedOptimizer
-from apex.optimizers._buckets import Bucket
-from apex.optimizers._joined import GroupGrads
+from apex.optimizers._buckets import Bucket, GroupGrads
 
 _DTYPE, _STEPPED = attrgetter("dtype"), methodcaller("__contains__", "exp_avg")
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.

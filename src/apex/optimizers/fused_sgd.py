@@ -14,9 +14,8 @@ from apex.ops.lists.columns import Scalar, local
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.sgd import SGD, sgd_
 from apex.optimizers._base import FusedOptimizer
-from apex.optimizers._buckets import Bucket
+from apex.optimizers._buckets import Bucket, GroupGrads
 from apex.optimizers._checkpoint import TORCH_ONLY
-from apex.optimizers._joined import GroupGrads
 
 
 class FusedSGD(FusedOptimizer):

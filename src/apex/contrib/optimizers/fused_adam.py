@@ -15,8 +15,7 @@ from apex.ops.lists.storage import StepOptions
 from apex.ops.lists.tensor_norms import l2_norm
 from apex.ops.updates.adam import Adam, adam_, unbiased
 from apex.optimizers._base import scalar
-from apex.optimizers._buckets import Bucket
-from apex.optimizers._joined import GroupGrads
+from apex.optimizers._buckets import Bucket, GroupGrads
 
 
 class FusedAdam(OldStep):
