@@ -43,7 +43,8 @@ def novograds(**options):
     numbers = novograd.NovoGrad(**NOVOGRAD | options)
 
     def step(columns, options):
-        novograd.novograd_(columns, torch.full((len(SHAPES),), 0.5), numbers, options)
+        norms = [torch.tensor(0.5) for _ in SHAPES]
+        novograd.novograd_([*columns, norms], numbers, options)
 
     return novograd, step
 

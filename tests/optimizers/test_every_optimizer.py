@@ -381,7 +381,7 @@ def updates_of(optimizer):
 @every
 @paths
 def test_groups_of_equal_numbers_are_stepped_together(make, path):
-    """As before, bit for bit; NovoGrad's groups have norms of their own."""
+    """As before, bit for bit."""
     expected, params = parameters(), parameters()
     lr = torch.tensor(0.05)  # is equal to itself only
     rates = [0.03, lr, 0.03, lr, 0.05, 0.03]
@@ -391,7 +391,7 @@ def test_groups_of_equal_numbers_are_stepped_together(make, path):
     optimizer.param_groups[2]["name"] = "a key of the program's own"
     updates = updates_of(optimizer)
     assert same(train(alone, expected, range(2), path), train(optimizer, params, range(2), path))
-    assert updates == 2 * ([1] * 6 if isinstance(optimizer, FusedNovoGrad) else [3, 2, 1])
+    assert updates == 2 * [3, 2, 1]
 
 
 @every
@@ -403,7 +403,7 @@ def test_groups_that_have_counted_other_steps(make, path, lags):
     for joins in (False, True):
         params = parameters()
         optimizer = make([{"params": [param]} for param in params[:3]])
-        optimizer._joins_groups = optimizer._joins_groups and joins
+        optimizer._joins_groups = joins
         updates = updates_of(optimizer)
         for number in range(4):
             give_grads(params, number)
@@ -415,9 +415,8 @@ def test_groups_that_have_counted_other_steps(make, path, lags):
         steps = [int(group["step"]) for group in optimizer.param_groups if "step" in group]
         assert steps in ([], [3, 3, 3, 2])
     assert same(*results)
-    if optimizer._joins_groups:
-        last = [3, 3] if steps and not lags else [6]
-        assert updates[-len(last) :] == last
+    last = [3, 3] if steps and not lags else [6]
+    assert updates[-len(last) :] == last
 
 
 @pytest.mark.parametrize(
@@ -465,8 +464,7 @@ def test_the_state_of_another_shape_is_refused(make, size):
         optimizer.load_state_dict(saved.state_dict())
     after = optimizer.state_dict()
     assert before["param_groups"][0].get("step") == after["param_groups"][0].get("step")
-    for slot in optimizer.slots:
-        assert torch.equal(before["state"][0][slot], after["state"][0][slot])
+    assert _equal(before["state"], after["state"])
 
 
 @every

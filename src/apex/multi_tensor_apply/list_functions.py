@@ -19,7 +19,7 @@ from apex.multi_tensor_apply.list_arguments import (
     numbers_of,
     one_each,
 )
-from apex.ops.lists.columns import grouped, joined, taken
+from apex.ops.lists.columns import grouped, taken
 from apex.ops.lists.loss_scale import update_
 from apex.ops.lists.scale import axpby_, scale_
 from apex.ops.lists.storage import StepOptions
@@ -247,13 +247,9 @@ def multi_tensor_novograd(given: Any) -> None:
     largest magnitudes, any other Euclidean norms. ``mode`` 0 puts the weight decay into the moment,
     1 decouples it. Sets the flag if a norm is not finite, and steps all the same.
     """
-    norms = one_each("grad_norms", given.grad_norms, given.columns[0])
-    parts = []
-    for positions, some in grouped(given.columns):
-        mine = taken(norms, positions).clone()
-        novograd_(some, mine, numbers_of(NovoGrad, given))
-        parts.append((positions, mine))
-    norms = joined(parts)
+    norms = one_each("grad_norms", given.grad_norms, given.columns[0]).clone()
+    for _, some in grouped([*given.columns, norms.unbind()]):
+        novograd_(some, numbers_of(NovoGrad, given))
     given.grad_norms.copy_(norms.reshape(given.grad_norms.shape))
     _flag_norms(norms, given.noop_flag)
 

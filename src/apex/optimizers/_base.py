@@ -34,19 +34,31 @@ _DTYPE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "layout", "grad"))
 
 
 class FusedOptimizer(StatefulOptimizer):
-    """Base of the fused optimizers.
+    """Base of the fused optimizers, and the arguments that they share.
+
+    Each takes those that are in its signature; its own docstring has the others.
 
     Args:
-        params: Parameters or groups.
-        defaults: Values of the group's numbers.
-        set_grad_none: Whether ``zero_grad()`` without an argument frees gradients.
-        storage: How weights are stored, see :mod:`apex.ops.lists.storage`.
+        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        lr: Learning rate; a tensor is read on its device.
+        betas: Decays of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Weight decay; a tensor is read on its device.
+        bias_correction: Whether moments are corrected for their start at 0.
+        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
+        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
         amsgrad: Not supported; here because callers pass ``False``.
+        set_grad_none: Kept from the original; gradients are freed in any case.
+        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
+            masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``, see
+            :mod:`apex.ops.lists.storage`.
+        defaults: Of this base alone: values of the group's numbers.
 
     Raises:
         ValueError: No parameters, an unknown key in a group, a number out of range.
         RuntimeError: ``amsgrad``; or a parameter is not a dense float16, bfloat16, float32 or
-            float64 tensor, or has the negative bit.
+            float64 tensor, has the negative bit, or is sharded over processes where an optimizer
+            needs the norm of a whole tensor.
     """
 
     # How one bucket is stepped, and the type of the numbers of that.

@@ -22,31 +22,21 @@ class FusedAdam(FusedOptimizer):
     :mod:`apex.ops.updates.adam` for the formula. Moments are float32 for every parameter dtype. The
     step is counted per group.
 
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+
     Args:
-        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
-        lr: Learning rate; a tensor is read on its device.
-        bias_correction: Whether moments are corrected for their start at 0.
-        betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
+        params: Parameters or groups.
         adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
-        weight_decay: Weight decay; a tensor is read on its device.
-        amsgrad: Not supported; here because callers pass ``False``.
-        set_grad_none: Kept from the original; gradients are freed in any case.
         capturable: Keep ``lr`` and ``step`` on the device, so that a CUDA graph can replay a step.
             torch's ``GradScaler`` then leaves unscaling and the skip to the step, too.
         master_weights: Keep float32 masters of 16-bit parameters, made at the first step; needs
             ``capturable``.
-        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
-            masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``.
-        max_grad_norm: Largest norm of all gradients together, 0 for any: scripts of BERT's time
-            pass it.
+        max_grad_norm: As in the base, for scripts of BERT's time.
         eps_inside_sqrt: Not supported; here because such scripts pass ``False``.
         use_mt: Ignored: all tensors are in one launch in any case.
 
     Raises:
-        ValueError: No parameters, a misspelt key in a group, a number out of range.
-        RuntimeError: ``amsgrad``, ``master_weights`` without ``capturable``, or a parameter that
-            is not a real floating tensor.
+        RuntimeError: ``master_weights`` without ``capturable``, or ``eps_inside_sqrt``.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

@@ -19,26 +19,12 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     where there is a master. If ``GradScaler`` finds an overflow, the step is skipped on the device.
     Clipping uses the unscaled gradients of all groups, whatever their dtypes.
 
-    Args:
-        params: Parameters, named parameters or groups. A group may have its own ``lr`` and
-            ``step``.
-        lr: Learning rate.
-        step: Steps taken so far, for bias correction.
-        bias_correction: Whether moments are corrected for their start at 0.
-        betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Weight decay.
-        amsgrad: Not supported; here because callers pass ``False``.
-        adam_w_mode: Decoupled weight decay instead of an L2 penalty.
-        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
-        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
-        use_nvlamb: Whether steps without weight decay are scaled too.
-        reduced_precision_dtype: dtype of the parameters that get masters; ``None`` for no masters.
+    The other arguments are those of :class:`FusedLAMB`.
 
-    Raises:
-        ValueError: No parameters, a misspelt key in a group, a number out of range.
-        RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor or is sharded
-            over processes.
+    Args:
+        params: Parameters or groups. A group may have its own ``lr`` and ``step``.
+        step: Steps taken so far, for bias correction.
+        reduced_precision_dtype: dtype of the parameters that get masters; ``None`` for no masters.
 
     Example:
         >>> model = torch.nn.Linear(4, 2).bfloat16()

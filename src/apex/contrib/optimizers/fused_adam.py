@@ -29,22 +29,15 @@ class FusedAdam(OldStep):
 
     so that weight decay is multiplied by the corrections too. Steps are counted per parameter.
 
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+
     Args:
-        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
-        lr: Learning rate; a tensor is read on its device.
-        bias_correction: Whether there are bias corrections.
-        betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
-        eps_inside_sqrt: Add it to the second moment instead.
+        params: Parameters or groups.
+        eps_inside_sqrt: Add ``eps`` to the second moment instead, below the root.
         weight_decay: Decoupled weight decay; a tensor is read on its device.
         max_grad_norm: Largest norm of each group's gradients; 0 turns clipping off.
-        amsgrad: Not supported; here because callers pass ``False``.
         use_mt: Of no effect: there is always one launch for many tensors.
         amp_scale_adjustment: What gradients are divided by in addition, under amp.
-
-    Raises:
-        ValueError: No parameters, a misspelt key in a group, a number out of range.
-        RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -56,7 +49,6 @@ class FusedAdam(OldStep):
     slots = ("exp_avg", "exp_avg_sq")
     _not_in_torch = ("bias_correction", "max_grad_norm")
     _counts_steps = False  # in the groups; here each parameter has its own
-    _joins_groups = False  # each is clipped by its own norm
 
     def __init__(
         self,
@@ -82,6 +74,11 @@ class FusedAdam(OldStep):
             "weight_decay": weight_decay, "max_grad_norm": max_grad_norm,
         }  # fmt: skip
         super().__init__(params, defaults, amsgrad=amsgrad)
+
+    @property
+    def _joins_groups(self) -> bool:  # type: ignore[override]
+        # each group is clipped by its own norm
+        return not any(group["max_grad_norm"] for group in self.param_groups)
 
     def _prepare_step(
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
