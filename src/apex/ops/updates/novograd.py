@@ -16,8 +16,7 @@ or decoupled from it
     param -= lr * ((exp_avg / c1) / scale + decay * param)
 
 where ``share`` is ``1 - beta1`` or 1, and ``c1 = 1 - beta1 ** step``. A norm of -1 stands for none
-yet: the first becomes the gradient's own. ``factor`` is what the gradient is multiplied by on the
-way in: 1 / loss scale, times a clipping coefficient.
+yet: the first becomes the gradient's own.
 
 Norms are computed and kept where the tensors are; nothing waits for them.
 
@@ -67,19 +66,12 @@ NOVOGRAD = Update(reference, "novograd:novograd", NovoGradScalars)
 
 
 class NovoGrad(NamedTuple):
-    """The hyperparameters of one step.
+    """The hyperparameters.
 
     Attributes:
-        lr: Learning rate.
-        beta1: Decay of the moment.
-        beta2: Decay of the norms.
-        eps: Added to the corrected norm.
-        weight_decay: Weight decay.
-        reg_inside_moment: Whether the decay enters the moment, or is decoupled from it.
+        reg_inside_moment: Whether the weight decay enters the moment, or is decoupled from it.
         grad_averaging: Whether a gradient enters the moment by ``1 - beta1`` or whole.
         norm_type: 2, or 0 for the largest magnitude.
-        bias_correction: Whether moment and norm are corrected for their start.
-        step: Which step this is, from 1; what is counted on a device is read there.
         init_zero: Whether the first norm is blended with 0, instead of being the gradient's own.
     """
 
@@ -122,14 +114,7 @@ class NovoGrad(NamedTuple):
 def novograd_(
     columns: Sequence[Column], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
 ) -> None:
-    """Take one step, in place.
-
-    Args:
-        columns: Gradients, weights, moments, norms; each of one dtype, all on one device and of the
-            same sizes, but for the norms: float32, one number for each tensor.
-        hyper: Of the step.
-        options: Scaling, skipping and storage.
-    """
+    """Take one step; the states are moments, and norms: float32, one number for each tensor."""
     *columns, column = columns
     norms, are_views = _joined(column)
     measure = max_norms if hyper.norm_type == 0 else l2_norms
