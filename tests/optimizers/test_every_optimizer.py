@@ -446,6 +446,39 @@ def test_small_kernels_of_a_step_that_can_be_skipped(name, lrs, monkeypatch):
     assert found[0] == found[1] <= 40
 
 
+# -- state ---------------------------------------------------------------------------------------
+
+LAYOUTS_OF_STATE = {  # as in the original
+    "FusedAdam": ("exp_avg exp_avg_sq", "bias_correction betas eps step"),
+    "FusedSGD": ("momentum_buffer", "momentum dampening nesterov"),
+    "FusedAdagrad": ("sum", "eps"),
+    "FusedLAMB": (
+        "exp_avg exp_avg_sq",
+        "bias_correction betas eps grad_averaging max_grad_norm step",
+    ),
+    "FusedNovoGrad": (
+        "exp_avg",
+        "bias_correction betas eps grad_averaging norm_type init_zero step exp_avg_sq",
+    ),
+    "FusedLion": ("exp_avg", "betas"),
+}
+
+
+@every
+def test_layout_of_the_state(make):
+    params = parameters(torch.float16, SMALL)
+    optimizer = make(params)
+    slots, numbers = LAYOUTS_OF_STATE[type(optimizer).__name__]
+    train(optimizer, params, range(1))
+    saved = optimizer.state_dict()
+    assert {*saved["state"][0]} == {*slots.split()}
+    assert {*saved["param_groups"][0]} == {"lr", "weight_decay", "params", *numbers.split()}
+    assert saved["param_groups"][0].get("step", 1) == 1
+    for slot in slots.split():
+        kept = torch.float16 if slot in optimizer.narrow_slots else torch.float32
+        assert saved["state"][0][slot].dtype == optimizer.state[params[0]][slot].dtype == kept
+
+
 # -- state that does not fit -----------------------------------------------------------------------
 
 
@@ -981,10 +1014,46 @@ def test_numbers_out_of_range(make, options, words):
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedNovoGrad", "FusedLAMB"])
-def test_betas_are_two(name):
-    with pytest.raises(ValueError, match=r"Invalid betas: \(0.9,\). .* needs two"):
-        EVERY[name](parameters(), betas=(0.9,))
+KINDS = [*dict.fromkeys(optimizer.make for optimizer in OPTIMIZERS), contrib.FusedLAMB]
+
+
+def having(argument):
+    """The optimizers whose constructor has it."""
+    kinds = [kind for kind in KINDS if argument in inspect.signature(kind).parameters]
+    return pytest.mark.parametrize("kind", kinds)
+
+
+@having("betas")
+@pytest.mark.parametrize(
+    ("betas", "words"),
+    [
+        ((0.9,), r"Invalid betas: \(0.9,\). .* needs two"),
+        ((0.9, 1.0), "Invalid beta parameter at index 1: 1.0"),
+        ((-0.1, 0.9), "Invalid beta parameter at index 0: -0.1"),
+        (([0.9], 0.99), r"Invalid beta parameter at index 0: \[0.9\]"),
+    ],
+)
+def test_betas(kind, betas, words):
+    with pytest.raises(ValueError, match=words):
+        kind(parameters(), betas=betas)
+
+
+@having("eps")
+def test_eps(kind):
+    with pytest.raises(ValueError, match="Invalid epsilon value: -1e-08"):
+        kind(parameters(), eps=-1e-8)
+
+
+@having("max_grad_norm")
+def test_max_grad_norm(kind):
+    with pytest.raises(ValueError, match=r"Invalid max_grad_norm value: -1.0"):
+        kind(parameters(), max_grad_norm=-1.0)
+
+
+@having("amsgrad")
+def test_amsgrad_is_refused(kind):
+    with pytest.raises(RuntimeError, match=f"{kind.__name__} does not support the AMSGrad variant"):
+        kind(parameters(), amsgrad=True)
 
 
 @every
@@ -1040,9 +1109,6 @@ def test_keys_that_change_the_maths(make, key):
         make([{"params": parameters(), key: True}])
     with pytest.raises(ValueError, match="lr_decay=0.1, which this"):
         EVERY["FusedAdagrad"]([{"params": parameters(), "lr_decay": 0.1}])
-
-
-KINDS = [*dict.fromkeys(optimizer.make for optimizer in OPTIMIZERS), contrib.FusedLAMB]
 
 
 def test_no_optimizer_is_left_out():

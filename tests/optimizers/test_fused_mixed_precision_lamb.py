@@ -149,12 +149,6 @@ def test_a_flag_that_is_not_read(flag, monkeypatch):
     assert same(before, values(params)) == bool(flag)
 
 
-def test_a_step_without_gradients():
-    """An error in the original."""
-    optimizer = FusedMixedPrecisionLamb(parameters())
-    optimizer.step()
-
-
 def test_resuming_is_bit_exact():
     """Masters are saved; the original begins again from the rounded weights."""
     params, mixed, *_ = pair(torch.bfloat16)
@@ -232,8 +226,3 @@ def test_copies_keep_what_the_constructor_was_told(duplicate):
     assert "master_param" in copied.state[others[0]]
     copied.add_param_group({"params": parameters(torch.bfloat16, SMALL)})
     assert int(copied.param_groups[1]["step"]) == 7
-
-
-def test_amsgrad_is_refused():
-    with pytest.raises(RuntimeError, match="FusedMixedPrecisionLamb does not support the AMSGrad"):
-        FusedMixedPrecisionLamb(parameters(), amsgrad=True)

@@ -9,10 +9,7 @@ from apex.optimizers import FusedNovoGrad
 from tests.optimizers.common import (
     DTYPES,
     PATHS,
-    check_steps,
-    fuzz,
     give_grads,
-    in_two_groups,
     on,
     parameters,
     same,
@@ -22,40 +19,6 @@ from tests.optimizers.common import (
 from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rounding
 
 SMALL = ((7,), (33, 5))
-OPTIONS = [
-    {},
-    {"weight_decay": 0.1, "grad_averaging": False},
-    {"weight_decay": 0.1, "reg_inside_moment": True},
-    {"weight_decay": 0.1, "norm_type": 0, "bias_correction": False},
-]
-
-
-def oracle(inside):
-    def new(group, number, grad, param, state, norm):
-        (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        c1, c2 = 1.0, 1.0
-        if group["bias_correction"]:
-            c1, c2 = 1 - beta1**number, (1 - beta2**number) ** 0.5
-        beta3 = 1 - beta1 if group["grad_averaging"] else 1.0
-        scale = norm / c2 + group["eps"]
-        if inside:
-            m = beta1 * state["exp_avg"] + beta3 * (grad / scale + decay * param)
-            update = m / c1
-        else:
-            m = beta1 * state["exp_avg"] + beta3 * grad
-            update = (m / c1) / scale + decay * param
-        return param - group["lr"] * update, {"exp_avg": m}
-
-    return new
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_formula(dtype, path, options):
-    optimizer = FusedNovoGrad(in_two_groups(parameters(dtype)), lr=0.02, **options)
-    inside = "reg_inside_moment" in options
-    check_steps(optimizer, oracle(inside), 2 if path == "triton" else 20, path)
 
 
 def blended(group, grads, start):
@@ -97,18 +60,6 @@ def test_norms(path, norm_type, init_zero, dtype):
         assert_one_rounding(optimizer.state[param]["norm"], exact)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_dtypes_mixed_in_one_optimizer(path):
-    params = [param for dtype in DTYPES[:3] for param in parameters(dtype, SMALL)]
-    check_steps(FusedNovoGrad(params, weight_decay=0.1), oracle(False), 3, path)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_awkward_lists(seed):
-    """float32 norms of a float64 oracle: float16 results show the rest."""
-    fuzz(lambda params: FusedNovoGrad(params, weight_decay=0.1), seed, torch.float16, "triton")
-
-
 # -- the norms in the group ----------------------------------------------------------------------
 
 
@@ -127,21 +78,6 @@ def test_a_moment_of_inf_stays_inf(path):
         optimizer.step()
     assert (optimizer.state[param]["exp_avg"] == torch.inf).all()
     assert (param == -torch.inf).all()
-
-
-def test_layout_of_the_state():
-    params = parameters(torch.float16, SMALL) + parameters(torch.float32, ((4,),))
-    optimizer = FusedNovoGrad(params)
-    assert "exp_avg_sq" not in optimizer.param_groups[0]
-    train(optimizer, params, range(1))
-    group = optimizer.param_groups[0]
-    assert [tuple(norms.shape) for norms in group["exp_avg_sq"]] == [(2,), (1,)]
-    assert all(norms.dtype == torch.float32 for norms in group["exp_avg_sq"])
-    keys = {"lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "norm_type"}
-    assert {*group} == keys | {"init_zero", "step", "exp_avg_sq", "params"}
-    assert {*optimizer.state_dict()["state"][0]} == {"exp_avg"}
-    assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float16
-    assert optimizer.moment_mode == 1
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -263,20 +199,3 @@ def test_a_first_step_skipped_on_the_device_leaves_no_norm():
     assert optimizer.param_groups[0]["step"].tolist() == [2]
     for actual, exact in zip(params, expected, strict=True):
         assert_one_rounding(actual.detach(), exact.detach().double())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"amsgrad": True}, "does not support the AMSGrad variant"),
-        ({"norm_type": 1}, "only support l2/inf norm now"),
-    ],
-)
-def test_bad_arguments(options, words):
-    with pytest.raises(RuntimeError, match=words):
-        FusedNovoGrad(parameters(), **options)
-
-
-def test_torch_has_none():
-    with pytest.raises(NotImplementedError, match="torch.optim has no FusedNovoGrad"):
-        FusedNovoGrad(parameters()).torch_state_dict()
