@@ -109,15 +109,6 @@ class FusedOptimizer(StatefulOptimizer):
         devices = [param.device for group in self.param_groups for param in group["params"][:1]]
         return torch.zeros(1, dtype=torch.int32, device=devices[0] if devices else "cpu")
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients.
-
-        Args:
-            set_to_none: Free them, or fill them with zeros; ``None`` means free: with
-                ``set_grad_none=False`` the original calls torch's ``zero_grad()``, which frees too.
-        """
-        super().zero_grad(set_to_none=True if set_to_none is None else set_to_none)
-
     # -- the step ----------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **historic: Any) -> Any:
@@ -155,9 +146,7 @@ class FusedOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         given: ScaledStep | None = vars(self).pop("_scaled_step", None)
-        if (
-            given is not None
-        ):  # from amp, which calls step() so that hooks, wrappers, subclasses run
+        if given is not None:  # by amp, which calls step() so that hooks and subclasses run
             self.step_scaled(given.factor, given.noop, copies=given.copies, grads=given.grads)
             return loss
         grad_scale = getattr(self, "grad_scale", None)
@@ -185,10 +174,8 @@ class FusedOptimizer(StatefulOptimizer):
         found = list(scaler._check_inf_per_device(self).values())
         if not found:
             return None
-        total: torch.Tensor = found[0]
-        for other in found[1:]:
-            total = total + other.to(total.device, non_blocking=True)
-        return total
+        first: torch.Tensor = found[0]
+        return sum((x.to(first.device, non_blocking=True) for x in found[1:]), start=first)
 
     @_runtime.not_compiled
     @torch.no_grad()
@@ -242,7 +229,7 @@ class FusedOptimizer(StatefulOptimizer):
         counters = count_steps(self.param_groups, noop) if self._counts_steps else None
         everywhere: dict[torch.device, StepOptions] = {}
         for number, bucket in split(stepped, columns, extra, sizes):
-            device = bucket.weights[0].device
+            device = bucket.device
             if device not in everywhere:
                 everywhere[device] = StepOptions(
                     factor=_on(factor, device),
@@ -256,11 +243,11 @@ class FusedOptimizer(StatefulOptimizer):
             if bucket.extra is not None:
                 options = options._replace(extra=bucket.extra)
             if self.lost_updates is not None:
-                weights = sum(weight.numel() for weight in bucket.weights)
+                weights = sum(weight.numel() for weight in bucket.columns[1])
                 self.lost_updates.add(0.0, weights, options.noop)
             group = together[number][0].group
             if counters is not None:
-                group = counted(together[number], bucket.params, device, counters)
+                group = counted(together[number], bucket, counters)
             self._update(group, bucket, options)
         self._note_versions()
 
@@ -277,10 +264,6 @@ class FusedOptimizer(StatefulOptimizer):
                 )
             if grad.is_complex():
                 raise RuntimeError(f"{self._name} does not support complex gradients.")
-
-    def columns(self, bucket: Bucket) -> list[list[torch.Tensor]]:
-        """Gradients, weights and every state slot."""
-        return [bucket.grads, bucket.weights, *bucket.slots]
 
     def _prepare_step(
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
@@ -300,8 +283,7 @@ class FusedOptimizer(StatefulOptimizer):
             bucket: What is stepped.
             options: Scaling, skipping and storage.
         """
-        numbers = self._numbers_of(group, bucket.weights[0].device)
-        self._algorithm(self.columns(bucket), numbers, options)
+        self._algorithm(bucket.columns, self._numbers_of(group, bucket.device), options)
 
     def _numbers_of(self, group: Mapping[str, Any], device: torch.device) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""

@@ -11,10 +11,10 @@ are edited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,6 @@ from apex.ops import _runtime
 from apex.ops.lists.columns import of_one_kind
 from apex.ops.updates.adam import StepCounts
 
-_T = TypeVar("_T")
 _DTYPE, _DEVICE = map(attrgetter, ("dtype", "device"))
 
 # By the id of a step on a device: the steps there, and which of them it is.
@@ -40,14 +39,13 @@ class GroupGrads(NamedTuple):
 def joined(
     active: Iterable[GroupGrads], numbers: Collection[str] | None, noop: torch.Tensor | None
 ) -> list[list[GroupGrads]]:
-    """Join groups whose numbers are equal, or are the same tensors.
+    """Join groups that have parameters and whose numbers are equal, or are the same tensors.
 
     Steps on a device need not be equal: kernels read one for each tensor of a list.
 
     Args:
-        active: The groups; those without parameters are left out.
-        numbers: Keys of what an update reads of a group, besides its step; ``None`` if it reads
-            more than numbers, so that none are joined.
+        active: The groups.
+        numbers: Keys of what an update reads of a group; ``None`` if it reads more than numbers.
         noop: Whether the step is skipped, if only a device knows that.
     """
     found: dict[Any, list[GroupGrads]] = {}
@@ -105,20 +103,8 @@ def count_steps(groups: Iterable[dict[str, Any]], noop: torch.Tensor | None) -> 
     return counters
 
 
-def counted(
-    groups: Sequence[GroupGrads],
-    params: Sequence[torch.Tensor],
-    device: torch.device,
-    counters: Counters,
-) -> dict[str, Any]:
-    """The numbers of joined groups, with the step as updates take it.
-
-    Args:
-        groups: The groups.
-        params: Those of their parameters that are in one bucket.
-        device: Where these are.
-        counters: What :func:`count_steps` returned.
-    """
+def counted(groups: Sequence[GroupGrads], bucket: Bucket, counters: Counters) -> dict[str, Any]:
+    """The numbers of joined groups for one bucket, with the step as updates take it."""
     numbers = groups[0].group
     step = numbers.get("step")
     if not isinstance(step, torch.Tensor):
@@ -127,31 +113,32 @@ def counted(
         return {**numbers, "step": int(step)}
     counts = counters[id(step)][0]
     places = [counters[id(one.group["step"])][1] for one in groups]
-    runs = [(places[0], len(params))]
+    runs = [(places[0], len(bucket.params))]
     if len({*places}) > 1:
         pairs = zip(groups, places, strict=True)
         owners = {id(param): place for one, place in pairs for param in one.params}
-        by_owner = groupby(owners[id(param)] for param in params)
+        by_owner = groupby(owners[id(param)] for param in bucket.params)
         runs = [(place, len([*some])) for place, some in by_owner]
-    return {**numbers, "step": counts.of(runs, device)}
+    return {**numbers, "step": counts.of(runs, bucket.device)}
 
 
 class Bucket(NamedTuple):
-    """Parameters of one device and one set of dtypes, as columns.
+    """Parameters of one device and one set of dtypes.
 
     Attributes:
         params: The parameters, as in the group.
-        grads: Their gradients; local parts of distributed ones.
-        weights: What is updated: the parameters themselves or their masters.
-        slots: A column for each state slot.
+        columns: Gradients (local parts of distributed ones), weights (the parameters or their
+            masters), and every state slot.
         extra: The storage's own column, or the 16-bit parameters behind masters.
     """
 
     params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    weights: list[torch.Tensor]
-    slots: list[list[torch.Tensor]]
+    columns: list[list[torch.Tensor]]
     extra: list[torch.Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.columns[1][0].device
 
 
 def split(
@@ -165,42 +152,31 @@ def split(
     Args:
         params: The parameters.
         columns: Gradients, weights and every slot.
-        extra: What is stored beside each weight, see :class:`Bucket`; ``None`` for nothing at all.
-        sizes: How many parameters each list of joined groups has, one list after the other. Those
-            of a bucket are of one list.
+        extra: What is stored beside each weight; ``None`` for nothing at all.
+        sizes: How many parameters each list of joined groups has, one list after the other.
 
     Yields:
-        The number of the list, and a bucket.
+        The number of the list of groups, and a bucket of it.
     """
     if extra is None and of_one_kind(columns):
         start = 0
         for number, size in enumerate(sizes):
             part = slice(start, start := start + size)
             if size:
-                listed, gradients, updated, *kept = [list(x[part]) for x in (params, *columns)]
-                yield number, Bucket(listed, gradients, updated, kept)
+                yield number, Bucket(list(params[part]), [list(column[part]) for column in columns])
         return
-    weights = columns[1]
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     kinds = zip(
         owners,
-        map(_DEVICE, weights),
+        map(_DEVICE, columns[1]),
         *(map(_DTYPE, column) for column in columns),
-        [None] * len(weights) if extra is None else [x is not None and x.dtype for x in extra],
+        [None] * len(params) if extra is None else [x is not None and x.dtype for x in extra],
         strict=True,
     )
     members: dict[Any, list[int]] = {}
     for number, kind in enumerate(kinds):
         members.setdefault(kind, []).append(number)
     for chosen in members.values():
-        pick = _picker(chosen, len(weights))
-        beside = None if extra is None else [x for x in pick(extra) if x is not None]
-        listed, gradients, updated, *kept = map(pick, [params, *columns])
-        yield owners[chosen[0]], Bucket(listed, gradients, updated, kept, beside or None)
-
-
-def _picker(numbers: Sequence[int], of: int) -> Callable[[Sequence[_T]], list[_T]]:
-    """Make a function that picks these of ``of`` elements."""
-    if len(numbers) == of:
-        return list
-    return lambda column: [column[number] for number in numbers]
+        listed, *picked = [[column[n] for n in chosen] for column in (params, *columns)]
+        beside = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
+        yield owners[chosen[0]], Bucket(listed, picked, beside or None)

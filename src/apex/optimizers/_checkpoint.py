@@ -160,6 +160,7 @@ class SavedOptimizer(GroupedOptimizer):
         for group in self.param_groups:
             if isinstance(group.get("step"), torch.Tensor) and group["params"]:
                 group["step"] = group["step"].to(group["params"][0].device)
+            self._prepare(group)
 
     # -- torch.optim -------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     #: What is computed from tensors as a whole, and so refuses sharded ones; "" for nothing.
     _needs_whole = ""
+    #: Whether groups have ``lr`` and ``step`` as tensors on the device, for CUDA graphs.
+    _on_device = False
     #: Keys of groups that other optimizers know, and that change what is computed.
     _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
 
@@ -71,6 +73,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 self._check_params(param_group["params"])
             self._check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self._prepare(self.param_groups[-1])
+
+    def _prepare(self, group: dict[str, Any]) -> None:
+        """Make ``lr`` and ``step`` tensors where the group's parameters are, if they are to be."""
+        if self._on_device and group["params"]:
+            device = group["params"][0].device
+            lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device)
+            group["lr"] = lr.detach().clone().reshape(())
+            group["step"] = step.detach().clone().reshape(1)
 
     def _arguments(self) -> dict[str, Any]:
         """The constructor's arguments that hold for all groups; each is an attribute."""
@@ -192,11 +204,3 @@ def _meant(key: str, known: Collection[str]) -> str | None:
     near = [name for name in known if abs(len(name) - len(key)) <= 1]
     close = difflib.get_close_matches(_SPELLED.get(written, written), near, n=1, cutoff=0.85)
     return close[0] if close else _SPELLED.get(written)
-
-
-def keep_on_device(group: dict[str, Any]) -> None:
-    """Make ``lr`` and ``step`` tensors where the group's parameters are."""
-    device = group["params"][0].device if group["params"] else torch.device("cpu")
-    lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
-    step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device)
-    group["lr"], group["step"] = lr.detach().clone(), step.detach().clone().reshape(1)

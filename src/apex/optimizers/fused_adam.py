@@ -9,7 +9,6 @@ import torch
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops.updates.adam import Adam, adam_
-from apex.optimizers import _groups
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
 from apex.optimizers._groups import HALF
@@ -97,6 +96,7 @@ class FusedAdam(FusedOptimizer):
         self.use_mt = use_mt
         self.max_grad_norm = max_grad_norm
         self.capturable = capturable
+        self._on_device = capturable
         self._step_supports_amp_scaling = capturable  # a graph cannot wait for GradScaler's flag
         self.master_weights = master_weights
         if master_weights:
@@ -114,23 +114,11 @@ class FusedAdam(FusedOptimizer):
     def _arguments(self) -> dict[str, Any]:
         return {**super()._arguments(), "decoupled_weight_decay": self.adam_w_mode}  # torch's name
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; if ``capturable`` its ``lr`` and ``step`` move to the parameters' device."""
-        super().add_param_group(param_group)
-        self._prepare(self.param_groups[-1])
-
-    def _prepare(self, group: dict[str, Any]) -> None:
-        """Move ``lr`` and ``step`` to the device if ``capturable``; drop masters of no use."""
-        if self.capturable and group["params"]:
-            _groups.keep_on_device(group)
-        if not self.master_weights:
-            for param in group["params"]:
-                self.state.get(param, {}).pop("master_param", None)
-
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
-        for group in self.param_groups:
-            self._prepare(group)
+        for state in self.state.values() if not self.master_weights else ():
+            if isinstance(state, dict):  # else the program's own
+                state.pop("master_param", None)
 
     @property
     def param_groups_master(self) -> list[dict[str, Any]] | None:
@@ -155,21 +143,10 @@ class FusedAdam(FusedOptimizer):
         grad_norms: Any = None,
         **historic: Any,
     ) -> Any:
-        """Take one step.
+        """Take one step, see the base.
 
-        Args:
-            closure: Evaluates the loss again.
-            grads: Refused, as the three below: ``apex.contrib.optimizers.FusedAdam`` takes them.
-            output_params: Refused.
-            scale: Refused.
-            grad_norms: Refused.
-            **historic: ``grad_scaler``, a ``torch.amp.GradScaler`` that drives the step.
-
-        Returns:
-            What ``closure`` returned, else ``None``.
-
-        Raises:
-            RuntimeError: A gradient is sparse or complex, or an argument is no longer taken.
+        All arguments but ``closure`` and ``grad_scaler`` are refused:
+        ``apex.contrib.optimizers.FusedAdam`` takes them.
         """
         old = {"grads": grads, "output_params": output_params, "scale": scale}
         return self._stepped(closure, {**old, "grad_norms": grad_norms, **historic})

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from apex.multi_tensor_apply import list_functions
-from apex.optimizers import _groups
 from apex.optimizers.fused_lamb import FusedLAMB
 
 
@@ -36,7 +35,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     _keeps_saved_dtypes = True
-    _step_supports_amp_scaling = True
+    _on_device = _step_supports_amp_scaling = True
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_l2norm = staticmethod(list_functions.multi_tensor_l2norm_mp)
     multi_tensor_lamb = staticmethod(list_functions.multi_tensor_lamb_mp)
@@ -68,11 +67,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``lr`` and ``step`` move to the device of its parameters."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        group.setdefault("step", self._first_step)
-        _groups.keep_on_device(group)
-        group["lr"] = group["lr"].reshape(())
+        super().add_param_group({"step": self._first_step, **param_group})
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
@@ -89,9 +84,3 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
         return torch.float32 if param.dtype in self._mastered else super()._slot_dtype(slot, param)
-
-    def _restore(self, loaded: dict[str, Any]) -> None:
-        super()._restore(loaded)
-        for group in self.param_groups:  # as numbers, or tensors on another device
-            if group["params"]:
-                _groups.keep_on_device(group)

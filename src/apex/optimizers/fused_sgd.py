@@ -166,9 +166,9 @@ class FusedSGD(FusedOptimizer):
         self._marks = any("first" in self.state.get(p, {}) for params in having for p in params)
 
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.weights[0].device
+        device = bucket.device
         numbers = self._numbers_of(group, device)
-        columns = self.columns(bucket) if numbers.momentum else self.columns(bucket)[:2]
+        columns = bucket.columns if numbers.momentum else bucket.columns[:2]
         begins = self._marks and numbers.momentum
         states = [self.state[param] for param in bucket.params] if begins else []
         if not any("first" in state for state in states):

@@ -97,11 +97,10 @@ class FusedAdam(OldStep):
             self._factors[id(group)] = clip
 
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.weights[0].device
+        device = bucket.device
         factor = self._factors[id(group)]
         if isinstance(factor, torch.Tensor):
             factor = factor.to(device, torch.float32, non_blocking=True).reshape(())
-        columns = self.columns(bucket)
         lr = scalar(group["lr"], device)
         beta1, beta2 = group["betas"]
         for step, members in self._by_step(bucket, options.noop):
@@ -115,7 +114,7 @@ class FusedAdam(OldStep):
                 rate, beta1, beta2, group["eps"], decay, True, False, step, self.eps_mode == 0
             )
             extra = None if options.extra is None else [options.extra[i] for i in members]
-            part = [[column[i] for i in members] for column in columns]
+            part = [[column[i] for i in members] for column in bucket.columns]
             adam_(part, numbers, options._replace(factor=factor, extra=extra))
 
     def _by_step(
@@ -128,7 +127,7 @@ class FusedAdam(OldStep):
             before = state.get("step", 0)
             key = id(before) if isinstance(before, torch.Tensor) else -before
             if key not in found:
-                found[key] = (_next(before, noop, bucket.weights[0].device), [])
+                found[key] = (_next(before, noop, bucket.device), [])
             state["step"], members = found[key]
             members.append(number)
         return list(found.values())
