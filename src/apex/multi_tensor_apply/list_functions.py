@@ -22,7 +22,7 @@ from apex.multi_tensor_apply.list_arguments import (
 from apex.ops.lists.columns import Scalar, grouped, taken
 from apex.ops.lists.multi_tensor import run
 from apex.ops.lists.scale import axpby_, scale_
-from apex.ops.lists.storage import StepOptions
+from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.lists.tensor_norms import square_sums
 from apex.ops.updates.adagrad import Adagrad, adagrad_
 from apex.ops.updates.adam import Adam, adam_, unbiased
@@ -168,6 +168,16 @@ def update_scale_hysteresis(
 # -- steps of optimizers ---------------------------------------------------------------------------
 
 
+def _stepped(
+    step: Any, kind: Any, given: Any, options: StepOptions = DEFAULT_OPTIONS, *, states: int = 9
+) -> None:
+    """Step the lists; one behind gradients, weights and ``states`` gets the weights, rounded."""
+    numbers = numbers_of(kind, given)
+    for _, some in grouped(given.columns):
+        extra = some[2 + states] if len(some) > 2 + states else None
+        step(some[: 2 + states], numbers, options._replace(extra=extra))
+
+
 @list_function((3, 4), "wd momentum dampening lr nesterov first_run wd_after_momentum scale")
 def multi_tensor_sgd(given: Any) -> None:
     """``[grad, param, buffer]`` and perhaps 16-bit copies: one step of :mod:`apex.ops.updates.sgd`.
@@ -211,8 +221,7 @@ def multi_tensor_adam(given: Any) -> None:
 
     ``mode`` 0 is Adam with an L2 penalty, 1 is AdamW. The flag is ignored.
     """
-    for _, some in grouped(given.columns):
-        adam_(some, numbers_of(Adam, given))
+    _stepped(adam_, Adam, given)
 
 
 @list_function(4, f"{_ADAM} inv_scale")
@@ -221,9 +230,8 @@ def multi_tensor_adam_capturable(given: Any) -> None:
 
     Gradients are left multiplied by ``inv_scale``. Does nothing if the flag is 1.
     """
-    options = StepOptions(given.inv_scale, _is_one(given), write_grads=True)
-    for _, some in grouped(given.columns):
-        adam_(some, numbers_of(Adam, given), options)
+    noop = (flag_to_read(given.noop_flag, given.device) == 1).to(torch.int32)
+    _stepped(adam_, Adam, given, StepOptions(given.inv_scale, noop, write_grads=True))
 
 
 @list_function(5, f"{_ADAM} inv_scale")
@@ -232,14 +240,10 @@ def multi_tensor_adam_capturable_master(given: Any) -> None:
 
     The step is taken on the masters; ``param`` gets the new values, rounded.
     """
-    noop = _is_one(given)
-    for _, (grads, params, exp_avgs, exp_avg_sqs, masters) in grouped(given.columns):
-        options = StepOptions(given.inv_scale, noop, write_grads=True, extra=params)
-        adam_([grads, masters, exp_avgs, exp_avg_sqs], numbers_of(Adam, given), options)
-
-
-def _is_one(given: Any) -> torch.Tensor:
-    return (flag_to_read(given.noop_flag, given.device) == 1).to(torch.int32)
+    grads, params, *moments, masters = given.columns
+    given.columns = [grads, masters, *moments, params]
+    noop = (flag_to_read(given.noop_flag, given.device) == 1).to(torch.int32)
+    _stepped(adam_, Adam, given, StepOptions(given.inv_scale, noop, write_grads=True), states=2)
 
 
 @list_function(3, "lr epsilon mode weight_decay")
@@ -248,8 +252,7 @@ def multi_tensor_adagrad(given: Any) -> None:
 
     ``mode`` 0 puts the weight decay into the gradient, 1 decouples it.
     """
-    for _, some in grouped(given.columns):
-        adagrad_(some, numbers_of(Adagrad, given))
+    _stepped(adagrad_, Adagrad, given)
 
 
 @list_function(
@@ -265,8 +268,8 @@ def multi_tensor_novograd(given: Any) -> None:
     1 decouples it. Sets the flag if a norm is not finite, and steps all the same.
     """
     norms = one_each("grad_norms", given.grad_norms, given.columns[0]).clone()
-    for _, some in grouped([*given.columns, norms.unbind()]):
-        novograd_(some, numbers_of(NovoGrad, given))
+    given.columns.append(norms.unbind())
+    _stepped(novograd_, NovoGrad, given)
     given.grad_norms.copy_(norms.reshape(given.grad_norms.shape))
     _flag_norms(norms, given.noop_flag)
 
@@ -289,9 +292,8 @@ def multi_tensor_lamb(given: Any) -> None:
     and left holding the term. ``mode`` 0 is an L2 penalty, 1 a decoupled decay. The flag is
     ignored.
     """
-    options = StepOptions(_clipping(given.global_grad_norm, given.max_grad_norm))
-    for _, some in grouped(given.columns):
-        lamb_(some, numbers_of(Lamb, given), options)
+    clipping = _clipping(given.global_grad_norm, given.max_grad_norm)
+    _stepped(lamb_, Lamb, given, StepOptions(clipping))
 
 
 @list_function((4, 5), f"{_LAMB} found_inf inv_scale")
@@ -303,9 +305,7 @@ def multi_tensor_lamb_mp(given: Any) -> None:
     """
     factor = given.inv_scale * _clipping(given.global_grad_norm, given.max_grad_norm)
     noop = flag_to_read(given.noop_flag, given.device)
-    for _, some in grouped(given.columns):
-        options = StepOptions(factor, noop, extra=some[4] if len(some) == 5 else None)
-        lamb_(some[:4], numbers_of(Lamb, given), options)
+    _stepped(lamb_, Lamb, given, StepOptions(factor, noop), states=2)
 
 
 @list_function(
