@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -111,26 +111,32 @@ class FusedNovoGrad(FusedOptimizer):
             self._show_norms()
 
     def _show_norms(self) -> None:
-        """Make the norms elements of vectors in the groups."""
+        """Make the norms elements of vectors in the groups; what is so already stays.
+
+        A CUDA graph may have been captured with it. Of a norm on another device there is a copy.
+        """
         for group in self.param_groups:
             states: dict[torch.dtype, list[Any]] = {kind: [] for kind in KINDS}
             for param in group["params"]:
                 if "norm" in self.state.get(param, {}):
                     states[param.dtype].append(self.state[param])
-            if not any(states.values()):
-                continue
-            device = group["params"][0].device
             kinds = KINDS if states[KINDS[2]] or states[KINDS[3]] else KINDS[:2]
-            sizes = [len(states[kind]) for kind in kinds]
-            if self._shows_norms and [*map(len, group.get("exp_avg_sq", ()))] == sizes:
-                continue  # a CUDA graph may have been captured with these
-            group["exp_avg_sq"] = [
-                torch.zeros(size, dtype=torch.float32, device=device) for size in sizes
-            ]
-            for kind, norms in zip(kinds, group["exp_avg_sq"], strict=True):
-                for state, norm in zip(states[kind], norms.unbind(), strict=True):
-                    norm.copy_(state["norm"])
-                    state["norm"] = norm
+            listed = [state for kind in kinds for state in states[kind]]
+            if not listed:
+                continue
+            sizes, device = [len(states[kind]) for kind in kinds], group["params"][0].device
+            vectors = group.get("exp_avg_sq", ())
+            if [*map(len, vectors)] != sizes or not all(
+                map(_is, _elements(vectors), [state["norm"] for state in listed])
+            ):
+                vectors = group["exp_avg_sq"] = [
+                    torch.zeros(size, dtype=torch.float32, device=device) for size in sizes
+                ]
+            for state, norm in zip(listed, _elements(vectors), strict=True):
+                if state["norm"].device != device:
+                    norm.copy_(state["norm"], non_blocking=True)
+                elif state["norm"].data_ptr() != norm.data_ptr():
+                    state["norm"] = norm.copy_(state["norm"])
         self._shows_norms = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -172,3 +178,12 @@ class FusedNovoGrad(FusedOptimizer):
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
         self._show_norms()
+
+
+def _elements(vectors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [number for vector in vectors for number in vector.unbind()]
+
+
+def _is(element: torch.Tensor, norm: torch.Tensor) -> bool:
+    """Whether an element is this norm, or cannot be, because that is on another device."""
+    return element.device != norm.device or element.data_ptr() == norm.data_ptr()
