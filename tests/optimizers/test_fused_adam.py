@@ -1,7 +1,5 @@
 """FusedAdam: the formula, torch's Adam and AdamW, masters, storages, CUDA-graph state."""
 
-import copy
-
 import pytest
 import torch
 
@@ -71,20 +69,6 @@ def test_different_steps_in_a_group_are_refused():
 
 
 # -- state ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_moments_stay_float32_through_a_checkpoint(dtype):
-    """torch casts what it loads to the parameter's dtype."""
-    params = parameters(dtype)
-    optimizer = FusedAdam(params)
-    train(optimizer, params, range(3))
-    resumed = FusedAdam(params)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for param in params:
-        for slot in ("exp_avg", "exp_avg_sq"):
-            assert resumed.state[param][slot].dtype == torch.float32
-            assert torch.equal(resumed.state[param][slot], optimizer.state[param][slot])
 
 
 # -- capturable and masters ----------------------------------------------------------------------
@@ -160,23 +144,6 @@ def test_masters_keep_what_16_bits_lose(dtype, path):
         assert torch.equal(optimizer.state[param]["master_param"], other)
         if path != "triton" or dtype != torch.bfloat16:  # which the interpreter truncates
             assert torch.equal(param, other.to(dtype))
-
-
-def test_masters_are_saved():
-    """The original starts again from the rounded weights of construction time."""
-    params = parameters(torch.bfloat16, SMALL)
-    optimizer = masters(params)
-    train(optimizer, params, range(5))
-    saved = copy.deepcopy(optimizer.state_dict())
-    kept = values(params)
-    expected = train(optimizer, params, range(5, 10))
-    with torch.no_grad():
-        for param, value in zip(params, kept, strict=True):
-            param.copy_(value)
-    resumed = masters(params)
-    resumed.load_state_dict(saved)
-    assert resumed.state[params[0]]["master_param"].dtype == torch.float32
-    assert same(train(resumed, params, range(5, 10)), expected)
 
 
 def test_masters_that_were_not_saved_are_made():
@@ -261,17 +228,6 @@ def float32_weights(path, steps=4, lr=0.001):
                 exact.grad = param.grad.float()
             optimizer.step()
     return values(wide)
-
-
-def test_low_bits_survive_a_checkpoint():
-    optimizer, params = stored("low_bits", "reference")
-    saved = copy.deepcopy(optimizer.state_dict())
-    again = FusedAdam(params, lr=0.001, weight_decay=0.1, storage="low_bits")
-    again.load_state_dict(saved)
-    for param in params:
-        low = optimizer.state[param]["low_bits"]
-        assert low.dtype == torch.int16
-        assert torch.equal(again.state[param]["low_bits"], low)
 
 
 def test_every_float32_is_split_and_joined():

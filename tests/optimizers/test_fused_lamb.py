@@ -155,7 +155,7 @@ def test_tensors_as_numbers(path, decay):
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
-@pytest.mark.parametrize("storage", ["low_bits", "kahan", "stochastic"])
+@pytest.mark.parametrize("storage", ["kahan", "stochastic"])
 def test_storage(path, storage):
     params = parameters(torch.bfloat16, SMALL)
     masters = [torch.nn.Parameter(param.detach().float()) for param in params]
@@ -169,13 +169,7 @@ def test_storage(path, storage):
             optimizer.step()
             plain.step()
     for param, master in zip(params, masters, strict=True):
-        if storage == "low_bits":
-            low = optimizer.state[param]["low_bits"]
-            from apex.ops.lists.storage import join
-
-            assert torch.equal(join(param.detach(), low), master.detach())
-        else:
-            assert_close_to_largest(param.detach(), master.detach(), 2.0**-6)
+        assert_close_to_largest(param.detach(), master.detach(), 2.0**-6)
 
 
 @pytest.mark.parametrize(
@@ -191,21 +185,8 @@ def test_moments(dtype, kept):
     params = parameters(dtype, SMALL)
     optimizer = FusedLAMB(params)
     train(optimizer, params, range(2))
-    saved = optimizer.state_dict()
-    assert set(saved["param_groups"][0]) == {
-        "lr",
-        "bias_correction",
-        "betas",
-        "eps",
-        "weight_decay",
-        "grad_averaging",
-        "max_grad_norm",
-        "step",
-        "params",
-    }
-    assert saved["param_groups"][0]["step"] == 2
     other = FusedLAMB(parameters(dtype, SMALL))
-    other.load_state_dict(saved)
+    other.load_state_dict(optimizer.state_dict())
     for each in (optimizer, other):
         assert {x.dtype for state in each.state.values() for x in state.values()} == {kept}
 

@@ -180,12 +180,8 @@ def test_moments_keep_the_dtype_they_were_saved_in(path):
     assert all(param.isfinite().all() for param in params)
 
 
-def test_deepcopy_and_schedulers():
+def test_schedulers():
     params, mixed, *_ = pair(torch.float16)
-    train(mixed, params, range(1))
-    copied = copy.deepcopy(mixed)
-    others = copied.param_groups[0]["params"]
-    assert same(train(mixed, params, range(1, 3)), train(copied, others, range(1, 3)))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(mixed, 0.5)
     train(mixed, params, range(1))
     scheduler.step()

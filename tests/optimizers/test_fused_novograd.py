@@ -14,7 +14,6 @@ from tests.optimizers.common import (
     parameters,
     same,
     train,
-    values,
 )
 from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rounding
 
@@ -101,21 +100,12 @@ def test_parameters_that_come_late_or_pause(path):
         assert_one_rounding(optimizer.state[param]["norm"], exact)
 
 
-@pytest.mark.parametrize("before_the_first_step", [True, False])
-def test_resuming(before_the_first_step):
-    """The original raises KeyError for a state from before the first step."""
-    params = parameters()
-    optimizer = FusedNovoGrad(params, lr=0.02)
-    if not before_the_first_step:
-        train(optimizer, params, range(3))
-    saved, kept = copy.deepcopy(optimizer.state_dict()), values(params)
-    expected = train(optimizer, params, range(3, 6))
-    with torch.no_grad():
-        for param, value in zip(params, kept, strict=True):
-            param.copy_(value)
-    resumed = FusedNovoGrad(params, lr=0.02)
-    resumed.load_state_dict(saved)
-    assert same(train(resumed, params, range(3, 6)), expected)
+def test_a_state_from_before_the_first_step():
+    """There the original raises KeyError."""
+    params, others = parameters(), parameters()
+    optimizer, resumed = FusedNovoGrad(params, lr=0.02), FusedNovoGrad(others, lr=0.02)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert same(train(resumed, others, range(3)), train(optimizer, params, range(3)))
 
 
 def test_a_torn_state_is_refused():

@@ -235,14 +235,7 @@ DEFAULT_OPTIONS = StepOptions()
 
 @dataclass(frozen=True, eq=False)
 class ScaledStep:
-    """What amp hands to the next ``step()`` of a fused optimizer: the arguments of ``step_scaled``.
-
-    Attributes:
-        factor: What gradients are multiplied by.
-        noop: One-element tensor; the step is skipped if it is not 0.
-        copies: 16-bit weights that also get the new values, by parameter.
-        grads: Gradients instead of ``param.grad``, by parameter.
-    """
+    """What amp hands to the next ``step()`` of a fused optimizer: arguments of ``step_scaled``."""
 
     factor: Scalar = 1.0
     noop: torch.Tensor | None = None
