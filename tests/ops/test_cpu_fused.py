@@ -26,29 +26,30 @@ SGD = {"lr": 0.05, "dampening": 0.1, "weight_decay": 0.1, "wd_after_momentum": F
 
 def adams(*, adam_w_mode):
     numbers = adam.Adam(**ADAM, adam_w_mode=adam_w_mode)
-    return adam, lambda columns, options: adam.adam_(columns, numbers, options)
+    return cpu_fused, lambda columns, options: adam.adam_(columns, numbers, options)
 
 
 def sgds(*, momentum, nesterov):
     numbers = sgd.SGD(**SGD, momentum=momentum, nesterov=nesterov)
-    return sgd, lambda columns, options: sgd.sgd_(columns, numbers, options)
+    return cpu_fused, lambda columns, options: sgd.sgd_(columns, numbers, options)
 
 
 def adagrads():
     numbers = adagrad.Adagrad(lr=0.05, eps=1e-10, weight_decay=0.1, adagrad_w_mode=False)
-    return adagrad, lambda columns, options: adagrad.adagrad_(columns, numbers, options)
+    return cpu_fused, lambda columns, options: adagrad.adagrad_(columns, numbers, options)
 
 
 def novograds(**options):
     numbers = novograd.NovoGrad(**NOVOGRAD | options)
 
     def step(columns, options):
-        novograd.novograd_(columns, torch.full((len(SHAPES),), 0.5), numbers, options)
+        norms = [torch.tensor(0.5) for _ in SHAPES]
+        novograd.novograd_([*columns, norms], numbers, options)
 
     return novograd, step
 
 
-STEPS = {  # the module, its step, how many states
+STEPS = {  # the module that runs the definition, the step, how many states
     "adam": (*adams(adam_w_mode=False), 2),
     "adamw": (*adams(adam_w_mode=True), 2),
     "sgd": (*sgds(momentum=0.0, nesterov=False), 0),

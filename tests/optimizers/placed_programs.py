@@ -24,7 +24,7 @@ from apex.contrib import optimizers as contrib
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
-from tests.optimizers.common import EVERY, on
+from tests.optimizers.common import EVERY, WAYS, on
 
 MAKERS = {
     **EVERY,
@@ -32,7 +32,8 @@ MAKERS = {
     "clipped": lambda params: FusedAdam(params, lr=0.02, max_grad_norm=0.5),
     "contrib": lambda params: contrib.FusedAdam(params, lr=0.02, max_grad_norm=0.5),
 }
-WHOLE = ("FusedLAMB", "FusedNovoGrad", "LARC")  # need whole tensors, and refuse shards
+WHOLE = [name for name in EVERY if WAYS[name][0].make._needs_whole]  # refuse shards
+WHOLE.append("LARC")
 CLIPPED = ("clipped", "contrib")
 SHAPES = ((5, 7), (4, 3), (1, 6))  # some in uneven shards, one that rank 1 has nothing of
 PLACED = {  # placements of a weight, and of its gradient

@@ -4,31 +4,9 @@ import pytest
 import torch
 
 from apex.optimizers import FusedLion
-from tests.optimizers.common import DTYPES, PATHS, check_steps, fuzz, in_two_groups, on, parameters
+from tests.optimizers.common import PATHS, on
 
 paths = pytest.mark.parametrize("path", PATHS)
-
-
-def oracle(group, number, grad, param, state, norm):
-    beta1, beta2 = group["betas"]
-    mean = beta1 * state["exp_avg"] + (1 - beta1) * grad
-    update = torch.where(mean.isnan(), mean, torch.sign(mean))
-    param = param - group["lr"] * (update + group["weight_decay"] * param)
-    return param, {"exp_avg": beta2 * state["exp_avg"] + (1 - beta2) * grad}
-
-
-@paths
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_formula(dtype, path, decay):
-    optimizer = FusedLion(in_two_groups(parameters(dtype)), 0.05, weight_decay=decay)
-    check_steps(optimizer, oracle, 2 if path == "triton" else 20, path)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_awkward_lists(seed, dtype):
-    fuzz(lambda params: FusedLion(params, weight_decay=0.1), seed, dtype, "triton")
 
 
 @paths
@@ -64,8 +42,3 @@ def test_signs_of_awkward_numbers(path):
                 optimizer.step()
             assert param.tolist() == [4 - number * 0.25 * sign for sign in signs[some]]
         assert optimizer.state[param]["exp_avg"][-2:].tolist() == grads[-2:]
-
-
-def test_torch_has_no_lion():
-    with pytest.raises(NotImplementedError, match="torch.optim has no FusedLion"):
-        FusedLion(parameters()).torch_state_dict()

@@ -7,12 +7,8 @@ import torch
 
 from apex.optimizers import FusedSGD
 from tests.optimizers.common import (
-    DTYPES,
     PATHS,
-    check_steps,
-    fuzz,
     give_grads,
-    in_two_groups,
     on,
     parameters,
     same,
@@ -32,53 +28,6 @@ OPTIONS = [
 AFTER = {"momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True}
 
 
-def oracle(after=False):
-    def new(group, number, grad, param, state, norm):
-        momentum, decay = group["momentum"], group["weight_decay"]
-        if not after:
-            grad = grad + decay * param
-        slots = {}
-        if momentum:
-            buffer = momentum * state["momentum_buffer"] + (1 - group["dampening"]) * grad
-            buffer = grad if number == 1 else buffer
-            slots["momentum_buffer"] = buffer
-            grad = grad + momentum * buffer if group["nesterov"] else buffer
-        if after:
-            grad = grad + decay * param
-        return param - group["lr"] * grad, slots
-
-    return new
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [(torch.float32, options) for options in (*OPTIONS, AFTER)]
-    + [(dtype, OPTIONS[3]) for dtype in DTYPES if dtype != torch.float32],
-    ids=str,
-)
-def test_formula(dtype, path, options):
-    optimizer = FusedSGD(in_two_groups(parameters(dtype)), lr=0.05, **options)
-    after = "wd_after_momentum" in options
-    check_steps(optimizer, oracle(after), 2 if path == "triton" else 20, path)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_dtypes_mixed_in_one_optimizer(path):
-    """The original skips bfloat16 and float64 without a word."""
-    params = [param for dtype in DTYPES for param in parameters(dtype, SMALL)]
-    check_steps(FusedSGD(params, lr=0.05, momentum=0.9, dampening=0.5), oracle(), 3, path)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_awkward_lists(seed, dtype):
-    def make(params):
-        return FusedSGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True)
-
-    fuzz(make, seed, dtype, "triton")
-
-
 @pytest.mark.parametrize("options", [*OPTIONS, AFTER], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernel_gives_the_bits_of_the_definition(options, dtype):
@@ -90,52 +39,6 @@ def test_kernel_gives_the_bits_of_the_definition(options, dtype):
 
 
 # -- torch's optimizer -----------------------------------------------------------------------------
-
-
-def from_first_on(options):
-    """Whether torch's fused kernel computes it: it takes dampening for the first gradient too."""
-    return not options.get("dampening")
-
-
-@pytest.mark.parametrize("options", list(filter(from_first_on, OPTIONS)), ids=str)
-def test_equals_torch(options):
-    ours, theirs = parameters(), parameters()
-    left = train(FusedSGD(ours, lr=0.05, **options), ours, range(20))
-    right = train(torch.optim.SGD(theirs, lr=0.05, fused=True, **options), theirs, range(20))
-    assert same(left, right)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_definition_equals_torch_in_float64(options):
-    ours, theirs = parameters(torch.float64), parameters(torch.float64)
-    left = train(FusedSGD(ours, lr=0.05, **options), ours, range(3))
-    right = train(torch.optim.SGD(theirs, lr=0.05, foreach=False, **options), theirs, range(3))
-    for actual, exact in zip(left, right, strict=True):
-        assert_one_rounding(actual, exact)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_switching_from_and_to_torch(options):
-    def torch_optimizer(params):
-        return torch.optim.SGD(params, lr=0.05, fused=True, **options)
-
-    alone, params = parameters(), parameters()
-    expected = train(torch_optimizer(alone), alone, range(15))
-    first = torch_optimizer(params)
-    train(first, params, range(5))
-    second = FusedSGD(params, lr=0.05, **options)
-    second.load_state_dict(first.state_dict())
-    train(second, params, range(5, 10))
-    third = torch_optimizer(params)
-    third.load_state_dict(second.torch_state_dict())
-    third.param_groups[0]["fused"] = True  # loading replaces a group's options
-    assert same(train(third, params, range(10, 15)), expected)
-    assert "step" not in second.param_groups[0]
-
-
-def test_what_torch_cannot_do_is_not_handed_over():
-    with pytest.raises(ValueError, match="wd_after_momentum"):
-        FusedSGD(parameters(), lr=0.1, **AFTER).torch_state_dict()
 
 
 # -- buffers -------------------------------------------------------------------------------------
@@ -159,17 +62,6 @@ def test_a_parameter_that_comes_late_starts_its_own_history(path):
     assert_one_rounding(first, exact)
     assert before[1] is None
     assert torch.equal(optimizer.state[params[1]]["momentum_buffer"], params[1].grad)
-
-
-def test_layout_of_the_state():
-    params = parameters(torch.float16, SMALL)
-    optimizer = FusedSGD(params, lr=0.1, momentum=0.5)
-    train(optimizer, params, range(1))
-    saved = optimizer.state_dict()
-    assert {*saved["state"][0]} == {"momentum_buffer"}
-    assert saved["state"][0]["momentum_buffer"].dtype == torch.float16
-    keys = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "params"}
-    assert {*saved["param_groups"][0]} == keys
 
 
 @pytest.mark.parametrize("path", PATHS)

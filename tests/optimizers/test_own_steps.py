@@ -157,3 +157,27 @@ def test_the_flag_is_one_tensor(make):
     other._dummy_overflow_buf = flag  # as a subclass does that was written for the original
     assert other._dummy_overflow_buf is flag
     assert make([torch.empty(2, device="meta")])._dummy_overflow_buf.is_meta
+
+
+@pytest.mark.parametrize("flag", [0, 1])
+def test_masters_are_stepped_and_weights_are_rounded(flag):
+    """The fifth list is what is stepped; a flag of 1 skips."""
+    halves = [param.detach().half() for param in parameters(shapes=SHAPES)]
+    masters = [half.float() + 1e-5 for half in halves]
+    wide = [torch.nn.Parameter(master.clone()) for master in masters]
+    grads = [torch.full_like(half, 2.0) for half in halves]
+    before, moments = [half.clone() for half in halves], slots(masters, 2)
+    step, lr = torch.tensor([1], dtype=torch.int32), torch.tensor([LR])
+    FusedAdam([torch.ones(1)]).multi_tensor_adam_capturable_master(
+        65536, torch.tensor([flag], dtype=torch.int32), [grads, halves, *moments, masters],
+        lr, *BETAS, EPS, step, 1, 1, DECAY, torch.tensor([0.5]),
+    )  # fmt: skip
+    if flag:
+        assert all(map(torch.equal, halves, before))
+        return
+    for param in wide:
+        param.grad = torch.ones_like(param)
+    made(torch.optim.AdamW, wide).step()
+    for half, master, exact in zip(halves, masters, wide, strict=True):
+        assert_close_to_largest(master, exact.detach(), THREE_STEPS)
+        assert torch.equal(half, master.half())

@@ -21,10 +21,7 @@ class Factored(FusedOptimizer):
         super().__init__(params, {"lr": lr, "decay": decay})
 
     def _update(self, group, bucket, options):
-        rows, columns = bucket.slots
-        for grad, weight, row, column in zip(
-            bucket.grads, bucket.weights, rows, columns, strict=True
-        ):
+        for grad, weight, row, column in zip(*bucket.columns, strict=True):
             square = (grad.float() * options.factor).square()
             row.lerp_(square.mean(-1), 1 - group["decay"])
             column.lerp_(square.mean(-2), 1 - group["decay"])

@@ -9,9 +9,9 @@ import torch
 import apex.parallel
 from apex import amp
 from apex.ops import _runtime
-from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
-from tests.optimizers.common import PATHS, give_grads, on, parameters, same, train, values
+from tests.optimizers.common import EVERY, PATHS, give_grads, on, parameters, same, train, values
 from tests.tolerance import assert_one_rounding
 
 SMALL = ((7,), (33, 5))
@@ -89,10 +89,8 @@ OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
     "Rprop": lambda params: torch.optim.Rprop(params, lr=0.1),  # has no weight decay
-    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "FusedAdam": lambda params: FusedAdam(params, lr=torch.tensor(0.1), weight_decay=0.1),
-    "FusedLAMB": lambda params: FusedLAMB(params, lr=0.1),
-    "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=0.1, weight_decay=0.1),
+    **EVERY,
+    "FusedAdam, lr in a tensor": lambda params: FusedAdam(params, lr=torch.tensor(0.1)),
 }
 
 

@@ -46,11 +46,9 @@ def entry(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
 def list_function(
     depths: int | tuple[int, ...], numbers: str
 ) -> Callable[[Callable[[Any], _Result]], Callable[..., _Result]]:
-    """Make a function of ``amp_C`` of one that takes checked arguments, as attributes.
+    """Make a function of ``amp_C``, of ``depths`` lists, of one that takes checked arguments.
 
-    Args:
-        depths: How many lists it takes.
-        numbers: Names of what follows ``chunk_size``, ``noop_flag`` and ``tensor_lists``.
+    ``numbers`` names what follows ``chunk_size``, ``noop_flag`` and ``tensor_lists``.
     """
     names = numbers.split()
     arguments = ["chunk_size", "noop_flag", "tensor_lists", *names]
@@ -101,10 +99,6 @@ def _taken(function: str, name: str, value: Any, device: torch.device) -> Any:
     """What is taken for an argument: numbers, NumPy's scalars and one-element tensors as numbers.
 
     A tensor that is not on the CPU is read on ``device`` where its name is in ``_ON_DEVICE``.
-
-    Raises:
-        TypeError: A number is wanted, and this is not one.
-        RuntimeError: ``mode``, the kind of weight decay, is neither 0 nor 1.
     """
     if name in _ON_DEVICE:
         return scalar_on(value, device) if isinstance(value, torch.Tensor) else float(value)
@@ -133,15 +127,7 @@ def numbers_of(kind: Any, given: Any) -> Any:
 
 
 def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Check lists of tensors and make those at one position equal in shape.
-
-    Args:
-        name: Of the function, for messages.
-        lists: Equally long lists; the tensors at one position have one number of elements.
-        depths: How many lists there may be.
-
-    Returns:
-        The lists; where the shapes at a position differ, views of the memory in its order.
+    """Check lists of tensors; where shapes at a position differ, view the memory in its order.
 
     Raises:
         RuntimeError: The lists do not fit; the messages are those of the original.
@@ -208,11 +194,7 @@ def _alike(position: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def one_each(name: str, numbers: torch.Tensor, column: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Take a number for each tensor of ``column``: float32 ``(tensors,)`` on its device.
-
-    Raises:
-        RuntimeError: Another number of them.
-    """
+    """Take a number for each tensor of ``column``: float32 ``(tensors,)`` on its device."""
     if numbers.numel() != len(column):
         raise RuntimeError(f"{name} has {numbers.numel()} elements for {len(column)} tensors.")
     numbers, device = numbers.detach().reshape(-1), column[0].device

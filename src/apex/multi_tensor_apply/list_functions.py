@@ -19,15 +19,22 @@ from apex.multi_tensor_apply.list_arguments import (
     numbers_of,
     one_each,
 )
-from apex.ops.lists.columns import grouped, joined, taken
-from apex.ops.lists.loss_scale import update_
+from apex.ops.lists.columns import Scalar, grouped, taken
+from apex.ops.lists.multi_tensor import run
 from apex.ops.lists.scale import axpby_, scale_
-from apex.ops.lists.storage import StepOptions
+from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.lists.tensor_norms import square_sums
 from apex.ops.updates.adagrad import Adagrad, adagrad_
-from apex.ops.updates.adam import Adam, adam_
-from apex.ops.updates.lamb import Lamb, lamb_, trusted_rates
-from apex.ops.updates.lamb_stages import coefficient, stage1_, stage2_
+from apex.ops.updates.adam import Adam, adam_, unbiased
+from apex.ops.updates.lamb import (
+    APPLY,
+    TERM,
+    ApplyScalars,
+    Lamb,
+    TermScalars,
+    lamb_,
+    trusted_rates,
+)
 from apex.ops.updates.novograd import NovoGrad, novograd_
 from apex.ops.updates.sgd import SGD, sgd_
 
@@ -130,25 +137,45 @@ def update_scale_hysteresis(
     hysteresis: int,
     /,
 ) -> torch.Tensor:
-    """Update a loss scale and its counters in place, see :mod:`apex.ops.lists.loss_scale`.
+    """Update a dynamic loss scale with hysteresis and its counters, where they are.
+
+    On an overflow, ``found_inf`` above 0, the hysteresis counter goes down. The scale backs off
+    once it has reached 0, and at each overflow after that until a step is clean.
+    ``growth_interval`` clean steps in a row raise the scale, unless it would become infinite. There
+    is no floor.
 
     Returns:
         ``current_scale``.
+
+    Source: Megatron-LM's dynamic gradient scaler; Micikevicius et al., arXiv:1710.03740, section
+    3.2.
     """
-    update_(
-        current_scale,
-        growth_tracker,
-        hysteresis_tracker,
-        found_inf,
-        growth_factor=float(growth_factor),
-        backoff_factor=float(backoff_factor),
-        growth_interval=int(growth_interval),
-        hysteresis=int(hysteresis),
-    )
+    shape = current_scale.shape
+    bad = found_inf.reshape(shape) > 0
+    left = hysteresis_tracker.reshape(shape) - bad.to(hysteresis_tracker.dtype)
+    clean_steps = growth_tracker.reshape(shape) + 1
+    grows = ~bad & (clean_steps == int(growth_interval))
+    larger = current_scale * float(growth_factor)
+    larger = torch.where(grows & larger.isfinite(), larger, current_scale)
+    smaller = current_scale * float(backoff_factor)
+    current_scale.copy_(torch.where(bad & (left <= 0), smaller, larger))
+    growth_tracker.copy_(clean_steps.masked_fill(bad | grows, 0).reshape(growth_tracker.shape))
+    left = torch.where(bad, left, torch.full_like(left, int(hysteresis)))
+    hysteresis_tracker.copy_(left.reshape(hysteresis_tracker.shape))
     return current_scale
 
 
 # -- steps of optimizers ---------------------------------------------------------------------------
+
+
+def _stepped(
+    step: Any, kind: Any, given: Any, options: StepOptions = DEFAULT_OPTIONS, *, states: int = 9
+) -> None:
+    """Step the lists; one behind gradients, weights and ``states`` gets the weights, rounded."""
+    numbers = numbers_of(kind, given)
+    for _, some in grouped(given.columns):
+        extra = some[2 + states] if len(some) > 2 + states else None
+        step(some[: 2 + states], numbers, options._replace(extra=extra))
 
 
 @list_function((3, 4), "wd momentum dampening lr nesterov first_run wd_after_momentum scale")
@@ -194,8 +221,7 @@ def multi_tensor_adam(given: Any) -> None:
 
     ``mode`` 0 is Adam with an L2 penalty, 1 is AdamW. The flag is ignored.
     """
-    for _, some in grouped(given.columns):
-        adam_(some, numbers_of(Adam, given))
+    _stepped(adam_, Adam, given)
 
 
 @list_function(4, f"{_ADAM} inv_scale")
@@ -204,9 +230,8 @@ def multi_tensor_adam_capturable(given: Any) -> None:
 
     Gradients are left multiplied by ``inv_scale``. Does nothing if the flag is 1.
     """
-    options = StepOptions(given.inv_scale, _is_one(given), write_grads=True)
-    for _, some in grouped(given.columns):
-        adam_(some, numbers_of(Adam, given), options)
+    noop = (flag_to_read(given.noop_flag, given.device) == 1).to(torch.int32)
+    _stepped(adam_, Adam, given, StepOptions(given.inv_scale, noop, write_grads=True))
 
 
 @list_function(5, f"{_ADAM} inv_scale")
@@ -215,14 +240,10 @@ def multi_tensor_adam_capturable_master(given: Any) -> None:
 
     The step is taken on the masters; ``param`` gets the new values, rounded.
     """
-    noop = _is_one(given)
-    for _, (grads, params, exp_avgs, exp_avg_sqs, masters) in grouped(given.columns):
-        options = StepOptions(given.inv_scale, noop, write_grads=True, extra=params)
-        adam_([grads, masters, exp_avgs, exp_avg_sqs], numbers_of(Adam, given), options)
-
-
-def _is_one(given: Any) -> torch.Tensor:
-    return (flag_to_read(given.noop_flag, given.device) == 1).to(torch.int32)
+    grads, params, *moments, masters = given.columns
+    given.columns = [grads, masters, *moments, params]
+    noop = (flag_to_read(given.noop_flag, given.device) == 1).to(torch.int32)
+    _stepped(adam_, Adam, given, StepOptions(given.inv_scale, noop, write_grads=True), states=2)
 
 
 @list_function(3, "lr epsilon mode weight_decay")
@@ -231,8 +252,7 @@ def multi_tensor_adagrad(given: Any) -> None:
 
     ``mode`` 0 puts the weight decay into the gradient, 1 decouples it.
     """
-    for _, some in grouped(given.columns):
-        adagrad_(some, numbers_of(Adagrad, given))
+    _stepped(adagrad_, Adagrad, given)
 
 
 @list_function(
@@ -247,15 +267,21 @@ def multi_tensor_novograd(given: Any) -> None:
     largest magnitudes, any other Euclidean norms. ``mode`` 0 puts the weight decay into the moment,
     1 decouples it. Sets the flag if a norm is not finite, and steps all the same.
     """
-    norms = one_each("grad_norms", given.grad_norms, given.columns[0])
-    parts = []
-    for positions, some in grouped(given.columns):
-        mine = taken(norms, positions).clone()
-        novograd_(some, mine, numbers_of(NovoGrad, given))
-        parts.append((positions, mine))
-    norms = joined(parts)
+    norms = one_each("grad_norms", given.grad_norms, given.columns[0]).clone()
+    given.columns.append(norms.unbind())
+    _stepped(novograd_, NovoGrad, given)
     given.grad_norms.copy_(norms.reshape(given.grad_norms.shape))
     _flag_norms(norms, given.noop_flag)
+
+
+def _clipping(norm: Scalar, max_norm: Scalar) -> Scalar:
+    """What clips a norm to ``max_norm``, which disables clipping where it is 0; nothing waits."""
+    if not isinstance(norm, torch.Tensor) and not isinstance(max_norm, torch.Tensor):
+        return max_norm / norm if max_norm and norm > max_norm else 1.0
+    if not isinstance(max_norm, torch.Tensor):
+        assert isinstance(norm, torch.Tensor)
+        return torch.where(norm > max_norm, max_norm / norm, 1.0) if max_norm else 1.0
+    return torch.where((max_norm < norm) & (max_norm != 0), max_norm / norm, 1.0)
 
 
 @list_function(4, _LAMB)
@@ -266,9 +292,8 @@ def multi_tensor_lamb(given: Any) -> None:
     and left holding the term. ``mode`` 0 is an L2 penalty, 1 a decoupled decay. The flag is
     ignored.
     """
-    options = StepOptions(coefficient(given.global_grad_norm, given.max_grad_norm))
-    for _, some in grouped(given.columns):
-        lamb_(some, numbers_of(Lamb, given), options)
+    clipping = _clipping(given.global_grad_norm, given.max_grad_norm)
+    _stepped(lamb_, Lamb, given, StepOptions(clipping))
 
 
 @list_function((4, 5), f"{_LAMB} found_inf inv_scale")
@@ -278,11 +303,9 @@ def multi_tensor_lamb_mp(given: Any) -> None:
     Gradients are multiplied by ``inv_scale`` too. Norm and ``max_grad_norm`` are those of the
     scaled gradients. Does nothing if the flag is set; ``found_inf`` is ignored.
     """
-    factor = given.inv_scale * coefficient(given.global_grad_norm, given.max_grad_norm)
+    factor = given.inv_scale * _clipping(given.global_grad_norm, given.max_grad_norm)
     noop = flag_to_read(given.noop_flag, given.device)
-    for _, some in grouped(given.columns):
-        options = StepOptions(factor, noop, extra=some[4] if len(some) == 5 else None)
-        lamb_(some[:4], numbers_of(Lamb, given), options)
+    _stepped(lamb_, Lamb, given, StepOptions(factor, noop), states=2)
 
 
 @list_function(
@@ -296,10 +319,14 @@ def multi_tensor_lamb_stage1_cuda(given: Any) -> None:
     ignored.
     """
     decays = one_each("per_tensor_decay", given.per_tensor_decay, given.columns[0])
-    factor = coefficient(given.global_grad_norm, given.max_global_grad_norm)
-    betas, eps, step = (given.beta1, given.beta2), given.epsilon, given.step + 1
+    factor = _clipping(given.global_grad_norm, given.max_global_grad_norm)
+    beta1, beta2, step = given.beta1, given.beta2, given.step + 1
     for positions, some in grouped(given.columns):
-        stage1_(some, taken(decays, positions), factor=factor, betas=betas, eps=eps, step=step)
+        scalars = TermScalars(
+            factor, beta1, 1 - beta1, beta2, 1 - beta2, given.epsilon, unbiased(beta1, step),
+            unbiased(beta2, step), 0.0, taken(decays, positions),
+        )  # fmt: skip
+        run(TERM, some, ((2, 1), (3, 2), (4, 0)), scalars)
 
 
 @list_function(
@@ -318,4 +345,4 @@ def multi_tensor_lamb_stage2_cuda(given: Any) -> None:
     adapts = 1.0 if given.use_nvlamb_python else given.weight_decay
     each_rate = trusted_rates(sizes, terms, given.lr, adapts)
     for positions, (some, theirs) in grouped(given.columns):
-        stage2_(some, theirs, taken(each_rate, positions))
+        run(APPLY, [theirs, some], ((1, 0),), ApplyScalars(taken(each_rate, positions)))

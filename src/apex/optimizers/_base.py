@@ -13,11 +13,10 @@ kernels read it, and the step count is a tensor that is only incremented if the 
 from __future__ import annotations
 
 import functools
-import inspect
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -25,31 +24,41 @@ from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
-from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous, local_parts
+from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous
 from apex.ops.lists.placements import placed
 from apex.ops.lists.storage import LostUpdates, ScaledStep, StepOptions
-from apex.optimizers import _groups
-from apex.optimizers._buckets import Bucket, check_places, split
-from apex.optimizers._joined import GroupGrads, count_steps, counted, joined
-from apex.optimizers._state import MASTERED, StatefulOptimizer
+from apex.optimizers._buckets import Bucket, GroupGrads, count_steps, counted, joined, split
+from apex.optimizers._state import StatefulOptimizer
 
 _DTYPE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "layout", "grad"))
 
 
 class FusedOptimizer(StatefulOptimizer):
-    """Base of the fused optimizers.
+    """Base of the fused optimizers, and the arguments that they share.
+
+    Each takes those that are in its signature; its own docstring has the others.
 
     Args:
-        params: Parameters or groups.
-        defaults: Values of the group's numbers.
-        set_grad_none: Whether ``zero_grad()`` without an argument frees gradients.
-        storage: How weights are stored, see :mod:`apex.ops.lists.storage`.
+        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        lr: Learning rate; a tensor is read on its device.
+        betas: Decays of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Weight decay; a tensor is read on its device.
+        bias_correction: Whether moments are corrected for their start at 0.
+        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
+        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
         amsgrad: Not supported; here because callers pass ``False``.
+        set_grad_none: Kept from the original; gradients are freed in any case.
+        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
+            masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``, see
+            :mod:`apex.ops.lists.storage`.
+        defaults: Of this base alone: values of the group's numbers.
 
     Raises:
         ValueError: No parameters, an unknown key in a group, a number out of range.
         RuntimeError: ``amsgrad``; or a parameter is not a dense float16, bfloat16, float32 or
-            float64 tensor, or has the negative bit.
+            float64 tensor, has the negative bit, or is sharded over processes where an optimizer
+            needs the norm of a whole tensor.
     """
 
     # How one bucket is stepped, and the type of the numbers of that.
@@ -60,12 +69,8 @@ class FusedOptimizer(StatefulOptimizer):
     # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
     _step_supports_amp_scaling = False
 
-    #: What is computed from tensors as a whole, and so refuses sharded ones; "" for nothing.
-    _needs_whole = ""
     #: Where arguments of ``step`` that are no longer taken still are, for the message.
     _takes_arguments = ""
-    #: Keys of groups that other optimizers know, and that change what is computed.
-    _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
     #: Whether groups of equal numbers share launches: not where a group has tensors of its own.
     _joins_groups = True
 
@@ -80,7 +85,7 @@ class FusedOptimizer(StatefulOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError(
-                f"{type(self).__name__} does not support the AMSGrad variant; leave amsgrad=False."
+                f"{self._name} does not support the AMSGrad variant; leave amsgrad=False."
             )
         self.set_grad_none = set_grad_none
         self.lost_updates: LostUpdates | None = None
@@ -98,55 +103,11 @@ class FusedOptimizer(StatefulOptimizer):
         self.lost_updates = LostUpdates() if on else None
         return self.lost_updates
 
-    # -- groups ------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its numbers and tensors are checked first.
-
-        Raises:
-            ValueError: A misspelt key, one that another optimizer or the constructor takes, or a
-                number out of range. Keys of the program's own are kept.
-            RuntimeError: A parameter that cannot be stepped.
-        """
-        if isinstance(param_group, dict):
-            _groups.check_keys(
-                type(self).__name__,
-                param_group,
-                {*self.defaults, "step"},
-                self._arguments(),
-                self._refused_keys,
-            )
-            if "params" in param_group:
-                if not isinstance(param_group["params"], torch.Tensor | set):
-                    param_group = {**param_group, "params": list(param_group["params"])}
-                _groups.check_params(
-                    type(self).__name__, param_group["params"], self.storage, self._needs_whole
-                )
-            self._check_numbers({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-
-    def _arguments(self) -> dict[str, Any]:
-        """The constructor's arguments that hold for all groups; each is an attribute."""
-        kinds = type(self).__mro__
-        own = kinds[: kinds.index(FusedOptimizer)]
-        names = {name for kind in own for name in inspect.signature(kind).parameters}
-        names -= {"params", "step", *self.defaults}
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
-
     @functools.cached_property
     def _dummy_overflow_buf(self) -> torch.Tensor:
         """The flag that subclasses with a step of their own hand to ``multi_tensor_applier``."""
         devices = [param.device for group in self.param_groups for param in group["params"][:1]]
         return torch.zeros(1, dtype=torch.int32, device=devices[0] if devices else "cpu")
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients.
-
-        Args:
-            set_to_none: Free them, or fill them with zeros; ``None`` means free: with
-                ``set_grad_none=False`` the original calls torch's ``zero_grad()``, which frees too.
-        """
-        super().zero_grad(set_to_none=True if set_to_none is None else set_to_none)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -174,7 +135,7 @@ class FusedOptimizer(StatefulOptimizer):
         try:
             return self._step(closure, historic)
         except KeyError:
-            _groups.check_complete(type(self).__name__, self.param_groups, self.defaults)
+            self._check_complete()
             raise
 
     def _step(self, closure: Callable[[], Any] | None, historic: dict[str, Any]) -> Any:
@@ -185,9 +146,7 @@ class FusedOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         given: ScaledStep | None = vars(self).pop("_scaled_step", None)
-        if (
-            given is not None
-        ):  # from amp, which calls step() so that hooks, wrappers, subclasses run
+        if given is not None:  # by amp, which calls step() so that hooks and subclasses run
             self.step_scaled(given.factor, given.noop, copies=given.copies, grads=given.grads)
             return loss
         grad_scale = getattr(self, "grad_scale", None)
@@ -206,7 +165,7 @@ class FusedOptimizer(StatefulOptimizer):
         given = [name for name, value in historic.items() if value is not None]
         if given:
             raise RuntimeError(
-                f"{type(self).__name__} has been updated. Simply initialize it identically to "
+                f"{self._name} has been updated. Simply initialize it identically to "
                 f"torch.optim's, and call step() with no arguments; {', '.join(given)} was passed."
                 f"{self._takes_arguments}"
             )
@@ -215,10 +174,8 @@ class FusedOptimizer(StatefulOptimizer):
         found = list(scaler._check_inf_per_device(self).values())
         if not found:
             return None
-        total: torch.Tensor = found[0]
-        for other in found[1:]:
-            total = total + other.to(total.device, non_blocking=True)
-        return total
+        first: torch.Tensor = found[0]
+        return sum((x.to(first.device, non_blocking=True) for x in found[1:]), start=first)
 
     @_runtime.not_compiled
     @torch.no_grad()
@@ -251,14 +208,13 @@ class FusedOptimizer(StatefulOptimizer):
         tensors = chain.from_iterable(chain(one.params, one.grads) for one in active)
         plain = OWN_MEMORY.issuperset(map(type, tensors))
         if not plain:
-            name = type(self).__name__
-            active = [a._replace(grads=[*placed(name, a.params, a.grads)]) for a in active]
+            active = [a._replace(grads=[*placed(self._name, a.params, a.grads)]) for a in active]
         together = joined(active, self.defaults if self._joins_groups else None, noop)
         sizes = [sum(len(params) for _, params, _ in groups) for groups in together]
         stepped = [param for groups in together for _, params, _ in groups for param in params]
         gradients = [grad for groups in together for _, _, found in groups for grad in found]
         # All checks before anything changes.
-        _groups.check_stored(type(self).__name__, stepped, self.storage)
+        self._check_stored(stepped)
         self._check_grads(gradients)
         self._follow_written()
         self._prepare_step(active, factor, noop)
@@ -273,7 +229,7 @@ class FusedOptimizer(StatefulOptimizer):
         counters = count_steps(self.param_groups, noop) if self._counts_steps else None
         everywhere: dict[torch.device, StepOptions] = {}
         for number, bucket in split(stepped, columns, extra, sizes):
-            device = bucket.weights[0].device
+            device = bucket.device
             if device not in everywhere:
                 everywhere[device] = StepOptions(
                     factor=_on(factor, device),
@@ -287,11 +243,11 @@ class FusedOptimizer(StatefulOptimizer):
             if bucket.extra is not None:
                 options = options._replace(extra=bucket.extra)
             if self.lost_updates is not None:
-                weights = sum(weight.numel() for weight in bucket.weights)
+                weights = sum(weight.numel() for weight in bucket.columns[1])
                 self.lost_updates.add(0.0, weights, options.noop)
             group = together[number][0].group
             if counters is not None:
-                group = counted(together[number], bucket.params, device, counters)
+                group = counted(together[number], bucket, counters)
             self._update(group, bucket, options)
         self._note_versions()
 
@@ -300,51 +256,14 @@ class FusedOptimizer(StatefulOptimizer):
         complex_ = any(dtype.is_complex for dtype in {*map(_DTYPE, found)})
         if not complex_ and {*map(_LAYOUT, found)} <= {torch.strided}:
             return
-        name = type(self).__name__
         for grad in found:
             if grad.layout != torch.strided:
                 raise RuntimeError(
-                    f"{name} does not support sparse gradients, please consider SparseAdam "
+                    f"{self._name} does not support sparse gradients, please consider SparseAdam "
                     "instead (torch.optim.SparseAdam or torch.optim.SGD)."
                 )
             if grad.is_complex():
-                raise RuntimeError(f"{name} does not support complex gradients.")
-
-    def _columns(
-        self,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        copies: Mapping[torch.Tensor, torch.Tensor] | None,
-        *,
-        plain: bool,
-    ) -> tuple[list[Sequence[torch.Tensor]], Sequence[torch.Tensor | None] | None]:
-        """Gradients, weights and every slot; and what is stored beside the weights, if anything."""
-        states, kept = self._states(params), self._stepped_slots()
-        if self._mastered and not all(map(MASTERED, states)):
-            for param in params:
-                self._master_or(param)
-        try:
-            slots = [[*map(itemgetter(slot), states)] for slot in kept]
-        except KeyError:  # the first step of some
-            states = [*map(self._state_of, params, repeat(kept))]
-            slots = [[*map(itemgetter(slot), states)] for slot in kept]
-        weights = here = params if plain else local_parts(params)
-        # as many entries as slots: nothing else is there
-        mastered = {*map(len, states)} != {len(kept)} and any(map(MASTERED, states))
-        extra = self._extras(params, weights, states, copies, mastered=mastered)
-        if mastered:
-            both = zip(states, weights, strict=True)
-            weights = local_parts([state.get("master_param", weight) for state, weight in both])
-        columns = [grads, weights, *slots]
-        if not plain:
-            columns = [*map(local_parts, columns)]
-        shapes = {slot: self.slot_shapes.get(slot) for slot in kept}
-        check_places(type(self).__name__, here, columns, extra, shapes)
-        return columns, extra
-
-    def columns(self, bucket: Bucket) -> list[list[torch.Tensor]]:
-        """Gradients, weights and every state slot."""
-        return [bucket.grads, bucket.weights, *bucket.slots]
+                raise RuntimeError(f"{self._name} does not support complex gradients.")
 
     def _prepare_step(
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
@@ -364,8 +283,7 @@ class FusedOptimizer(StatefulOptimizer):
             bucket: What is stepped.
             options: Scaling, skipping and storage.
         """
-        numbers = self._numbers_of(group, bucket.weights[0].device)
-        self._algorithm(self.columns(bucket), numbers, options)
+        self._algorithm(bucket.columns, self._numbers_of(group, bucket.device), options)
 
     def _numbers_of(self, group: Mapping[str, Any], device: torch.device) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""

@@ -1,4 +1,8 @@
-"""Buckets: parameters of one device and one set of dtypes, as columns for one launch.
+"""Groups that are stepped together, the count of their steps, and buckets for one launch each.
+
+Groups of equal numbers share buckets, and with them launches: 65 groups need not be 65 launches.
+Where a step can be skipped on a device, its count is a tensor there. Those of all groups are
+counted by one function of torch, and their bias corrections are computed as one vector.
 
 Whole columns are looked at by functions written in C: one by one, 1,000 parameters would take
 longer than SGD does. Nothing is kept from step to step, so nothing gets stale when groups or state
@@ -7,36 +11,134 @@ are edited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.columns import of_one_kind
+from apex.ops.updates.adam import StepCounts
 
-_T = TypeVar("_T")
-_DTYPE, _DEVICE, _SHAPE = map(attrgetter, ("dtype", "device", "shape"))
-_GET_DEVICE = torch.Tensor.get_device
+_DTYPE, _DEVICE = map(attrgetter, ("dtype", "device"))
+
+# By the id of a step on a device: the steps there, and which of them it is.
+Counters = Mapping[int, tuple[StepCounts, int]]
+
+
+class GroupGrads(NamedTuple):
+    """A group, its parameters that have a gradient, and their gradients."""
+
+    group: dict[str, Any]
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+
+
+def joined(
+    active: Iterable[GroupGrads], numbers: Collection[str] | None, noop: torch.Tensor | None
+) -> list[list[GroupGrads]]:
+    """Join groups that have parameters and whose numbers are equal, or are the same tensors.
+
+    Steps on a device need not be equal: kernels read one for each tensor of a list.
+
+    Args:
+        active: The groups.
+        numbers: Keys of what an update reads of a group; ``None`` if it reads more than numbers.
+        noop: Whether the step is skipped, if only a device knows that.
+    """
+    found: dict[Any, list[GroupGrads]] = {}
+    for one in active:
+        group = one.group
+        if not group["params"]:
+            continue
+        key: Any = id(group)
+        if numbers is not None:
+            device, step = group["params"][0].device, group.get("step", 0)
+            if noop is not None or isinstance(step, torch.Tensor):
+                step = None if _runtime.waits(device) else int(step)
+            key = device, step, *map(_hashable, map(group.get, numbers))
+        found.setdefault(key, []).append(one)
+    return [*found.values()]
+
+
+def _hashable(number: Any) -> Any:
+    """A number to compare by; a tensor is equal to itself only."""
+    if type(number).__hash__ is not None:
+        return number
+    return tuple(map(float, number)) if isinstance(number, list) else id(number)
+
+
+def count_steps(groups: Iterable[dict[str, Any]], noop: torch.Tensor | None) -> Counters:
+    """Count the step of every group that has parameters.
+
+    It is a number, or a tensor where the step may be skipped on a device. A tensor that several
+    groups share counts once.
+    """
+    on: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for group in groups:
+        if not group["params"]:
+            continue
+        step = group.get("step", 0)
+        if noop is None and not isinstance(step, torch.Tensor):
+            group["step"] = step + 1
+            continue
+        device = group["params"][0].device
+        if not isinstance(step, torch.Tensor):
+            step = torch.full((1,), step, dtype=torch.int32, device=device)
+        group["step"] = step = step.to(device, non_blocking=True)
+        on.setdefault(device, {})[id(step)] = step
+    counters: dict[int, tuple[StepCounts, int]] = {}
+    for device, by_id in on.items():
+        steps = [*by_id.values()]
+        if noop is None:
+            torch._foreach_add_(steps, 1)
+        else:
+            taken = (noop.to(device, non_blocking=True) == 0).to(torch.int32)
+            torch._foreach_add_(steps, [taken.view_as(step) for step in steps])
+        if _runtime.waits(device):
+            counts = StepCounts(torch.cat([step.view(1) for step in steps]).double())
+            counters |= {number: (counts, place) for place, number in enumerate(by_id)}
+    return counters
+
+
+def counted(groups: Sequence[GroupGrads], bucket: Bucket, counters: Counters) -> dict[str, Any]:
+    """The numbers of joined groups for one bucket, with the step as updates take it."""
+    numbers = groups[0].group
+    step = numbers.get("step")
+    if not isinstance(step, torch.Tensor):
+        return numbers
+    if not _runtime.waits(step.device):
+        return {**numbers, "step": int(step)}
+    counts = counters[id(step)][0]
+    places = [counters[id(one.group["step"])][1] for one in groups]
+    runs = [(places[0], len(bucket.params))]
+    if len({*places}) > 1:
+        pairs = zip(groups, places, strict=True)
+        owners = {id(param): place for one, place in pairs for param in one.params}
+        by_owner = groupby(owners[id(param)] for param in bucket.params)
+        runs = [(place, len([*some])) for place, some in by_owner]
+    return {**numbers, "step": counts.of(runs, bucket.device)}
 
 
 class Bucket(NamedTuple):
-    """Parameters of one device and one set of dtypes, as columns.
+    """Parameters of one device and one set of dtypes.
 
     Attributes:
         params: The parameters, as in the group.
-        grads: Their gradients; local parts of distributed ones.
-        weights: What is updated: the parameters themselves or their masters.
-        slots: A column for each state slot.
+        columns: Gradients (local parts of distributed ones), weights (the parameters or their
+            masters), and every state slot.
         extra: The storage's own column, or the 16-bit parameters behind masters.
     """
 
     params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    weights: list[torch.Tensor]
-    slots: list[list[torch.Tensor]]
+    columns: list[list[torch.Tensor]]
     extra: list[torch.Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.columns[1][0].device
 
 
 def split(
@@ -50,106 +152,31 @@ def split(
     Args:
         params: The parameters.
         columns: Gradients, weights and every slot.
-        extra: What is stored beside each weight, see :class:`Bucket`; ``None`` for nothing at all.
-        sizes: How many parameters each list of joined groups has, one list after the other. Those
-            of a bucket are of one list.
+        extra: What is stored beside each weight; ``None`` for nothing at all.
+        sizes: How many parameters each list of joined groups has, one list after the other.
 
     Yields:
-        The number of the list, and a bucket.
+        The number of the list of groups, and a bucket of it.
     """
     if extra is None and of_one_kind(columns):
         start = 0
         for number, size in enumerate(sizes):
             part = slice(start, start := start + size)
             if size:
-                listed, gradients, updated, *kept = [list(x[part]) for x in (params, *columns)]
-                yield number, Bucket(listed, gradients, updated, kept)
+                yield number, Bucket(list(params[part]), [list(column[part]) for column in columns])
         return
-    weights = columns[1]
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     kinds = zip(
         owners,
-        map(_DEVICE, weights),
+        map(_DEVICE, columns[1]),
         *(map(_DTYPE, column) for column in columns),
-        [None] * len(weights) if extra is None else [x is not None and x.dtype for x in extra],
+        [None] * len(params) if extra is None else [x is not None and x.dtype for x in extra],
         strict=True,
     )
     members: dict[Any, list[int]] = {}
     for number, kind in enumerate(kinds):
         members.setdefault(kind, []).append(number)
     for chosen in members.values():
-        pick = _picker(chosen, len(weights))
-        beside = None if extra is None else [x for x in pick(extra) if x is not None]
-        listed, gradients, updated, *kept = map(pick, [params, *columns])
-        yield owners[chosen[0]], Bucket(listed, gradients, updated, kept, beside or None)
-
-
-def _picker(numbers: Sequence[int], of: int) -> Callable[[Sequence[_T]], list[_T]]:
-    """Make a function that picks these of ``of`` elements."""
-    if len(numbers) == of:
-        return list
-    return lambda column: [column[number] for number in numbers]
-
-
-def check_places(
-    optimizer: str,
-    params: Sequence[torch.Tensor],
-    columns: Sequence[Sequence[torch.Tensor]],
-    extra: Sequence[torch.Tensor | None] | None,
-    slots: Mapping[str, Callable[[torch.Tensor], Sequence[int]] | None],
-) -> None:
-    """Raise if what is stepped together does not fit, or is on different devices.
-
-    Kernels take addresses: they would write beyond, or into what is not theirs. The number of
-    elements is not enough: after ``param.data = param.data.t().contiguous()`` an element would meet
-    another one's gradient and state.
-
-    Args:
-        optimizer: Name of the class, for messages.
-        params: The parameters; local parts of distributed ones.
-        columns: Gradients, weights and every slot.
-        extra: What is stored beside each weight.
-        slots: Names of the slots, and what tells the shape from the parameter; ``None`` where it is
-            the parameter's.
-
-    Raises:
-        RuntimeError: Something does not fit; the message names it.
-    """
-    shapes = [*map(_SHAPE, params)]
-    devices = [*map(_GET_DEVICE, params)] if _runtime.has_accelerator() else []
-
-    def check(name: str, column: Sequence[torch.Tensor], wanted: Sequence[torch.Size]) -> None:
-        fits = [*map(_SHAPE, column)] == wanted
-        is_near = not column or column[0].device == params[0].device
-        if not (fits and is_near) or (devices and [*map(_GET_DEVICE, column)] != devices):
-            _refuse(optimizer, name, params, column, wanted)
-
-    grads, weights, *kept = columns
-    check("gradient", grads, shapes)
-    if weights is not params:
-        check("master", weights, shapes)
-    for (name, shape_of), column in zip(slots.items(), kept, strict=True):
-        wanted = [torch.Size(shape_of(param)) for param in params] if shape_of else shapes
-        check(name, column, wanted)
-    if extra is not None:
-        beside = [param if x is None else x for x, param in zip(extra, params, strict=True)]
-        check("state beside it", beside, shapes)
-
-
-def _refuse(
-    optimizer: str,
-    name: str,
-    params: Sequence[torch.Tensor],
-    column: Sequence[torch.Tensor],
-    shapes: Sequence[torch.Size],
-) -> None:
-    """Raise for the first parameter that something does not fit."""
-    for param, tensor, shape in zip(params, column, shapes, strict=True):
-        if tensor.device == param.device and tensor.shape == shape:
-            continue
-        raise RuntimeError(
-            f"{optimizer}: the {name} of a parameter has shape {tuple(tensor.shape)} on "
-            f"{tensor.device}, and for this parameter it would be {tuple(shape)} on "
-            f"{param.device}. Move a model before making its optimizer; after giving a parameter "
-            "other data, clear its gradient and its entry in optimizer.state."
-        )
+        listed, *picked = [[column[n] for n in chosen] for column in (params, *columns)]
+        beside = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
+        yield owners[chosen[0]], Bucket(listed, picked, beside or None)

@@ -1,4 +1,4 @@
-"""Checkpoints: what torch's ``load_state_dict`` lacks, and conversion to and from torch.optim.
+"""Which state an optimizer has, and how it is saved, loaded and exchanged with ``torch.optim``.
 
 torch casts a loaded state to the parameter's dtype, which would round float32 moments of 16-bit
 weights; and it loads whatever it is given. So a state is checked before it is loaded, and what
@@ -11,13 +11,17 @@ groups that ours do not know.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
 
 from apex.ops.lists.columns import local
+from apex.ops.lists.storage import PLAIN
+from apex.optimizers._groups import GroupedOptimizer
 
+_SHAPE = attrgetter("shape")
 # Keys that the optimizers of torch.optim keep in their groups and ours do not know. Those that
 # change what is computed are refused when set.
 _FOREIGN = {"foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable"}
@@ -25,186 +29,205 @@ _REFUSED = {"amsgrad", "maximize"}
 # What all optimizers of torch.optim have in their groups, at its default.
 TORCH_ONLY = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
 
-
-def check_is_state_dict(optimizer: str, state_dict: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if this is not what ``state_dict()`` returns."""
-    missing = [key for key in ("state", "param_groups") if key not in state_dict]
-    if missing:
-        raise ValueError(
-            f"{optimizer}.load_state_dict: the dict has no {' and no '.join(missing)}"
-            f" (it has {', '.join(map(str, state_dict)) or 'nothing'}). Pass what "
-            "optimizer.state_dict() returned."
-        )
+StateDict = dict[str, Any]
 
 
-def saved_states(
-    loaded: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[Any, torch.Tensor, dict[str, Any]]]:
-    """Yield the number of each saved parameter, the parameter here, and its saved state."""
-    saved = [number for group in loaded["param_groups"] for number in group["params"]]
-    params = [param for group in groups for param in group["params"]]
-    for number, param in zip(saved, params, strict=False):  # other lengths: torch says so
-        yield number, param, loaded["state"].get(number, {})
+class SavedOptimizer(GroupedOptimizer):
+    """An optimizer that has slots, per parameter, and its own way to save and load them."""
 
+    #: Names of the state slots, in the order of the update.
+    slots: tuple[str, ...] = ()
+    #: Slots that are kept in the parameter's dtype, as the original does.
+    narrow_slots: tuple[str, ...] = ()
+    #: Shapes of slots that are not shaped like the weight, as functions of the parameter.
+    slot_shapes: ClassVar[Mapping[str, Callable[[torch.Tensor], Sequence[int]]]] = {}
+    #: Keys of the per-parameter state that are not slots.
+    _more_state: tuple[str, ...] = ("master_param", "low_bits", "error")
+    #: Numbers of a group that the optimizer of this name in torch.optim does not have.
+    _not_in_torch: tuple[str, ...] = ()
+    #: Whether loaded slots keep the dtype they were saved in, instead of getting a new slot's.
+    _keeps_saved_dtypes = False
+    #: Whether groups have a "step".
+    _counts_steps = True
 
-def has_slots_and_numbers(
-    saved: Mapping[str, Any], slots: Collection[str], numbers: Collection[str]
-) -> bool:
-    """Whether a state dict can be an optimizer's: a parameter has its slots, groups its numbers.
+    def _stepped_slots(self) -> tuple[str, ...]:
+        """The slots that a step needs now."""
+        return self.slots
 
-    A program may keep tensors of its own beside the slots, such as an average of the weights. In
-    other state dicts what looks like that is a slot of another optimizer.
+    def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
+        narrow = slot in self.narrow_slots and self._storage is PLAIN
+        return param.dtype if narrow else torch.promote_types(param.dtype, torch.float32)
 
-    Args:
-        saved: A state dict, ours or of ``torch.optim``.
-        slots: Names of the optimizer's slots.
-        numbers: Keys of its groups that the optimizer of its name in ``torch.optim`` has too.
-    """
-    states = [state for state in saved["state"].values() if isinstance(state, Mapping)]
-    return all({*numbers} <= group.keys() for group in saved["param_groups"]) and any(
-        {*slots} <= state.keys() for state in states
-    )
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state; of this class, or of the optimizer of its name in ``torch.optim``.
 
+        Moments keep the dtype they were saved in: torch would round them to the parameter's.
 
-def check_numbers_are_known(
-    optimizer: str, saved: Mapping[str, Any], numbers: Collection[str]
-) -> None:
-    """Raise ``ValueError`` if saved groups have a number that only other algorithms have.
-
-    Adam's state and groups contain all that Lion keeps; ``eps`` tells them apart.
-    """
-    others = {key for group in saved["param_groups"] for key in group}
-    others &= {"eps", "momentum"} - {*numbers}
-    if others and saved["state"]:
-        raise ValueError(
-            f"{optimizer}: the saved groups have {others.pop()}, and this optimizer keeps "
-            f"{', '.join(numbers)}. Load the state into the kind of optimizer that saved it."
-        )
-
-
-def check_states(
-    optimizer: str,
-    loaded: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    slots: Mapping[str, Callable[[torch.Tensor], Sequence[int]]],
-    more: Sequence[str],
-    *,
-    may_be_others: bool,
-) -> None:
-    """Raise ``ValueError`` if a saved tensor is another optimizer's or of another shape.
-
-    Args:
-        optimizer: Name of the class, for messages.
-        loaded: The state dict.
-        groups: The optimizer's.
-        slots: The slots that it keeps, and what tells the shape of one from the parameter.
-        more: Other keys of a state that it knows.
-        may_be_others: Whether further tensors of a parameter's shape may be the program's, see
-            :func:`has_slots_and_numbers`; else they are another optimizer's.
-    """
-    for number, param, state in saved_states(loaded, groups):
-        tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
-        both = param, local(param)
-        others = [tensors[key].shape for key in tensors.keys() - {*slots, *more}]
-        foreign = not may_be_others and any(x.shape in others for x in both)
-        if foreign or 0 < len(tensors.keys() & slots.keys()) < len(slots):
+        Raises:
+            ValueError: The groups do not fit, or the state needs what this class does not do.
+        """
+        missing = [key for key in ("state", "param_groups") if key not in state_dict]
+        if missing:
             raise ValueError(
-                f"{optimizer}: the saved state of parameter {number} has {', '.join(tensors)}, and "
-                f"this optimizer keeps {', '.join(slots)}. Load the state into the kind of "
-                "optimizer that saved it."
+                f"{self._name}.load_state_dict: the dict has no {' and no '.join(missing)}"
+                f" (it has {', '.join(map(str, state_dict)) or 'nothing'}). Pass what "
+                "optimizer.state_dict() returned."
             )
-        for key in tensors.keys() & {*slots, *more} - {"first"}:
-            shape = tuple(tensors[key].shape)
-            if shape not in [tuple(slots[key](x) if key in slots else x.shape) for x in both]:
-                raise ValueError(
-                    f"{optimizer}: the saved {key} of parameter {number} has shape {shape}, and "
-                    f"the parameter {tuple(param.shape)}. Load the state into the model that it "
-                    "was saved with."
-                )
+        loaded: StateDict = {}
 
+        def convert(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
+            loaded.update(self._from_torch(given))
+            for group in loaded["param_groups"]:
+                self._check_numbers(group)
+            self._check_loaded(loaded, given["param_groups"])
+            return loaded
 
-def from_torch(
-    optimizer: str,
-    state_dict: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    missing: Mapping[str, Any],
-    *,
-    counts_steps: bool,
-) -> dict[str, Any]:
-    """Convert a state dict of ``torch.optim``, whose steps are per parameter; ours stays as it is.
+        def restore(_: torch.optim.Optimizer) -> None:
+            self._restore(loaded)
 
-    Args:
-        optimizer: Name of the class, for messages.
-        state_dict: Of ``torch.optim``, or ours.
-        defaults: Keys that groups have here.
-        missing: What groups get that do not have it.
-        counts_steps: Whether groups have a ``"step"``.
+        # After the user's hooks on the way in, before them on the way out.
+        before = self.register_load_state_dict_pre_hook(convert)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
 
-    Raises:
-        ValueError: It was saved with what this class does not do, or at different steps.
-    """
-    groups = []
-    states = {
-        number: dict(state) if isinstance(state, Mapping) else state  # or a user's own
-        for number, state in state_dict["state"].items()
-    }
-    for saved in state_dict["param_groups"]:
-        group = dict(saved)
-        for key in _REFUSED & group.keys() - defaults.keys():
-            if group.pop(key):
-                raise ValueError(
-                    f"{optimizer}: the state was saved with {key}=True, which this optimizer does "
-                    "not support."
-                )
-        for key in _FOREIGN & group.keys() - defaults.keys():
-            group.pop(key)
-        steps = {
-            float(states[number].pop("step"))
-            for number in group["params"]
-            if "step" in states.get(number, {})
+    def _saved_states(self, loaded: StateDict) -> Iterator[tuple[Any, torch.Tensor, Any]]:
+        """Yield the number of each saved parameter, the parameter here, and its saved state."""
+        saved = [number for group in loaded["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved, params, strict=False):  # other lengths: torch says so
+            yield number, param, loaded["state"].get(number, {})
+
+    def _check_loaded(self, loaded: StateDict, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``ValueError`` if a saved state is another optimizer's or of another shape.
+
+        Args:
+            loaded: The state dict, converted.
+            groups: As they were saved, with no numbers added.
+        """
+        # Adam's state and groups contain all that Lion keeps; "eps" tells them apart.
+        strange = {"eps", "momentum"} & {key for group in groups for key in group} - {
+            *self.defaults
         }
-        steps = steps if counts_steps else set()
-        if len(steps) > 1:
+        if strange and loaded["state"]:
             raise ValueError(
-                f"{optimizer}: the saved parameters of one group are at different steps "
-                f"({sorted(steps)}), and this optimizer counts per group. Put them into different "
-                "groups."
+                f"{self._name}: the saved groups have {strange.pop()}, and this optimizer keeps "
+                f"{', '.join(self.defaults)}. Load the state into the kind of optimizer that saved "
+                "it."
             )
-        if steps and "step" not in group:
-            group["step"] = int(steps.pop())
-        for key, value in missing.items():
-            group.setdefault(key, value)
-        groups.append(group)
-    return {**state_dict, "state": states, "param_groups": groups}
+        # A program may keep tensors of its own beside the slots, such as an average of the weights.
+        # Where slots or numbers are missing, what looks like that is a slot of another optimizer.
+        states = [state for state in loaded["state"].values() if isinstance(state, Mapping)]
+        numbers = self.defaults.keys() - {*self._not_in_torch}
+        is_ours = all(numbers <= group.keys() for group in groups) and any(
+            {*self._stepped_slots()} <= state.keys() for state in states
+        )
+        shapes = {slot: self.slot_shapes.get(slot, _SHAPE) for slot in self.slots}
+        known = {*shapes, *self._more_state}
+        for number, param, state in self._saved_states(loaded):
+            tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
+            both = param, local(param)
+            others = {tensors[key].shape for key in tensors.keys() - known}
+            foreign = not is_ours and any(x.shape in others for x in both)
+            if foreign or 0 < len(tensors.keys() & shapes.keys()) < len(shapes):
+                raise ValueError(
+                    f"{self._name}: the saved state of parameter {number} has "
+                    f"{', '.join(tensors)}, and this optimizer keeps {', '.join(shapes)}. Load the "
+                    "state into the kind of optimizer that saved it."
+                )
+            for key in tensors.keys() & known - {"first"}:
+                shape = tuple(tensors[key].shape)
+                if shape not in [tuple(shapes.get(key, _SHAPE)(x)) for x in both]:
+                    raise ValueError(
+                        f"{self._name}: the saved {key} of parameter {number} has shape {shape}, "
+                        f"and the parameter {tuple(param.shape)}. Load the state into the model "
+                        "that it was saved with."
+                    )
 
+    def _restore(self, loaded: StateDict) -> None:
+        """Put back what torch has cast."""
+        for _, param, state in self._saved_states(loaded):
+            for key, value in state.items():
+                if key in (*self.slots, *self._more_state) and isinstance(value, torch.Tensor):
+                    keeps = self._keeps_saved_dtypes or key not in self.slots
+                    dtype = value.dtype if keeps else self._slot_dtype(key, param)
+                    self.state[param][key] = value.detach().to(param.device, dtype, copy=True)
+            for key in {"low_bits", "error"} - {self._storage.column}:
+                self.state.get(param, {}).pop(key, None)
+        for group in self.param_groups:
+            if isinstance(group.get("step"), torch.Tensor) and group["params"]:
+                group["step"] = group["step"].to(group["params"][0].device)
+            self._prepare(group)
 
-def to_torch(
-    saved: dict[str, Any],
-    ours: Sequence[str],
-    convert_state: Callable[[dict[str, Any]], dict[str, Any]],
-    convert_group: Callable[[dict[str, Any]], dict[str, Any]],
-    *,
-    counts_steps: bool,
-) -> dict[str, Any]:
-    """Convert one of our state dicts to one of ``torch.optim``.
+    # -- torch.optim -------------------------------------------------------------------------------
 
-    Args:
-        saved: From ``state_dict()``; its states are replaced.
-        ours: Keys of a parameter's state that torch does not know.
-        convert_state: Converts what is left of a parameter's state.
-        convert_group: Converts a group, whose step is gone.
-        counts_steps: Whether groups have a ``"step"``.
-    """
-    groups = []
-    for group in saved["param_groups"]:
-        group = dict(group)
-        step = group.pop("step", 0)
-        for number in group["params"]:
-            if number in saved["state"]:
-                state = copy.deepcopy(saved["state"][number])  # tensors would be shared
-                state = {key: state[key] for key in state if key not in ours}
-                if counts_steps:
+    def _from_torch(self, state_dict: StateDict) -> StateDict:
+        """Convert a state dict of ``torch.optim``, whose steps are per parameter; ours stays.
+
+        Raises:
+            ValueError: It was saved with what this class does not do, or at different steps.
+        """
+        groups = []
+        states = {
+            number: dict(state) if isinstance(state, Mapping) else state  # or a user's own
+            for number, state in state_dict["state"].items()
+        }
+        for saved in state_dict["param_groups"]:
+            group = dict(saved)
+            for key in _REFUSED & group.keys() - self.defaults.keys():
+                if group.pop(key):
+                    raise ValueError(
+                        f"{self._name}: the state was saved with {key}=True, which this optimizer "
+                        "does not support."
+                    )
+            for key in _FOREIGN & group.keys() - self.defaults.keys():
+                group.pop(key)
+            steps = {
+                float(states[number].pop("step"))
+                for number in group["params"]
+                if "step" in states.get(number, {})
+            }
+            steps = steps if self._counts_steps else set()
+            if len(steps) > 1:
+                raise ValueError(
+                    f"{self._name}: the saved parameters of one group are at different steps "
+                    f"({sorted(steps)}), and this optimizer counts per group. Put them into "
+                    "different groups."
+                )
+            if steps and "step" not in group:
+                group["step"] = int(steps.pop())
+            defaults = {key: value for key, value in self.defaults.items() if key != "lr"}
+            groups.append({**defaults, **group})
+        return {**state_dict, "state": states, "param_groups": groups}
+
+    def torch_state_dict(self) -> StateDict:
+        """The state for ``load_state_dict`` of the optimizer of this name in ``torch.optim``.
+
+        Returns:
+            A state dict with the step count at each parameter. Moments stay float32, but torch
+            rounds them to a 16-bit parameter's dtype when it loads them.
+        """
+        saved, groups = self.state_dict(), []
+        states = saved["state"]
+        for group in saved["param_groups"]:
+            group = dict(group)
+            step = group.pop("step", 0)
+            for number in {*group["params"]} & states.keys():
+                state = copy.deepcopy(states[number])  # tensors would be shared
+                state = {key: state[key] for key in state if key not in self._more_state}
+                if self._counts_steps:
                     state["step"] = torch.tensor(float(step))
-                saved["state"][number] = convert_state(state)
-        groups.append(convert_group(group))
-    return {"state": saved["state"], "param_groups": groups}
+                states[number] = self._torch_state(state)
+            groups.append(self._torch_group(group))
+        return {"state": states, "param_groups": groups}
+
+    def _torch_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state for ``torch.optim``."""
+        return state
+
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group for ``torch.optim``."""
+        raise NotImplementedError(f"torch.optim has no {self._name}.")

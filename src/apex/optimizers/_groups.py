@@ -1,8 +1,9 @@
-"""Checks of a parameter group, made before anything of it is taken."""
+"""The groups of an optimizer, checked before anything of them is taken."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch.optim.optimizer import required
 
 from apex.ops.lists.placements import is_sharded
+from apex.ops.lists.storage import STORAGES, Storage
 
 HALF = (torch.float16, torch.bfloat16)
 _AT_LEAST_0 = ("lr", "eps", "weight_decay", "momentum", "max_grad_norm", "step")
@@ -18,45 +20,181 @@ _NAMES = {"lr": "learning rate", "eps": "epsilon value"}
 _SPELLED = {"learning_rate": "lr"}  # as other libraries spell it
 
 
-def check_keys(
-    optimizer: str,
-    group: Mapping[str, Any],
-    numbers: Collection[str],
-    arguments: Mapping[str, Any],
-    refused: Collection[str],
-) -> None:
-    """Raise ``ValueError`` for a key that would be expected to change what is computed.
-
-    Programs keep what they like in groups (timm's ``lr_scale``, Megatron's ``wd_mult``, a name).
-    torch's ``ZeroRedundancyOptimizer`` puts the constructor's arguments there.
+class GroupedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose groups are checked, and whose weights are stored in one of some ways.
 
     Args:
-        optimizer: Name of the class, for messages.
-        group: What the user has passed.
-        numbers: Keys that have an effect.
-        arguments: The constructor's arguments that hold for all groups, with their values.
-        refused: Keys of other optimizers that change what they compute, where they are set.
+        params: Parameters or groups.
+        defaults: Values of the group's numbers.
+        storage: How weights are stored, see :mod:`apex.ops.lists.storage`.
+
+    Raises:
+        ValueError: There is no such storage.
     """
-    for key, value in group.items():
-        if key in numbers or key in ("params", "param_names"):
-            continue
-        if key in arguments:
-            if value != arguments[key]:
-                raise ValueError(
-                    f"{optimizer}: a group has {key}={value!r}, and the optimizer "
-                    f"{key}={arguments[key]!r}, which holds for all groups. Pass it to the "
-                    "constructor; for different values make several optimizers."
-                )
-        elif key in refused:
-            if value:
-                raise ValueError(
-                    f"{optimizer}: a group has {key}={value!r}, which this optimizer does not "
-                    "support. Leave it out."
-                )
-        elif meant := _meant(key, {*numbers, *arguments}):
+
+    #: What is computed from tensors as a whole, and so refuses sharded ones; "" for nothing.
+    _needs_whole = ""
+    #: Whether groups have ``lr`` and ``step`` as tensors on the device, for CUDA graphs.
+    _on_device = False
+    #: Keys of groups that other optimizers know, and that change what is computed.
+    _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
+
+    def __init__(self, params: Any, defaults: dict[str, Any], storage: str) -> None:
+        if storage not in STORAGES:
             raise ValueError(
-                f"{optimizer}: a group has the unknown key {key!r}. Write {meant!r}, or give a key "
-                "of your own another name."
+                f"{self._name}: storage was {storage!r}; allowed are "
+                f"{', '.join(map(repr, STORAGES))}."
+            )
+        self.storage = storage
+        super().__init__(params, defaults)
+
+    @property
+    def _name(self) -> str:
+        """The name of the class, for messages."""
+        return type(self).__name__
+
+    @property
+    def _storage(self) -> Storage:
+        return STORAGES[self.storage]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its numbers and tensors are checked first.
+
+        Raises:
+            ValueError: A misspelt key, one that another optimizer or the constructor takes, or a
+                number out of range. Keys of the program's own are kept.
+            RuntimeError: A parameter that cannot be stepped.
+        """
+        if isinstance(param_group, dict):
+            self._check_keys(param_group)
+            if "params" in param_group:
+                if not isinstance(param_group["params"], torch.Tensor | set):
+                    param_group = {**param_group, "params": list(param_group["params"])}
+                self._check_params(param_group["params"])
+            self._check_numbers({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        self._prepare(self.param_groups[-1])
+
+    def _prepare(self, group: dict[str, Any]) -> None:
+        """Make ``lr`` and ``step`` tensors where the group's parameters are, if they are to be."""
+        if self._on_device and group["params"]:
+            device = group["params"][0].device
+            lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device)
+            group["lr"] = lr.detach().clone().reshape(())
+            group["step"] = step.detach().clone().reshape(1)
+
+    def _arguments(self) -> dict[str, Any]:
+        """The constructor's arguments that hold for all groups; each is an attribute."""
+        names: set[str] = set()
+        for kind in type(self).__mro__:
+            if "__init__" in vars(kind):
+                parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+                if "defaults" in parameters:  # a base
+                    break
+                names |= {*parameters}
+        names -= {"self", "params", "step", *self.defaults}
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+    def _check_keys(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for a key that would be expected to change what is computed.
+
+        Programs keep what they like in groups (timm's ``lr_scale``, Megatron's ``wd_mult``, a
+        name). torch's ``ZeroRedundancyOptimizer`` puts the constructor's arguments there.
+        """
+        numbers, arguments = {*self.defaults, "step"}, self._arguments()
+        for key, value in group.items():
+            if key in numbers or key in ("params", "param_names"):
+                continue
+            if key in arguments:
+                if value != arguments[key]:
+                    raise ValueError(
+                        f"{self._name}: a group has {key}={value!r}, and the optimizer "
+                        f"{key}={arguments[key]!r}, which holds for all groups. Pass it to the "
+                        "constructor; for different values make several optimizers."
+                    )
+            elif key in self._refused_keys:
+                if value:
+                    raise ValueError(
+                        f"{self._name}: a group has {key}={value!r}, which this optimizer does not "
+                        "support. Leave it out."
+                    )
+            elif meant := _meant(key, {*numbers, *arguments}):
+                raise ValueError(
+                    f"{self._name}: a group has the unknown key {key!r}. Write {meant!r}, or give "
+                    "a key of your own another name."
+                )
+
+    def _check_complete(self) -> None:
+        """Raise ``KeyError`` if a group lacks one of its numbers."""
+        for number, group in enumerate(self.param_groups):
+            for key in self.defaults.keys() - group.keys():
+                raise KeyError(
+                    f"{self._name}: group {number} has no {key!r} any more. Put it back; its "
+                    f"default is {self.defaults[key]!r}."
+                )
+
+    def _check_numbers(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for a number out of range."""
+        for key in _AT_LEAST_0:
+            value = group.get(key, 0.0)
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise ValueError(
+                        f"{self._name}: {key} was a tensor of shape {tuple(value.shape)}; it must "
+                        "have one element."
+                    )
+                if value.is_meta:
+                    continue
+                value = value.item()
+            if value is not required and not (isinstance(value, Real) and float(value) >= 0):
+                raise ValueError(
+                    f"Invalid {_NAMES.get(key, key + ' value')}: {value}. "
+                    f"{self._name} needs a number of at least 0."
+                )
+        betas = tuple(group.get("betas", (0.0, 0.0)))
+        if len(betas) != 2:
+            raise ValueError(f"Invalid betas: {betas}. {self._name} needs two, 0 <= beta < 1.")
+        for number, beta in enumerate(betas):
+            if not (isinstance(beta, Real | torch.Tensor) and 0.0 <= float(beta) < 1.0):
+                raise ValueError(
+                    f"Invalid beta parameter at index {number}: {beta}. {self._name} "
+                    "needs 0 <= beta < 1."
+                )
+
+    def _check_params(self, params: Any) -> None:
+        """Raise ``RuntimeError`` for a tensor (maybe with its name) that cannot be stepped."""
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        for entry in listed:
+            tensor = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
+            if not isinstance(tensor, torch.Tensor):
+                continue  # torch's own error says what it is
+            if tensor.dtype not in (*HALF, torch.float32, torch.float64):
+                raise RuntimeError(
+                    f"{self._name} only support fp16 and fp32 (and bf16, fp64); a parameter has "
+                    f"{tensor.dtype}."
+                )
+            if tensor.is_neg():
+                raise RuntimeError(
+                    f"{self._name}: the sign of a parameter is a bit of the tensor (is_neg()) and "
+                    "not in its memory. Make the parameter of `data.resolve_neg()`."
+                )
+            self._check_stored([tensor])
+            if self._needs_whole and is_sharded(tensor):
+                raise RuntimeError(
+                    f"{self._name} needs {self._needs_whole}, and a parameter is sharded over "
+                    "processes. Use FusedAdam for it."
+                )
+
+    def _check_stored(self, params: Sequence[torch.Tensor]) -> None:
+        """Raise ``RuntimeError`` for a parameter that the storage does not keep."""
+        others = {param.dtype for param in params} - {torch.bfloat16}
+        if self.storage != "plain" and others:
+            raise RuntimeError(
+                f"{self._name}: storage={self.storage!r} keeps bfloat16 weights; a parameter has "
+                f"{others.pop()}. Convert the model with .bfloat16() first; for a model that was "
+                "converted since, make a new optimizer, whose load_state_dict takes this one's "
+                "state."
             )
 
 
@@ -66,103 +204,3 @@ def _meant(key: str, known: Collection[str]) -> str | None:
     near = [name for name in known if abs(len(name) - len(key)) <= 1]
     close = difflib.get_close_matches(_SPELLED.get(written, written), near, n=1, cutoff=0.85)
     return close[0] if close else _SPELLED.get(written)
-
-
-def check_complete(
-    optimizer: str, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
-) -> None:
-    """Raise ``KeyError`` if a group lacks one of its numbers."""
-    for number, group in enumerate(groups):
-        for key in defaults.keys() - group.keys():
-            raise KeyError(
-                f"{optimizer}: group {number} has no {key!r} any more. Put it back; its default is "
-                f"{defaults[key]!r}."
-            )
-
-
-def check_numbers(optimizer: str, group: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a number out of range."""
-    for key in _AT_LEAST_0:
-        value = group.get(key, 0.0)
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise ValueError(
-                    f"{optimizer}: {key} was a tensor of shape {tuple(value.shape)}; it must have "
-                    "one element."
-                )
-            if value.is_meta:
-                continue
-            value = value.item()
-        if value is not required and not (isinstance(value, Real) and float(value) >= 0):
-            raise ValueError(
-                f"Invalid {_NAMES.get(key, key + ' value')}: {value}. "
-                f"{optimizer} needs a number of at least 0."
-            )
-    betas = tuple(group.get("betas", (0.0, 0.0)))
-    if len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas}. {optimizer} needs two, 0 <= beta < 1.")
-    for number, beta in enumerate(betas):
-        if not (isinstance(beta, Real | torch.Tensor) and 0.0 <= float(beta) < 1.0):
-            raise ValueError(
-                f"Invalid beta parameter at index {number}: {beta}. {optimizer} "
-                "needs 0 <= beta < 1."
-            )
-
-
-def check_params(optimizer: str, params: Any, storage: str, needs_whole: str) -> None:
-    """Raise ``RuntimeError`` for a parameter that cannot be stepped.
-
-    Args:
-        optimizer: Name of the class, for messages.
-        params: A tensor, tensors, or pairs of name and tensor.
-        storage: How weights are stored.
-        needs_whole: What is computed from tensors as a whole; "" for nothing.
-    """
-    listed = [params] if isinstance(params, torch.Tensor) else list(params)
-    for entry in listed:
-        tensor = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
-        if not isinstance(tensor, torch.Tensor):
-            continue  # torch's own error says what it is
-        if tensor.dtype not in (*HALF, torch.float32, torch.float64):
-            raise RuntimeError(
-                f"{optimizer} only support fp16 and fp32 (and bf16, fp64); a parameter has "
-                f"{tensor.dtype}."
-            )
-        if tensor.is_neg():
-            raise RuntimeError(
-                f"{optimizer}: the sign of a parameter is a bit of the tensor (is_neg()) and not "
-                "in its memory. Make the parameter of `data.resolve_neg()`."
-            )
-        check_stored(optimizer, [tensor], storage)
-        if needs_whole and is_sharded(tensor):
-            raise RuntimeError(
-                f"{optimizer} needs {needs_whole}, and a parameter is sharded over processes. Use "
-                "FusedAdam for it."
-            )
-
-
-def check_stored(optimizer: str, params: Sequence[torch.Tensor], storage: str) -> None:
-    """Raise ``RuntimeError`` for a parameter that ``storage`` does not keep.
-
-    Args:
-        optimizer: Name of the class, for messages.
-        params: Parameters.
-        storage: How weights are stored.
-    """
-    if storage == "plain":
-        return
-    others = {param.dtype for param in params} - {torch.bfloat16}
-    if others:
-        raise RuntimeError(
-            f"{optimizer}: storage={storage!r} keeps bfloat16 weights; a parameter has "
-            f"{others.pop()}. Convert the model with .bfloat16() first; for a model that was "
-            "converted since, make a new optimizer, whose load_state_dict takes this one's state."
-        )
-
-
-def keep_on_device(group: dict[str, Any]) -> None:
-    """Make ``lr`` and ``step`` tensors where the group's parameters are."""
-    device = group["params"][0].device if group["params"] else torch.device("cpu")
-    lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
-    step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device)
-    group["lr"], group["step"] = lr.detach().clone(), step.detach().clone().reshape(1)

@@ -19,19 +19,12 @@ class FusedAdagrad(FusedOptimizer):
     the formula. Sums are kept in the parameter's dtype, as in the original; float32 with a
     ``storage``.
 
-    Args:
-        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
-        lr: Learning rate; a tensor is read on its device.
-        eps: Added to the root of the sum.
-        weight_decay: Weight decay; a tensor is read on its device.
-        set_grad_none: Kept from the original; gradients are freed in any case.
-        adagrad_w_mode: Decoupled weight decay instead of an L2 penalty.
-        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
-            weights), ``"kahan"`` or ``"stochastic"``.
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
 
-    Raises:
-        ValueError: No parameters, a misspelt key in a group, a number out of range.
-        RuntimeError: A parameter that is not a real floating tensor.
+    Args:
+        params: Parameters or groups.
+        eps: Added to the root of the sum.
+        adagrad_w_mode: Decoupled weight decay instead of an L2 penalty.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

@@ -9,7 +9,6 @@ import torch
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops.updates.adam import Adam, adam_
-from apex.optimizers import _groups
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
 from apex.optimizers._groups import HALF
@@ -22,31 +21,21 @@ class FusedAdam(FusedOptimizer):
     :mod:`apex.ops.updates.adam` for the formula. Moments are float32 for every parameter dtype. The
     step is counted per group.
 
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+
     Args:
-        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
-        lr: Learning rate; a tensor is read on its device.
-        bias_correction: Whether moments are corrected for their start at 0.
-        betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
+        params: Parameters or groups.
         adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
-        weight_decay: Weight decay; a tensor is read on its device.
-        amsgrad: Not supported; here because callers pass ``False``.
-        set_grad_none: Kept from the original; gradients are freed in any case.
         capturable: Keep ``lr`` and ``step`` on the device, so that a CUDA graph can replay a step.
             torch's ``GradScaler`` then leaves unscaling and the skip to the step, too.
         master_weights: Keep float32 masters of 16-bit parameters, made at the first step; needs
             ``capturable``.
-        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
-            masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``.
-        max_grad_norm: Largest norm of all gradients together, 0 for any: scripts of BERT's time
-            pass it.
+        max_grad_norm: As in the base, for scripts of BERT's time.
         eps_inside_sqrt: Not supported; here because such scripts pass ``False``.
         use_mt: Ignored: all tensors are in one launch in any case.
 
     Raises:
-        ValueError: No parameters, a misspelt key in a group, a number out of range.
-        RuntimeError: ``amsgrad``, ``master_weights`` without ``capturable``, or a parameter that
-            is not a real floating tensor.
+        RuntimeError: ``master_weights`` without ``capturable``, or ``eps_inside_sqrt``.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -107,6 +96,7 @@ class FusedAdam(FusedOptimizer):
         self.use_mt = use_mt
         self.max_grad_norm = max_grad_norm
         self.capturable = capturable
+        self._on_device = capturable
         self._step_supports_amp_scaling = capturable  # a graph cannot wait for GradScaler's flag
         self.master_weights = master_weights
         if master_weights:
@@ -124,23 +114,11 @@ class FusedAdam(FusedOptimizer):
     def _arguments(self) -> dict[str, Any]:
         return {**super()._arguments(), "decoupled_weight_decay": self.adam_w_mode}  # torch's name
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; if ``capturable`` its ``lr`` and ``step`` move to the parameters' device."""
-        super().add_param_group(param_group)
-        self._prepare(self.param_groups[-1])
-
-    def _prepare(self, group: dict[str, Any]) -> None:
-        """Move ``lr`` and ``step`` to the device if ``capturable``; drop masters of no use."""
-        if self.capturable and group["params"]:
-            _groups.keep_on_device(group)
-        if not self.master_weights:
-            for param in group["params"]:
-                self.state.get(param, {}).pop("master_param", None)
-
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
-        for group in self.param_groups:
-            self._prepare(group)
+        for state in self.state.values() if not self.master_weights else ():
+            if isinstance(state, dict):  # else the program's own
+                state.pop("master_param", None)
 
     @property
     def param_groups_master(self) -> list[dict[str, Any]] | None:
@@ -165,21 +143,10 @@ class FusedAdam(FusedOptimizer):
         grad_norms: Any = None,
         **historic: Any,
     ) -> Any:
-        """Take one step.
+        """Take one step, see the base.
 
-        Args:
-            closure: Evaluates the loss again.
-            grads: Refused, as the three below: ``apex.contrib.optimizers.FusedAdam`` takes them.
-            output_params: Refused.
-            scale: Refused.
-            grad_norms: Refused.
-            **historic: ``grad_scaler``, a ``torch.amp.GradScaler`` that drives the step.
-
-        Returns:
-            What ``closure`` returned, else ``None``.
-
-        Raises:
-            RuntimeError: A gradient is sparse or complex, or an argument is no longer taken.
+        All arguments but ``closure`` and ``grad_scaler`` are refused:
+        ``apex.contrib.optimizers.FusedAdam`` takes them.
         """
         old = {"grads": grads, "output_params": output_params, "scale": scale}
         return self._stepped(closure, {**old, "grad_norms": grad_norms, **historic})

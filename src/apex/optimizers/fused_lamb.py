@@ -23,25 +23,13 @@ class FusedLAMB(FusedOptimizer):
     is ignored; moments of float16 parameters are float16. Those of bfloat16 parameters, which the
     original refused, are float32: eight bits cannot hold a sum that changes by a thousandth.
 
-    Args:
-        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
-        lr: Learning rate; a tensor is read on its device.
-        bias_correction: Whether moments are corrected for their start at 0.
-        betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Weight decay; a tensor is read on its device. With 0 steps are not scaled.
-        amsgrad: Not supported; here because callers pass ``False``.
-        adam_w_mode: Decoupled weight decay instead of an L2 penalty.
-        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
-        set_grad_none: Kept from the original; gradients are freed in any case.
-        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
-        use_nvlamb: Whether steps without weight decay are scaled too.
-        storage: How weights are stored, see :class:`apex.optimizers.FusedAdam`.
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
 
-    Raises:
-        ValueError: No parameters, a misspelt key in a group, a number out of range.
-        RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor or is sharded
-            over processes.
+    Args:
+        params: Parameters or groups.
+        weight_decay: As in the base. Where it is 0 steps are not scaled.
+        adam_w_mode: Decoupled weight decay instead of an L2 penalty.
+        use_nvlamb: Whether steps without weight decay are scaled too.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

@@ -16,18 +16,13 @@ class FusedLion(FusedOptimizer):
     See :mod:`apex.ops.updates.lion` for the formula. Weight decay is decoupled. The average is
     float32, float64 for float64 parameters.
 
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+
     Args:
-        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        params: Parameters or groups.
         lr: Learning rate, 3 to 10 times smaller than AdamW's; a tensor is read on its device.
         betas: Decays of the average in the update's sign, and of the average that is kept.
         weight_decay: Weight decay, 3 to 10 times AdamW's; a tensor is read on its device.
-        set_grad_none: Accepted as in the other optimizers; gradients are freed in any case.
-        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
-            weights), ``"kahan"`` or ``"stochastic"``.
-
-    Raises:
-        ValueError: No parameters, a misspelt key in a group, a number out of range.
-        RuntimeError: A parameter that is not a real floating tensor.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from apex.multi_tensor_apply import list_functions
-from apex.optimizers import _groups
 from apex.optimizers.fused_lamb import FusedLAMB
 
 
@@ -19,26 +18,12 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     where there is a master. If ``GradScaler`` finds an overflow, the step is skipped on the device.
     Clipping uses the unscaled gradients of all groups, whatever their dtypes.
 
-    Args:
-        params: Parameters, named parameters or groups. A group may have its own ``lr`` and
-            ``step``.
-        lr: Learning rate.
-        step: Steps taken so far, for bias correction.
-        bias_correction: Whether moments are corrected for their start at 0.
-        betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Weight decay.
-        amsgrad: Not supported; here because callers pass ``False``.
-        adam_w_mode: Decoupled weight decay instead of an L2 penalty.
-        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
-        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
-        use_nvlamb: Whether steps without weight decay are scaled too.
-        reduced_precision_dtype: dtype of the parameters that get masters; ``None`` for no masters.
+    The other arguments are those of :class:`FusedLAMB`.
 
-    Raises:
-        ValueError: No parameters, a misspelt key in a group, a number out of range.
-        RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor or is sharded
-            over processes.
+    Args:
+        params: Parameters or groups. A group may have its own ``lr`` and ``step``.
+        step: Steps taken so far, for bias correction.
+        reduced_precision_dtype: dtype of the parameters that get masters; ``None`` for no masters.
 
     Example:
         >>> model = torch.nn.Linear(4, 2).bfloat16()
@@ -50,7 +35,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     _keeps_saved_dtypes = True
-    _step_supports_amp_scaling = True
+    _on_device = _step_supports_amp_scaling = True
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_l2norm = staticmethod(list_functions.multi_tensor_l2norm_mp)
     multi_tensor_lamb = staticmethod(list_functions.multi_tensor_lamb_mp)
@@ -82,11 +67,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``lr`` and ``step`` move to the device of its parameters."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        group.setdefault("step", self._first_step)
-        _groups.keep_on_device(group)
-        group["lr"] = group["lr"].reshape(())
+        super().add_param_group({"step": self._first_step, **param_group})
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
@@ -103,9 +84,3 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
         return torch.float32 if param.dtype in self._mastered else super()._slot_dtype(slot, param)
-
-    def _restore(self, loaded: dict[str, Any]) -> None:
-        super()._restore(loaded)
-        for group in self.param_groups:  # as numbers, or tensors on another device
-            if group["params"]:
-                _groups.keep_on_device(group)

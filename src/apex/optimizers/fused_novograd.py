@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import attrgetter, methodcaller
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from apex.multi_tensor_apply import list_functions
-from apex.ops.lists.columns import Scalar, joined, taken
-from apex.ops.lists.storage import StepOptions
+from apex.ops.lists.columns import Scalar
 from apex.ops.updates.novograd import UNSET, NovoGrad, novograd_
 from apex.optimizers._base import FusedOptimizer
-from apex.optimizers._buckets import Bucket
-from apex.optimizers._joined import GroupGrads
 
-_DTYPE, _STEPPED = attrgetter("dtype"), methodcaller("__contains__", "exp_avg")
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
 KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
 
@@ -27,30 +22,22 @@ class FusedNovoGrad(FusedOptimizer):
     See :mod:`apex.ops.updates.novograd` for the formula. Moments are kept in the parameter's dtype,
     as in the original; float32 with a ``storage``. ``group["exp_avg_sq"]`` holds the norms (not
     their squares): a float32 vector for the float16 parameters that were stepped so far, one for
-    the float32 ones, then, if there are any, for bfloat16 and float64. The step is counted per
-    group.
+    the float32 ones, then, if there are any, for bfloat16 and float64. A checkpoint has them there;
+    the state of a parameter has its own as ``"norm"``.
+
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
 
     Args:
-        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
-        lr: Learning rate; a tensor is read on its device.
-        bias_correction: Whether moment and norm are corrected for their start.
+        params: Parameters or groups.
         betas: Decays of moment and norm.
         eps: Added to the corrected norm.
-        weight_decay: Weight decay; a tensor is read on its device.
-        amsgrad: Not supported; here because callers pass ``False``.
         reg_inside_moment: Add weight decay to the gradient that enters the moment, instead of to
             the update.
-        grad_averaging: Gradients enter the moment by ``1 - beta1``, instead of whole.
         norm_type: 2, or 0 for the largest magnitude.
         init_zero: Norms start at 0, instead of at the first gradient's.
-        set_grad_none: Kept from the original; gradients are freed in any case.
-        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
-            weights), ``"kahan"`` or ``"stochastic"``.
 
     Raises:
-        ValueError: No parameters, a misspelt key in a group, a number out of range.
-        RuntimeError: ``amsgrad``, another ``norm_type``, or a parameter that is not a real floating
-            tensor, or is sharded over processes.
+        RuntimeError: Another ``norm_type``.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -60,10 +47,11 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     _needs_whole = "the norm of a whole gradient"
-    slots = ("exp_avg",)
-    _numbers = NovoGrad
+    slots = ("exp_avg", "norm")
+    slot_shapes: ClassVar[dict[str, Any]] = {"norm": lambda param: ()}
     narrow_slots = ("exp_avg",)
-    _joins_groups = False  # each has the norms of its tensors
+    _algorithm, _numbers = staticmethod(novograd_), NovoGrad
+    _shows_norms = True  # whether the norms are elements of those in the groups
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
 
@@ -103,130 +91,99 @@ class FusedNovoGrad(FusedOptimizer):
                 f"{group['norm_type']!r}; allowed are 2 and 0 (the largest magnitude)."
             )
 
-    def _members(self, group: dict[str, Any], kind: torch.dtype) -> list[torch.Tensor]:
-        """The parameters behind the entries of a vector: those that have been stepped."""
-        return [
-            param
-            for param in group["params"]
-            if param.dtype == kind and "exp_avg" in self.state.get(param, {})
-        ]
+    # -- the norms ---------------------------------------------------------------------------------
 
-    def _prepare_step(
-        self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
+    def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
+        return torch.float32 if slot == "norm" else super()._slot_dtype(slot, param)
+
+    def _new_slot(self, slot: str, param: torch.Tensor) -> torch.Tensor:
+        if slot != "norm":
+            return super()._new_slot(slot, param)
+        self._shows_norms = False
+        return torch.full((), UNSET, dtype=torch.float32, device=param.device)
+
+    def step_scaled(
+        self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
     ) -> None:
-        """Append norms of parameters that are stepped for the first time."""
-        active = [one for one in active if not self._is_settled(one)]
-        for group, _, _ in active:  # all checks before anything changes
-            self._follow_conversion(group)
-        for group, params, _ in active:
-            fresh = {param for param in params if "exp_avg" not in self.state.get(param, {})}
-            if not fresh:
-                continue
-            kinds = len(KINDS) if {param.dtype for param in fresh} & {*KINDS[2:]} else 2
-            vectors = list(group.get("exp_avg_sq", ()))
-            while len(vectors) < kinds:
-                vectors.append(torch.zeros(0, dtype=torch.float32, device=params[0].device))
-            group["exp_avg_sq"] = vectors
-            group["exp_avg_sq"] = [
-                self._with_room(group, kind, fresh) for kind in KINDS[: len(vectors)]
-            ]
-            for param in params:  # at once, so that entries and parameters stay of one number
-                self._state_of(param)
+        """Take one step, see the base."""
+        super().step_scaled(factor, noop, **options)
+        if not self._shows_norms:
+            self._show_norms()
 
-    def _is_settled(self, one: GroupGrads) -> bool:
-        """Whether there is a norm for each parameter, all of one dtype, and all are stepped."""
-        group, params, _ = one
-        sizes = [norms.numel() for norms in group.get("exp_avg_sq", ())]
-        if len(params) != len(group["params"]) or sum(sizes) != len(params):
-            return False
-        dtypes = {*map(_DTYPE, params)}
-        kinds = {kind for kind, size in zip(KINDS, sizes, strict=False) if size}
-        return len(dtypes) == 1 and dtypes == kinds and all(map(_STEPPED, self._states(params)))
+    def _show_norms(self) -> None:
+        """Make the norms elements of vectors in the groups; what is so already stays.
 
-    def _follow_conversion(self, group: dict[str, Any]) -> None:
-        """Sort the norms by dtype again, if the model was converted, by ``double()`` say.
-
-        Norms of several dtypes are not told apart: the vectors do not say whose they are.
+        A CUDA graph may have been captured with it. Of a norm on another device there is a copy.
         """
-        dtypes = {param.dtype for param in group["params"]}
-        vectors = group.get("exp_avg_sq", ())
-        filled = {kind: x for kind, x in zip(KINDS, vectors, strict=False) if x.numel()}
-        if filled.keys() <= dtypes and len(dtypes) == 1:
-            (kind,) = dtypes
-            self._norms(group, kind, len(self._members(group, kind)))
-            return
-        members = {kind: self._members(group, kind) for kind in KINDS}
-        if {kind: len(some) for kind, some in members.items() if some} == {
-            kind: norms.numel() for kind, norms in filled.items()
-        }:
-            return
-        stepped = [p for p in group["params"] if "exp_avg" in self.state.get(p, {})]
-        if [norms.numel() for norms in filled.values()] == [len(stepped)]:
-            (norms,) = filled.values()
-            kinds = len(KINDS) if dtypes & {*KINDS[2:]} else 2
-            indices = [[i for i, p in enumerate(stepped) if p.dtype == k] for k in KINDS[:kinds]]
-            group["exp_avg_sq"] = [taken(norms, chosen).clone() for chosen in indices]
-        for kind in KINDS:
-            self._norms(group, kind, len(members[kind]))
+        for group in self.param_groups:
+            states: dict[torch.dtype, list[Any]] = {kind: [] for kind in KINDS}
+            for param in group["params"]:
+                if "norm" in self.state.get(param, {}):
+                    states[param.dtype].append(self.state[param])
+            kinds = KINDS if states[KINDS[2]] or states[KINDS[3]] else KINDS[:2]
+            listed = [state for kind in kinds for state in states[kind]]
+            if not listed:
+                continue
+            sizes, device = [len(states[kind]) for kind in kinds], group["params"][0].device
+            vectors = group.get("exp_avg_sq", ())
+            if [*map(len, vectors)] != sizes or not all(
+                map(_is, _elements(vectors), [state["norm"] for state in listed])
+            ):
+                vectors = group["exp_avg_sq"] = [
+                    torch.zeros(size, dtype=torch.float32, device=device) for size in sizes
+                ]
+            for state, norm in zip(listed, _elements(vectors), strict=True):
+                if state["norm"].device != device:
+                    norm.copy_(state["norm"], non_blocking=True)
+                elif state["norm"].data_ptr() != norm.data_ptr():
+                    state["norm"] = norm.copy_(state["norm"])
+        self._shows_norms = True
 
-    def _norms(self, group: dict[str, Any], kind: torch.dtype, members: int) -> torch.Tensor:
-        vectors = group.get("exp_avg_sq", ())
-        found = dict(zip(KINDS, vectors, strict=False))
-        norms: torch.Tensor = found.get(kind, torch.zeros(0))
-        if not members:  # the state was cleared
-            return norms[:0]
-        if norms.numel() != members:
-            raise ValueError(
-                f'FusedNovoGrad: a group\'s "exp_avg_sq" holds {norms.numel()} norms of {kind} '
-                f'parameters, and {members} of its parameters have an "exp_avg". Load a state that '
-                "was saved as a whole, or clear that of all parameters of the group."
-            )
-        return norms
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._shows_norms = False  # a pickled element is no longer one
 
-    def _with_room(
-        self, group: dict[str, Any], kind: torch.dtype, fresh: set[torch.Tensor]
-    ) -> torch.Tensor:
-        old = self._members(group, kind)
-        norms = self._norms(group, kind, len(old))
-        seen = {*old}
-        every = [p for p in group["params"] if p.dtype == kind and (p in seen or p in fresh)]
-        if len(every) == len(old):
-            return norms
-        start = 0.0 if group["init_zero"] else UNSET
-        device = every[0].device
-        new = torch.full((len(every) - len(old),), start, dtype=torch.float32, device=device)
-        old_positions, new_positions = _split(every, seen)
-        return joined([(old_positions, norms.to(device)), (new_positions, new)])
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch saves it; norms are in the groups, as in the original."""
+        self._show_norms()
+        saved = super().state_dict()
+        for number, state in saved["state"].items():
+            if isinstance(state, dict) and "norm" in state:
+                saved["state"][number] = {key: x for key, x in state.items() if key != "norm"}
+        return saved
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.weights[0].device
-        numbers = self._numbers_of(group, device)
-        kind = bucket.params[0].dtype
-        norms = group["exp_avg_sq"][KINDS.index(kind)]
-        columns = self.columns(bucket)
-        if norms.numel() == len(bucket.params):  # of all that were stepped, in the same order
-            novograd_(columns, norms, numbers, options)
-            return
-        here, others = _split(self._members(group, kind), {*bucket.params})
-        mine = taken(norms, here).to(device, non_blocking=device.type != "cpu", copy=True)
-        novograd_(columns, mine, numbers, options)
-        mine = mine.to(norms.device, non_blocking=not norms.is_cpu)
-        norms.copy_(joined([(here, mine), (others, taken(norms, others))]))
+    def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Give each parameter its norm: by dtype, or in order if those saved have one dtype."""
+        found = super()._from_torch(state_dict)
+        dtypes = {number: param.dtype for number, param, _ in self._saved_states(found)}
+        for group in found["param_groups"]:
+            numbers = [n for n in group["params"] if "exp_avg" in found["state"].get(n, {})]
+            vectors = dict(zip(KINDS, group.pop("exp_avg_sq", ()), strict=False))
+            filled = {kind: norms for kind, norms in vectors.items() if norms.numel()}
+            owners = {kind: [n for n in numbers if dtypes.get(n) == kind] for kind in KINDS}
+            if len(filled) == 1:
+                owners = dict.fromkeys(filled, numbers)
+            for kind in owners if filled else ():
+                norms, mine = vectors.get(kind, torch.zeros(0)), owners[kind]
+                if norms.numel() != len(mine):
+                    raise ValueError(
+                        f'FusedNovoGrad: a saved group\'s "exp_avg_sq" holds {norms.numel()} norms '
+                        f'of {kind} parameters, and {len(mine)} of its parameters have an "exp_avg"'
+                        ". Load a state that was saved as a whole, into a model of its dtypes."
+                    )
+                for number, norm in zip(mine, norms.unbind(), strict=True):
+                    found["state"][number]["norm"] = norm
+        return found
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
-        for group in self.param_groups:
-            for number, norms in enumerate(group.get("exp_avg_sq", ())):
-                members = self._members(group, KINDS[number])
-                device = (members or group["params"])[0].device
-                group["exp_avg_sq"][number] = norms.to(device, torch.float32)
+        self._show_norms()
 
 
-def _split(
-    params: Sequence[torch.Tensor], chosen: set[torch.Tensor]
-) -> tuple[list[int], list[int]]:
-    """The positions of the chosen parameters, and those of the others."""
-    return (
-        [number for number, param in enumerate(params) if param in chosen],
-        [number for number, param in enumerate(params) if param not in chosen],
-    )
+def _elements(vectors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [number for vector in vectors for number in vector.unbind()]
+
+
+def _is(element: torch.Tensor, norm: torch.Tensor) -> bool:
+    """Whether an element is this norm, or cannot be, because that is on another device."""
+    return element.device != norm.device or element.data_ptr() == norm.data_ptr()

@@ -14,9 +14,8 @@ from apex.ops.lists.columns import Scalar, local
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.sgd import SGD, sgd_
 from apex.optimizers._base import FusedOptimizer
-from apex.optimizers._buckets import Bucket
+from apex.optimizers._buckets import Bucket, GroupGrads
 from apex.optimizers._checkpoint import TORCH_ONLY
-from apex.optimizers._joined import GroupGrads
 
 
 class FusedSGD(FusedOptimizer):
@@ -25,8 +24,10 @@ class FusedSGD(FusedOptimizer):
     Drop-in for ``torch.optim.SGD``; see :mod:`apex.ops.updates.sgd` for the formula. Momentum
     buffers are kept in the parameter's dtype, as in the original; float32 with a ``storage``.
 
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+
     Args:
-        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
+        params: Parameters or groups.
         lr: Learning rate, to be given here or in each group; a tensor is read on its device.
         momentum: Decay of the momentum buffer.
         dampening: What is left out of each gradient that enters the buffer.
@@ -35,9 +36,6 @@ class FusedSGD(FusedOptimizer):
         wd_after_momentum: Add the penalty behind the momentum.
         materialize_master_grads: Read by amp at O2: whether masters get gradients of their own, or
             the step reads the model's, still scaled.
-        set_grad_none: Kept from the original; gradients are freed in any case.
-        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
-            weights), ``"kahan"`` or ``"stochastic"``.
 
     Attributes:
         most_recent_scale: What gradients are still multiplied by; the next step divides by it and
@@ -45,9 +43,7 @@ class FusedSGD(FusedOptimizer):
         scale_set_by_backward: Whether ``most_recent_scale`` was set since the last step.
 
     Raises:
-        ValueError: No parameters or ``lr``, a misspelt key in a group, a number out of range,
-            Nesterov's momentum without momentum or with dampening.
-        RuntimeError: A parameter that is not a real floating tensor.
+        ValueError: No ``lr``, or Nesterov's momentum without momentum or with dampening.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -170,9 +166,9 @@ class FusedSGD(FusedOptimizer):
         self._marks = any("first" in self.state.get(p, {}) for params in having for p in params)
 
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.weights[0].device
+        device = bucket.device
         numbers = self._numbers_of(group, device)
-        columns = self.columns(bucket) if numbers.momentum else self.columns(bucket)[:2]
+        columns = bucket.columns if numbers.momentum else bucket.columns[:2]
         begins = self._marks and numbers.momentum
         states = [self.state[param] for param in bucket.params] if begins else []
         if not any("first" in state for state in states):

@@ -55,12 +55,23 @@ Formula = Callable[[Step], tuple[torch.Tensor, State]]
 
 def _moments(step: Step, grad: torch.Tensor) -> tuple[State, torch.Tensor, torch.Tensor]:
     """Adam's moments: as they are kept, and corrected for their start at 0."""
-    beta1, beta2 = step.group["betas"]
-    zero = torch.zeros_like(grad)
-    exp_avg = beta1 * step.state.get("exp_avg", zero) + (1 - beta1) * grad
+    (beta1, beta2), zero = step.group["betas"], torch.zeros_like(grad)
+    exp_avg = beta1 * step.state.get("exp_avg", zero) + _share(step) * grad
     exp_avg_sq = beta2 * step.state.get("exp_avg_sq", zero) + (1 - beta2) * grad**2
-    unbiased = exp_avg / (1 - beta1**step.number), exp_avg_sq / (1 - beta2**step.number)
-    return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, *unbiased
+    bias1, bias2 = _biases(step)
+    return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, exp_avg / bias1, exp_avg_sq / bias2
+
+
+def _share(step: Step) -> float:
+    """What a gradient enters the first moment by."""
+    return 1 - step.group["betas"][0] if step.group.get("grad_averaging", True) else 1.0
+
+
+def _biases(step: Step) -> tuple[float, float]:
+    """What moments are divided by for their start at 0."""
+    corrects = step.group.get("bias_correction", True)
+    bias1, bias2 = (1 - beta**step.number if corrects else 1.0 for beta in step.group["betas"])
+    return bias1, bias2
 
 
 def adam(step: Step) -> tuple[torch.Tensor, State]:
@@ -73,12 +84,14 @@ def adam(step: Step) -> tuple[torch.Tensor, State]:
 
 
 def adam_eps_inside(step: Step) -> tuple[torch.Tensor, State]:
-    """The Adam of 2019: corrections in the learning rate, ``eps`` below the root."""
+    """The Adam of 2019: corrections in the learning rate, ``eps`` below the root or beside it."""
     group, param = step.group, step.param
-    beta1, beta2 = group["betas"]
     state, _, _ = _moments(step, step.grad)
-    rate = group["lr"] * (1 - beta2**step.number) ** 0.5 / (1 - beta1**step.number)
-    update = state["exp_avg"] / (state["exp_avg_sq"] + group["eps"]).sqrt()
+    bias1, bias2 = _biases(step)
+    rate = group["lr"] * bias2**0.5 / bias1
+    below, beside = (1, 0) if group.get("eps_inside_sqrt", True) else (0, 1)
+    root = (state["exp_avg_sq"] + below * group["eps"]).sqrt() + beside * group["eps"]
+    update = state["exp_avg"] / root
     return param - rate * (update + group["weight_decay"] * param), state
 
 
@@ -89,7 +102,8 @@ def lamb(step: Step) -> tuple[torch.Tensor, State]:
     state, mean, square = _moments(step, step.grad if decoupled else step.grad + decay)
     update = mean / (square.sqrt() + group["eps"])
     update = update + decay if decoupled else update
-    ratio = param.norm() / update.norm() if group["weight_decay"] and update.any() else 1.0
+    adapts = group["weight_decay"] or group.get("use_nvlamb", False)
+    ratio = param.norm() / update.norm() if adapts and update.any() else 1.0
     return param - group["lr"] * (ratio or 1.0) * update, state
 
 
@@ -137,21 +151,21 @@ def lion(step: Step) -> tuple[torch.Tensor, State]:
 
 def novograd(step: Step) -> tuple[torch.Tensor, State]:
     """NovoGrad; ``state["norm"]`` is the tensor's second moment, a norm."""
-    group, param, number = step.group, step.param, step.number
+    group, param, (bias1, bias2) = step.group, step.param, _biases(step)
     beta1, beta2 = group["betas"]
     largest = group.get("norm_type") == 0
     entries = torch.cat([step.grad.flatten(), step.grad.new_zeros(1)])  # there may be none
     current = entries.norm(torch.inf if largest else 2)
-    norm = step.state.get("norm", current)
+    norm = step.state.get("norm", 0 * current if group.get("init_zero") else current)
     if largest:
         norm = beta2 * norm + (1 - beta2) * current
     else:
         norm = (beta2 * norm**2 + (1 - beta2) * current**2).sqrt()
-    scale = norm / (1 - beta2**number) ** 0.5 + group["eps"]
+    scale = norm / bias2**0.5 + group["eps"]
     decay, inside = group["weight_decay"] * param, group.get("reg_inside_moment", False)
     grad = step.grad / scale + decay if inside else step.grad
-    exp_avg = beta1 * step.state.get("exp_avg", torch.zeros_like(param)) + (1 - beta1) * grad
-    update = exp_avg / (1 - beta1**number)
+    exp_avg = beta1 * step.state.get("exp_avg", torch.zeros_like(param)) + _share(step) * grad
+    update = exp_avg / bias1
     update = update if inside else update / scale + decay
     return param - group["lr"] * update, {"exp_avg": exp_avg, "norm": norm}
 

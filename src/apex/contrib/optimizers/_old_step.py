@@ -71,7 +71,7 @@ class OldStep(FusedOptimizer):
         listed = [norms] if one else list(norms)
         if len(listed) != len(self.param_groups):
             raise ValueError(
-                f"{type(self).__name__}: grad_norms held {len(listed)} norms, and there are "
+                f"{self._name}: grad_norms held {len(listed)} norms, and there are "
                 f"{len(self.param_groups)} groups; pass one for each."
             )
         return listed
@@ -84,7 +84,7 @@ class OldStep(FusedOptimizer):
         wanted = [len(group["params"]) for group in self.param_groups]
         if sizes != wanted:
             raise ValueError(
-                f"{type(self).__name__}: {name} held {sizes} tensors by group, and the groups have "
+                f"{self._name}: {name} held {sizes} tensors by group, and the groups have "
                 f"{wanted} parameters. Pass an iterable for a single group, a list of lists for "
                 "several."
             )

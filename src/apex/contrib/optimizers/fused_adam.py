@@ -15,8 +15,7 @@ from apex.ops.lists.storage import StepOptions
 from apex.ops.lists.tensor_norms import l2_norm
 from apex.ops.updates.adam import Adam, adam_, unbiased
 from apex.optimizers._base import scalar
-from apex.optimizers._buckets import Bucket
-from apex.optimizers._joined import GroupGrads
+from apex.optimizers._buckets import Bucket, GroupGrads
 
 
 class FusedAdam(OldStep):
@@ -30,22 +29,15 @@ class FusedAdam(OldStep):
 
     so that weight decay is multiplied by the corrections too. Steps are counted per parameter.
 
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+
     Args:
-        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
-        lr: Learning rate; a tensor is read on its device.
-        bias_correction: Whether there are bias corrections.
-        betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
-        eps_inside_sqrt: Add it to the second moment instead.
+        params: Parameters or groups.
+        eps_inside_sqrt: Add ``eps`` to the second moment instead, below the root.
         weight_decay: Decoupled weight decay; a tensor is read on its device.
         max_grad_norm: Largest norm of each group's gradients; 0 turns clipping off.
-        amsgrad: Not supported; here because callers pass ``False``.
         use_mt: Of no effect: there is always one launch for many tensors.
         amp_scale_adjustment: What gradients are divided by in addition, under amp.
-
-    Raises:
-        ValueError: No parameters, a misspelt key in a group, a number out of range.
-        RuntimeError: ``amsgrad``, or a parameter that is not a real floating tensor.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -57,7 +49,6 @@ class FusedAdam(OldStep):
     slots = ("exp_avg", "exp_avg_sq")
     _not_in_torch = ("bias_correction", "max_grad_norm")
     _counts_steps = False  # in the groups; here each parameter has its own
-    _joins_groups = False  # each is clipped by its own norm
 
     def __init__(
         self,
@@ -84,6 +75,11 @@ class FusedAdam(OldStep):
         }  # fmt: skip
         super().__init__(params, defaults, amsgrad=amsgrad)
 
+    @property
+    def _joins_groups(self) -> bool:  # type: ignore[override]
+        # each group is clipped by its own norm
+        return not any(group["max_grad_norm"] for group in self.param_groups)
+
     def _prepare_step(
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
     ) -> None:
@@ -101,11 +97,10 @@ class FusedAdam(OldStep):
             self._factors[id(group)] = clip
 
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.weights[0].device
+        device = bucket.device
         factor = self._factors[id(group)]
         if isinstance(factor, torch.Tensor):
             factor = factor.to(device, torch.float32, non_blocking=True).reshape(())
-        columns = self.columns(bucket)
         lr = scalar(group["lr"], device)
         beta1, beta2 = group["betas"]
         for step, members in self._by_step(bucket, options.noop):
@@ -119,7 +114,7 @@ class FusedAdam(OldStep):
                 rate, beta1, beta2, group["eps"], decay, True, False, step, self.eps_mode == 0
             )
             extra = None if options.extra is None else [options.extra[i] for i in members]
-            part = [[column[i] for i in members] for column in columns]
+            part = [[column[i] for i in members] for column in bucket.columns]
             adam_(part, numbers, options._replace(factor=factor, extra=extra))
 
     def _by_step(
@@ -132,7 +127,7 @@ class FusedAdam(OldStep):
             before = state.get("step", 0)
             key = id(before) if isinstance(before, torch.Tensor) else -before
             if key not in found:
-                found[key] = (_next(before, noop, bucket.weights[0].device), [])
+                found[key] = (_next(before, noop, bucket.device), [])
             state["step"], members = found[key]
             members.append(number)
         return list(found.values())

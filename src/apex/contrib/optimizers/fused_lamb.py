@@ -13,19 +13,6 @@ class FusedLAMB(_FusedLAMB):
     """:class:`apex.optimizers.FusedLAMB` without ``use_nvlamb``; see there.
 
     The original clips with a norm that the host has read; here nothing waits for it.
-
-    Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate.
-        bias_correction: Whether moments are corrected for their start at 0.
-        betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Weight decay.
-        amsgrad: Not supported; here because callers pass ``False``.
-        adam_w_mode: Decoupled weight decay instead of an L2 penalty.
-        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
-        set_grad_none: Kept from the original; gradients are freed in any case.
-        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
     """
 
     def __init__(

@@ -12,18 +12,7 @@ from apex.optimizers.fused_sgd import FusedSGD as _FusedSGD
 
 
 class FusedSGD(OldStep, _FusedSGD):
-    """:class:`apex.optimizers.FusedSGD` whose ``step`` takes gradients, outputs and a scale.
-
-    Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate, to be given here or in each group.
-        momentum: Decay of the momentum buffer.
-        dampening: What is left out of each gradient that enters the buffer.
-        weight_decay: L2 penalty.
-        nesterov: Nesterov's momentum.
-        wd_after_momentum: Add the penalty behind the momentum.
-        materialize_master_grads: Read by amp.
-    """
+    """:class:`apex.optimizers.FusedSGD` whose ``step`` takes gradients, outputs and a scale."""
 
     def __init__(
         self,
@@ -37,13 +26,6 @@ class FusedSGD(OldStep, _FusedSGD):
         materialize_master_grads: bool = True,
     ) -> None:
         _FusedSGD.__init__(
-            self,
-            params,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            wd_after_momentum=wd_after_momentum,
-            materialize_master_grads=materialize_master_grads,
-        )
+            self, params, lr, momentum, dampening, weight_decay, nesterov, wd_after_momentum,
+            materialize_master_grads,
+        )  # fmt: skip

@@ -171,7 +171,7 @@ def _part(call: _Call, positions: Sequence[int]) -> _Call:
 
 # -- the definition ------------------------------------------------------------------------------
 
-# Elements that the definition computes at a time on a CPU: 256 KiB of float32. FusedNovoGrad on 1e7
+# Elements that the definition computes at a time on a CPU: 256 KiB of float32. NovoGrad's on 1e7
 # takes 22 ms with it, 110 whole, 33 with 2**14, 21 with 2**17 (EPYC, one thread).
 PIECE = 2**16
 SHORT = 2**10  # elements of tensors that are joined there
@@ -204,7 +204,7 @@ def _reference(call: _Call) -> torch.Tensor | None:
 def _step_joined(call: _Call, numbers: list[int], skip: torch.Tensor | None) -> None:
     """Update short tensors of a CPU at once, joined.
 
-    The dozen functions of a definition take some 40 us a tensor: 1,000 tiny ones take FusedNovoGrad
+    The dozen functions of a definition take some 40 us a tensor: 1,000 tiny ones take NovoGrad's
     39 ms, joined 16; multi_tensor_axpby 42 and 7.
     """
     lengths = [call.columns[0][number].numel() for number in numbers]

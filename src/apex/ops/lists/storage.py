@@ -45,6 +45,7 @@ class Storage:
         encode: What ``narrow`` is called there.
         metered: As ``encode``, counting lost updates.
         extra: dtype of the column beside the weight, or ``None``.
+        column: What an optimizer's state calls that column.
         seeded: Whether the kernel draws numbers, from a seed on the device: a CUDA graph that is
             replayed draws another one each time.
     """
@@ -56,6 +57,7 @@ class Storage:
     encode: str
     metered: str
     extra: torch.dtype | None = None
+    column: str | None = None
     seeded: bool = False
 
     def codec(self, *, metered: bool = False) -> Codec:
@@ -185,11 +187,13 @@ def round_stochastically(
 
 PLAIN = Storage("plain", _widened, lambda value: (value,), "widened", "rounded", "metered_rounded")
 LOW_BITS = Storage(
-    "low_bits", join, split, "join_low_bits", "split_low_bits", "metered_low_bits", torch.int16
-)
+    "low_bits", join, split, "join_low_bits", "split_low_bits", "metered_low_bits", torch.int16,
+    "low_bits",
+)  # fmt: skip
 KAHAN = Storage(
-    "kahan", _corrected, _with_error, "add_error", "keep_error", "metered_error", torch.bfloat16
-)
+    "kahan", _corrected, _with_error, "add_error", "keep_error", "metered_error", torch.bfloat16,
+    "error",
+)  # fmt: skip
 STOCHASTIC = Storage(
     "stochastic",
     _widened,
@@ -231,14 +235,7 @@ DEFAULT_OPTIONS = StepOptions()
 
 @dataclass(frozen=True, eq=False)
 class ScaledStep:
-    """What amp hands to the next ``step()`` of a fused optimizer: the arguments of ``step_scaled``.
-
-    Attributes:
-        factor: What gradients are multiplied by.
-        noop: One-element tensor; the step is skipped if it is not 0.
-        copies: 16-bit weights that also get the new values, by parameter.
-        grads: Gradients instead of ``param.grad``, by parameter.
-    """
+    """What amp hands to the next ``step()`` of a fused optimizer: arguments of ``step_scaled``."""
 
     factor: Scalar = 1.0
     noop: torch.Tensor | None = None

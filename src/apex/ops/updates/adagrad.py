@@ -4,9 +4,6 @@
     sum += g^2
     param -= lr * (g / (sqrt(sum) + eps) + decay * param)
 
-``l2`` or ``decay`` is the weight decay, in the gradient or decoupled from it. ``factor`` is what
-the gradient is multiplied by on the way in: 1 / loss scale, times a clipping coefficient.
-
 Source: Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 12, 2011.
 """
 
@@ -20,7 +17,7 @@ import torch
 
 from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
-from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.updates import cpu_fused
 from apex.ops.updates.adam import l2_and_decay
 
@@ -44,14 +41,7 @@ ADAGRAD = Update(reference, "adagrad:adagrad", AdagradScalars)
 
 
 class Adagrad(NamedTuple):
-    """The hyperparameters of one step.
-
-    Attributes:
-        lr: Learning rate.
-        eps: Added to the root.
-        weight_decay: L2 penalty, or decoupled decay with ``adagrad_w_mode``.
-        adagrad_w_mode: Which of the two.
-    """
+    """The hyperparameters; ``adagrad_w_mode`` decouples the weight decay."""
 
     lr: Scalar
     eps: float
@@ -67,20 +57,10 @@ class Adagrad(NamedTuple):
 def adagrad_(
     columns: Sequence[Column], hyper: Adagrad, options: StepOptions = DEFAULT_OPTIONS
 ) -> None:
-    """Take one step, in place.
-
-    Args:
-        columns: Gradients, weights, sums of squares; each of one dtype, all on one device and of
-            the same sizes.
-        hyper: Of the step.
-        options: Scaling, skipping and storage.
-    """
-    lr, decay = hyper.lr, hyper.weight_decay
-    decoupled = hyper.adagrad_w_mode and decay
-    if not decoupled and cpu_fused.torch_steps(columns, options, lr, decay):
-        cpu_fused.step_(_torchs(hyper), columns, options, narrow=True)
-        return
-    run_stored(ADAGRAD, columns, hyper.scalars(options.factor), options)
+    """Take one step; the state is the sum of squares."""
+    decoupled = hyper.adagrad_w_mode and hyper.weight_decay
+    kernel = None if decoupled else _torchs
+    cpu_fused.step_or_run(ADAGRAD, kernel, columns, hyper, options, narrow=True)
 
 
 def _torchs(hyper: Adagrad) -> Callable[..., None]:

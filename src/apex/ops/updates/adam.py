@@ -5,9 +5,8 @@
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g^2
     param -= lr * ((exp_avg / c1) / (sqrt(exp_avg_sq / c2) + eps) + decay * param)
 
-with the bias corrections ``c = 1 - beta ** step``. ``l2`` or ``decay`` is the weight decay: the
-first is Adam as published, the second AdamW. ``factor`` is what the gradient is multiplied by on
-the way in: 1 / loss scale, times a clipping coefficient.
+with the bias corrections ``c = 1 - beta ** step``. With ``l2`` this is Adam as published, with
+``decay`` AdamW.
 
 Source: Kingma and Ba, arXiv:1412.6980, algorithm 1; Loshchilov and Hutter, arXiv:1711.05101,
 algorithm 2.
@@ -26,7 +25,7 @@ import torch
 
 from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
-from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.updates import cpu_fused
 
 _List = list[torch.Tensor]
@@ -123,18 +122,7 @@ def l2_and_decay(weight_decay: Scalar, decoupled: object) -> tuple[Scalar, Scala
 
 @dataclass
 class AdamNumbers:
-    """The hyperparameters of one step that Adam and LAMB have.
-
-    Attributes:
-        lr: Learning rate.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the corrected root.
-        weight_decay: L2 penalty, or decoupled decay with ``adam_w_mode``.
-        adam_w_mode: Which of the two.
-        bias_correction: Whether the moments are corrected for their start at 0.
-        step: Which step this is, from 1; what is counted on a device is read there.
-    """
+    """The hyperparameters that Adam and LAMB have; ``adam_w_mode`` decouples the weight decay."""
 
     lr: Scalar
     beta1: float
@@ -161,20 +149,9 @@ class Adam(AdamNumbers):
 
 
 def adam_(columns: Sequence[Column], hyper: Adam, options: StepOptions = DEFAULT_OPTIONS) -> None:
-    """Take one step, in place.
-
-    Args:
-        columns: Gradients, weights, first moments, second moments; each of one dtype, all on one
-            device and of the same sizes.
-        hyper: Of the step.
-        options: Scaling, skipping and storage.
-    """
-    known = (hyper.lr, hyper.weight_decay, hyper.step)
-    if not hyper.eps_inside_sqrt and cpu_fused.torch_steps(columns, options, *known):
-        cpu_fused.step_(_torchs(hyper), columns, options)
-        return
-    update = ADAM_EPS_INSIDE if hyper.eps_inside_sqrt else ADAM
-    run_stored(update, columns, hyper.scalars(options.factor), options)
+    """Take one step; the states are first and second moments."""
+    update, kernel = (ADAM_EPS_INSIDE, None) if hyper.eps_inside_sqrt else (ADAM, _torchs)
+    cpu_fused.step_or_run(update, kernel, columns, hyper, options)
 
 
 def for_torch(step: Step, corrects: bool) -> torch.Tensor:

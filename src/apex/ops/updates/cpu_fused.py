@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from typing import Any
 
 import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.columns import Column, odd_positions
-from apex.ops.lists.storage import PARAM, PLAIN, StepOptions
+from apex.ops.lists.multi_tensor import Update
+from apex.ops.lists.storage import PARAM, PLAIN, StepOptions, run_stored
 
 # Elements that are widened at once, 2 MiB of a column. FusedAdam's 10 million bfloat16 weights take
 # 6 % longer with 2**18, 60 % with 2**16.
@@ -37,6 +39,34 @@ def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: objec
     known = all(map(_is_known, (options.factor, options.noop, *numbers)))
     known = known and {column[0].dtype for column in every} <= DTYPES
     return known and (options.dense or not odd_positions(every))
+
+
+def step_or_run(
+    update: Update,
+    kernel: Callable[[Any], Callable[..., None]] | None,
+    columns: Sequence[Column],
+    hyper: Any,
+    options: StepOptions,
+    *,
+    scalars: Any = None,
+    narrow: bool = False,
+) -> None:
+    """Step by what ``kernel`` makes of the hyperparameters, if :func:`step_` takes it; else run.
+
+    Args:
+        update: The definition.
+        kernel: Makes the kernel of a step; ``None`` where torch has none that computes the same.
+        columns: Gradients, weights, states.
+        hyper: Of the step.
+        options: Scaling, skipping and storage.
+        scalars: What the update takes, if not ``hyper.scalars(factor)``.
+        narrow: See :func:`step_`.
+    """
+    known = hyper.lr, hyper.weight_decay, getattr(hyper, "step", None)
+    if kernel is not None and torch_steps(columns, options, *known):
+        step_(kernel(hyper), columns, options, narrow=narrow)
+        return
+    run_stored(update, columns, scalars or hyper.scalars(options.factor), options)
 
 
 def _is_known(number: object) -> bool:

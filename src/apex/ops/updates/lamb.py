@@ -8,9 +8,7 @@
     param -= lr * ratio * term
 
 with the bias corrections ``c = 1 - beta ** step``, ``share`` either ``1 - beta1`` or 1, and the
-norms over one tensor. ``l2`` or ``decay`` is the weight decay. Without weight decay the ratio is 1,
-unless NVLAMB is asked for. ``factor`` is what the gradient is multiplied by on the way in:
-1 / loss scale, times the coefficient that clips the norm of all gradients.
+norms over one tensor. Without weight decay the ratio is 1, unless NVLAMB is asked for.
 
 Two launches: the first writes moments and term and sums the squares, the second applies the ratio;
 neither waits for the host. The term is written **into the gradient**, as in the original, which
@@ -64,12 +62,7 @@ APPLY = Update(_apply, "lamb:lamb_apply", ApplyScalars)
 
 @dataclass
 class Lamb(AdamNumbers):
-    """The hyperparameters of one step: Adam's, and two more.
-
-    Attributes:
-        grad_averaging: Whether a gradient enters the moment by ``1 - beta1`` or whole.
-        use_nvlamb: Whether tensors without weight decay are adapted too.
-    """
+    """The hyperparameters; ``use_nvlamb`` adapts tensors without weight decay too."""
 
     grad_averaging: bool
     use_nvlamb: bool
@@ -113,16 +106,10 @@ def trusted_rates(
 
 
 def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS) -> None:
-    """Take one step, in place; gradients are left holding the term.
+    """Take one step; the states are first and second moments. Gradients are left holding the term.
 
     16-bit gradients of weights that have 16-bit copies, and gradients whose elements share memory,
-    are left as they are.
-
-    Args:
-        columns: Gradients, weights, first moments, second moments; each of one dtype, all on one
-            device and of the same sizes.
-        hyper: Of the step.
-        options: Scaling, skipping and storage; ``write_grads`` is of no effect.
+    are left as they are. ``options.write_grads`` is of no effect.
     """
     if not columns[0]:
         return

@@ -5,8 +5,7 @@
     param -= lr * (update + weight_decay * param)
     exp_avg = beta2 * exp_avg + (1 - beta2) * g
 
-``factor`` is what the gradient is multiplied by on the way in: 1 / loss scale, times a clipping
-coefficient. The sign of nan is nan. Weight decay is decoupled; there is no other.
+The sign of nan is nan. Weight decay is decoupled; there is no other.
 
 Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, program 1.
 """
@@ -21,7 +20,7 @@ import torch
 
 from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
-from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.updates import cpu_fused
 
 _List = list[torch.Tensor]
@@ -44,14 +43,7 @@ LION = Update(reference, "lion:lion", LionScalars)
 
 
 class Lion(NamedTuple):
-    """The hyperparameters of one step.
-
-    Attributes:
-        lr: Learning rate.
-        beta1: Decay of the average in the update's sign.
-        beta2: Decay of the average that is kept.
-        weight_decay: Decoupled weight decay.
-    """
+    """The hyperparameters: ``beta1`` is for the update's sign, ``beta2`` for the average kept."""
 
     lr: Scalar
     beta1: float
@@ -65,18 +57,8 @@ class Lion(NamedTuple):
 
 
 def lion_(columns: Sequence[Column], hyper: Lion, options: StepOptions = DEFAULT_OPTIONS) -> None:
-    """Take one step, in place.
-
-    Args:
-        columns: Gradients, weights, averages; each of one dtype, all on one device and of the same
-            sizes.
-        hyper: Of the step.
-        options: Scaling, skipping and storage.
-    """
-    if cpu_fused.torch_steps(columns, options, hyper.lr, hyper.weight_decay):
-        cpu_fused.step_(_by_foreach(hyper), columns, options)
-        return
-    run_stored(LION, columns, hyper.scalars(options.factor), options)
+    """Take one step; the state is the average."""
+    cpu_fused.step_or_run(LION, _by_foreach, columns, hyper, options)
 
 
 def _by_foreach(hyper: Lion) -> Callable[..., None]:

@@ -16,8 +16,7 @@ or decoupled from it
     param -= lr * ((exp_avg / c1) / scale + decay * param)
 
 where ``share`` is ``1 - beta1`` or 1, and ``c1 = 1 - beta1 ** step``. A norm of -1 stands for none
-yet: the first becomes the gradient's own. ``factor`` is what the gradient is multiplied by on the
-way in: 1 / loss scale, times a clipping coefficient.
+yet: the first becomes the gradient's own.
 
 Norms are computed and kept where the tensors are; nothing waits for them.
 
@@ -67,19 +66,13 @@ NOVOGRAD = Update(reference, "novograd:novograd", NovoGradScalars)
 
 
 class NovoGrad(NamedTuple):
-    """The hyperparameters of one step.
+    """The hyperparameters.
 
     Attributes:
-        lr: Learning rate.
-        beta1: Decay of the moment.
-        beta2: Decay of the norms.
-        eps: Added to the corrected norm.
-        weight_decay: Weight decay.
-        reg_inside_moment: Whether the decay enters the moment, or is decoupled from it.
+        reg_inside_moment: Whether the weight decay enters the moment, or is decoupled from it.
         grad_averaging: Whether a gradient enters the moment by ``1 - beta1`` or whole.
         norm_type: 2, or 0 for the largest magnitude.
-        bias_correction: Whether moment and norm are corrected for their start.
-        step: Which step this is, from 1; what is counted on a device is read there.
+        init_zero: Whether the first norm is blended with 0, instead of being the gradient's own.
     """
 
     lr: Scalar
@@ -92,6 +85,7 @@ class NovoGrad(NamedTuple):
     norm_type: int
     bias_correction: bool
     step: Step
+    init_zero: bool = False
 
     def scalars(self, factor: Scalar, scales: torch.Tensor) -> NovoGradScalars:
         """What the update takes."""
@@ -104,7 +98,7 @@ class NovoGrad(NamedTuple):
 
     def blended(self, norms: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
         """The new norms, from those so far and the gradients'."""
-        norms = torch.where(norms < 0, current, norms)
+        norms = torch.where(norms < 0, 0.0 if self.init_zero else current, norms)
         rest = 1 - self.beta2
         if self.norm_type == 0:
             return self.beta2 * norms + rest * current
@@ -118,30 +112,32 @@ class NovoGrad(NamedTuple):
 
 
 def novograd_(
-    columns: Sequence[Column],
-    norms: torch.Tensor,
-    hyper: NovoGrad,
-    options: StepOptions = DEFAULT_OPTIONS,
+    columns: Sequence[Column], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
 ) -> None:
-    """Take one step, in place.
-
-    Args:
-        columns: Gradients, weights, moments; each of one dtype, all on one device and of the same
-            sizes.
-        norms: float32 on that device, one for each tensor.
-        hyper: Of the step.
-        options: Scaling, skipping and storage.
-    """
+    """Take one step; the states are moments, and norms: float32, one number for each tensor."""
+    *columns, column = columns
+    norms, are_views = _joined(column)
     measure = max_norms if hyper.norm_type == 0 else l2_norms
     new = hyper.blended(norms, measure(columns[0], factor=options.factor))
     if options.noop is not None:
         new = torch.where(options.noop.reshape(()) != 0, norms, new)
-    norms.copy_(new)
-    scales = hyper.scales(norms)
+    scales = hyper.scales(new)
+    if are_views:
+        norms.copy_(new)
+    else:
+        torch._foreach_copy_(list(column), new.unbind())
     if cpu_fused.torch_steps(columns, options, hyper.lr, hyper.weight_decay, hyper.step):
         cpu_fused.step_(_by_foreach(hyper), [*columns, scales.unbind()], options)
         return
     run_stored(NOVOGRAD, columns, hyper.scalars(options.factor, scales), options)
+
+
+def _joined(numbers: Column) -> tuple[torch.Tensor, bool]:
+    """Numbers as one vector, and whether that is their memory: if each follows the one before."""
+    size, start = len(numbers), numbers[0].data_ptr()
+    if [*map(torch.Tensor.data_ptr, numbers)] == [*range(start, start + 4 * size, 4)]:
+        return numbers[0].as_strided((size,), (1,)), True
+    return torch.stack(list(numbers)), False
 
 
 def _by_foreach(hyper: NovoGrad) -> Callable[..., None]:

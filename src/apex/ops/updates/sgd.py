@@ -5,9 +5,8 @@
     update = g + momentum * buffer  if nesterov else  buffer
     param -= lr * (update + late_decay * param)
 
-Without momentum ``update`` is ``g`` and there is no buffer. ``l2`` or ``late_decay`` is the weight
-decay: ``late_decay`` is added after the momentum. ``factor`` is what the gradient is multiplied by
-on the way in: 1 / loss scale, times a clipping coefficient.
+Without momentum ``update`` is ``g`` and there is no buffer. ``late_decay`` is the weight decay
+where it is added after the momentum.
 
 Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML
 2013, with the learning rate outside of the buffer as in PyTorch.
@@ -23,7 +22,7 @@ import torch
 
 from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
-from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.updates import cpu_fused
 from apex.ops.updates.adam import l2_and_decay
 
@@ -62,16 +61,7 @@ MOMENTUM = Update(reference, "sgd:momentum", MomentumScalars)
 
 
 class SGD(NamedTuple):
-    """The hyperparameters of one step.
-
-    Attributes:
-        lr: Learning rate.
-        momentum: Decay of the buffer; 0 means that there is none.
-        dampening: What is left out of each gradient that enters the buffer.
-        weight_decay: L2 penalty.
-        nesterov: Whether the gradient at the point ahead is estimated.
-        wd_after_momentum: Whether the penalty is added after the momentum.
-    """
+    """The hyperparameters; ``wd_after_momentum`` adds the weight decay after the momentum."""
 
     lr: Scalar
     momentum: float
@@ -97,24 +87,20 @@ def sgd_(
     options: StepOptions = DEFAULT_OPTIONS,
     first: torch.Tensor | None = None,
 ) -> None:
-    """Take one step, in place.
+    """Take one step; the state is the momentum buffer, with momentum.
 
     Args:
-        columns: Gradients, weights, and with momentum buffers; each of one dtype, all on one device
-            and of the same sizes.
+        columns: Gradients, weights, and buffers.
         hyper: Of the step.
         options: Scaling, skipping and storage.
         first: float32, a number for each tensor: not 0 where its buffer has no history and becomes
             the gradient itself. Without it a buffer without history holds zeros.
     """
-    lr, decay = hyper.lr, hyper.weight_decay
-    late = hyper.wd_after_momentum and hyper.momentum and decay
-    if first is None and not late and cpu_fused.torch_steps(columns, options, lr, decay):
-        cpu_fused.step_(_torchs(hyper), columns, options)
-        return
+    late = hyper.wd_after_momentum and hyper.momentum and hyper.weight_decay
+    kernel = None if late or first is not None else _torchs
+    scalars = None if first is None else hyper.scalars(options.factor, first)
     update = MOMENTUM if hyper.momentum else PLAIN
-    scalars = hyper.scalars(options.factor, 0.0 if first is None else first)
-    run_stored(update, columns, scalars, options)
+    cpu_fused.step_or_run(update, kernel, columns, hyper, options, scalars=scalars)
 
 
 def _torchs(hyper: SGD) -> Callable[..., None]:
