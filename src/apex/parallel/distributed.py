@@ -28,8 +28,8 @@ import torch
 from torch._compile import _disable_dynamo
 
 from apex.amp.casting.containers import applier
-from apex.amp.gradients import distributed as amp
-from apex.ops.lists import flat
+from apex.amp.gradients.distributed import broadcast_parameters, inside
+from apex.ops.lists.flat import broadcast, flatten, unflatten
 from apex.parallel._arguments import (
     EXCLUDE,
     check_tensors,
@@ -46,10 +46,8 @@ from apex.parallel._flat_calls import (
     check_process_group,
     extract_tensors,
     flat_dist_call,
-    flatten,
     split_by_type,
     split_half_float_double,
-    unflatten,
 )
 from apex.parallel._reduction import Reduction
 
@@ -135,12 +133,7 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_process_group("DistributedDataParallel")
-        refuse(others, message_size)
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"DistributedDataParallel: module is a {type(module).__name__}; it must be a "
-                "torch.nn.Module."
-            )
+        refuse(module, others, message_size)
         warn_of_idle(shared_param, num_allreduce_streams, prof)
         if allreduce_communicators is not None:
             if process_group is not None:
@@ -190,7 +183,7 @@ class DistributedDataParallel(torch.nn.Module):
         watches = torch.is_grad_enabled()
         if watches:
             self._before_forward()
-        with amp.inside(self):
+        with inside(self):
             output = self.module(*inputs, **kwargs)
         if watches:
             self._watch(output)
@@ -208,7 +201,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @_disable_dynamo
     def _watch(self, output: Any) -> None:
-        """Have the reduction told when a backward pass comes to ``output``."""
+        """Put hooks on ``output``: a backward pass begins where its gradient is computed."""
         reduction, reduces = self._reduction, self.require_backward_grad_sync
 
         def begin(grad: torch.Tensor) -> None:
@@ -257,9 +250,9 @@ class DistributedDataParallel(torch.nn.Module):
     # -- ranks start equal ---------------------------------------------------------------------
 
     def _broadcast(self) -> None:
-        amp.broadcast_parameters(list(self.module.parameters()), self.process_group)
+        broadcast_parameters(list(self.module.parameters()), self.process_group)
         if self._options.broadcast_buffers:
-            flat.broadcast(list(self.module.buffers()), self.process_group)
+            broadcast(list(self.module.buffers()), self.process_group)
 
     def _ranks_agree(self) -> None:
         """Raise on all ranks where names, shapes or dtypes are not the same on all."""
