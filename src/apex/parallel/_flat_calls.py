@@ -21,13 +21,10 @@ def apply_flat_dist_call(
 ) -> None:
     """Run one collective on a flat copy of ``bucket``, and copy the result back.
 
-    After ``torch.distributed.all_reduce``, and after no other collective, the result is divided by
-    the number of ranks.
-
     Args:
         bucket: Dense tensors of one dtype and device; overwritten.
-        call: Takes the flat tensor and ``extra_args``, for example
-            ``torch.distributed.broadcast``.
+        call: Takes the flat tensor and ``extra_args``, for example ``torch.distributed.broadcast``.
+            After ``all_reduce`` alone the result is divided by the number of ranks.
         extra_args: More positional arguments of ``call``: ``(0,)`` is the source of a broadcast.
     """
     coalesced = flatten(bucket)

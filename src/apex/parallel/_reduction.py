@@ -50,10 +50,7 @@ class Reduction:
     """Reduces the gradients of a module's parameters in every backward pass.
 
     Args:
-        module: The module.
-        group: The ranks to reduce over.
-        gradient_group: The same ranks, for gradients alone.
-        options: See there.
+        gradient_group: The ranks of ``group``, for gradients alone.
 
     Attributes:
         enabled: Whether passes are to reduce now.
@@ -98,9 +95,7 @@ class Reduction:
         params = list(self.module.parameters())
         if not all(isinstance(param, torch.nn.Parameter) and param.is_leaf for param in params):
             return
-        if len(params) != len(self._params) or any(
-            new is not old for new, old in zip(params, self._params, strict=True)
-        ):
+        if list(map(id, params)) != list(map(id, self._params)):
             _remove(self._hooks)
             self._params, self.buckets = params, None
             self._unreduced = set()
@@ -145,13 +140,10 @@ class Reduction:
     # -- one backward pass ---------------------------------------------------------------------
 
     def begin(self, reduces: bool) -> Pass:
-        """Note that a backward pass has begun.
+        """Note that a backward pass has begun; ``reduces``: a forward of it asked for a reduction.
 
         Called from a gradient of the wrapper's output, it waits for the end of the whole pass; from
         that of a parameter inside of reentrant checkpointing, for the end of the inner pass.
-
-        Args:
-            reduces: Whether one of its forwards asked for a reduction.
         """
         with _lock:
             self._look_for_failure()
@@ -168,10 +160,10 @@ class Reduction:
         for index, param in enumerate(self._params):  # called past the wrapper, unfrozen since
             if id(param) not in self._hooks and param.requires_grad and not _owner(param):
                 self._take(index, param)
-        if self.buckets is not None and self._kinds != self._find_kinds():
+        if self._kinds != self._find_kinds():
             self.buckets = None
         is_first = not any(other.missing and other.end() is not None for other in _passes)
-        if self.buckets is not None and self._overlaps and is_first and not self.options.delay:
+        if self.buckets and self._overlaps and is_first and not self.options.delay:
             one.missing = [set(filter(self._is_trained, bucket)) for bucket in self.buckets]
         if self._sums:
             one.sums = self._find_sums()
@@ -293,12 +285,12 @@ class Reduction:
     def _start(self, number: int) -> Bucket | None:
         """Send the gradients of a bucket on their way."""
         assert self.buckets is not None
+        assert self._pass is not None
         params = [self._params[index] for index in self.buckets[number] if self._is_trained(index)]
         if not params:
             return None
         dtype = params[0].dtype
         bucket = Bucket(params, self.options.dtype_of(dtype))
-        assert self._pass is not None
         refused = bucket.fill(self._pass.sums)
         if refused is not None and refused.grad is not None:
             raise RuntimeError(
@@ -338,18 +330,13 @@ class Reduction:
             )
 
     def _find_sums(self) -> set[int]:
-        """Ids of parameters whose gradients are sums over ranks, and were not zeroed since.
-
-        The host reads each gradient that zero_grad() has not dropped.
-        """
+        """Ids of parameters whose gradients are sums over ranks and not zero; waits for a GPU."""
         grads = {id(param): param.grad for param in self._params if id(param) in self._sums}
         return {
             key
             for key, grad in grads.items()
             if grad is not None and self._sums[key]() is grad and bool(grad.any())
         }
-
-    # -- what is said of parameters ------------------------------------------------------------
 
     def device(self) -> torch.device:
         """Where the module is: that of its first parameter or buffer."""

@@ -8,6 +8,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from apex.parallel._flat_calls import check_process_group
 from apex.parallel.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:  # a torch without torch.distributed imports this file too
@@ -96,19 +97,15 @@ def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
     """
     if group_size == 0:
         return None
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise RuntimeError(
-            f"create_syncbn_process_group({group_size}): torch.distributed is not initialized. "
-            "Call torch.distributed.init_process_group first."
-        )
+    check_process_group("create_syncbn_process_group")
     world = torch.distributed.get_world_size()
     if group_size < 0 or world % group_size:
         raise ValueError(
             f"create_syncbn_process_group({group_size}): there are {world} processes. Pass a "
             "divisor of their number, or 0 for one group of all."
         )
-    starts = range(0, world, group_size)
     groups: list[ProcessGroup] = [
-        torch.distributed.new_group(list(range(start, start + group_size))) for start in starts
+        torch.distributed.new_group(list(range(first, first + group_size)))
+        for first in range(0, world, group_size)
     ]
     return groups[torch.distributed.get_rank() // group_size]

@@ -336,10 +336,7 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> torch.Tensor:
         """Reduce ``bucket``, gradients of one dtype, and return the flat result.
 
-        Args:
-            bucket: Dense tensors; left as they are.
-            bucket_idx: Not used.
-            force_default_stream: Not used: collectives have their own streams.
+        ``bucket`` is left as it is; the other arguments are not used.
         """
         dtype = self._options.dtype_of(bucket[0].dtype)
         summed = flatten([tensor.detach().to(dtype, copy=True) for tensor in bucket])
