@@ -206,13 +206,21 @@ def test_what_a_script_declares(became):
 @pytest.mark.parametrize(
     ("options", "words", "text"),
     [
-        (["--world-size", "2"], [], "--world-size 2, but SLURM started 4 processes"),
-        ([], ["--world-size=3"], "--world-size 3, but SLURM started 4 processes"),
+        (
+            ["--world-size", "2"],
+            [],
+            "leave out --log-dir and --world-size: SLURM started 4 processes",
+        ),
+        ([], ["--world-size=3"], "leave out --log-dir and --world-size: SLURM started 4 processes"),
         ([], ["--world-size", "many"], "--world-size of the script: 'many' is not a whole"),
         ([], ["--world-size"], "--world-size of the script: '' is not a whole"),
         (["--world-size", "0"], [], "argument --world-size: '0' is not a whole number of 1"),
         (["--pass", "gpu"], [], "argument --pass: invalid choice: 'gpu' (choose from "),
-        (["--log-dir", "logs"], [], "--log-dir logs, but SLURM started 4 processes"),
+        (
+            ["--log-dir", "logs"],
+            [],
+            "leave out --log-dir and --world-size: SLURM started 4 processes",
+        ),
     ],
 )
 def test_refused(became, capsys, options, words, text):

@@ -86,15 +86,15 @@ def check_tensors(module: torch.nn.Module, group: Any, *, buffers: bool) -> None
 
 
 def indices(
-    module: torch.nn.Module, triggers: Iterable[torch.nn.Parameter] | None
+    module: torch.nn.Module, params: Iterable[torch.nn.Parameter], name: str
 ) -> tuple[int, ...]:
-    """Return the indices of ``triggers`` among the parameters of the module."""
+    """Return the indices of ``params``, the argument ``name``, among those of the module."""
     index = {id(param): number for number, param in enumerate(module.parameters())}
-    found = sorted(index.get(id(param), -1) for param in triggers or ())
+    found = sorted(index.get(id(param), -1) for param in params)
     if -1 in found:
         raise ValueError(
-            "DistributedDataParallel: allreduce_trigger_params holds something that is no "
-            "parameter of the module. Pass parameters of the module."
+            f"DistributedDataParallel: {name} holds something that is no parameter of the module. "
+            "Pass parameters of the module."
         )
     return tuple(found)
 

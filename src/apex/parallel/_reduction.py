@@ -1,9 +1,7 @@
 """The reduction of gradients over ranks, by hooks on parameters: the engine of the wrapper.
 
 Hooks on parameters are called when a gradient is complete. What is still missing when the backward
-pass ends is reduced then. So nothing depends on which forwards ran, and how many: several forwards
-or backwards for a step, unused, frozen, unfrozen and cast parameters are reduced like any other.
-Every byte is moved by a collective of ``torch.distributed``.
+pass ends is reduced then. So nothing depends on which forwards ran, and how many.
 
 * **Buckets.** Parameters are grouped in the order in which their gradients arrived in the first
   pass on rank 0, ``message_size`` elements or more of one dtype and device to a bucket. A complete
@@ -87,9 +85,6 @@ class Reduction:
         """Look at the module's parameters again, and put hooks on those that are trained.
 
         Parameters that ``torch.func.functional_call`` has put in their place are passed over.
-
-        Raises:
-            RuntimeError: A backward pass has failed.
         """
         self._look_for_failure()
         params = list(self.module.parameters())
@@ -171,11 +166,7 @@ class Reduction:
         return one
 
     def ready(self, index: int) -> None:
-        """Note that the gradient of a parameter is complete, and start complete buckets.
-
-        Raises:
-            RuntimeError: The gradient cannot be reduced.
-        """
+        """Note that the gradient of a parameter is complete, and start complete buckets."""
         with _lock:
             self._ready(index)
 

@@ -24,10 +24,9 @@ def convert_syncbn_model(
 ) -> torch.nn.Module:
     """Replace every batch norm of a model by :class:`SyncBatchNorm`, in place.
 
-    The new layers have the same Parameters and buffers, so optimizers made before still step them.
-    They keep training mode, ``requires_grad``, hooks and other attributes. A layer that is used at
-    two places stays one layer. Subclasses of torch's batch norms and ``torch.nn.SyncBatchNorm`` are
-    replaced too; instance norms are not.
+    The new layers have the same Parameters, buffers, training mode, hooks and other attributes, so
+    optimizers made before still step them. A layer that is used at two places stays one layer.
+    Subclasses of torch's batch norms and ``torch.nn.SyncBatchNorm`` are replaced too.
 
     Args:
         module: The model, or a layer.
@@ -47,14 +46,13 @@ def convert_syncbn_model(
         <class 'apex.parallel.sync_batchnorm.SyncBatchNorm'>
     """
     found: dict[torch.nn.Module, torch.nn.Module] = {}
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
-            if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-                raise ValueError(
-                    f"convert_syncbn_model: {layer} does not know its number of channels yet. Run "
-                    "the model on a batch first."
-                )
-            found[layer] = _converted(layer, process_group, channel_last)
+    for layer in (layer for layer in module.modules() if isinstance(layer, _BatchNorm)):
+        if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+            raise ValueError(
+                f"convert_syncbn_model: {layer} does not know its number of channels yet. Run the "
+                "model on a batch first."
+            )
+        found[layer] = _converted(layer, process_group, channel_last)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child in found:

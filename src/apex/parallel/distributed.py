@@ -3,10 +3,9 @@
 :mod:`apex.parallel._reduction` reduces gradients. This module has the arguments, and keeps ranks
 equal:
 
-* Rank 0's parameters and buffers are sent to all ranks at construction, and again before the first
-  training forward, so that what rank 0 alone has loaded in between arrives. Where
-  ``amp.initialize`` has made float32 masters, these are sent, and weights follow them. The same
-  happens before the next training forward when parameters were added or replaced.
+* Rank 0's parameters (masters, where ``amp.initialize`` has made some) and buffers are sent to all
+  ranks at construction, and before the first training forward, so that what rank 0 alone has loaded
+  in between arrives; again when parameters were added or replaced.
 * Rank 0's buffers are sent at the end of each pass that reduces. After the first training forward
   no forward communicates, and one without gradients never does: an evaluation on one rank cannot
   hang.
@@ -157,7 +156,7 @@ class DistributedDataParallel(torch.nn.Module):
         check_tensors(module, self.process_group, buffers=broadcast_buffers)
         self._options = Options(
             message_size=message_size,
-            triggers=indices(module, allreduce_trigger_params),
+            triggers=indices(module, allreduce_trigger_params or (), "allreduce_trigger_params"),
             delay=bool(delay_allreduce),
             retain=bool(retain_allreduce_buffers),
             always_fp32=bool(allreduce_always_fp32),
@@ -314,18 +313,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._reduction.refresh()
 
     def comm_ready_buckets(self, param: torch.nn.Parameter) -> None:
-        """Note that the gradient of ``param`` is complete; called by its hook.
-
-        Raises:
-            ValueError: ``param`` is no parameter of the module.
-        """
-        for index, one in enumerate(self.module.parameters()):
-            if one is param:
-                return self._reduction.ready(index)
-        raise ValueError(
-            f"DistributedDataParallel: a tensor of shape {tuple(param.shape)} is no parameter of "
-            "the module."
-        )
+        """Note that the gradient of ``param``, of the module, is complete; called by its hook."""
+        self._reduction.ready(*indices(self.module, [param], "param"))
 
     def sync_bucket_structure(self) -> None:
         """Make buckets in the reverse order of parameters; all ranks have to call it."""

@@ -60,7 +60,7 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """
     if variables.get("WORLD_SIZE") == "1" and "RANK" in variables:  # enough for torch's env://
         variables = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **variables}
-    partial: dict[str, _Names] = {}
+    partial = []
     for launcher, names in {**_VARIABLES, **_slurm(variables)}.items():
         if all(name in variables for name in names):
             rank, local_rank, world, local_world = (_number(variables, name) for name in names)
@@ -71,8 +71,8 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
                 )
             return Environment(rank, local_rank, world, local_world, launcher)
         if any(name in variables for name in names):
-            partial[launcher] = names
-    for names in partial.values():
+            partial.append(names)
+    for names in partial:
         missing = ", ".join(name for name in names if name not in variables)
         raise ValueError(
             f"{_shown(variables, names)} without {missing}: set all of {', '.join(names)}, or none"
@@ -84,11 +84,9 @@ def master_address(variables: Mapping[str, str] = os.environ) -> tuple[str, int]
     """Find the address and port at which the processes of the job meet.
 
     The address is ``MASTER_ADDR``; without it, 127.0.0.1 for a job on one machine, and the first
-    host of SLURM's list for a job on several, because rank 0 runs there.
-
-    The port is ``MASTER_PORT``; without it, 29500, and in a SLURM job 20000 plus the last four
-    digits of the job's id, because several jobs may share a machine. Set it where two programs of
-    one job train at the same time on the same machine.
+    host of SLURM's list for a job on several, where rank 0 runs. The port is ``MASTER_PORT``;
+    without it, 29500, and in a SLURM job 20000 plus the last four digits of the job's id: several
+    jobs may share a machine. Set it where two programs of one job do.
 
     Raises:
         ValueError: As for :func:`environment`; or ``MASTER_PORT`` is no port; or the job runs on

@@ -51,11 +51,7 @@ _WORLD_SIZE = {"--world-size", "--world_size"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        argv: Options, script and its arguments, as after ``python -m apex.parallel.multiproc``.
-    """
+    """Run the command with the arguments ``argv`` and return its exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
     script, arguments, log_dir = options.script, options.arguments, options.log_dir
@@ -73,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = options.world_size or (_at_least_1(sizes[-1]) if sizes else None)
         here = environment()
         if here.world_size > 1:
-            return _run_here(words, names, here, size, log_dir)
+            if log_dir or size not in (None, here.world_size):
+                started = f"{here.launcher} started {here.world_size} processes"
+                parser.error(f"leave out --log-dir and --world-size: {started}")
+            return _run_here(words, names, here)
     except argparse.ArgumentTypeError as error:
         parser.error(f"--world-size of the script: {error}")
     except ValueError as error:
@@ -165,19 +164,8 @@ def _start(words: Sequence[str], names: Sequence[str], processes: int, log_dir: 
     return 0
 
 
-def _run_here(
-    words: Sequence[str],
-    names: Sequence[str],
-    here: Environment,
-    size: int | None,
-    log_dir: str | None,
-) -> int:
+def _run_here(words: Sequence[str], names: Sequence[str], here: Environment) -> int:
     """Become the script: another launcher started this process as one of several."""
-    started = f"but {here.launcher} started {here.world_size} processes"
-    if size not in (None, here.world_size):
-        raise ValueError(f"--world-size {size}, {started}: leave the option out")
-    if log_dir:
-        raise ValueError(f"--log-dir {log_dir}, {started}: use its own option for files of output")
     address, port = master_address()
     if here.rank == 0:
         _say_what_starts(here.world_size, here.launcher, words[0], names)
@@ -191,8 +179,8 @@ def _run_here(
 
 
 def _say_what_starts(count: int, launcher: str, script: str, names: Sequence[str]) -> None:
-    passed = f"with {' '.join(names)}" if names else "with its own arguments alone"
-    _say(f"{count} process{'es' * (count > 1)} by {launcher} of {script}, {passed}")
+    passed = " ".join(names) or "its own arguments alone"
+    _say(f"{count} process{'es' * (count > 1)} by {launcher} of {script}, with {passed}")
 
 
 def _say(line: str) -> None:
