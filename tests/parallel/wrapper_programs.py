@@ -420,20 +420,6 @@ def copies(rank):
     return found
 
 
-def state_dicts(rank):
-    """Keys have a prefix; a bare model loads them without it, and back."""
-    wrapper = DistributedDataParallel(_normed(0))
-    state = wrapper.state_dict()
-    assert all(key.startswith("module.") for key in state)
-    bare = _normed(3)
-    bare.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
-    for key, value in bare.state_dict().items():
-        assert torch.equal(value, state[f"module.{key}"])
-    wrapper.module.load_state_dict(_normed(4).state_dict())
-    wrapper.load_state_dict({f"module.{k}": v for k, v in bare.state_dict().items()})
-    return list(wrapper.state_dict().values())
-
-
 def in_a_group(rank):
     """Each rank in a group of its own: nothing is averaged."""
     groups = [dist.new_group([number]) for number in range(dist.get_world_size())]
@@ -695,7 +681,6 @@ PROGRAMS = [
     trained_in_eval,
     complex_gradients,
     copies,
-    state_dicts,
     functools.partial(recomputed, use_reentrant=True),
     functools.partial(recomputed, use_reentrant=False),
     wrapped_twice,
