@@ -53,14 +53,10 @@ torch.distributed.destroy_process_group()
 # One write for each line: torchrun switches buffers off, and print writes each word by itself, so
 # that lines of two processes could mix.
 WITH_LOCAL_RANK = """
-import options, sys
-sys.stdout.write(f"{options.args.local_rank}\\n")
-"""
-ITS_OPTIONS = """
-import argparse
+import argparse, sys
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
-args = parser.parse_args()
+sys.stdout.write(f"{parser.parse_args().local_rank}\\n")
 """
 OF_TODAY = f"""
 import os, signal, sys, time
@@ -83,7 +79,6 @@ def folder(tmp_path):
         "of_2018.py": OF_2018,
         "meets_by_tcp.py": MEETS_BY_TCP,
         "with_local_rank.py": WITH_LOCAL_RANK,
-        "options.py": ITS_OPTIONS,
         "of_today.py": OF_TODAY,
     }
     for name, text in scripts.items():
@@ -104,9 +99,7 @@ def run(folder, *words, **variables):
         timeout=SECONDS,
         check=False,
     )
-    lines = [
-        line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")
-    ]  # torch 2.9
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # 2.9
     return done.returncode, sorted(lines), done.stderr
 
 
@@ -200,40 +193,34 @@ def test_what_a_script_declares(became):
     assert became("# --rank --world-size --local_rank\n") == []
     assert became(declares("--local-rank")) == ["--local-rank", "1"]
     assert became(both + declares("--local_rank")) == [*ranks, "--local_rank", "1"]
-    assert became(declares("--local_rank"), "--local_rank=9", "x") == ["--local_rank=1", "x"]
+    assert became(declares("--local_rank"), "--local_rank=9", "x") == ["x", "--local_rank", "1"]
+    twice = ["--local_rank", "8", "x", "--local_rank=9"]
+    assert became(declares("--local_rank"), *twice) == ["x", "--local_rank", "1"]
     assert became("not python '--local_rank'") == []  # its own error is shown when it runs
     assert became("'\\d --rank'\0") == []
     assert became(both, options=["--pass", "none"]) == []
-    assert became("", options=["--pass", "rank,local_rank"]) == ["--rank", "3", "--local_rank", "1"]
-
-
-@pytest.mark.parametrize(
-    ("imports", "file"),
-    [
-        ("import parts.options", "parts/options.py"),  # without parts/__init__.py
-        ("from parts import options", "parts/options.py"),
-        ("from parts.options import Options", "parts/options/__init__.py"),
-        ("def main():\n    import inner.module", "inner/options.py"),
-    ],
-)
-def test_declared_in_a_module_of_the_folder(became, tmp_path, imports, file):
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "module.py").write_text("import nowhere\nfrom .options import Options\n")
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_text(declares("--local_rank") + "import script\n")
-    assert became(imports) == ["--local_rank", "1"]
+    assert became("", options=["--pass", "rank,world-size"]) == ranks
+    assert became("import options", options=["--pass", "local_rank"]) == ["--local_rank", "1"]
 
 
 @pytest.mark.parametrize(
     ("options", "words", "text"),
     [
-        (["--world-size", "2"], [], "--world-size 2, but SLURM started 4 processes"),
-        ([], ["--world-size=3"], "--world-size 3, but SLURM started 4 processes"),
+        (
+            ["--world-size", "2"],
+            [],
+            "leave out --log-dir and --world-size: SLURM started 4 processes",
+        ),
+        ([], ["--world-size=3"], "leave out --log-dir and --world-size: SLURM started 4 processes"),
         ([], ["--world-size", "many"], "--world-size of the script: 'many' is not a whole"),
         ([], ["--world-size"], "--world-size of the script: '' is not a whole"),
         (["--world-size", "0"], [], "argument --world-size: '0' is not a whole number of 1"),
-        (["--pass", "gpu"], [], "argument --pass: 'gpu' is not none and not some of rank, "),
-        (["--log-dir", "logs"], [], "--log-dir logs, but SLURM started this process"),
+        (["--pass", "gpu"], [], "argument --pass: invalid choice: 'gpu' (choose from "),
+        (
+            ["--log-dir", "logs"],
+            [],
+            "leave out --log-dir and --world-size: SLURM started 4 processes",
+        ),
     ],
 )
 def test_refused(became, capsys, options, words, text):
@@ -246,3 +233,11 @@ def test_no_script(capsys):
     with pytest.raises(SystemExit, match="2"):
         multiproc.main(["nowhere.py"])
     assert "nowhere.py is no file" in capsys.readouterr().err
+
+
+def test_a_file_instead_of_a_folder(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        multiproc.main(["--log-dir", str(script), str(script)])
+    assert "script.py: is a file; give a folder" in capsys.readouterr().err

@@ -381,5 +381,7 @@ def test_the_optimizer_steps_what_was_converted():
 
 def test_groups_need_processes():
     assert create_syncbn_process_group(0) is None
-    with pytest.raises(RuntimeError, match="Call torch.distributed.init_process_group first"):
+    with pytest.raises(
+        RuntimeError, match=r'Call torch.distributed.init_process_group\("nccl"\) before'
+    ):
         create_syncbn_process_group(2)

@@ -12,7 +12,7 @@ from torch import nn
 
 from apex import amp
 from apex.parallel import DistributedDataParallel, Reducer
-from tests.parallel.wrapper_programs import _check, _grads, _numbers
+from tests.parallel.wrapper_programs import _check, _grads, _numbers, begun
 
 
 class Pair(nn.Module):
@@ -236,14 +236,10 @@ def reduced_by_hand(rank, level):
 
 
 def reducer_with_masters(rank):
-    """Ranks begin with other seeds; the masters of rank 0 are sent, not only its weights."""
-    amp.reset()
-    torch.manual_seed(rank)
-    layer = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
-    amp.initialize(layer, optimizer, opt_level="O2", verbosity=0)
-    Reducer(layer)
-    return [p.detach().clone() for p in (*amp.master_params(optimizer), *layer.parameters())]
+    """The masters of rank 0 are sent, not only its weights."""
+    model, optimizer = begun(rank, "O2")
+    Reducer(model)
+    return [*map(torch.clone, (*amp.master_params(optimizer), *model.parameters()))]
 
 
 def buffers_of_their_own(rank):

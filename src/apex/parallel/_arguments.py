@@ -12,7 +12,6 @@ import torch
 
 EXCLUDE = "DistributedDataParallel: {} and {} exclude each other. Pass one of the two."
 
-
 _TORCHS = {  # arguments of torch's wrapper: what is to be done without them
     "device_ids": "a module computes on the device that it is on",
     "output_device": "a module computes on the device that it is on",
@@ -23,8 +22,8 @@ _TORCHS = {  # arguments of torch's wrapper: what is to be done without them
 }
 
 
-def refuse(others: Mapping[str, Any], message_size: Any) -> None:
-    """Raise for arguments that do not exist, and for a ``message_size`` that is no number."""
+def refuse(module: Any, others: Mapping[str, Any], message_size: Any) -> None:
+    """Raise ``TypeError`` for arguments that do not exist or have another type."""
     for name in others:
         remedy = f": {_TORCHS[name]}" if name in _TORCHS else ""
         raise TypeError(f"DistributedDataParallel has no argument {name}. Leave it out{remedy}.")
@@ -33,6 +32,11 @@ def refuse(others: Mapping[str, Any], message_size: Any) -> None:
             f"DistributedDataParallel: message_size is {message_size!r}; it must be a number of "
             "elements, 0 or more. (The second argument of torch's wrapper, device_ids, is not "
             "needed.)"
+        )
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"DistributedDataParallel: module is a {type(module).__name__}; it must be a "
+            "torch.nn.Module."
         )
 
 
@@ -67,32 +71,30 @@ def check_tensors(module: torch.nn.Module, group: Any, *, buffers: bool) -> None
     nccl = torch.distributed.get_backend(group) == "nccl"
     named: list[tuple[str, torch.Tensor]] = [*module.named_parameters()]
     for name, tensor in (*named, *(module.named_buffers() if buffers else ())):
-        problem = (
-            ("a DTensor", "use fully_shard")
-            if hasattr(tensor, "placements")
-            else ("without a shape", "run one forward of the lazy module before")
-            if torch.nn.parameter.is_lazy(tensor)
-            else (f"on {tensor.device}, and the group is nccl", "call module.cuda() before")
-            if nccl and not tensor.is_cuda
-            else None
+        if hasattr(tensor, "placements"):
+            problem, remedy = "a DTensor", "use fully_shard"
+        elif torch.nn.parameter.is_lazy(tensor):
+            problem, remedy = "without a shape", "run one forward of the lazy module before"
+        elif nccl and not tensor.is_cuda:
+            problem = f"on {tensor.device}, and the group is nccl"
+            remedy = "call module.cuda() before"
+        else:
+            continue
+        raise ValueError(
+            f"DistributedDataParallel: '{name}' is {problem}, which cannot be reduced: {remedy}."
         )
-        if problem is not None:
-            raise ValueError(
-                f"DistributedDataParallel: '{name}' is {problem[0]}, which cannot be reduced: "
-                f"{problem[1]}."
-            )
 
 
 def indices(
-    module: torch.nn.Module, triggers: Iterable[torch.nn.Parameter] | None
+    module: torch.nn.Module, params: Iterable[torch.nn.Parameter], name: str
 ) -> tuple[int, ...]:
-    """Return the indices of ``triggers`` among the parameters of the module."""
+    """Return the indices of ``params``, the argument ``name``, among those of the module."""
     index = {id(param): number for number, param in enumerate(module.parameters())}
-    found = sorted(index.get(id(param), -1) for param in triggers or ())
+    found = sorted(index.get(id(param), -1) for param in params)
     if -1 in found:
         raise ValueError(
-            "DistributedDataParallel: allreduce_trigger_params holds something that is no "
-            "parameter of the module. Pass parameters of the module."
+            f"DistributedDataParallel: {name} holds something that is no parameter of the module. "
+            "Pass parameters of the module."
         )
     return tuple(found)
 

@@ -1,17 +1,16 @@
-"""Buckets: gradients that are reduced together, and how they are."""
+"""Buckets: gradients that are reduced together, and how they are; the state of a backward pass."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from apex.ops._dtypes import NARROW
 from apex.ops.lists.flat import unflatten
-
-_DENSE = {torch.strided}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +62,21 @@ class Bucket:
             without: ids of parameters that count as missing: their gradients are reduced already.
 
         Returns:
-            ``None``; or, with nothing done, a parameter whose gradient has another dtype or is
-            not dense.
+            ``None``; or a parameter whose gradient has another dtype or is not dense.
         """
         self.grads = [None if id(param) in without else param.grad for param in self.params]
-        present = [grad for grad in self.grads if grad is not None]
-        dtype = self.params[0].dtype
-        if {grad.dtype for grad in present} - {dtype} or {g.layout for g in present} - _DENSE:
-            return next(
-                param
-                for param, grad in zip(self.params, self.grads, strict=True)
-                if grad is not None and (grad.dtype != dtype or grad.layout not in _DENSE)
-            )
+        present, views = [], []
         self.flags.fill_(1.0)
+        for place, (param, grad) in enumerate(zip(self.params, self.grads, strict=True)):
+            if grad is None:
+                self.views[place].zero_()
+                self.flags[place].zero_()
+            elif grad.dtype != param.dtype or grad.layout is not torch.strided:
+                return param
+            else:
+                views.append(self.views[place])
+                present.append(grad)
         self.has_all = len(present) == len(self.params)
-        views = self.views
-        if not self.has_all:
-            views = []
-            for place, (grad, view) in enumerate(zip(self.grads, self.views, strict=True)):
-                if grad is None:
-                    view.zero_()
-                    self.flags[place].zero_()
-                else:
-                    views.append(view)
         if present:
             torch._foreach_copy_(views, present)
         return None
@@ -100,46 +91,53 @@ class Bucket:
         if self.has_all:
             torch._foreach_copy_([grad for grad in self.grads if grad is not None], self.views)
         else:
-            used = self.flags.tolist()
-            for param, grad, view, count in zip(
-                self.params, self.grads, self.views, used, strict=True
-            ):
+            rows = zip(self.params, self.grads, self.views, self.flags.tolist(), strict=True)
+            for param, grad, view, ranks in rows:
                 if grad is not None:
                     grad.copy_(view)
-                elif count and param.grad is None:
+                elif ranks and param.grad is None:
                     param.grad = torch.empty_like(param).copy_(view)
 
 
-def grouped(
-    order: Sequence[int], kinds: Sequence[Any], sizes: Sequence[int], options: Options
+def group_by_size(
+    order: Sequence[int], params: Sequence[torch.Tensor], options: Options
 ) -> list[list[int]]:
-    """Group parameters into buckets: their indices, in the given order.
-
-    Args:
-        order: Indices.
-        kinds: What all parameters of a bucket have in common, by index.
-        sizes: Numbers of elements, by index.
-        options: See there.
-    """
-    full, growing, filled = [], dict[Any, list[int]](), dict[Any, int]()
+    """Group indices of parameters into buckets of one dtype and device, in the given order."""
+    full, growing, sizes = [], dict[Any, list[int]](), dict[Any, int]()
     for index in order:
-        kind = kinds[index]
+        kind = params[index].dtype, params[index].device
         growing.setdefault(kind, []).append(index)
-        filled[kind] = filled.get(kind, 0) + sizes[index]
-        is_large = filled[kind] >= options.message_size
+        sizes[kind] = sizes.get(kind, 0) + params[index].numel()
+        is_large = sizes[kind] >= options.message_size
         if index in options.triggers if options.triggers else is_large:
             full.append(growing.pop(kind))
-            filled[kind] = 0
+            sizes[kind] = 0
     return [*full, *growing.values()]
 
 
-class AllReduce:
-    """Sums over ranks, divided as the options say.
+@dataclass(eq=False)
+class Pass:
+    """One backward pass.
 
-    Args:
-        group: A process group.
-        options: See there.
+    Attributes:
+        end: A weak reference to the callback at its end; dead if the pass has failed.
+        reduces: Whether its gradients are reduced at all.
+        arrived: Indices of parameters, in the order of their gradients; some may come twice.
+        missing: The indices that each bucket waits for; empty where buckets wait for the end.
+        started: The buckets on their way; ``None`` for one without trainable parameters.
+        sums: ids of parameters whose gradients were sums over ranks when the pass began.
     """
+
+    end: weakref.ref[Any]
+    reduces: bool = False
+    arrived: list[int] = field(default_factory=list)
+    missing: list[set[int]] = field(default_factory=list)
+    started: list[Bucket | None] = field(default_factory=list)
+    sums: set[int] = field(default_factory=set)
+
+
+class AllReduce:
+    """Sums over the ranks of ``group``, divided as the options say."""
 
     def __init__(self, group: Any, options: Options) -> None:
         self.group = group

@@ -8,25 +8,9 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients.distributed import broadcast_parameters
+from apex.amp.gradients.distributed import broadcast_parameters, is_initialized
 from apex.amp.gradients.masters import grads_to_step
-from apex.ops.lists import flat
-
-_SPLIT_ORDER = (torch.float16, torch.float32, torch.float64)
-
-
-def flatten(bucket: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy dense tensors one after the other into a 1-dimensional tensor; view one alone."""
-    return flat.flatten(bucket)
-
-
-def unflatten(coalesced: torch.Tensor, bucket: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """View a 1-dimensional tensor as tensors of the shapes of ``bucket``.
-
-    Raises:
-        RuntimeError: ``coalesced`` has fewer elements than ``bucket``.
-    """
-    return flat.unflatten(coalesced, bucket)
+from apex.ops.lists.flat import by_kind, flatten, unflatten
 
 
 @torch.no_grad()
@@ -37,13 +21,10 @@ def apply_flat_dist_call(
 ) -> None:
     """Run one collective on a flat copy of ``bucket``, and copy the result back.
 
-    After ``torch.distributed.all_reduce``, and after no other collective, the result is divided by
-    the number of ranks.
-
     Args:
         bucket: Dense tensors of one dtype and device; overwritten.
-        call: Takes the flat tensor and ``extra_args``, for example
-            ``torch.distributed.broadcast``.
+        call: Takes the flat tensor and ``extra_args``, for example ``torch.distributed.broadcast``.
+            After ``all_reduce`` alone the result is divided by the number of ranks.
         extra_args: More positional arguments of ``call``: ``(0,)`` is the source of a broadcast.
     """
     coalesced = flatten(bucket)
@@ -59,7 +40,7 @@ def flat_dist_call(
     extra_args: tuple[Any, ...] | None = None,
 ) -> None:
     """Run :func:`apply_flat_dist_call` once for each dtype and device of ``tensors``."""
-    for bucket in flat.by_kind(tensors):
+    for bucket in by_kind(tensors):
         apply_flat_dist_call(bucket, call, extra_args)
 
 
@@ -76,10 +57,8 @@ def split_half_float_double(tensors: Sequence[torch.Tensor]) -> list[list[torch.
 
     The original dropped the others, bfloat16 for example; and tensors on a CPU.
     """
-    groups = flat.by_kind(tensors)
-    last = len(_SPLIT_ORDER)
-    order = {dtype: place for place, dtype in enumerate(_SPLIT_ORDER)}
-    return sorted(groups, key=lambda group: order.get(group[0].dtype, last))
+    order = {torch.float16: 0, torch.float32: 1, torch.float64: 2}
+    return sorted(by_kind(tensors), key=lambda group: order.get(group[0].dtype, 3))
 
 
 def extract_tensors(maybe_tensor: Any, tensor_list: list[torch.Tensor]) -> None:
@@ -96,9 +75,8 @@ class Reducer:
 
     Args:
         module_or_grads_list: A module, whose parameters (masters, where amp has made some) are
-            broadcast from rank 0 now; or gradients
-            in nested iterables, which have to stay the same tensors: use
-            ``zero_grad(set_to_none=False)``.
+            broadcast from rank 0 now; or gradients in nested iterables, which have to stay the same
+            tensors: use ``zero_grad(set_to_none=False)``.
 
     Raises:
         TypeError: There is no module and no tensor.
@@ -139,16 +117,8 @@ class Reducer:
 
 
 def check_process_group(name: str) -> None:
-    """Raise unless the default process group was made.
-
-    Args:
-        name: What needs it, for the error.
-
-    Raises:
-        RuntimeError: There is none.
-    """
-    module = torch.distributed
-    if not module.is_available() or not module.is_initialized():
+    """Raise ``RuntimeError`` unless the default process group, which ``name`` needs, was made."""
+    if not is_initialized():
         raise RuntimeError(
             f"{name} needs a process group, and this process has none. Call "
             'torch.distributed.init_process_group("nccl") before (on a CPU: "gloo"), with the '

@@ -1,9 +1,7 @@
 """The reduction of gradients over ranks, by hooks on parameters: the engine of the wrapper.
 
 Hooks on parameters are called when a gradient is complete. What is still missing when the backward
-pass ends is reduced then. So nothing depends on which forwards ran, and how many: several forwards
-or backwards for a step, unused, frozen, unfrozen and cast parameters are reduced like any other.
-Every byte is moved by a collective of ``torch.distributed``.
+pass ends is reduced then. So nothing depends on which forwards ran, and how many.
 
 * **Buckets.** Parameters are grouped in the order in which their gradients arrived in the first
   pass on rank 0, ``message_size`` elements or more of one dtype and device to a bucket. A complete
@@ -32,12 +30,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex.ops.lists.flat import broadcast, by_kind, flatten, unflatten
-from apex.parallel import _pass as passes
-from apex.parallel._bucket import AllReduce, Bucket, Options, grouped
-from apex.parallel._pass import Pass
+from apex.parallel._bucket import AllReduce, Bucket, Options, Pass, group_by_size
 
 # Parameter -> a weak reference to the reduction whose hook it has. A parameter has one hook.
 _owners: Any = WeakTensorKeyDictionary()
+_passes: weakref.WeakSet[Pass] = weakref.WeakSet()  # those that run, of all wrappers
+_lock = threading.RLock()  # autograd has a thread for each device
 
 
 def _owner(param: torch.nn.Parameter) -> Reduction | None:
@@ -50,10 +48,7 @@ class Reduction:
     """Reduces the gradients of a module's parameters in every backward pass.
 
     Args:
-        module: The module.
-        group: The ranks to reduce over.
-        gradient_group: The same ranks, for gradients alone.
-        options: See there.
+        gradient_group: The ranks of ``group``, for gradients alone.
 
     Attributes:
         enabled: Whether passes are to reduce now.
@@ -83,7 +78,6 @@ class Reduction:
         self._has_failed = False
         self._unreduced: set[int] = set()  # indices that passes in no_sync() have left
         self._sums: dict[int, weakref.ref[torch.Tensor]] = {}  # by the id of a parameter
-        self._lock = threading.RLock()  # autograd has a thread for each device
         weakref.finalize(self, _remove, self._hooks)
         self.refresh()
 
@@ -91,17 +85,12 @@ class Reduction:
         """Look at the module's parameters again, and put hooks on those that are trained.
 
         Parameters that ``torch.func.functional_call`` has put in their place are passed over.
-
-        Raises:
-            RuntimeError: A backward pass has failed.
         """
         self._look_for_failure()
         params = list(self.module.parameters())
         if not all(isinstance(param, torch.nn.Parameter) and param.is_leaf for param in params):
             return
-        if len(params) != len(self._params) or any(
-            new is not old for new, old in zip(params, self._params, strict=True)
-        ):
+        if list(map(id, params)) != list(map(id, self._params)):
             _remove(self._hooks)
             self._params, self.buckets = params, None
             self._unreduced = set()
@@ -115,7 +104,6 @@ class Reduction:
         """Notice a pass that has ended without its callback. Other ranks may have taken part."""
         if self._pass is not None and self._pass.end() is None:
             self._has_failed |= self._pass.reduces and self.world > 1
-            passes.forget(self._pass)
             self._pass = None
         if self._has_failed:
             raise RuntimeError(
@@ -147,51 +135,39 @@ class Reduction:
     # -- one backward pass ---------------------------------------------------------------------
 
     def begin(self, reduces: bool) -> Pass:
-        """Note that a backward pass has begun.
+        """Note that a backward pass has begun; ``reduces``: a forward of it asked for a reduction.
 
         Called from a gradient of the wrapper's output, it waits for the end of the whole pass; from
         that of a parameter inside of reentrant checkpointing, for the end of the inner pass.
-
-        Args:
-            reduces: Whether one of its forwards asked for a reduction.
         """
-        with self._lock:
+        with _lock:
             self._look_for_failure()
-            one = self._pass
-            if one is None:
-                one = self._pass = self._new_pass()
-            one.reduces = one.reduces or reduces or self.enabled
-            return one
+            self._pass = self._pass or self._new_pass()
+            self._pass.reduces |= reduces or self.enabled
+            return self._pass
 
     def _new_pass(self) -> Pass:
         def end() -> None:
             self._finish()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        one = Pass(weakref.ref(end), reduces=False)
+        one = Pass(weakref.ref(end))
         for index, param in enumerate(self._params):  # called past the wrapper, unfrozen since
             if id(param) not in self._hooks and param.requires_grad and not _owner(param):
                 self._take(index, param)
-        if self.buckets is not None and self._kinds != self._find_kinds():
+        if self._kinds != self._find_kinds():
             self.buckets = None
-        is_first = not passes.some_start_early()
-        if self.buckets is not None and self._overlaps and is_first and not self.options.delay:
+        is_first = not any(other.missing and other.end() is not None for other in _passes)
+        if self.buckets and self._overlaps and is_first and not self.options.delay:
             one.missing = [set(filter(self._is_trained, bucket)) for bucket in self.buckets]
         if self._sums:
             one.sums = self._find_sums()
-        passes.begin(one)
+        _passes.add(one)
         return one
 
     def ready(self, index: int) -> None:
-        """Note that the gradient of a parameter is complete, and start complete buckets.
-
-        Args:
-            index: Of the parameter.
-
-        Raises:
-            RuntimeError: The gradient cannot be reduced.
-        """
-        with self._lock:
+        """Note that the gradient of a parameter is complete, and start complete buckets."""
+        with _lock:
             self._ready(index)
 
     def _ready(self, index: int) -> None:
@@ -232,7 +208,6 @@ class Reduction:
         assert one is not None
         if one.reduces and one.arrived:
             self._reduce_rest(one)
-        passes.forget(one)
         self._pass = None
 
     def _reduce_rest(self, one: Pass) -> None:
@@ -282,11 +257,10 @@ class Reduction:
         return [(param.dtype, param.device) for param in self._params]
 
     def learn(self, arrived: Sequence[int]) -> None:
-        """Make buckets in the order in which gradients arrived on rank 0.
+        """Make buckets in the order in which gradients of parameters ``arrived`` on rank 0.
 
-        Args:
-            arrived: Indices of parameters on this rank. A parameter that arrives twice, as with
-                reentrant checkpointing, counts the last time, and nothing is reduced early.
+        One that arrives twice (reentrant checkpointing) counts the last time, and nothing is
+        reduced early.
         """
         order = list(dict.fromkeys(reversed(arrived)))[::-1]
         one_device = len({param.device for param in self._params}) == 1
@@ -295,26 +269,25 @@ class Reduction:
         numbers = torch.tensor([*order, *sorted(rest, reverse=True)], device=self.device())
         broadcast([numbers], self.group)
         self._kinds = self._find_kinds()
-        sizes = [param.numel() for param in self._params]
-        self.buckets = grouped(numbers.tolist(), self._kinds, sizes, self.options)
+        self.buckets = group_by_size(numbers.tolist(), self._params, self.options)
         self._bucket_of = {i: number for number, b in enumerate(self.buckets) for i in b}
 
     @torch.no_grad()
     def _start(self, number: int) -> Bucket | None:
         """Send the gradients of a bucket on their way."""
         assert self.buckets is not None
+        assert self._pass is not None
         params = [self._params[index] for index in self.buckets[number] if self._is_trained(index)]
         if not params:
             return None
         dtype = params[0].dtype
         bucket = Bucket(params, self.options.dtype_of(dtype))
-        assert self._pass is not None
-        odd = bucket.fill(self._pass.sums)
-        if odd is not None and odd.grad is not None:
+        refused = bucket.fill(self._pass.sums)
+        if refused is not None and refused.grad is not None:
             raise RuntimeError(
-                f"DistributedDataParallel: the gradient of {self._name(odd)} is {odd.grad.dtype} "
-                f"with layout {odd.grad.layout}; only dense ones of the parameter's dtype, "
-                f"{dtype}, are reduced. Make an embedding with sparse=False."
+                f"DistributedDataParallel: the gradient of {self._name(refused)} is "
+                f"{refused.grad.dtype} with layout {refused.grad.layout}; only dense ones of the "
+                f"parameter's dtype, {dtype}, are reduced. Make an embedding with sparse=False."
             )
         bucket.work = self.all_reduce.begin(bucket.flat, len(params))
         return bucket
@@ -348,18 +321,13 @@ class Reduction:
             )
 
     def _find_sums(self) -> set[int]:
-        """Ids of parameters whose gradients are sums over ranks, and were not zeroed since.
-
-        The host reads each gradient that zero_grad() has not dropped.
-        """
+        """Ids of parameters whose gradients are sums over ranks and not zero; waits for a GPU."""
         grads = {id(param): param.grad for param in self._params if id(param) in self._sums}
         return {
             key
             for key, grad in grads.items()
             if grad is not None and self._sums[key]() is grad and bool(grad.any())
         }
-
-    # -- what is said of parameters ------------------------------------------------------------
 
     def device(self) -> torch.device:
         """Where the module is: that of its first parameter or buffer."""

@@ -8,6 +8,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from apex.parallel._flat_calls import check_process_group
 from apex.parallel.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:  # a torch without torch.distributed imports this file too
@@ -23,10 +24,9 @@ def convert_syncbn_model(
 ) -> torch.nn.Module:
     """Replace every batch norm of a model by :class:`SyncBatchNorm`, in place.
 
-    The new layers have the same Parameters and buffers, so optimizers made before still step them.
-    They keep training mode, ``requires_grad``, hooks and other attributes. A layer that is used at
-    two places stays one layer. Subclasses of torch's batch norms and ``torch.nn.SyncBatchNorm`` are
-    replaced too; instance norms are not.
+    The new layers have the same Parameters, buffers, training mode, hooks and other attributes, so
+    optimizers made before still step them. A layer that is used at two places stays one layer.
+    Subclasses of torch's batch norms and ``torch.nn.SyncBatchNorm`` are replaced too.
 
     Args:
         module: The model, or a layer.
@@ -46,14 +46,13 @@ def convert_syncbn_model(
         <class 'apex.parallel.sync_batchnorm.SyncBatchNorm'>
     """
     found: dict[torch.nn.Module, torch.nn.Module] = {}
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
-            if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-                raise ValueError(
-                    f"convert_syncbn_model: {layer} does not know its number of channels yet. Run "
-                    "the model on a batch first."
-                )
-            found[layer] = _converted(layer, process_group, channel_last)
+    for layer in (layer for layer in module.modules() if isinstance(layer, _BatchNorm)):
+        if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+            raise ValueError(
+                f"convert_syncbn_model: {layer} does not know its number of channels yet. Run the "
+                "model on a batch first."
+            )
+        found[layer] = _converted(layer, process_group, channel_last)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child in found:
@@ -96,19 +95,15 @@ def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
     """
     if group_size == 0:
         return None
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise RuntimeError(
-            f"create_syncbn_process_group({group_size}): torch.distributed is not initialized. "
-            "Call torch.distributed.init_process_group first."
-        )
+    check_process_group("create_syncbn_process_group")
     world = torch.distributed.get_world_size()
     if group_size < 0 or world % group_size:
         raise ValueError(
             f"create_syncbn_process_group({group_size}): there are {world} processes. Pass a "
             "divisor of their number, or 0 for one group of all."
         )
-    starts = range(0, world, group_size)
     groups: list[ProcessGroup] = [
-        torch.distributed.new_group(list(range(start, start + group_size))) for start in starts
+        torch.distributed.new_group(list(range(first, first + group_size)))
+        for first in range(0, world, group_size)
     ]
     return groups[torch.distributed.get_rank() // group_size]

@@ -3,10 +3,9 @@
 :mod:`apex.parallel._reduction` reduces gradients. This module has the arguments, and keeps ranks
 equal:
 
-* Rank 0's parameters and buffers are sent to all ranks at construction, and again before the first
-  training forward, so that what rank 0 alone has loaded in between arrives. Where
-  ``amp.initialize`` has made float32 masters, these are sent, and weights follow them. The same
-  happens before the next training forward when parameters were added or replaced.
+* Rank 0's parameters (masters, where ``amp.initialize`` has made some) and buffers are sent to all
+  ranks at construction, and before the first training forward, so that what rank 0 alone has loaded
+  in between arrives; again when parameters were added or replaced.
 * Rank 0's buffers are sent at the end of each pass that reduces. After the first training forward
   no forward communicates, and one without gradients never does: an evaluation on one rank cannot
   hang.
@@ -28,8 +27,8 @@ import torch
 from torch._compile import _disable_dynamo
 
 from apex.amp.casting.containers import applier
-from apex.amp.gradients import distributed as amp
-from apex.ops.lists import flat
+from apex.amp.gradients.distributed import broadcast_parameters, inside
+from apex.ops.lists.flat import broadcast, flatten, unflatten
 from apex.parallel._arguments import (
     EXCLUDE,
     check_tensors,
@@ -46,10 +45,8 @@ from apex.parallel._flat_calls import (
     check_process_group,
     extract_tensors,
     flat_dist_call,
-    flatten,
     split_by_type,
     split_half_float_double,
-    unflatten,
 )
 from apex.parallel._reduction import Reduction
 
@@ -135,12 +132,7 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_process_group("DistributedDataParallel")
-        refuse(others, message_size)
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"DistributedDataParallel: module is a {type(module).__name__}; it must be a "
-                "torch.nn.Module."
-            )
+        refuse(module, others, message_size)
         warn_of_idle(shared_param, num_allreduce_streams, prof)
         if allreduce_communicators is not None:
             if process_group is not None:
@@ -164,7 +156,7 @@ class DistributedDataParallel(torch.nn.Module):
         check_tensors(module, self.process_group, buffers=broadcast_buffers)
         self._options = Options(
             message_size=message_size,
-            triggers=indices(module, allreduce_trigger_params),
+            triggers=indices(module, allreduce_trigger_params or (), "allreduce_trigger_params"),
             delay=bool(delay_allreduce),
             retain=bool(retain_allreduce_buffers),
             always_fp32=bool(allreduce_always_fp32),
@@ -190,7 +182,7 @@ class DistributedDataParallel(torch.nn.Module):
         watches = torch.is_grad_enabled()
         if watches:
             self._before_forward()
-        with amp.inside(self):
+        with inside(self):
             output = self.module(*inputs, **kwargs)
         if watches:
             self._watch(output)
@@ -208,7 +200,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @_disable_dynamo
     def _watch(self, output: Any) -> None:
-        """Have the reduction told when a backward pass comes to ``output``."""
+        """Put hooks on ``output``: a backward pass begins where its gradient is computed."""
         reduction, reduces = self._reduction, self.require_backward_grad_sync
 
         def begin(grad: torch.Tensor) -> None:
@@ -257,9 +249,9 @@ class DistributedDataParallel(torch.nn.Module):
     # -- ranks start equal ---------------------------------------------------------------------
 
     def _broadcast(self) -> None:
-        amp.broadcast_parameters(list(self.module.parameters()), self.process_group)
+        broadcast_parameters(list(self.module.parameters()), self.process_group)
         if self._options.broadcast_buffers:
-            flat.broadcast(list(self.module.buffers()), self.process_group)
+            broadcast(list(self.module.buffers()), self.process_group)
 
     def _ranks_agree(self) -> None:
         """Raise on all ranks where names, shapes or dtypes are not the same on all."""
@@ -321,18 +313,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._reduction.refresh()
 
     def comm_ready_buckets(self, param: torch.nn.Parameter) -> None:
-        """Note that the gradient of ``param`` is complete; called by its hook.
-
-        Raises:
-            ValueError: ``param`` is no parameter of the module.
-        """
-        for index, one in enumerate(self.module.parameters()):
-            if one is param:
-                return self._reduction.ready(index)
-        raise ValueError(
-            f"DistributedDataParallel: a tensor of shape {tuple(param.shape)} is no parameter of "
-            "the module."
-        )
+        """Note that the gradient of ``param``, of the module, is complete; called by its hook."""
+        self._reduction.ready(*indices(self.module, [param], "param"))
 
     def sync_bucket_structure(self) -> None:
         """Make buckets in the reverse order of parameters; all ranks have to call it."""
@@ -343,10 +325,7 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> torch.Tensor:
         """Reduce ``bucket``, gradients of one dtype, and return the flat result.
 
-        Args:
-            bucket: Dense tensors; left as they are.
-            bucket_idx: Not used.
-            force_default_stream: Not used: collectives have their own streams.
+        ``bucket`` is left as it is; the other arguments are not used.
         """
         dtype = self._options.dtype_of(bucket[0].dtype)
         summed = flatten([tensor.detach().to(dtype, copy=True) for tensor in bucket])

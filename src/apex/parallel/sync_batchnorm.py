@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex.amp.gradients.distributed import is_initialized
 from apex.ops._check import ArgumentError
 from apex.ops._dtypes import NARROW
 from apex.ops.norms.batch_norm import gradient_sums, input_gradient, merge, moments, normalize
@@ -167,11 +168,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _group_to_wait_for(self) -> ProcessGroup | None:
         """The group whose processes compute their statistics together; None if there is none."""
-        if not (
-            self.training
-            and torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-        ):
+        if not (self.training and is_initialized()):
             return None
         group = torch.distributed.group.WORLD if self.process_group is None else self.process_group
         size = torch.distributed.get_world_size(group)
@@ -197,7 +194,7 @@ class SyncBatchNorm(_BatchNorm):
         if recorded and not wanted and wanted_anywhere.any():
             x = x.detach().requires_grad_()  # so that the backward of this process runs as well
         rstd = (variance + self.eps).rsqrt()
-        y: Tensor = _Normalize.apply(x, self.weight, self.bias, mean, rstd, total, group)  # type: ignore[no-untyped-call]
+        y: Tensor = _Normalize.apply(group, x, self.weight, self.bias, mean, rstd, total)  # type: ignore[no-untyped-call]
         return y
 
     @torch.no_grad()
@@ -237,22 +234,13 @@ def _gather(x: Tensor, wanted: bool, group: ProcessGroup) -> tuple[Tensor, Tenso
 class _Normalize(torch.autograd.Function):
     """Normalization with given statistics, of which the backward knows that they depend on x.
 
-    Every process makes the one ``all_reduce`` of the backward, whether or not its own input needs a
-    gradient: that of another process may.
+    Every process makes the one ``all_reduce`` of the backward: another's input may need a gradient.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        rstd: Tensor,
-        total: Tensor,
-        group: ProcessGroup,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, mean, rstd, total)
+    def forward(ctx: Any, group: ProcessGroup, *tensors: Any) -> Tensor:
+        x, weight, bias, mean, rstd, _ = tensors
+        ctx.save_for_backward(*tensors)
         ctx.group = group
         return normalize(x, mean, rstd, weight, bias)
 
@@ -263,12 +251,9 @@ class _Normalize(torch.autograd.Function):
         dbias, products = gradient_sums(dy, x, mean, rstd)
         sums = torch.stack([dbias, products])
         torch.distributed.all_reduce(sums, group=ctx.group)
-        needs = ctx.needs_input_grad
-        return (
-            input_gradient(dy, x, mean, rstd, weight, sums[0], sums[1], total)
-            if needs[0]
-            else None,
-            (products * rstd).to(weight.dtype) if needs[1] else None,
-            dbias.to(bias.dtype) if needs[2] else None,
-            *[None] * 4,
+        _, *needs = ctx.needs_input_grad
+        dx = (
+            input_gradient(dy, x, mean, rstd, weight, sums[0], sums[1], total) if needs[0] else None
         )
+        dweight = (products * rstd).to(weight.dtype) if needs[1] else None
+        return None, dx, dweight, dbias.to(bias.dtype) if needs[2] else None, None, None, None
