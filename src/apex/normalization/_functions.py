@@ -12,7 +12,7 @@ def fused_layer_norm_affine(
     input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
     normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Layer norm with weight and bias; the rest is in `apex.ops.norms.row_norms.layer_norm`.
+    """Layer norm with weight and bias; :mod:`apex.ops.norms.row_norms` has the formula.
 
     Args:
         input: ``(..., *normalized_shape)``.
@@ -53,7 +53,7 @@ def fused_rms_norm_affine(
     input: torch.Tensor, weight: torch.Tensor | None, normalized_shape: Shape, eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """RMS norm with a weight; see :func:`apex.ops.norms.row_norms.rms_norm` for the rest.
+    """RMS norm with a weight; :mod:`apex.ops.norms.row_norms` has the formula.
 
     Args:
         input: ``(..., *normalized_shape)``.

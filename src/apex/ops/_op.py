@@ -4,8 +4,8 @@ An operation computes the same on every path; :meth:`op.__call__` chooses one:
 
 * **definition**: PyTorch functions, which every device, dtype, derivative and transform knows;
 * **kernel**: the Triton kernels of ``kernels/<name>.py``, on a GPU, in an ``autograd.Function``;
-* **pieces**: PyTorch functions for a part of the rows at a time, in the same ``autograd.Function``,
-  for operations that need a backward of their own on a CPU as well;
+* **pieces**: PyTorch functions for a part of the rows at a time, in the same ``autograd.Function``:
+  for a CPU, and for operations that need a backward of their own everywhere;
 * **operator**: ``torch.ops.apex.<name>``, one node of a compiled graph, which runs the kernel. An
   eager call goes without it: the dispatcher costs 14 us a call, an ``autograd.Function`` 1 us. The
   compiler cannot fuse it with its neighbours: see ``compiles_to_operator``.
@@ -39,9 +39,10 @@ class op:  # lower case, like torch.autocast: used as a function
 
     A kernel file, and ``pieces``, offer::
 
-        allocate(*args) -> (y, *more)          uninitialized; also called with fake tensors; y
-                                               alone, and no tuple, if there is nothing more
-        forward(*args) -> (y, *more)           the same, computed
+        allocate(*args) -> (y, *more)          uninitialized; also called with fake tensors. Not
+                                               asked for where y is all: the definition has its
+                                               shape and dtype
+        forward(*args) -> (y, *more)           the same, computed; y alone is no tuple
         backward(dy, needs, **saved) -> [...]  gradients in the order of grads; None where the
                                                tensor is absent, anything where needs is False.
                                                saved: the tensors in saves and all arguments that
@@ -67,7 +68,8 @@ class op:  # lower case, like torch.autocast: used as a function
             No argument outside of ``grads`` may require a gradient then.
         pieces: Forward and backward where no kernel runs, for calls of which ``pieces.pays(*args)``
             says that they are faster on a CPU; for all calls if they need them (see ``saves``), or
-            if there is no ``pays``: then there is no kernel.
+            if there is no ``pays``: then there is no kernel. Operators take them if there are
+            results besides ``y``.
         autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``) or not at all
             (``"leave"``). float64 is never cast.
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
@@ -105,6 +107,8 @@ class op:  # lower case, like torch.autocast: used as a function
         self._kernel_file = "" if always else f"apex.kernels.{kernel or self.name}"
         #: Whether every call needs the kernel or pieces.
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
+        #: What an operator without a kernel computes by, if not by the definition.
+        self._fallback = pieces if self.own_backward or len(self.results) > 1 else None
         self.least = 1 if self.own_backward else LEAST.get(self.name, sys.maxsize)
         # Positions among the arguments, and results behind them.
         known = [*self.names, *self.results]
@@ -205,7 +209,7 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def implementation(self, x: torch.Tensor) -> Any:
         """What computes ``forward`` and ``backward`` of an operator: kernels, pieces, or None."""
-        return self._kernels() if self._fuses(x) else self.pieces
+        return self._kernels() if self._fuses(x) else self._fallback
 
     def run(self, *args: Any) -> Any:
         """Compute ``y`` and what the backward needs, as an operator."""
@@ -213,13 +217,19 @@ class op:  # lower case, like torch.autocast: used as a function
         if implementation is not None and args[0].numel():
             return _call(implementation.forward, args[0], *self._dense(args, self._at_tensors))
         y, *more = _as_tuple(self._allocate(*args))  # the backward computes a forward again
+        if not more:
+            return y  # computed
         with torch.no_grad():
             y.copy_(self.definition(*args))
-        return (y, *(m.fill_(math.nan) for m in more)) if more else y
+        return y, *(m.fill_(math.nan) for m in more)
 
     def _allocate(self, *args: Any) -> Any:
-        source = self._kernels() if self.pieces is None else self.pieces
-        return source.allocate(*self._dense(args, self._at_tensors))
+        """Results of fake tensors; of one result the definition, which has the same strides."""
+        dense = self._dense(args, self._at_tensors)
+        if len(self.results) == 1:
+            with torch.no_grad():
+                return self.definition(*dense).contiguous()
+        return (self.pieces or self._kernels()).allocate(*dense)
 
     def _dense(self, arguments: Sequence[Any], at: Sequence[int]) -> list[Any]:
         """Arguments, with tensors ``at`` some positions as kernels read them.

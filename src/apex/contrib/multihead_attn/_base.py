@@ -133,7 +133,7 @@ def start(
     weight, bias = layer.lyr_nrm_gamma_weights, layer.lyr_nrm_beta_weights
     if layer.lyr_nrm is not None:
         weight, bias = layer.lyr_nrm.weight, layer.lyr_nrm.bias
-    return row_norms.layer_norm(query, weight, bias, (layer.embed_dim,), EPS)
+    return row_norms.norm(query, weight, bias, (layer.embed_dim,), EPS, False, True, "float32", "")
 
 
 def heads(x: torch.Tensor, num_heads: int, parts: int = 1) -> tuple[torch.Tensor, ...]:
