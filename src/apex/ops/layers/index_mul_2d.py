@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import wide
 from apex.ops._op import op
 
@@ -65,8 +65,8 @@ def check(name: str, in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor) 
     factors = {"in1": in1, "in2": in2}
     tensors = factors | {"idx1": index}
     check_tensors(name, tensors, floating=factors, integers=["idx1"], required=tensors)
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
+    if traced():
+        return
     if in1.dim() != 2 or in2.dim() != 2 or in1.shape[1] != in2.shape[1]:
         raise ArgumentError(
             f"{name}: in1 has shape {list(in1.shape)} and in2 {list(in2.shape)}. Pass two matrices "

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import Optional, wide
 from apex.ops._op import op
 
@@ -160,8 +160,8 @@ def check(
         raise ArgumentError(
             f"{name}: mask is {mask.dtype}; pass torch.bool, or torch.uint8 in which 1 is masked."
         )
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
+    if traced():
+        return
     shape = list(x.shape)
     if len(shape) < 2:
         raise ArgumentError(f"{name}: {key} has shape {shape}; pass (..., queries, keys).")

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import Optional, wide
 from apex.ops._op import op
 from apex.ops.layers.dense import add_product
@@ -259,8 +259,8 @@ def _check_tensors(
         name, tensors, floating=["input", "weight", "bias"], required=["weight", "targets"],
         integers=["targets"],
     )  # fmt: skip
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
+    if traced():
+        return
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
         raise ArgumentError(
             f"{name}: input has shape {list(x.shape)} and weight {list(weight.shape)}. "

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
 from apex.ops._op import op
 
@@ -217,8 +217,8 @@ def check(name: str, x: torch.Tensor, groups: int, weight: Optional, bias: Optio
     Raises:
         ArgumentError: What is passed does not fit together.
     """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; PyTorch's functions, which are traced, check
+    if traced():
+        return
     tensors = {"input": x, "weight": weight, "bias": bias}
     check_tensors(name, tensors, floating=tensors)
     if x.dim() < 2 or groups < 1 or x.shape[1] % groups:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors
+from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
 from apex.ops._op import op
 from apex.ops.norms import row_norm_pieces
@@ -125,8 +125,8 @@ def check_norm(
     Raises:
         ArgumentError: They do not fit together.
     """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
+    if traced():
+        return
     if isinstance(shape, int):
         raise ArgumentError(
             f"{name}: normalized_shape is {shape}, a number; pass the last dimensions of the "
