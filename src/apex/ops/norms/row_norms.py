@@ -40,9 +40,9 @@ def _definition(
     if not same or (centered and x.is_cpu and dtype in NARROW):
         to = wide(x, weight)
         x, weight, bias = x.to(to), to_dtype(weight, to), to_dtype(bias, to)
-    if centered:
-        return F.layer_norm(x, list(shape), weight, bias, eps).to(dtype)
-    return F.rms_norm(x, list(shape), weight, eps).to(dtype)
+    row = list(shape)
+    y = F.layer_norm(x, row, weight, bias, eps) if centered else F.rms_norm(x, row, weight, eps)
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 _ARGUMENTS = (
