@@ -341,11 +341,11 @@ LABELS = torch.ones(2, dtype=torch.long)
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "said"),
     [
-        ((ONES(2, 3), ONES(4, 5), LABELS), {}, ValueError, r"Pass \(..., features\) and \("),
+        ((ONES(2, 3), ONES(4, 5), LABELS), {}, ValueError, r"Pass \(..., in_features\) and"),
         ((ONES(2, 3), ONES(4, 3), LABELS, ONES(3)), {}, ValueError, r"bias has shape \[3\] and we"),
         ((ONES(2, 3), ONES(4, 3), LABELS[:1]), {}, ValueError, r"\[2, 3\]. Pass \[2\]"),
         ((ONES(2, 3), ONES(4, 3), ONES(2)), {}, TypeError, "targets is torch.float32"),
-        ((ONES(2, 3), ONES(4, 3).half(), LABELS), {}, TypeError, "float16, torch.float32. Pass on"),
+        ((ONES(2, 3), ONES(4, 3).half(), LABELS), {}, TypeError, "float16. Pass one floating"),
         (
             (ONES(2, 3).long(), ONES(4, 3).long(), LABELS),
             {},
@@ -362,6 +362,7 @@ LABELS = torch.ones(2, dtype=torch.long)
         ((ONES(2, 3), ONES(4, 3), LABELS), {"label_smoothing": 2}, ValueError, "is 2.0; allowed"),
         ((ONES(2, 3), ONES(4, 3), LABELS), {"chunk_size": 0}, ValueError, "chunk_size is 0; pass"),
         ((ONES(2, 3), ONES(4, 3), LABELS), {"chunk_size": 2.0}, ValueError, "chunk_size is 2.0; p"),
+        ((ONES(2, 3), ONES(0, 3), LABELS), {}, ValueError, r"shape \[0, 3\] has no class"),
         ((ONES(2, 3), None, LABELS), {}, TypeError, "weight is a NoneType; pass a tensor"),
         ((ONES(2, 3), ONES(4, 3), [0, 1]), {}, TypeError, "targets is a list; pass a tensor"),
     ],

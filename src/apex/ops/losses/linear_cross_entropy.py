@@ -35,7 +35,7 @@ from apex.ops import _runtime
 from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import Optional, wide
 from apex.ops._op import op
-from apex.ops.layers.dense import add_product
+from apex.ops.layers import dense
 from apex.ops.losses import cross_entropy as rows_op
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -142,7 +142,7 @@ def _computed(
         if needs[0]:
             torch.mm(slope, weight, out=dx[rows])
         if needs[1]:
-            add_product(dweight, slope, x[rows])
+            dense.add_product(dweight, slope, x[rows])
         if needs[2]:
             dbias.add_(slope.sum(0, dtype=dbias.dtype))
     return losses, new_lse, dx, dweight, dbias
@@ -209,7 +209,6 @@ def linear_cross_entropy(
     _check_options(smoothing, reduction, chunk_size)
     _check_tensors(x, weight, targets, bias)
     x, weight, bias = OP.cast(x, weight, bias)
-    _check_dtypes(x, weight, bias)
     shape, targets = targets.shape, targets.long()  # a narrower dtype would wrap ignore_index
     if x.dim() != 2:
         x, targets = x.flatten(0, -2) if x.dim() > 1 else x[None], targets.reshape(-1)
@@ -254,26 +253,11 @@ def _check_tensors(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Optional
 ) -> None:
     name = "linear_cross_entropy"
-    tensors = {"input": x, "weight": weight, "targets": targets, "bias": bias}
-    check_tensors(
-        name, tensors, floating=["input", "weight", "bias"], required=["weight", "targets"],
-        integers=["targets"],
-    )  # fmt: skip
+    dense.check(name, x, {"weight": weight}, {"bias": bias})
+    tensors = {"input": x, "targets": targets}
+    check_tensors(name, tensors, floating=(), integers=["targets"], required=["targets"])
     if traced():
         return
-    if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
-        raise ArgumentError(
-            f"{name}: input has shape {list(x.shape)} and weight {list(weight.shape)}. "
-            "Pass (..., features) and (classes, features)."
-        )
-    check_shape(name, "bias", bias, weight.shape[:1], f"weight {list(weight.shape)}")
+    if not weight.shape[0]:
+        raise ArgumentError(f"{name}: weight of shape {list(weight.shape)} has no class.")
     check_shape(name, "targets", targets, x.shape[:-1], f"input {list(x.shape)}")
-
-
-def _check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: Optional) -> None:
-    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
-    if len(dtypes) > 1:
-        raise ArgumentError(
-            f"linear_cross_entropy: dtypes are {', '.join(sorted(map(str, dtypes)))}. "
-            "Pass one floating dtype for input, weight and bias, or call it under torch.autocast."
-        )
