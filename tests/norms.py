@@ -17,3 +17,13 @@ def rms_norm_reference(x, weight, shape, eps):
     dims = tuple(range(-len(shape), 0))
     y = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
     return y if weight is None else y * weight
+
+
+def group_norm_reference(x, weight, bias, groups, eps, silu):
+    grouped = x.reshape(x.shape[0], groups, -1)
+    centered = grouped - grouped.mean(-1, keepdim=True)
+    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    y, shape = y.reshape(x.shape), (-1, *[1] * (x.dim() - 2))
+    y = y if weight is None else y * weight.view(shape)
+    y = y if bias is None else y + bias.view(shape)
+    return torch.nn.functional.silu(y) if silu else y

@@ -15,12 +15,8 @@ paths = pytest.mark.parametrize("path", ["reference", "triton"])
 
 @pytest.fixture
 def path(request):
-    """``called``: as a program gets it, which is in pieces for 16 bits."""
-    if request.param == "called":
+    with _runtime.use(request.param):
         yield request.param
-    else:
-        with _runtime.use(request.param):
-            yield request.param
 
 
 def data(rows, size, columns, dtype=torch.float32):
@@ -46,7 +42,7 @@ def agrees(in1, in2, index, interpreted=False):
         assert_one_rounding(actual, wanted, interpreted=interpreted, added=added)
 
 
-@pytest.mark.parametrize("path", ["called", "reference", "triton"], indirect=True)
+@pytest.mark.parametrize("path", ["reference", "triton"], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "sizes",
@@ -55,18 +51,6 @@ def agrees(in1, in2, index, interpreted=False):
 )
 def test_exact_to_one_rounding(path, dtype, sizes):
     agrees(*data(*sizes, dtype), interpreted=path == "triton")
-
-
-def test_pieces(monkeypatch):
-    """The CPU's path for 16 bits over several pieces, the last one smaller."""
-    import apex.ops.layers.index_mul_2d as ops
-
-    monkeypatch.setattr(ops, "PIECE", 24 * 7)
-    monkeypatch.setattr(ops, "LEAST", 0)
-    for dtype in DTYPES[1:]:
-        in1, in2, index = data(5, 300, 24, dtype)
-        assert "index_mul_2d" in type(index_mul_2d(in1, in2, index).grad_fn).__name__
-        agrees(in1, in2, index)
 
 
 @paths
@@ -109,7 +93,7 @@ def test_an_index_out_of_range(index):
     torch.testing.assert_close(din1, wanted[0])
 
 
-@pytest.mark.parametrize("path", ["called", "triton"], indirect=True)
+@pytest.mark.parametrize("path", ["reference", "triton"], indirect=True)
 def test_dtypes(path):
     in1, in2, index = data(5, 30, 24)
     y = index_mul_2d(in1.half(), in2, index)

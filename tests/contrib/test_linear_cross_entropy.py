@@ -182,9 +182,9 @@ def test_the_weights_gradient_adds_up_in_float32():
     """Products of pieces are not rounded to 16 bits, whatever the number of pieces."""
     x = torch.randint(-2, 3, (64, 8)).bfloat16() / 4  # logits need no rounding
     weight = torch.randint(-2, 3, (50, 8)).bfloat16() / 4
-    targets, options = torch.randint(50, (64,)), (0.0, IGNORED, True)
+    targets, options = torch.randint(50, (64,)), (0.0, IGNORED, "mean")
     one, many = (
-        ops.REDUCED.operator(x, weight, None, targets, *options, size, [True, True, False])[2]
+        ops.OP.operator(x, weight, None, targets, *options, size, [True, True, False])[3]
         for size in (64, 1)
     )
     assert one.dtype == many.dtype == torch.float32
@@ -292,15 +292,16 @@ def test_evaluation_has_the_bits_of_training(reduction):
 
 def test_operations_are_registered_in_full():
     x, weight, bias, targets = _data(5, 4, 6, torch.float32)
-    numbers, plain = (0.1, IGNORED), [t.detach() for t in (x, weight, bias)]
-    opcheck(ops.ROWS.operator, (x, weight, bias, targets, *numbers, 2))
-    lse, needs = torch.rand(5), [True, False, True]
-    saved = (*plain, targets, lse, *numbers, 2)
-    opcheck(ops.ROWS.backward_operator, (torch.rand(5), needs, *saved))
+    plain, lse, nothing = [t.detach() for t in (x, weight, bias)], torch.rand(5), [False] * 3
+    rest = (0.1, IGNORED, "none", 2, nothing)
+    opcheck(ops.OP.operator, (x, weight, bias, targets, *rest))
+    needs, unknown = [True, False, True], [torch.empty(0) for _ in range(3)]
+    opcheck(ops.OP.backward_operator, (torch.rand(5), needs, *plain, targets, lse, *unknown, *rest))
     needs = [True, True, False]
-    opcheck(ops.REDUCED.operator, (x, weight, None, targets, *numbers, True, 2, needs))
-    saved = (*plain[:2], None, targets, *plain[:2], torch.empty(0), *numbers, True, 2, needs)
-    opcheck(ops.REDUCED.backward_operator, (torch.rand(()), needs, *saved))
+    rest = (0.1, IGNORED, "mean", 2, needs)
+    opcheck(ops.OP.operator, (x, weight, None, targets, *rest))
+    saved = (*plain[:2], None, targets, lse, *plain[:2], torch.empty(0))
+    opcheck(ops.OP.backward_operator, (torch.rand(()), needs, *saved, *rest))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -342,17 +343,22 @@ GOOD = {
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"weight": ONES(4, 5)}, ValueError, r"Pass \(..., features\) and \("),
+        ({"weight": ONES(4, 5)}, ValueError, r"Pass \(..., in_features\) and"),
         ({"bias": ONES(3)}, ValueError, r"bias has shape \[3\] and we"),
         ({"targets": GOOD["targets"][:1]}, ValueError, r"\[2, 3\]. Pass \[2\]"),
         ({"targets": ONES(2)}, TypeError, "targets is torch.float32"),
-        ({"weight": ONES(4, 3).half()}, TypeError, "float16, torch.float32. Pass on"),
-        ({"input": ONES(2, 3).long()}, TypeError, "input is torch.int64; allowed"),
+        ({"weight": ONES(4, 3).half()}, TypeError, "float16. Pass one floating"),
+        (
+            {"input": ONES(2, 3).long(), "weight": ONES(4, 3).long()},
+            TypeError,
+            "input is torch.int64; allowed",
+        ),
         ({"weight": ONES(4, 3).to("meta")}, ValueError, "weight is on meta and input"),
         ({"reduction": "avg"}, ValueError, "'avg'; allowed are"),
         ({"label_smoothing": 2}, ValueError, "is 2.0; allowed"),
         ({"chunk_size": 0}, ValueError, "chunk_size is 0; pass"),
         ({"chunk_size": 2.0}, ValueError, "chunk_size is 2.0; p"),
+        ({"weight": ONES(0, 3)}, ValueError, r"shape \[0, 3\] has no class"),
         ({"weight": None}, TypeError, "weight is a NoneType; pass a tensor"),
         ({"targets": [0, 1]}, TypeError, "targets is a list; pass a tensor"),
     ],

@@ -1,4 +1,4 @@
-"""Dense layers as functions and as autograd functions: numbers, derivatives, autocast, compile."""
+"""Dense layers by their autograd functions: numbers, derivatives, autocast, compile."""
 
 import functools
 
@@ -7,7 +7,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from apex.fused_dense import DenseNoBiasFunc, FusedDenseFunc, FusedDenseGeluDenseFunc
-from apex.fused_dense.fused_dense import _dense_no_bias, _fused_dense, _fused_dense_gelu_dense
 from apex.mlp import MlpFunction, mlp_function
 from tests.tolerance import PRODUCTS, TWO_LAYERS, assert_close_in_rms
 from tests.vmapped import assert_backward_under_vmap
@@ -42,25 +41,20 @@ def _dense(x, weight, bias=None, dtype=None):
 
 
 TWO, ONE = [(20, 30), (20,), (10, 20), (10,)], [(20, 30), (20,)]
-# name -> what is called, its definition, shapes of the parameters
+# name -> what is called, its definition, shapes of the parameters; ``apply`` calls the function
 FORMS = {
-    "_fused_dense": (_fused_dense, _dense, ONE),
     "FusedDenseFunc": (FusedDenseFunc.apply, _dense, ONE),
-    "_dense_no_bias": (_dense_no_bias, _dense, ONE[:1]),
     "DenseNoBiasFunc": (DenseNoBiasFunc.apply, _dense, ONE[:1]),
-    "_fused_dense_gelu_dense": (_fused_dense_gelu_dense, _two, TWO),
     "FusedDenseGeluDenseFunc": (FusedDenseGeluDenseFunc.apply, _two, TWO),
 }
 for number, name in enumerate(["none", "relu", "sigmoid"]):
     for has_bias in (True, False):
         shapes = TWO[::2] + (TWO[1::2] if has_bias else [])
         known = functools.partial(_mlp, has_bias, number)
-        for f, word in ((mlp_function, "mlp_function"), (MlpFunction.apply, "MlpFunction")):
-            called = functools.partial(f, has_bias, number)
-            FORMS[f"{word}-{name}-{has_bias}"] = (called, known, shapes)
+        called = functools.partial(MlpFunction.apply, has_bias, number)
+        FORMS[f"MlpFunction-{name}-{has_bias}"] = (called, known, shapes)
 
 each_form = pytest.mark.parametrize("form", FORMS)
-each_function = pytest.mark.parametrize("form", [form for form in FORMS if "Func" in form])
 
 
 def _tensors(form, rows=(50,), dtype=torch.float64, features=30):
@@ -115,7 +109,7 @@ def test_backward_under_vmap(form, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each_function
+@each_form
 def test_checkpointed(form, dtype):
     """Activations computed again in the backward, also under autocast."""
     function, _, _ = FORMS[form]
@@ -128,7 +122,7 @@ def test_checkpointed(form, dtype):
     assert all(map(torch.equal, torch.autograd.grad(y, tensors, dy), wanted))
 
 
-@each_function
+@each_form
 def test_only_what_is_needed(form):
     """Each argument alone wants a gradient, and gets the one that it gets among all."""
     function, _, _ = FORMS[form]
@@ -179,7 +173,7 @@ def test_autocast_around_a_backward_changes_nothing_that_autocast_computed(form)
     assert all(map(torch.equal, found, torch.autograd.grad(again, tensors, dy)))
 
 
-@each_function
+@each_form
 def test_transforms(form):
     """``torch.vmap`` and ``torch.func.grad``, which refuse most autograd functions."""
     function, definition, _ = FORMS[form]
@@ -231,9 +225,8 @@ def test_errors(form):
 
 
 def test_zero_rows_and_zero_features():
-    for function in (_fused_dense, FusedDenseFunc.apply):
-        x, weight, bias = torch.ones(0, 3), torch.ones(2, 3, requires_grad=True), torch.ones(2)
-        function(x, weight, bias).sum().backward()
-        assert weight.grad.tolist() == [[0.0] * 3] * 2
+    x, weight, bias = torch.ones(0, 3), torch.ones(2, 3, requires_grad=True), torch.ones(2)
+    FusedDenseFunc.apply(x, weight, bias).sum().backward()
+    assert weight.grad.tolist() == [[0.0] * 3] * 2
     y = mlp_function(True, 1, torch.ones(2, 5, 0), torch.ones(3, 0), torch.ones(3))
     assert y.tolist() == torch.ones(2, 5, 3).tolist()

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.ops import _runtime
 from apex.ops.norms import group_norm as ops
-from apex.ops.norms.group_norm import group_norm, reference
+from apex.ops.norms.group_norm import group_norm
+from tests.norms import group_norm_reference
 from tests.tolerance import (
     GROUP_NORM,
     assert_close_in_rms,
@@ -59,7 +60,7 @@ def _check(tensors, dy, groups, act, path=None, wanted=None):
         found = torch.autograd.grad(y, wanted, dy)
     exact_tensors = [t.detach().double().requires_grad_() for t in tensors]
     weight, bias = (*exact_tensors[1:], None, None)[:2]
-    exact = reference(exact_tensors[0], weight, bias, groups, 1e-5, act is not None)
+    exact = group_norm_reference(exact_tensors[0], weight, bias, groups, 1e-5, act is not None)
     numbers = [number for number, t in enumerate(tensors) if any(t is w for w in wanted)]
     expected = torch.autograd.grad(exact, [exact_tensors[n] for n in numbers], dy.double())
     assert y.dtype == x.dtype
@@ -224,7 +225,7 @@ def test_groups_of_two_values(dtype, way):
         y = group_norm(given[0], 2, *given[1:])
         found = torch.autograd.grad(y, given, grad)
     wide = [t.detach().double().requires_grad_() for t in given]
-    exact = reference(*wide, 2, 1e-5, False)
+    exact = group_norm_reference(*wide, 2, 1e-5, False)
     expected = torch.autograd.grad(exact, wide, grad.double())
     x, weight, bias = (t.detach().flatten(1) if t.dim() > 1 else t.detach() for t in wide)
     rstd = torch.rsqrt(x.view(images, 2, 2).var(-1, correction=0) + 1e-5).repeat_interleave(2, 1)
@@ -431,7 +432,7 @@ def test_on_a_gpu(dtype):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     exact_tensors = [t.detach().double().requires_grad_() for t in tensors]
-    exact = reference(*exact_tensors, 32, 1e-5, True)
+    exact = group_norm_reference(*exact_tensors, 32, 1e-5, True)
     expected = torch.autograd.grad(exact, exact_tensors, dy.double())
     for actual, right in zip((y, *found), (exact, *expected), strict=True):
         assert_close_in_rms(actual.detach().cpu(), right.detach(), GROUP_NORM)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from apex.ops import _runtime
 from apex.ops.norms import row_norm_pieces
-from apex.ops.norms.row_norms import layer_norm, rms_norm
+from apex.ops.norms.row_norms import norm
 from tests.norms import layer_norm_reference, rms_norm_reference
 from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
 
@@ -27,10 +27,8 @@ def _path(name):
     return _runtime.use(name) if name else contextlib.nullcontext()
 
 
-def _norm(name, x, weight, bias, shape, **kwargs):
-    if name == "layer":
-        return layer_norm(x, weight, bias, shape, 1e-5, **kwargs)
-    return rms_norm(x, weight, shape, 1e-5, **kwargs)
+def _norm(name, x, weight, bias, shape, *, memory_efficient=False, weights="float32"):
+    return norm(x, weight, bias, shape, 1e-5, memory_efficient, name == "layer", weights, "")
 
 
 def _reference(name, x, weight, bias, shape):
@@ -114,7 +112,7 @@ def test_weight_without_bias_and_rows_of_several_dimensions(name, path):
 @pytest.mark.parametrize("name", NORMS)
 def test_output_of_another_dtype(name, dtype, weight_dtype, path):
     inputs = _inputs(name, (9, 130), (130,), dtype, weight_dtype)
-    y = _check(name, path, inputs, (130,), dtype=weight_dtype)
+    y = _check(name, path, inputs, (130,), weights="any")
     assert y.dtype == weight_dtype
 
 
@@ -215,14 +213,14 @@ def test_rows_of_one_element(rows, path):
     """The input's gradient is 0 for layer norm and next to it for RMS norm."""
     x, weight, bias, dy = _inputs("layer", (rows, 1), (1,), torch.float32)
     with _path(path):
-        y = layer_norm(x, weight, bias, (1,), 1e-5)
+        y = _norm("layer", x, weight, bias, (1,))
         y.backward(dy)
         assert torch.equal(y, bias.expand(rows, 1))
         ulp = 2**-23 * (weight * dy).abs() / 1e-5**0.5  # of the terms that cancel
         assert (x.grad.abs() <= ulp).all()
         assert weight.grad.abs() <= ulp.sum() / weight
         assert_one_rounding(bias.grad, dy.double().sum(0))
-        y = rms_norm(x, None, (1,), 1e-5)
+        y = _norm("rms", x, None, None, (1,))
     assert_one_rounding(y.detach(), rms_norm_reference(x.detach().double(), None, (1,), 1e-5))
 
 
@@ -358,7 +356,7 @@ def test_bad_input(change, match):
     given = {"x": torch.zeros(3, 8), "weight": torch.ones(8), "bias": torch.zeros(8), "shape": (8,)}
     given |= change
     with pytest.raises(RuntimeError, match=match):
-        layer_norm(given["x"], given["weight"], given["bias"], given["shape"], 1e-5)
+        _norm("layer", **given)
     if "bias" not in change and given["weight"] is not None:
         with pytest.raises(RuntimeError, match=match):
-            rms_norm(given["x"], given["weight"], given["shape"], 1e-5)
+            _norm("rms", **given | {"bias": None})

@@ -39,8 +39,8 @@ def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tens
     """
     x, weights, biases = ops.parts("mlp_function", bias, activation, args)
     y = dense.rows(x)  # in place on a matrix: on a view autograd would copy gradients
-    for weight, each in zip(weights, biases, strict=True):
-        y = ops.layer(y, weight, each, activation)
+    for output in ops.outputs_of(y, weights, biases, activation):
+        y = output
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 

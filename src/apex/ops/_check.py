@@ -19,6 +19,11 @@ class ArgumentError(RuntimeError, TypeError, ValueError):
     """
 
 
+def traced() -> bool:
+    """Whether ``torch.jit.trace`` records: sizes are tensors then, and torch's functions check."""
+    return torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call, no-any-return]
+
+
 def check_tensors(
     name: str,
     tensors: Mapping[str, Any],

@@ -47,10 +47,9 @@ class Applied(torch.autograd.Function, metaclass=_Inlined):
         if cls._own is not None:
             return cls._own.apply(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
-        stays = cls.autocasts or not isinstance(x, torch.Tensor)
-        if stays or not _runtime.autocasts(x.device.type):
+        if cls.autocasts or not isinstance(x, torch.Tensor):
             return cls.function(*args, **kwargs)
-        with torch.autocast(x.device.type, enabled=False):
+        with _runtime.without_autocast(x.device.type):
             return cls.function(*args, **kwargs)
 
     # TorchScript would not take a list of any length.

@@ -4,8 +4,8 @@ An operation computes the same on every path; :meth:`op.__call__` chooses one:
 
 * **definition**: PyTorch functions, which every device, dtype, derivative and transform knows;
 * **kernel**: the Triton kernels of ``kernels/<name>.py``, on a GPU, in an ``autograd.Function``;
-* **pieces**: PyTorch functions for a part of the rows at a time, in the same ``autograd.Function``,
-  for operations that need a backward of their own on a CPU as well;
+* **pieces**: PyTorch functions for a part of the rows at a time, in the same ``autograd.Function``:
+  for a CPU, and for operations that need a backward of their own everywhere;
 * **operator**: ``torch.ops.apex.<name>``, one node of a compiled graph, which runs the kernel. An
   eager call goes without it: the dispatcher costs 14 us a call, an ``autograd.Function`` 1 us. The
   compiler cannot fuse it with its neighbours: see ``compiles_to_operator``.
@@ -39,16 +39,15 @@ class op:  # lower case, like torch.autocast: used as a function
 
     A kernel file, and ``pieces``, offer::
 
-        allocate(*args) -> (y, *more)          uninitialized; also called with fake tensors; y
-                                               alone, and no tuple, if there is nothing more
-        forward(*args) -> (y, *more)           the same, computed
+        allocate(*args) -> (y, *more)          uninitialized, also of fake tensors; not asked for
+                                               if there is nothing more
+        forward(*args) -> (y, *more)           the same, computed; y alone is no tuple
         backward(dy, needs, **saved) -> [...]  gradients in the order of grads; None where the
                                                tensor is absent, anything where needs is False.
                                                saved: the tensors in saves and all arguments that
                                                are no tensors
 
-    An eager call on a GPU takes the kernel from as many elements of the first argument on as
-    :mod:`apex.ops._thresholds` says.
+    :mod:`apex.ops._thresholds` says from how many elements on an eager call takes the kernel.
 
     Args:
         schema: ``name(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor more)``, without
@@ -57,25 +56,21 @@ class op:  # lower case, like torch.autocast: used as a function
         definition: ``definition(*args) -> y`` in PyTorch functions; rounds to 16 bits once.
         grads: Names of the tensors that the kernel computes gradients for.
         kernel: Name of the kernel file, if it is not the operation's.
-        saves: Names of the tensors that are saved for the backward: arguments, or results. By
-            default all arguments and all results but ``y``. The gradient of an argument that is
-            in ``grads`` and not among them is like ``y``; where its dtype may differ, an argument
-            ``<name>_dtype`` says it.
-        gradient: ``gradient(dy, **saved) -> [...]`` in PyTorch functions, in the order of
-            ``grads``: the definition of the backward, for operations that save less than their
-            arguments. Gradients of gradients are those of it; without it such operations have none.
-            No argument outside of ``grads`` may require a gradient then.
-        pieces: Forward and backward where no kernel runs, for calls of which ``pieces.pays(*args)``
-            says that they are faster on a CPU; for all calls if they need them (see ``saves``), or
-            if there is no ``pays``: then there is no kernel.
+        saves: Names of the tensors that are saved for the backward; by default all arguments and
+            all results but ``y``. The gradient of an argument that is not among them is like ``y``;
+            where its dtype may differ, an argument ``<name>_dtype`` says it.
+        gradient: ``gradient(dy, **saved) -> [...]`` in the order of ``grads``: defines the backward
+            and gradients of gradients of operations that save less than their arguments. No
+            argument outside of ``grads`` may require a gradient then.
+        pieces: Forward and backward where no kernel runs, for calls that are faster on a CPU, as
+            ``pieces.pays(*args)`` says; for all that need them (see ``saves``); for operators with
+            results besides ``y``. Without ``pays`` for all calls: then there is no kernel.
         autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``) or not at all
             (``"leave"``). float64 is never cast.
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
-        takes: Whether the kernel takes the first argument as it lies in memory; if not, the
-            definition does.
-        compiles_to_operator: Whether ``torch.compile`` for a GPU gets the operator for these
-            arguments. If not, it gets the definition, which it fuses with what is around. Which of
-            them moves fewer bytes is in docs/performance.md.
+        takes: Whether the kernel takes the first argument as it lies in memory.
+        compiles_to_operator: Whether ``torch.compile`` for a GPU gets the operator and not the
+            definition, which it fuses with what is around. docs/performance.md has their bytes.
     """
 
     def __init__(
@@ -105,6 +100,8 @@ class op:  # lower case, like torch.autocast: used as a function
         self._kernel_file = "" if always else f"apex.kernels.{kernel or self.name}"
         #: Whether every call needs the kernel or pieces.
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
+        #: What an operator without a kernel computes by, if not by the definition.
+        self._fallback = pieces if self.own_backward or len(self.results) > 1 else None
         self.least = 1 if self.own_backward else LEAST.get(self.name, sys.maxsize)
         # Positions among the arguments, and results behind them.
         known = [*self.names, *self.results]
@@ -205,21 +202,31 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def implementation(self, x: torch.Tensor) -> Any:
         """What computes ``forward`` and ``backward`` of an operator: kernels, pieces, or None."""
-        return self._kernels() if self._fuses(x) else self.pieces
+        return self._kernels() if self._fuses(x) else self._fallback
 
     def run(self, *args: Any) -> Any:
         """Compute ``y`` and what the backward needs, as an operator."""
         implementation = self.implementation(args[0])
         if implementation is not None and args[0].numel():
             return _call(implementation.forward, args[0], *self._dense(args, self._at_tensors))
-        y, *more = _as_tuple(self._allocate(*args))  # the backward computes a forward again
+        if len(self.results) == 1:
+            return self._defined(args)
+        y, *more = self._allocate(*args)
         with torch.no_grad():
             y.copy_(self.definition(*args))
-        return (y, *(m.fill_(math.nan) for m in more)) if more else y
+        return y, *(m.fill_(math.nan) for m in more)  # the backward computes a forward again
 
     def _allocate(self, *args: Any) -> Any:
-        source = self._kernels() if self.pieces is None else self.pieces
-        return source.allocate(*self._dense(args, self._at_tensors))
+        """What :meth:`run` returns, for fake tensors."""
+        if len(self.results) == 1:
+            return self._defined(args)
+        dense = self._dense(args, self._at_tensors)
+        return (self.pieces or self._kernels()).allocate(*dense)
+
+    def _defined(self, args: Sequence[Any]) -> torch.Tensor:
+        """The definition, with the strides of the kernel's result."""
+        with torch.no_grad():
+            return self.definition(*self._dense(args, self._at_tensors)).contiguous()
 
     def _dense(self, arguments: Sequence[Any], at: Sequence[int]) -> list[Any]:
         """Arguments, with tensors ``at`` some positions as kernels read them.
@@ -241,29 +248,26 @@ class op:  # lower case, like torch.autocast: used as a function
     def _computed_and_saved(self, ctx: Any, *args: Any) -> Any:
         *inputs, implementation = args
         dense = self._dense(inputs, self._at_tensors)
-        output = _call(implementation.forward, args[0], *dense)
-        outputs = output if isinstance(output, tuple) else (output,)
-        ctx.implementation = implementation
-        self._save(ctx, inputs, outputs)
+        outputs = _as_tuple(_call(implementation.forward, args[0], *dense))
+        self._save(ctx, inputs, outputs, implementation)
         return outputs[0]
 
     def _save_for_operator(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         outputs = _as_tuple(output)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
-        ctx.implementation = None
-        self._save(ctx, inputs, outputs)
+        self._save(ctx, inputs, outputs, None)
 
-    def _save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+    def _save(self, ctx: Any, inputs: Sequence[Any], outputs: Any, implementation: Any) -> None:
         known = (*inputs, *outputs)
+        ctx.implementation = implementation
         ctx.constants = [known[i] for i in self._at_constants]
         ctx.save_for_backward(*[known[i] for i in self._at_saves])
 
     def _gradients(self, ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
         """Backward of an ``autograd.Function``: a gradient, or None, for each argument."""
-        found: list[torch.Tensor | None] = [None] * len(self.names)
         if dy is None:  # only another result was used
-            return tuple(found)
+            return (None,) * len(self.names)
         if _runtime.autocasts(dy.device.type):
             with torch.autocast(dy.device.type, enabled=False):
                 return self._gradients(ctx, dy)
@@ -271,17 +275,16 @@ class op:  # lower case, like torch.autocast: used as a function
         compiling = torch.compiler.is_compiling()
         again = torch.is_grad_enabled() and not compiling
         if again or (self._at_others and any(needed[i] for i in self._at_others)):
-            at = [i for i in self._at_tensors if needed[i]]
-            by_name = self._definition_gradients(dy, saved, [self.names[i] for i in at])
-            for i in at:
-                found[i] = by_name[self.names[i]]
-            return tuple(found)
+            wanted = [name for name, need in zip(self.names, needed, strict=False) if need]
+            by_name = self._definition_gradients(dy, saved, wanted)
+            return tuple(by_name.get(name) for name in self.names)
         needs = [needed[i] for i in self._at_grads]
         records = compiling or torch._C._len_torch_dispatch_stack() > 0
         if ctx.implementation is None or records or _runtime.batched(dy):
             gradients = _as_tuple(self.backward_operator(dy, needs, *saved))
         else:
             gradients = self._computed_gradients(ctx.implementation, dy, needs, saved)
+        found: list[torch.Tensor | None] = [None] * len(self.names)
         for i, gradient, need in zip(self._at_grads, gradients, needs, strict=True):
             found[i] = gradient if need else None
         return tuple(found)

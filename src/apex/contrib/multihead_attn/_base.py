@@ -173,7 +173,8 @@ def _attend(
         weight, bias = layer.lyr_nrm_gamma_weights, layer.lyr_nrm_beta_weights
         if layer.lyr_nrm is not None:
             weight, bias = layer.lyr_nrm.weight, layer.lyr_nrm.bias
-        x = row_norms.layer_norm(query, weight, bias, (layer.embed_dim,), EPS)
+        shape = (layer.embed_dim,)
+        x = row_norms.norm(query, weight, bias, shape, EPS, False, True, "float32", "")
     q, k, v = _project(layer, x, x if layer.attends_to_itself else key)
     drops = is_training and layer.training
     mask, empty = join_masks(key_padding_mask, attn_mask, layer.mask_additive, q.dtype)

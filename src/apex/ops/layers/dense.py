@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from apex import _compat
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import Optional
 
 
@@ -131,8 +131,8 @@ def check(
     tensors = {"input": x, **weights, **biases}
     check_tensors(name, tensors, floating=tensors, required=weights)
     check_one_dtype(name, tensors)
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
+    if traced():
+        return
     before, shape = "input", x.shape
     for (key, weight), (bias_key, bias) in zip(weights.items(), biases.items(), strict=True):
         if not shape or weight.dim() != 2 or weight.shape[1] != shape[-1]:

@@ -15,14 +15,12 @@ row adds to no sum, PyTorch's own function stops with an assertion on the device
 out of bounds.
 """
 
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors
-from apex.ops._dtypes import NARROW, wide
+from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
+from apex.ops._dtypes import wide
 from apex.ops._op import op
 from apex.ops.norms._scripted import left_to_python
 
@@ -34,48 +32,10 @@ def reference(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torc
     return (F.embedding(index.long(), in1.to(to)) * in2.to(to)).to(in2.dtype)
 
 
-# -- 16 bits on a CPU ----------------------------------------------------------------------------
-
-# The definition widens and copies all of in1: forward up to 5 times as slow as torch's functions in
-# 16 bits. A product of two 16-bit numbers is rounded once anyway, and sums of it are made from a
-# piece at a time: forward 0.4 to 0.9 of the time of the definition, with backward 0.6 to 1.1. Below
-# LEAST elements the calls cost more than they save.
-PIECE, LEAST = 2**16, 2**17  # elements; 256 KiB of float32
-
-
-def _forward(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return F.embedding(index.long(), in1) * in2
-
-
-def _backward(
-    dy: torch.Tensor, needs: list[bool], *, in2: torch.Tensor, in1: torch.Tensor,
-    index: torch.Tensor,
-) -> list[torch.Tensor | None]:  # fmt: skip
-    din2 = _forward(dy, in1, index) if needs[0] else None
-    if not needs[1]:
-        return [din2, None]
-    sums, index = torch.zeros_like(in1, dtype=wide(in1)), index.long()
-    height = max(1, PIECE // in1.shape[1])
-    for start in range(0, len(in2), height):
-        rows = slice(start, start + height)
-        products = dy[rows].to(sums.dtype) * in2[rows]
-        if in1.is_cpu:
-            sums.index_add_(0, index[rows], products)
-        else:  # whose index_add_ is atomic
-            sums.index_put_((index[rows],), products, accumulate=True)
-    return [din2, sums.to(in1.dtype)]
-
-
 OP = op(
     "index_mul_2d(Tensor in2, Tensor in1, Tensor index) -> Tensor y",
     reference,
     grads=("in2", "in1"),
-    pieces=SimpleNamespace(
-        allocate=lambda in2, in1, index: torch.empty_like(in2),
-        forward=_forward,
-        backward=_backward,
-        pays=lambda in2, in1, index: in2.dtype in NARROW and in2.numel() >= LEAST,
-    ),
 )
 
 
@@ -123,8 +83,8 @@ def check(name: str, in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor) 
     factors = {"in1": in1, "in2": in2}
     tensors = factors | {"idx1": index}
     check_tensors(name, tensors, floating=factors, integers=["idx1"], required=tensors)
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
+    if traced():
+        return
     if in1.dim() != 2 or in2.dim() != 2 or in1.shape[1] != in2.shape[1]:
         raise ArgumentError(
             f"{name}: in1 has shape {list(in1.shape)} and in2 {list(in2.shape)}. Pass two matrices "

@@ -6,7 +6,7 @@ ReLU and sigmoid overwrite the product, since their gradients are functions of `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,11 @@ from apex.ops.layers import dense
 
 ACTIVATIONS = ("none", "relu", "sigmoid")  # at the index that mlp_cuda calls them by
 _IN_PLACE = (lambda y: y, torch.relu_, torch.sigmoid_)
-
-
-def layer(x: torch.Tensor, weight: torch.Tensor, bias: Optional, activation: int) -> torch.Tensor:
-    """Apply one dense layer and an activation."""
-    return _IN_PLACE[activation](F.linear(x, weight, bias))
+_BACKWARD: tuple[Callable[..., torch.Tensor], ...] = (
+    lambda dy, y: dy,
+    lambda dy, y: torch.ops.aten.threshold_backward(dy, y, 0),
+    torch.ops.aten.sigmoid_backward,
+)
 
 
 def outputs_of(
@@ -29,13 +29,11 @@ def outputs_of(
     weights: Sequence[torch.Tensor],
     biases: Sequence[Optional],
     activation: int,
-) -> list[torch.Tensor]:
-    """Apply dense layers, an activation after each; return the output of every layer."""
-    outputs = []
+) -> Iterator[torch.Tensor]:
+    """Apply dense layers, an activation after each; yield the output of every layer."""
     for weight, bias in zip(weights, biases, strict=True):
-        x = layer(x, weight, bias, activation)
-        outputs.append(x)
-    return outputs
+        x = _IN_PLACE[activation](F.linear(x, weight, bias))
+        yield x
 
 
 def backward(
@@ -50,19 +48,11 @@ def backward(
     for weight, y, below in zip(
         reversed(weights), reversed(outputs), reversed([x, *outputs[:-1]]), strict=True
     ):
-        dz = _activation_backward(dy, y, activation)
+        dz = _BACKWARD[activation](dy, y)
         dy, d_weight, d_bias = dense.linear_backward(dz, below, weight)
         d_weights.append(d_weight)
         d_biases.append(d_bias)
     return dy, d_weights[::-1], d_biases[::-1]
-
-
-def _activation_backward(dy: torch.Tensor, y: torch.Tensor, activation: int) -> torch.Tensor:
-    if activation == 0:
-        return dy
-    if activation == 1:
-        return torch.ops.aten.threshold_backward(dy, y, 0)  # type: ignore[no-any-return]
-    return torch.ops.aten.sigmoid_backward(dy, y)  # type: ignore[no-any-return]
 
 
 def parts(

@@ -72,21 +72,15 @@ def transposed(sin: Tensor) -> Tensor:
     return -sin.roll(sin.shape[-1] // 2, -1)
 
 
-def _allocate(t: Tensor, *_: object) -> Tensor:
-    return t.new_empty(t.shape)
-
-
 def _forward(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int) -> Tensor:
-    y, count = _allocate(t), t.shape[dim]
-    step = max(1, PIECE * count // t.numel()) if t.is_cpu else count
+    y, count = t.new_empty(t.shape), t.shape[dim]
+    step = max(1, PIECE * count // t.numel())
     for start in range(0, count, step):
-        rows, size = slice(start, start + step), min(step, count - start)
-        part = t.narrow(dim, start, size)
-        if positions is None:
-            rotated = reference(part, cos[rows], sin[rows], None, dim)
-        else:
-            rotated = reference(part, cos, sin, positions[rows], dim)
-        y.narrow(dim, start, size).copy_(rotated)
+        rows, part = slice(start, start + step), (dim, start, min(step, count - start))
+        angles: tuple[Tensor, Tensor, Optional] = (cos[rows], sin[rows], None)
+        if positions is not None:
+            angles = (cos, sin, positions[rows])
+        y.narrow(*part).copy_(reference(t.narrow(*part), *angles, dim))
     return y
 
 
@@ -103,10 +97,7 @@ OP = op(
     saves=("cos", "sin", "positions"),
     gradient=lambda dy, cos, sin, **rest: [reference(dy, cos, transposed(sin), **rest)],
     pieces=SimpleNamespace(
-        allocate=_allocate,
-        forward=_forward,
-        backward=_backward,
-        pays=lambda t, *_: t.numel() > PIECE,
+        forward=_forward, backward=_backward, pays=lambda t, *_: t.numel() > PIECE
     ),
     contiguous=False,
     takes=lambda t: t.shape[:2].numel() < 2**31,  # programs are counted in 32 bits

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import Optional, wide
 from apex.ops._op import op
 
@@ -86,8 +86,8 @@ def _pieces(*tensors: Any) -> Iterator[tuple[int, Sequence[Any]]]:
     Before them the number of the first row in its matrix.
     """
     first = tensors[0]
-    height = max(1, PIECE // first[0].numel() if first.is_cpu else len(first))
-    if first.dim() > 2 and first[0].numel() > PIECE and first.is_cpu:
+    height = max(1, PIECE // first[0].numel())
+    if first.dim() > 2 and first[0].numel() > PIECE:
         for i in range(len(first)):
             yield from _pieces(*(None if t is None else t.expand(first.shape)[i] for t in tensors))
         return
@@ -99,12 +99,8 @@ def _pieces(*tensors: Any) -> Iterator[tuple[int, Sequence[Any]]]:
         yield number * height if first.dim() == 2 else 0, part
 
 
-def _allocate(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _forward(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> torch.Tensor:
-    y, fill = _allocate(x), torch.full((), MASKED, dtype=wide(x), device=x.device)
+    y, fill = x.new_empty(x.shape), torch.full((), MASKED, dtype=wide(x))
     for row, (out, rows, masked) in _pieces(y, x, _masked(mask)):
         z = rows.to(wide(x))
         z = z * scale if z is rows else z.mul_(scale)
@@ -114,9 +110,9 @@ def _forward(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> tor
             z.tril_(row).add_(_above(z, row))
         wide_out = out if out.dtype == z.dtype else torch.empty_like(z)
         torch.softmax(z, -1, out=wide_out)
-        if masked is not None and z.shape[-1]:
+        if masked is not None:
             empty = z.amax(-1, keepdim=True) <= MASKED
-            if not z.is_cpu or empty.any():
+            if empty.any():
                 wide_out.masked_fill_(empty, 0.0)
         out.copy_(wide_out.tril_(row) if causal else wide_out)
     return y
@@ -125,13 +121,11 @@ def _forward(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> tor
 def _backward(
     dy: torch.Tensor, needs: Sequence[bool], *, y: torch.Tensor, scale: float, causal: bool
 ) -> list[torch.Tensor]:
-    dx = _allocate(y)
+    dx = y.new_empty(y.shape)
     for _, (out, dy_rows, y_rows) in _pieces(dx, dy, y):
         out.copy_(_rows_gradient(dy_rows, y_rows, scale))
     # The result is 0 above the diagonal; only inf or nan times 0 makes a row, as a whole, nan.
-    if causal and not (y.is_cpu and not dx[..., 0].isnan().any()):
-        return gradient(dy, y, scale, causal)
-    return [dx]
+    return gradient(dy, y, scale, causal) if causal and dx[..., 0].isnan().any() else [dx]
 
 
 OP = op(
@@ -141,10 +135,7 @@ OP = op(
     saves=("y",),
     gradient=gradient,
     pieces=SimpleNamespace(
-        allocate=_allocate,
-        forward=_forward,
-        backward=_backward,
-        pays=lambda x, *_: x.numel() > SMALL,
+        forward=_forward, backward=_backward, pays=lambda x, *_: x.numel() > SMALL
     ),
     autocast="half",
     contiguous=False,  # a mask is read as it lies in memory
@@ -169,8 +160,8 @@ def check(
         raise ArgumentError(
             f"{name}: mask is {mask.dtype}; pass torch.bool, or torch.uint8 in which 1 is masked."
         )
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
+    if traced():
+        return
     shape = list(x.shape)
     if len(shape) < 2:
         raise ArgumentError(f"{name}: {key} has shape {shape}; pass (..., queries, keys).")

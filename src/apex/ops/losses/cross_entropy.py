@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from apex.ops._check import ArgumentError, check_tensors
+from apex.ops._check import ArgumentError, check_tensors, traced
 from apex.ops._dtypes import Optional, wide
 from apex.ops._op import op
 
@@ -147,8 +147,8 @@ def check(name: str, logits: torch.Tensor, labels: torch.Tensor, smoothing: floa
     check_tensors(name, tensors, floating=["logits"], integers=["labels"], required=["labels"])
     if not 0.0 <= smoothing <= 1.0:
         raise ArgumentError(f"{name}: smoothing is {smoothing}; allowed is 0 to 1.")
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
+    if traced():
+        return
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ArgumentError(
             f"{name}: logits have shape {list(logits.shape)} and labels {list(labels.shape)}. "

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import wide
 from apex.ops._op import op
 
@@ -88,7 +88,7 @@ def checked(
         raise ArgumentError(f"{name}: num_positives_sum is {num_positives.dtype}; pass a real one.")
     if not 0.0 <= gamma < float("inf"):
         raise ArgumentError(f"{name}: gamma is {gamma}; allowed are numbers from 0 on.")
-    if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if not traced():
         shape = list(logits.shape)
         if not shape or not 1 <= classes == given <= shape[-1]:
             raise ArgumentError(

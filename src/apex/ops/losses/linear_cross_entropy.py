@@ -32,10 +32,10 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import Optional, wide
 from apex.ops._op import op
-from apex.ops.layers.dense import add_product
+from apex.ops.layers import dense
 from apex.ops.losses import cross_entropy as rows_op
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -53,28 +53,10 @@ LEAST, MOST, HUGE, SHARE = 2**22, 2**26, 2**28, 8
 
 
 def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional,
-    targets: torch.Tensor,
-    smoothing: float,
-    ignore_index: int,
-    *_: Any,
-) -> torch.Tensor:
-    """Compute the definition, one loss for each row, with all logits in memory."""
-    return _plain(x, weight, bias, targets, smoothing, ignore_index, "none")
-
-
-def _reduced_reference(*args: Any) -> torch.Tensor:
-    x, weight, bias, targets, smoothing, ignore_index, mean, *_ = args
-    reduction = "mean" if mean else "sum"
-    return _plain(x, weight, bias, targets, smoothing, ignore_index, reduction)
-
-
-def _plain(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional, targets: torch.Tensor, smoothing: float,
-    ignore_index: int, reduction: str,
+    ignore_index: int, reduction: str, *_: Any,
 ) -> torch.Tensor:  # fmt: skip
+    """Compute the definition, with all logits in memory."""
     return F.cross_entropy(
         F.linear(x, weight, bias).to(wide(x)), targets.long(), reduction=reduction,
         label_smoothing=smoothing, ignore_index=ignore_index,
@@ -119,42 +101,33 @@ def _pieces(
         yield here, logits
 
 
-def _allocate_rows(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    losses = x.new_empty(x.shape[:1], dtype=wide(x))
-    return losses, torch.empty_like(losses)
-
-
-def _allocate_gradients(
-    x: torch.Tensor, weight: torch.Tensor, needs: Sequence[bool]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of x, weight and bias; those that nobody wants have no element."""
-    to = wide(weight)
+def _allocate(
+    x: torch.Tensor, weight: torch.Tensor, bias: Optional, targets: torch.Tensor, smoothing: float,
+    ignore_index: int, reduction: str, chunk_size: int, wanted: Sequence[bool],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Loss, ``lse`` and gradients, to be rounded; those that nobody wants have no element."""
+    lse, to = x.new_empty(x.shape[:1], dtype=wide(x)), wide(weight)
     return (
-        x.new_empty(x.shape if needs[0] else (0,)),
-        weight.new_empty(weight.shape if needs[1] else (0,), dtype=to),
-        weight.new_empty(weight.shape[:1] if needs[2] else (0,), dtype=to),
+        torch.empty_like(lse) if reduction == "none" else lse.new_empty(()),
+        lse,
+        x.new_empty(x.shape if wanted[0] else (0,)),
+        weight.new_empty(weight.shape if wanted[1] else (0,), dtype=to),
+        weight.new_empty(weight.shape[:1] if wanted[2] else (0,), dtype=to),
     )
 
 
 def _computed(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional,
-    targets: torch.Tensor,
-    smoothing: float,
-    ignore_index: int,
-    chunk_size: int,
-    *,
-    dy: Optional = None,
-    lse: Optional = None,
-    needs: Sequence[bool] = (False, False, False),
-) -> tuple[torch.Tensor, ...]:
+    needs: Sequence[bool], *, x: torch.Tensor, weight: torch.Tensor, bias: Optional,
+    targets: torch.Tensor, smoothing: float, ignore_index: int, chunk_size: int,
+    dy: Optional = None, lse: Optional = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Losses and ``lse``, unless that is given, and gradients, if there is one number ``dy`` a row.
 
-    Gradients of weight and bias are float32, to be rounded once.
+    Gradients of weight and bias are to be rounded.
     """
-    losses, new_lse = _allocate_rows(x)
-    dx, dweight, dbias = _allocate_gradients(x, weight, needs)
+    losses, new_lse, dx, dweight, dbias = _allocate(
+        x, weight, bias, targets, smoothing, ignore_index, "none", chunk_size, needs
+    )
     dweight.zero_()
     dbias.zero_()
     loss = rows_op.OP.implementation(x)
@@ -170,78 +143,53 @@ def _computed(
         if needs[0]:
             torch.mm(slope, weight, out=dx[rows])
         if needs[1]:
-            add_product(dweight, slope, x[rows])
+            dense.add_product(dweight, slope, x[rows])
         if needs[2]:
             dbias.add_(slope.sum(0, dtype=dbias.dtype))
     return losses, new_lse, dx, dweight, dbias
 
 
-def _rows_forward(*args: Any) -> tuple[torch.Tensor, ...]:
-    return _computed(*args)[:2]
-
-
-def _rows_backward(
-    dy: torch.Tensor, needs: Sequence[bool], *, weight: torch.Tensor, **saved: Any
-) -> list[Optional]:
-    found = _computed(dy=dy, needs=needs, weight=weight, **saved)[2:]
-    return [t.to(weight.dtype) if need else None for t, need in zip(found, needs, strict=True)]
-
-
-def _allocate_reduced(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
-    return x.new_empty((), dtype=wide(x)), *_allocate_gradients(x, weight, rest[-1])
-
-
-def _reduced_forward(
+def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional, targets: torch.Tensor, smoothing: float,
-    ignore_index: int, mean: bool, chunk_size: int, wanted: Sequence[bool],
+    ignore_index: int, reduction: str, chunk_size: int, wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    factor = torch.ones((), dtype=wide(x), device=x.device)
-    if mean:
-        factor = factor / (targets != ignore_index).sum()
-    losses, _, *gradients = _computed(
-        x, weight, bias, targets, smoothing, ignore_index, chunk_size,
-        dy=factor.expand(len(x)), needs=wanted,
+    dy = None
+    if reduction != "none":
+        factor = torch.ones((), dtype=wide(x), device=x.device)
+        if reduction == "mean":
+            factor = factor / (targets != ignore_index).sum()
+        dy = factor.expand(len(x))
+    losses, *others = _computed(
+        wanted, x=x, weight=weight, bias=bias, targets=targets, smoothing=smoothing,
+        ignore_index=ignore_index, chunk_size=chunk_size, dy=dy,
     )  # fmt: skip
     # Not losses.sum() * factor, which is not always what evaluation gives.
-    return _reduced(losses, targets, ignore_index, "mean" if mean else "sum"), *gradients
+    return _reduced(losses, targets, ignore_index, reduction), *others
 
 
-def _reduced_backward(
-    dy: torch.Tensor,
-    needs: Sequence[bool],
-    *,
-    x: torch.Tensor,
-    dx: torch.Tensor,
-    dweight: torch.Tensor,
-    dbias: torch.Tensor,
-    **_: Any,
-) -> list[Optional]:
+def _backward(
+    dy: torch.Tensor, needs: Sequence[bool], *, x: torch.Tensor, reduction: str, dx: torch.Tensor,
+    dweight: torch.Tensor, dbias: torch.Tensor, wanted: Sequence[bool], **rest: Any,
+) -> list[Optional]:  # fmt: skip
     def scaled(found: torch.Tensor) -> torch.Tensor:
         # In one dimension: a 0-dim factor would be rounded to 16 bits. No copy in float32.
         return torch.mul(found, dy.reshape(1), out=torch.empty_like(found, dtype=x.dtype))
 
-    each = zip((dx, dweight, dbias), needs, strict=True)
-    return [scaled(found) if need else None for found, need in each]
+    if reduction == "none":
+        found = [t.to(x.dtype) for t in _computed(needs, x=x, dy=dy, **rest)[2:]]
+    else:
+        each = zip((dx, dweight, dbias), needs, strict=True)
+        found = [scaled(t) if need else t for t, need in each]
+    return [t if need else None for t, need in zip(found, needs, strict=True)]
 
 
-_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor targets, float smoothing"
-
-ROWS = op(
-    f"linear_cross_entropy_rows({_TENSORS}, int ignore_index, int chunk_size)"
-    " -> (Tensor losses, Tensor lse)",
+OP = op(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, float smoothing, "
+    "int ignore_index, str reduction, int chunk_size, bool[] wanted)"
+    " -> (Tensor loss, Tensor lse, Tensor dx, Tensor dweight, Tensor dbias)",
     reference,
     grads=("x", "weight", "bias"),
-    pieces=SimpleNamespace(allocate=_allocate_rows, forward=_rows_forward, backward=_rows_backward),
-    autocast="half",
-)
-REDUCED = op(
-    f"linear_cross_entropy({_TENSORS}, int ignore_index, bool mean, int chunk_size, bool[] wanted)"
-    " -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
-    _reduced_reference,
-    grads=("x", "weight", "bias"),
-    pieces=SimpleNamespace(
-        allocate=_allocate_reduced, forward=_reduced_forward, backward=_reduced_backward
-    ),
+    pieces=SimpleNamespace(allocate=_allocate, forward=_forward, backward=_backward),
     autocast="half",
 )
 
@@ -292,41 +240,30 @@ def linear_cross_entropy(
     smoothing, ignore_index = float(label_smoothing), int(ignore_index)
     _check_options(smoothing, reduction, chunk_size)
     _check_tensors(input, weight, targets, bias)
-    x, weight, bias = ROWS.cast(input, weight, bias)
-    _check_dtypes(x, weight, bias)
+    x, weight, bias = OP.cast(input, weight, bias)
     shape, targets = targets.shape, targets.long()  # a narrower dtype would wrap ignore_index
     if x.dim() != 2:
         x, targets = x.flatten(0, -2) if x.dim() > 1 else x[None], targets.reshape(-1)
-    try:
-        loss = _loss(x, weight, bias, targets, smoothing, ignore_index, reduction, chunk_size)
-    except IndexError:  # PyTorch's says neither which row nor what is allowed
-        rows_op.check_labels("linear_cross_entropy", targets, weight.shape[0], ignore_index)
-        raise
-    return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
-
-
-def _loss(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional,
-    targets: torch.Tensor,
-    smoothing: float,
-    ignore_index: int,
-    reduction: str,
-    chunk_size: int | None,
-) -> torch.Tensor:
     args = (x, weight, bias, targets, smoothing, ignore_index)
     plain = _runtime.forced() == "reference" or _runtime.transformed()
     if not plain and chunk_size is None and not torch.compiler.is_compiling():  # a guard there
         plain = x.shape[0] * weight.shape[0] <= LEAST
-    if plain:
-        with _runtime.without_autocast(x.device.type):
-            return _plain(*args, reduction)
     wanted = [t is not None and t.requires_grad for t in (x, weight, bias)]
     known = reduction != "none" and x.dtype != torch.float16  # all but one factor of gradients
-    if not (known and torch.is_grad_enabled() and any(wanted)):
-        return _reduced(ROWS(*args, chunk_size or 0), targets, ignore_index, reduction)
-    return REDUCED(*args, reduction == "mean", chunk_size or 0, wanted)
+    known = known and torch.is_grad_enabled() and any(wanted)
+    try:
+        if plain:
+            with _runtime.without_autocast(x.device.type):
+                loss = reference(*args, reduction)
+        elif known:
+            loss = OP(*args, reduction, chunk_size or 0, wanted)
+        else:
+            losses = OP(*args, "none", chunk_size or 0, [False] * 3)
+            loss = _reduced(losses, targets, ignore_index, reduction)
+    except IndexError:  # PyTorch's says neither which row nor what is allowed
+        rows_op.check_labels("linear_cross_entropy", targets, weight.shape[0], ignore_index)
+        raise
+    return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -348,26 +285,11 @@ def _check_tensors(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Optional
 ) -> None:
     name = "linear_cross_entropy"
-    tensors = {"input": x, "weight": weight, "targets": targets, "bias": bias}
-    check_tensors(
-        name, tensors, floating=["input", "weight", "bias"], required=["weight", "targets"],
-        integers=["targets"],
-    )  # fmt: skip
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
-    if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
-        raise ArgumentError(
-            f"{name}: input has shape {list(x.shape)} and weight {list(weight.shape)}. "
-            "Pass (..., features) and (classes, features)."
-        )
-    check_shape(name, "bias", bias, weight.shape[:1], f"weight {list(weight.shape)}")
+    dense.check(name, x, {"weight": weight}, {"bias": bias})
+    tensors = {"input": x, "targets": targets}
+    check_tensors(name, tensors, floating=(), integers=["targets"], required=["targets"])
+    if traced():
+        return
+    if not weight.shape[0]:
+        raise ArgumentError(f"{name}: weight of shape {list(weight.shape)} has no class.")
     check_shape(name, "targets", targets, x.shape[:-1], f"input {list(x.shape)}")
-
-
-def _check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: Optional) -> None:
-    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
-    if len(dtypes) > 1:
-        raise ArgumentError(
-            f"linear_cross_entropy: dtypes are {', '.join(sorted(map(str, dtypes)))}. "
-            "Pass one floating dtype for input, weight and bias, or call it under torch.autocast."
-        )

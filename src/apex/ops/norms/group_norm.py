@@ -5,9 +5,9 @@
 
 Mean and variance are those of a group of channels and all pixels of an image.
 
-``reference`` is the definition and, in float64, the oracle of the tests. All paths compute in
-float32, SiLU too, and round once; weight and bias may have other dtypes than ``x``. The kernel is
-for images whose channels are last in memory; others are PyTorch's on a GPU as well.
+All paths compute in float32, SiLU too, and round once; weight and bias may have other dtypes than
+``x``. The kernel is for images whose channels are last in memory; others are PyTorch's on a GPU as
+well.
 
 On a CPU an operator of PyTorch computes the norm, called in two ways. Its gradient for channels
 last writes through a null pointer where that of ``x`` is not wanted (seen in torch 2.13), and it
@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
 from apex.ops._op import op
 
@@ -39,23 +39,6 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # definition's, forward and backward, one core of an EPYC, in float32 with channels last, bfloat16,
 # and bfloat16 with channels last: 2 x 64 x 16 x 16 1.4, 1.5, 2.7; 2 x 128 x 32 x 32 0.5, 0.8, 1.0.
 SMALL = 2**17
-
-
-def reference(
-    x: torch.Tensor, weight: Optional, bias: Optional, groups: int, eps: float, silu: bool
-) -> torch.Tensor:
-    """Compute the definition in the dtype of ``x``."""
-    grouped = x.reshape(x.shape[0], groups, -1)
-    centered = grouped - grouped.mean(-1, keepdim=True)
-    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
-    y = y.reshape(x.shape)
-    y = y if weight is None else y * _beside(x, weight)
-    y = y if bias is None else y + _beside(x, bias)
-    return F.silu(y) if silu else y
-
-
-def _beside(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return weight.view(-1, *[1] * (x.dim() - 2))
 
 
 def channels_last(x: torch.Tensor) -> bool:
@@ -102,9 +85,9 @@ def _is_empty(x: torch.Tensor) -> bool:
 
 def _of_no_pixel(x: torch.Tensor, *weights: Optional) -> torch.Tensor:
     """Gradients of weights are 0 where PyTorch's of images without pixels are nan."""
-    y = x.clone()
+    y, shape = x.clone(), (-1, *[1] * (x.dim() - 2))
     for weight in weights:
-        y = y if weight is None else y * _beside(x, weight).to(y.dtype)
+        y = y if weight is None else y * weight.view(shape).to(y.dtype)
     return y
 
 
@@ -234,8 +217,8 @@ def check(name: str, x: torch.Tensor, groups: int, weight: Optional, bias: Optio
     Raises:
         ArgumentError: What is passed does not fit together.
     """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; PyTorch's functions, which are traced, check
+    if traced():
+        return
     tensors = {"input": x, "weight": weight, "bias": bias}
     check_tensors(name, tensors, floating=tensors)
     if x.dim() < 2 or groups < 1 or x.shape[1] % groups:

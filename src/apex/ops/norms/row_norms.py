@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors
+from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
 from apex.ops._op import op
 from apex.ops.norms import row_norm_pieces
@@ -40,9 +40,9 @@ def _definition(
     if not same or (centered and x.is_cpu and dtype in NARROW):
         to = wide(x, weight)
         x, weight, bias = x.to(to), to_dtype(weight, to), to_dtype(bias, to)
-    if centered:
-        return F.layer_norm(x, list(shape), weight, bias, eps).to(dtype)
-    return F.rms_norm(x, list(shape), weight, eps).to(dtype)
+    row = list(shape)
+    y = F.layer_norm(x, row, weight, bias, eps) if centered else F.rms_norm(x, row, weight, eps)
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 _ARGUMENTS = (
@@ -70,17 +70,14 @@ MEMORY_EFFICIENT = op(
 )
 
 
-def layer_norm(
-    x: torch.Tensor,
-    weight: Optional,
-    bias: Optional,
-    shape: Sequence[int],
-    eps: float,
-    *,
-    memory_efficient: bool = False,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Shift and scale each row to mean 0 and variance 1, then by ``weight`` and ``bias``.
+@left_to_python
+def norm(
+    x: torch.Tensor, weight: Optional, bias: Optional, shape: Shape, eps: float,
+    memory_efficient: bool, centered: bool, weights: str, instead: str,
+) -> torch.Tensor:  # fmt: skip
+    """Layer norm, or RMS norm unless ``centered``, as Apex's functions and modules compute it.
+
+    Under ``torch.autocast`` tensors are cast to its dtype first.
 
     Args:
         x: ``(..., *shape)``, any floating dtype.
@@ -91,8 +88,10 @@ def layer_norm(
         memory_efficient: Keep the output for the backward rather than the input, which can then be
             freed. Gradients are those of an input made again from the rounded output, where a
             weight smaller than ``eps`` counts as ``eps``.
-        dtype: Of the output; by default that of ``x``. Under ``torch.autocast`` tensors are cast to
-            its dtype first.
+        centered: Whether it is a layer norm.
+        weights: Which dtypes of a weight fit, see `refuse_other_dtype`. The output has the
+            weight's, but the input's with ``"float32"``.
+        instead: What takes others, for the error.
 
     Returns:
         ``(..., *shape)``.
@@ -101,54 +100,9 @@ def layer_norm(
         ArgumentError: What is passed does not fit together.
     """
     x, weight, bias = OP.cast(x, weight, bias)
-    return _normalized(x, weight, bias, shape, eps, True, memory_efficient, dtype)
-
-
-def rms_norm(
-    x: torch.Tensor,
-    weight: Optional,
-    shape: Sequence[int],
-    eps: float,
-    *,
-    memory_efficient: bool = False,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Scale each row to a root mean square of 1, then by ``weight``; see :func:`layer_norm`."""
-    x, weight = OP.cast(x, weight)
-    return _normalized(x, weight, None, shape, eps, False, memory_efficient, dtype)
-
-
-@left_to_python
-def norm(
-    x: torch.Tensor, weight: Optional, bias: Optional, shape: Shape, eps: float,
-    memory_efficient: bool, centered: bool, weights: str, instead: str,
-) -> torch.Tensor:  # fmt: skip
-    """Layer norm, or RMS norm unless ``centered``, as Apex's functions and modules compute it.
-
-    Args:
-        x: As for :func:`layer_norm`; so are the next five.
-        weight: As well.
-        bias: As well.
-        shape: As well.
-        eps: As well.
-        memory_efficient: As well.
-        centered: Whether it is a layer norm.
-        weights: Which dtypes of a weight fit, see `refuse_other_dtype`. The output has the
-            weight's, but the input's with ``"float32"``.
-        instead: What takes others, for the error.
-    """
-    x, weight, bias = OP.cast(x, weight, bias)
     refuse_other_dtype(x, weight, instead, weights)
-    dtype = None if weight is None or weights == "float32" else weight.dtype
-    return _normalized(x, weight, bias, shape, eps, centered, memory_efficient, dtype)
-
-
-def _normalized(
-    x: torch.Tensor, weight: Optional, bias: Optional, shape: Sequence[int], eps: float,
-    centered: bool, memory_efficient: bool, dtype: torch.dtype | None,
-) -> torch.Tensor:  # fmt: skip
     check_norm("layer_norm" if centered else "rms_norm", x, weight, bias, shape)
-    dtype = dtype or x.dtype
+    dtype = x.dtype if weight is None or weights == "float32" else weight.dtype
     if memory_efficient:
         return MEMORY_EFFICIENT(x, weight, bias, shape, eps, centered, dtype, x.dtype)
     return OP(x, weight, bias, shape, eps, centered, dtype)
@@ -171,8 +125,8 @@ def check_norm(
     Raises:
         ArgumentError: They do not fit together.
     """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are tensors then; torch's functions, which are traced, check
+    if traced():
+        return
     if isinstance(shape, int):
         raise ArgumentError(
             f"{name}: normalized_shape is {shape}, a number; pass the last dimensions of the "
