@@ -10,13 +10,13 @@ from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.transformer.functional import fused_apply_rotary_pos_emb, fused_softmax
 
-CALLS = [op for op in OPS if op.small and op.name != "layer_norm, fast"]  # makes a layer
+CALLS = [op for op in OPS if op.checked.small and op.name != "layer_norm, fast"]  # makes a layer
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
 @pytest.mark.parametrize("entry", CALLS, ids=lambda entry: entry.name)
 def test_a_call_is_one_graph_of_torch_compile(entry):
-    leaves, rest = entry.inputs(entry.small[0], torch.float32, torch.device("cpu"))
+    leaves, rest = entry.inputs(entry.checked.small[0], torch.float32, torch.device("cpu"))
     leaves = [leaf.requires_grad_() for leaf in leaves]
     torch._dynamo.reset()
     compiled = torch.compile(entry.ours, fullgraph=True, backend="aot_eager")

@@ -362,18 +362,27 @@ def backward(
     group_norm_grad_stats[(images * groups,)](
         partial, kept[0], sums, means, *shape.sizes, *shape.joins, **OPTIONS
     )
-    dx = None
+    grads: list[torch.Tensor | None] = [None] * 3
     if needs[0]:
-        dx = torch.empty_like(x)
+        grads[0] = torch.empty_like(x)
         group_norm_backward[shape.grid](
-            dy, x, *kept, stats, means, dx, *shape.sizes, shape.step, silu, *shape.tile, **OPTIONS
+            dy,
+            x,
+            *kept,
+            stats,
+            means,
+            grads[0],
+            *shape.sizes,
+            shape.step,
+            silu,
+            *shape.tile,
+            **OPTIONS,
         )
-    dweight = dbias = None
-    if any(needs[1:]):
-        of_images = sums.sum(0)
-        dweight = of_images[1].to(weight.dtype) if weight is not None and needs[1] else None
-        dbias = of_images[0].to(bias.dtype) if bias is not None and needs[2] else None
-    return [dx, dweight, dbias]
+    # Two sums: results of an operator may not share memory.
+    for place, (of, row) in enumerate(((weight, 1), (bias, 0)), 1):
+        if of is not None and needs[place]:
+            grads[place] = sums[:, row].sum(0).to(of.dtype)
+    return grads
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
