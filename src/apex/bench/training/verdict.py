@@ -430,5 +430,5 @@ def _more(of: Verdict, found: Judged) -> str:
     report = of.row.report
     seeds = len({run.cell.seed for run in report.runs})
     minutes = report.seconds / seeds * found.needed / 60 if seeds else 0
-    time = f", some {minutes:.0f} minutes" if minutes >= 1 else ""
+    time = f", some {minutes:.0f} minutes" if minutes >= 1.5 else ""
     return f"; about {found.needed} would (`--seeds {found.needed}`{time})"
