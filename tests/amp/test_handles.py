@@ -314,6 +314,9 @@ def test_disabled_handle_passes_everything_through():
 def test_what_old_code_reads_off_a_handle():
     handle = amp.init(loss_scale=128.0, enable_caching=False, verbose=False)
     assert (handle.has_cache, handle.verbose, handle.cache) == (False, False, {})
+    for name in ("has_cache", "verbose", "cache"):
+        with pytest.raises(AttributeError):  # it would change nothing
+            setattr(handle, name, True)
     assert handle._default_scaler.loss_scale() == 128.0
     handle._save_func(torch, "no_such_name", 3)
     handle._deactivate()

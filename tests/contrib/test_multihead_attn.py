@@ -514,3 +514,15 @@ def test_softmax_drops():
 def test_refused_by_the_softmax(arguments, message):
     with pytest.raises(ArgumentError, match=f"fast_mask_softmax_dropout_func: .*{message}"):
         fast_mask_softmax_dropout_func(True, *arguments)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_layer_that_apex_has_pickled(separate):
+    """Its attributes are these; parameters say what is projected from what."""
+    layer = SelfMultiheadAttn(16, 2, bias=True, separate_qkv_params=separate)
+    x = torch.randn(3, 2, 16)
+    expected, _ = layer(x, x, x)
+    kept = "embed_dim num_heads dropout head_dim bias include_norm_add impl scaling mask_additive"
+    for name in vars(layer).keys() - vars(torch.nn.Module()).keys() - {*kept.split()}:
+        delattr(layer, name)
+    assert torch.equal(layer(x, x, x)[0], expected)

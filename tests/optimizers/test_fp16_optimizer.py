@@ -105,6 +105,9 @@ def test_defaults():
     found = (optimizer.scale_factor, optimizer.scale_window, optimizer.last_overflow_iter)
     assert found == (2.0, 1000, -1)
     assert not hasattr(start(static_loss_scale=2.0)[1], "scale_factor")
+    for name in ("scale_factor", "scale_window", "last_overflow_iter"):
+        with pytest.raises(AttributeError):  # it would change nothing
+            setattr(optimizer, name, 4)
     optimizer.cur_scale = 8
     assert optimizer.loss_scale == 8.0
     assert [len(group) for group in optimizer.fp32_groups] == [2, 2]

@@ -93,6 +93,17 @@ def test_capturable_groups_have_their_own_numbers():
     assert optimizer.param_groups[1]["lr"].item() == 0.5
 
 
+def test_a_program_may_set_capturable():
+    """Groups that are added or loaded afterwards have tensors; so have pickles' of before."""
+    first, second = parameters(shapes=((3,), (4,)))
+    optimizer = FusedAdam([first], lr=0.5)
+    optimizer.capturable = True
+    optimizer.add_param_group({"params": [second], "lr": 0.25})
+    assert torch.equal(optimizer.param_groups[1]["lr"], torch.tensor(0.25))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
+
+
 def test_capturable_state_loads_from_either():
     params = parameters(shapes=SMALL)
     plain, graph = FusedAdam(params), FusedAdam(params, capturable=True)

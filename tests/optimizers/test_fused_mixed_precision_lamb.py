@@ -81,6 +81,11 @@ def test_groups_keep_their_own_numbers():
     assert [int(group["step"]) for group in optimizer.param_groups] == [5, 9]
 
 
+def test_a_group_that_is_no_dict():
+    with pytest.raises(TypeError, match="param_group must be a dict"):
+        FusedMixedPrecisionLamb(parameters()).add_param_group(parameters())
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_dtypes_mixed_among_and_in_groups(path):
     """The original measures a wrong norm, or fails where a group has another dtype."""

@@ -96,6 +96,6 @@ def test_extracting():
 
 def test_flat_copies():
     tensors = [torch.randn(2, 3), torch.randn(4)]
-    joined = distributed.flatten(tensors)
+    joined = distributed.flatten(bucket=tensors)
     assert torch.equal(joined, apex_C.flatten(iter(tensors)))
-    assert all(map(torch.equal, distributed.unflatten(joined, tensors), tensors))
+    assert all(map(torch.equal, distributed.unflatten(coalesced=joined, bucket=tensors), tensors))

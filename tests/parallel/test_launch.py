@@ -57,6 +57,7 @@ PMI2 = {**SRUN, "PMI_RANK": "4", "PMI_SIZE": "5"}  # srun --mpi=pmi2
         ({**BATCH, **OPEN_MPI}, (3, 1, 4, 2, "Open MPI")),
         ({**SRUN, **OPEN_MPI}, (3, 1, 4, 2, "Open MPI")),
         ({**SRUN, **TORCHRUN}, (5, 1, 8, 4, "torchrun")),
+        ({**TORCHRUN, **BATCH, "SLURM_PROCID": "1"}, (5, 1, 8, 4, "torchrun")),  # in a container
         ({**SRUN, "WORLD_SIZE": "9"}, (4, 1, 5, 2, "SLURM")),  # exported by the batch script
     ],
 )

@@ -35,6 +35,13 @@ def test_marked(layer):
 
 
 @each_layer
+def test_the_mark_is_not_taken_by_position(layer):
+    """It would be another argument of the norm, and gradients would not be added up."""
+    with pytest.raises(TypeError, match="arguments by position"):
+        layer(8, 1e-5, *[True] * (1 + (layer is layers.FusedLayerNorm)))
+
+
+@each_layer
 def test_parameters_that_torch_makes_anew_are_marked(layer):
     module = layer(8, sequence_parallel_enabled=True)
     file = io.BytesIO()

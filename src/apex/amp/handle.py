@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -63,13 +64,18 @@ class AmpHandle:
         self._training = Training(
             properties, [], verbosity=_amp_state.verbosity, max_skipped_steps=50
         )
-        self.has_cache = enable_caching
-        self.verbose = verbose
-        self.cache: dict[torch.Tensor, torch.Tensor] = {}  # always empty: torch has it
+        self._has_cache = enable_caching
+        self._verbose = verbose
+        self._cache: dict[torch.Tensor, torch.Tensor] = {}  # always empty: torch has it
         self._default_scaler: LossScaler | None = self.new_scalers(1)[0]
         self._is_active = True
         self._all_wrappers: list[tuple[Any, str, Any]] = []
         self._casts: Casts | None = None
+
+    # To write them would change nothing.
+    has_cache = property(attrgetter("_has_cache"))
+    verbose = property(attrgetter("_verbose"))
+    cache = property(attrgetter("_cache"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpHandle:
         return self  # a copy of a wrapped optimizer stays with its handle

@@ -16,6 +16,7 @@ The original had two sets of rules, of 2018 and of 2025. These hold here:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -119,6 +120,12 @@ class FP16_Optimizer(MasterOptimizer):
     # -- the loss scale ----------------------------------------------------------------------------
 
     def _dynamic_scaler(self, given: Mapping[str, Any]) -> LossScaler:
+        allowed = inspect.signature(DynamicLossScaler).parameters
+        if unknown := sorted(map(str, given.keys() - allowed)):
+            raise TypeError(
+                f"FP16_Optimizer: dynamic_loss_args had {', '.join(unknown)}; allowed are "
+                f"{', '.join(allowed)}."
+            )
         options = {**self._dynamic_defaults, **given}
         start = check_scale("dynamic_loss_args: init_scale", options["init_scale"])
         if "max_loss_scale" in self._dynamic_defaults.keys() - given.keys():

@@ -23,6 +23,10 @@ def fused_norm(input: torch.Tensor) -> torch.Tensor:
     return norm
 
 
+def _of_scaler(name: str) -> property:
+    return property(lambda optimizer: getattr(optimizer.loss_scaler, name))
+
+
 class FP16_Optimizer(_base.FP16_Optimizer):
     """Step float32 masters of 16-bit parameters, with a scaled loss.
 
@@ -78,14 +82,17 @@ class FP16_Optimizer(_base.FP16_Optimizer):
     def cur_scale(self, value: float) -> None:
         self.loss_scale = value
 
+    # A static scale has none of these. To write one would change nothing, and is refused.
+    scale_factor, scale_window, last_overflow_iter = map(
+        _of_scaler, ("scale_factor", "scale_window", "last_overflow_iter")
+    )
+
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
         """What the wrapped optimizer steps, by group."""
         return [list(group["params"]) for group in self.param_groups]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("scale_factor", "scale_window", "last_overflow_iter"):
-            return getattr(self.loss_scaler, name)  # a static one has none of these
         if name == "fp32_groups_flat":  # a copy would lose what is written into it
             raise AttributeError(
                 "FP16_Optimizer has no fp32_groups_flat: its masters are not joined in one tensor "

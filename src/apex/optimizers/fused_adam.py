@@ -96,7 +96,6 @@ class FusedAdam(FusedOptimizer):
         self.use_mt = use_mt
         self.max_grad_norm = max_grad_norm
         self.capturable = capturable
-        self._on_device = capturable
         self._step_supports_amp_scaling = capturable  # a graph cannot wait for GradScaler's flag
         self.master_weights = master_weights
         if master_weights:
@@ -110,6 +109,10 @@ class FusedAdam(FusedOptimizer):
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, storage=storage, amsgrad=amsgrad
         )
+
+    @property
+    def _on_device(self) -> bool:  # type: ignore[override]
+        return self.capturable
 
     def _arguments(self) -> dict[str, Any]:
         return {**super()._arguments(), "decoupled_weight_decay": self.adam_w_mode}  # torch's name

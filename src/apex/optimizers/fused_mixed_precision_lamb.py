@@ -67,7 +67,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``lr`` and ``step`` move to the device of its parameters."""
-        super().add_param_group({"step": self._first_step, **param_group})
+        if isinstance(param_group, dict):
+            param_group = {"step": self._first_step, **param_group}
+        super().add_param_group(param_group)
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:

@@ -123,6 +123,8 @@ class FusedNovoGrad(FusedOptimizer):
             kinds = KINDS if states[KINDS[2]] or states[KINDS[3]] else KINDS[:2]
             listed = [state for kind in kinds for state in states[kind]]
             if not listed:
+                if not any("exp_avg" in self.state.get(param, {}) for param in group["params"]):
+                    group.pop("exp_avg_sq", None)  # the state was cleared
                 continue
             sizes, device = [len(states[kind]) for kind in kinds], group["params"][0].device
             vectors = group.get("exp_avg_sq", ())
@@ -142,6 +144,14 @@ class FusedNovoGrad(FusedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._shows_norms = False  # a pickled element is no longer one
+        for group in self.param_groups:
+            states = [self.state.get(param, {}) for param in group["params"]]
+            # pickled when norms were in the groups alone
+            if any("exp_avg" in kept and "norm" not in kept for kept in states):
+                _hand_out(group, self.state, {param: param.dtype for param in group["params"]})
+                for param, kept in zip(group["params"], states, strict=True):
+                    if "norm" in kept:
+                        kept["norm"] = kept["norm"].to(param.device)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch saves it; norms are in the groups, as in the original."""
@@ -157,27 +167,35 @@ class FusedNovoGrad(FusedOptimizer):
         found = super()._from_torch(state_dict)
         dtypes = {number: param.dtype for number, param, _ in self._saved_states(found)}
         for group in found["param_groups"]:
-            numbers = [n for n in group["params"] if "exp_avg" in found["state"].get(n, {})]
-            vectors = dict(zip(KINDS, group.pop("exp_avg_sq", ()), strict=False))
-            filled = {kind: norms for kind, norms in vectors.items() if norms.numel()}
-            owners = {kind: [n for n in numbers if dtypes.get(n) == kind] for kind in KINDS}
-            if len(filled) == 1:
-                owners = dict.fromkeys(filled, numbers)
-            for kind in owners if filled else ():
-                norms, mine = vectors.get(kind, torch.zeros(0)), owners[kind]
-                if norms.numel() != len(mine):
-                    raise ValueError(
-                        f'FusedNovoGrad: a saved group\'s "exp_avg_sq" holds {norms.numel()} norms '
-                        f'of {kind} parameters, and {len(mine)} of its parameters have an "exp_avg"'
-                        ". Load a state that was saved as a whole, into a model of its dtypes."
-                    )
-                for number, norm in zip(mine, norms.unbind(), strict=True):
-                    found["state"][number]["norm"] = norm
+            _hand_out(group, found["state"], dtypes)
+            group.pop("exp_avg_sq", None)
         return found
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
         self._show_norms()
+
+
+def _hand_out(
+    group: dict[str, Any], states: Mapping[Any, Any], dtypes: Mapping[Any, torch.dtype]
+) -> None:
+    """Give the states of parameters the norms that their group has, if it has any."""
+    numbers = [n for n in group["params"] if "exp_avg" in states.get(n, {})]
+    vectors = dict(zip(KINDS, group.get("exp_avg_sq", ()), strict=False))
+    filled = {kind: norms for kind, norms in vectors.items() if norms.numel()}
+    owners = {kind: [n for n in numbers if dtypes.get(n) == kind] for kind in KINDS}
+    if len(filled) == 1:
+        owners = dict.fromkeys(filled, numbers)
+    for kind in owners if filled else ():
+        norms, mine = vectors.get(kind, torch.zeros(0)), owners[kind]
+        if norms.numel() != len(mine):
+            raise ValueError(
+                f'FusedNovoGrad: a saved group\'s "exp_avg_sq" holds {norms.numel()} norms of '
+                f'{kind} parameters, and {len(mine)} of its parameters have an "exp_avg". Load a '
+                "state that was saved as a whole, into a model of its dtypes."
+            )
+        for number, norm in zip(mine, norms.unbind(), strict=True):
+            states[number]["norm"] = norm
 
 
 def _elements(vectors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

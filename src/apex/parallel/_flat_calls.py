@@ -10,7 +10,18 @@ import torch
 
 from apex.amp.gradients.distributed import broadcast_parameters, is_initialized
 from apex.amp.gradients.masters import grads_to_step
-from apex.ops.lists.flat import by_kind, flatten, unflatten
+from apex.ops.lists import flat
+from apex.ops.lists.flat import by_kind
+
+
+def flatten(bucket: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copy dense tensors one after the other into a 1-dimensional tensor; view one alone."""
+    return flat.flatten(bucket)
+
+
+def unflatten(coalesced: torch.Tensor, bucket: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """View a 1-dimensional tensor as tensors of the shapes of ``bucket``."""
+    return flat.unflatten(coalesced, bucket)
 
 
 @torch.no_grad()

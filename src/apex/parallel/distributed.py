@@ -28,7 +28,7 @@ from torch._compile import _disable_dynamo
 
 from apex.amp.casting.containers import applier
 from apex.amp.gradients.distributed import broadcast_parameters, inside
-from apex.ops.lists.flat import broadcast, flatten, unflatten
+from apex.ops.lists.flat import broadcast
 from apex.parallel._arguments import (
     EXCLUDE,
     check_tensors,
@@ -45,8 +45,10 @@ from apex.parallel._flat_calls import (
     check_process_group,
     extract_tensors,
     flat_dist_call,
+    flatten,
     split_by_type,
     split_half_float_double,
+    unflatten,
 )
 from apex.parallel._reduction import Reduction
 

@@ -12,7 +12,7 @@ says so, and ``SLURM_NTASKS`` is that of the job. Seen with SLURM 22.05.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 __all__ = ["Environment", "environment", "master_address"]
@@ -61,7 +61,7 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
     if variables.get("WORLD_SIZE") == "1" and "RANK" in variables:  # enough for torch's env://
         variables = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **variables}
     partial = []
-    for launcher, names in {**_VARIABLES, **_slurm(variables)}.items():
+    for launcher, names in _launchers(variables):
         if all(name in variables for name in names):
             rank, local_rank, world, local_world = (_number(variables, name) for name in names)
             if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
@@ -124,6 +124,12 @@ def _first_host(variables: Mapping[str, str]) -> str:
     if match is None:
         raise ValueError(f"SLURM's list of hosts {hosts!r} is not of the form 'node[1-4]'")
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
+
+
+def _launchers(variables: Mapping[str, str]) -> Iterator[tuple[str, _Names]]:
+    yield from _VARIABLES.items()
+    # After the others: torchrun in a container may see some of SLURM's variables, and not all.
+    yield from _slurm(variables).items()
 
 
 def _slurm(variables: Mapping[str, str]) -> dict[str, _Names]:

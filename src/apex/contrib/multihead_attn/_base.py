@@ -17,6 +17,7 @@ What follows from this function:
 * On CUDA, two backward passes are bitwise equal under ``torch.use_deterministic_algorithms(True)``.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,15 @@ EPS = 1e-5  # of the layer norm
 # the limit sqrt(6 / (rows + columns)), for E columns and 3 E or 2 E rows instead of E.
 GAINS = {"in_proj_weight": (4 / 2) ** 0.5, "in_proj_weight_kv": (3 / 2) ** 0.5}
 
+# Of queries, keys and values: the names of weight and bias, with ``{}`` for these words, and how
+# many of the three it computes. A layer knows its own by the name of the first weight: whole layers
+# are pickled, here and by Apex, which did not keep more.
+PROJECTIONS = {
+    "in_proj_weight": [("in_proj_{}", 3)],
+    "q_weight": [("q_{}", 1), ("k_{}", 1), ("v_{}", 1)],
+    "in_proj_weight_q": [("in_proj_{}_q", 1), ("in_proj_{}_kv", 2)],
+}
+
 
 class MultiheadAttnBase(torch.nn.Module):
     """Multi-head attention; what is projected from what is up to its subclasses."""
@@ -54,14 +64,10 @@ class MultiheadAttnBase(torch.nn.Module):
         bias: bool,
         include_norm_add: bool,
         impl: str,
-        projections: list[tuple[str, int]],
+        first_weight: str,
         mask_additive: bool = False,
     ) -> None:
-        """Check the options and make the parameters.
-
-        ``projections`` are those of queries, keys and values: the names of weight and bias, with
-        ``{}`` for these words, and how many of the three it computes.
-        """
+        """Check the options and make the parameters, those of ``PROJECTIONS[first_weight]``."""
         super().__init__()
         name = type(self).__name__
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
@@ -82,9 +88,8 @@ class MultiheadAttnBase(torch.nn.Module):
         self.impl = impl
         self.scaling = self.head_dim**-0.5
         self.mask_additive = mask_additive
-        self.projections = projections
-        self.attends_to_itself = projections[-1][0] != "in_proj_{}_kv"
-        rows = {name: parts * embed_dim for name, parts in [*projections, ("out_proj_{}", 1)]}
+        projections = [*PROJECTIONS[first_weight], ("out_proj_{}", 1)]
+        rows = {name: parts * embed_dim for name, parts in projections}
         for name, size in rows.items():  # all weights first, as there: optimizers number them
             weight = Parameter(torch.empty(size, embed_dim))
             self.register_parameter(name.format("weight"), weight)
@@ -163,8 +168,8 @@ def _attend(
     attn_mask: torch.Tensor | None,
     is_training: bool,
 ) -> torch.Tensor:
-    unused = {"value": value}
-    if layer.attends_to_itself:
+    unused, attends_to_itself = {"value": value}, not hasattr(layer, "in_proj_weight_q")
+    if attends_to_itself:
         unused, key = {"key": key, "value": value}, query
     if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         _check(layer, query, key, unused, key_padding_mask, attn_mask)
@@ -175,7 +180,7 @@ def _attend(
             weight, bias = layer.lyr_nrm.weight, layer.lyr_nrm.bias
         shape = (layer.embed_dim,)
         x = row_norms.norm(query, weight, bias, shape, EPS, False, True, "float32", "")
-    q, k, v = _project(layer, x, x if layer.attends_to_itself else key)
+    q, k, v = _project(layer, x, x if attends_to_itself else key)
     drops = is_training and layer.training
     mask, empty = join_masks(key_padding_mask, attn_mask, layer.mask_additive, q.dtype)
     dropout = layer.dropout if drops else 0.0
@@ -189,7 +194,8 @@ def _attend(
 def _project(layer: MultiheadAttnBase, x: torch.Tensor, memory: torch.Tensor) -> list[torch.Tensor]:
     """Query, key and value of all heads, ``(batch, num_heads, time, head_dim)`` each."""
     found: list[torch.Tensor] = []
-    for name, parts in layer.projections:
+    first = next(filter(partial(hasattr, layer), PROJECTIONS))
+    for name, parts in PROJECTIONS[first]:
         weight, bias = getattr(layer, name.format("weight")), getattr(layer, name.format("bias"))
         y = F.linear(memory if found else x, weight, bias)
         y = y.view(*y.shape[:2], layer.num_heads, parts, layer.head_dim)

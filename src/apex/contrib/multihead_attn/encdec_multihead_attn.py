@@ -43,6 +43,5 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
         include_norm_add: bool = False,
         impl: str = "fast",
     ) -> None:
-        projections = [("in_proj_{}_q", 1), ("in_proj_{}_kv", 2)]
         options = (embed_dim, num_heads, dropout, bias, include_norm_add, impl)
-        super().__init__(*options, projections)
+        super().__init__(*options, "in_proj_weight_q")

@@ -63,8 +63,7 @@ class SelfMultiheadAttn(MultiheadAttnBase):
         separate_qkv_params: bool = False,
         mask_additive: bool = False,
     ) -> None:
-        separate = [(f"{name}_{{}}", 1) for name in "qkv"]
-        projections = separate if separate_qkv_params else [("in_proj_{}", 3)]
+        first_weight = "q_weight" if separate_qkv_params else "in_proj_weight"
         options = (embed_dim, num_heads, dropout, bias, include_norm_add, impl)
-        super().__init__(*options, projections, mask_additive)
+        super().__init__(*options, first_weight, mask_additive)
         self.separate_qkv_params = separate_qkv_params

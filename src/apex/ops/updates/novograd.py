@@ -134,9 +134,11 @@ def novograd_(
 
 def _joined(numbers: Column) -> tuple[torch.Tensor, bool]:
     """Numbers as one vector, and whether that is their memory: if each follows the one before."""
-    size, start = len(numbers), numbers[0].data_ptr()
-    if [*map(torch.Tensor.data_ptr, numbers)] == [*range(start, start + 4 * size, 4)]:
-        return numbers[0].as_strided((size,), (1,)), True
+    first, size, start = numbers[0], len(numbers), numbers[0].data_ptr()
+    # Another tensor's memory may follow: CUDA's allocator leaves no gap behind 128 numbers.
+    is_there = first.storage_offset() + size <= first.untyped_storage().nbytes() // 4
+    if is_there and [*map(torch.Tensor.data_ptr, numbers)] == [*range(start, start + 4 * size, 4)]:
+        return first.as_strided((size,), (1,)), True
     return torch.stack(list(numbers)), False
 
 

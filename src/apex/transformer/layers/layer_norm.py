@@ -18,7 +18,14 @@ __all__ = ["FastLayerNorm", "FusedLayerNorm", "MixedFusedLayerNorm"]
 class _Marked(torch.nn.Module):
     """Marks parameters, also those that torch makes anew, which have no attributes of their own."""
 
+    _by_position: tuple[str, ...] = ("size", "eps")  # as in Apex
+
     def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
+        if len(args) > len(self._by_position):  # the last would be taken for memory_efficient
+            raise TypeError(
+                f"{type(self).__name__} got {len(args)} arguments by position and takes "
+                f"{', '.join(self._by_position)}. Name the others: sequence_parallel_enabled=True."
+            )
         super().__init__(*args, **kwargs)
         self._mark(sequence_parallel_enabled)
 
@@ -52,6 +59,8 @@ class FusedLayerNorm(_Marked, normalization.FusedLayerNorm):
         >>> FusedLayerNorm(4, sequence_parallel_enabled=True).bias.sequence_parallel_enabled
         True
     """
+
+    _by_position = ("size", "eps", "elementwise_affine")
 
 
 class MixedFusedLayerNorm(_Marked, normalization.MixedFusedLayerNorm):
