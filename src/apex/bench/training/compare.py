@@ -155,6 +155,7 @@ def _circumstances(report: Report) -> dict[str, str]:
         else:
             found |= {f"{name} {key}".removeprefix("versions "): str(value[key]) for key in value}
     found.pop("date", None)
+    found["budget"] = f"{report.budget_s} s"
     for option in OPTIONS:
         found[option] = ", ".join(sorted({str(getattr(cell, option)) for cell in report.plan}))
     return found

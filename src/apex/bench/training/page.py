@@ -120,13 +120,13 @@ def _questions(
     table = [line.row for line in made]
     found = {
         "Ours beside torch's autocast": (
-            "apex.amp's levels against torch.autocast in the same dtype, in the same turns.",
+            "Each level against torch.autocast in the same dtype.",
             [(v.row.label, _beside(v)) for v in verdicts if v.other.level != BASELINE],
         ),
         f"Time to {report.target:g} % accuracy" if report.target else "": (
             "Training time, data included, until an epoch ended with this accuracy: the median "
             "over the seeds, where all reached it.",
-            [(row.label, _to_target(row, table)) for row in table if report.target],
+            [(r.label, _to_target(r, table)) for r in table if report.target and r.accuracies],
         ),
         "Inference": (
             "Forward and loss of a training batch in evaluation mode.",
@@ -185,7 +185,7 @@ def _to_target(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
     share = mine / theirs if mine and theirs else None
     return {
         **_where(row),
-        "seconds": (three(mine) if mine else "not reached", mine),
+        "seconds": (three(mine) if mine else "not by all seeds", mine),
         "/ O0": (number(share, ".2f", "×"), share),
     }
 

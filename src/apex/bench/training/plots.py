@@ -157,8 +157,9 @@ def _qualities(axes: "Axes", of: Sequence[Line]) -> None:
             margin = judged.margin if judged else margin
         else:
             losses = [(_loss(m), _loss(t)) for m, t in _pairs(line.verdict)]
-            seeds = [100 * (1 - m / t) for m, t in losses if m and t and math.isfinite(m / t)]
-            known = known and Interval(*(100 * -math.expm1(-x) for x in vars(known).values()))
+            seeds = [100 * (1 - m / t) for m, t in losses if m and t and 0 < m / t < math.inf]
+            ends = vars(known).values() if known else ()
+            known = known and Interval(*(-100 * math.expm1(min(-x, 99.0)) for x in ends))
         _dots(axes, place, line.row, seeds, known)
         value = statistics.fmean(seeds) if seeds else None
         text = "" if value is None else f"{value:+.2f}" if points else f"{value:+.1f} %"
