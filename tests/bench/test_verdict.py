@@ -11,7 +11,7 @@ from apex.bench.training.notes import marks, notes, problems
 from apex.bench.training.recommendation import answers
 from apex.bench.training.results import Operator
 from apex.bench.training.rows import rows
-from apex.bench.training.verdict import BUSY, paired_ratio, verdicts
+from apex.bench.training.verdict import BUSY, beside, paired_ratio, verdicts
 from tests.bench import made
 from tests.bench.made import cell, level, of_runs, run, without
 
@@ -178,7 +178,20 @@ def test_the_seeds_are_those_that_were_compared():
     said = _one(*base, *level("O4", (0.5, 0.52, 0.51, 0.5))).sentences[0]
     assert "(95 %, 3 seeds: " in said
     gone = [without(one, status="failed", **made.NOTHING) for one in base]
-    assert _one(*gone, *level("O4", FAST)).sentences[0].endswith("no seed has a time of both.")
+    assert (
+        _one(*gone, *level("O4", FAST)).sentences[0] == "O4: its speed is not compared with O0's."
+    )
+
+
+def test_first_steps_alone_have_no_interval():
+    of = of_runs(*level("O0"), *level("O4", FAST, others={"blocks": (0,)}))
+    (found,) = verdicts(of)
+    assert beside(found) == "about 1.95 times"
+    assert found.speed is None
+    assert found.sentences[0].endswith(
+        "(3 seeds, their first steps alone: too few for an interval)."
+    )
+    assert answers(of, [found]) == ["No answer: too few steps to compare."]
 
 
 # --- quality -------------------------------------------------------------------------------------
@@ -414,6 +427,7 @@ def test_a_diverged_level_has_no_speed():
     of = of_runs(*level("O0"), *level("O3", others=others))
     (found,) = verdicts(of)
     assert (found.speed, found.ratio, found.loss) == (None, None, None)
+    assert found.sentences[0] == "O3: its speed is not compared with O0's."
     assert "diverged (3 of 3)" in found.sentence
     assert answers(of, [found]) == [
         "None is worth it here, because O3 did not train to the end at each seed."

@@ -134,7 +134,7 @@ def _questions(
         ),
         "Where the time of a step goes": (
             f"The {LONGEST} operators that take longest at each level: share of the step, and the "
-            "time relative to O0's (one step under torch's profiler).",
+            "time of all its dtypes relative to O0's (one step under torch's profiler).",
             [(row.label, _operators(row, table)) for row in table if row.operators],
         ),
         "How fast each dtype is on this machine": (
@@ -204,7 +204,8 @@ def _operators(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
     theirs, said = base.operators if base and base != row else (), []
     for one in sorted(row.operators, key=lambda one: -one.ms)[:LONGEST]:
         before = sum(other.ms for other in theirs if other.name == one.name)
-        grown = f" ({one.ms / before:.2f}×)" if before else ""
+        mine = sum(other.ms for other in row.operators if other.name == one.name)
+        grown = f" ({mine / before:.2f}×)" if before else ""
         said.append(f"{one.name} {one.dtype} {one.ms / total:.0%}{grown}")
     return {**_where(row), "operators": ("; ".join(said), None)}
 

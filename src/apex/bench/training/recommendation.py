@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from apex.bench.intervals import LEAST
 from apex.bench.training.results import Report
 from apex.bench.training.rows import BASELINE
 from apex.bench.training.verdict import ALIKE, Verdict, alike, times
@@ -56,7 +57,8 @@ def _answer(of: Sequence[Verdict]) -> str:
 def _unknown(of: Verdict) -> str | None:
     """Say what keeps a level that trained well from being told fast, slow, small or large."""
     if of.speed is None:
-        return of.noise or "too few seeds to compare"
+        few = "seeds" if of.seeds < LEAST else "steps"
+        return of.noise or f"too few {few} to compare"
     if of.speed.low <= 1 and (of.speed.value >= WORTH or of.speed.high > ALIKE):
         return f"{of.seeds} seeds cannot tell whether it is faster"
     return "its memory was not measured" if of.memory is None and not _slower(of) else None

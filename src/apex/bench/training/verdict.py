@@ -148,16 +148,17 @@ def _losses(row: Row) -> Any:
 
 
 def _verdict(row: Row, other: Row, comparisons: int, twin: str | None) -> Verdict:
-    logs = [ratio for mine, theirs in _pairs(row, other) if (ratio := paired_ratio(mine, theirs))]
+    pairs = _pairs(row, other)
+    logs = [ratio for mine, theirs in pairs if (ratio := paired_ratio(mine, theirs))]
     speed, noise = interval([log for log, _ in logs]), None
-    if row.stopped or other.stopped:
-        speed = None  # of a few steps
+    if row.stopped or other.stopped or any(len(run.blocks) < 2 for both in pairs for run in both):
+        speed = None  # of a few steps, the first
     elif row.unsteady or other.unsteady or (speed and speed.high > NOISY * speed.low):
         speed, noise = None, BUSY
     inference = interval([log for _, log in logs if log is not None])
     quality = [
         (mine, theirs)
-        for mine, theirs in _pairs(row, other)
+        for mine, theirs in pairs
         if mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)
     ]
     margin, least_sd = _margin(row)
@@ -284,10 +285,12 @@ def _speed(of: Verdict) -> str:
     if of.noise:
         return f"{name} against {other}: no verdict on speed ({of.noise})"
     if of.ratio is None:
-        return f"{name} against {other}: no seed has a time of both"
+        return f"{name}: its speed is not compared with {other}'s"
     if of.speed is None:
         count = "1 seed" if seeds == 1 else f"{seeds} seeds"
         found = f"about {times(of.ratio)} the speed of {other}"
+        if seeds >= LEAST:
+            return f"{name}: {found} ({count}, their first steps alone: too few for an interval)"
         return f"{name}: {found} ({count}; {LEAST} are needed for an interval)"
     ends = f"95 %, {seeds} seeds: {_times(of.speed.low)} to {_times(of.speed.high)}"
     if of.speed.low <= 1 <= of.speed.high and not alike(of.speed):
@@ -318,7 +321,8 @@ def beside(of: Verdict) -> str:
     if of.noise:
         return "too noisy to compare with"
     ends = f" ({_times(of.speed.low)} to {_times(of.speed.high)})" if of.speed else ""
-    return f"{_times(of.ratio)}{ends} times" if of.ratio else "not compared with"
+    about = "" if of.speed else "about "
+    return f"{about}{_times(of.ratio)}{ends} times" if of.ratio else "not compared with"
 
 
 def _times(ratio: float) -> str:
