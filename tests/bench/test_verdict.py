@@ -167,6 +167,13 @@ def test_what_is_said_of_a_speed(ms, said):
     assert _beside_o0(ms=ms).sentences[0].startswith(said)
 
 
+def test_a_seed_that_failed_in_its_first_steps_leaves_the_speed_of_the_others():
+    mine = level("O4", (0.5, 0.52, 0.51, 0.5))
+    mine[3] = without(mine[3], status="failed", step_ms=(99.0,) * 5, blocks=(0,))
+    said = _one(*level("O0", (1.0, 1.1, 0.9, 1.0)), *mine).sentences[0]
+    assert said.startswith("O4 has 1.95 times the speed of O0 (95 %, 3 seeds: ")
+
+
 def test_an_interval_around_1_that_is_wide_is_not_about_as_fast():
     said = _beside_o0(ms=(1.0, 1.3, 0.9)).sentences[0]
     assert said.startswith("O4 may be faster or slower than O0 (95 %, 3 seeds: 0.74 to 1.20 times")

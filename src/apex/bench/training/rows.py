@@ -67,11 +67,15 @@ class Row:
         """A run that the time budget stopped."""
         return next((run for run in self.runs if run.status == "stopped"), None)
 
+    @property
+    def timed(self) -> tuple[Run, ...]:
+        """Runs whose times count: those that finished, and those that were stopped."""
+        return tuple(run for run in self.runs if run.finished or run.status == "stopped")
+
     @cached_property
     def step_ms(self) -> tuple[float, ...]:
         """Every step that counts, all seeds together, also of runs that were stopped."""
-        of = [run for run in self.runs if run.finished or run.status == "stopped"]
-        return tuple(ms for run in of for ms in run.counted_ms)
+        return tuple(ms for run in self.timed for ms in run.counted_ms)
 
     @property
     def ms(self) -> float | None:

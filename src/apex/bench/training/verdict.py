@@ -27,8 +27,10 @@ __all__ = [
     "LOSS_MARGIN",
     "Verdict",
     "alike",
+    "as_long",
     "baseline_of",
     "beside",
+    "paired",
     "paired_ratio",
     "same_arithmetic",
     "times",
@@ -148,7 +150,7 @@ def _losses(row: Row) -> Any:
 
 
 def _verdict(row: Row, other: Row, comparisons: int, twin: str | None) -> Verdict:
-    pairs = _pairs(row, other)
+    pairs = paired(row, other)
     logs = [ratio for mine, theirs in pairs if (ratio := paired_ratio(mine, theirs))]
     speed, noise = interval([log for log, _ in logs]), None
     if row.stopped or other.stopped or any(len(run.blocks) < 2 for both in pairs for run in both):
@@ -156,11 +158,7 @@ def _verdict(row: Row, other: Row, comparisons: int, twin: str | None) -> Verdic
     elif row.unsteady or other.unsteady or (speed and speed.high > NOISY * speed.low):
         speed, noise = None, BUSY
     inference = interval([log for _, log in logs if log is not None])
-    quality = [
-        (mine, theirs)
-        for mine, theirs in pairs
-        if mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)
-    ]
+    quality = [both for both in pairs if as_long(*both)]
     margin, least_sd = _margin(row)
     points = [(m.accuracy[-1], t.accuracy[-1]) for m, t in quality if m.accuracy and t.accuracy]
     counts = {"comparisons": comparisons, "planned": len(row.cells)}
@@ -188,7 +186,12 @@ def _verdict(row: Row, other: Row, comparisons: int, twin: str | None) -> Verdic
     return Verdict(**{**vars(made), "sentences": tuple(" ".join(one.split()) for one in said)})
 
 
-def _pairs(row: Row, other: Row) -> list[tuple[Run, Run]]:
+def as_long(mine: Run, theirs: Run) -> bool:
+    """Whether both came to their end after as many steps, so that their quality is comparable."""
+    return mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)
+
+
+def paired(row: Row, other: Row) -> list[tuple[Run, Run]]:
     """Pair the runs of a seed, those that took turns if there are such.
 
     A level of which every run diverged is not worth a time: no pairs.
@@ -196,8 +199,8 @@ def _pairs(row: Row, other: Row) -> list[tuple[Run, Run]]:
     if all(run.status == "diverged" for run in row.runs):
         return []
     found = {}
-    for mine in row.runs:
-        for theirs in other.runs:
+    for mine in row.timed:
+        for theirs in other.timed:
             if theirs.cell.seed == mine.cell.seed and theirs.step_ms and mine.step_ms:
                 beside = mine.together == theirs.together
                 if beside or mine.cell.seed not in found:
