@@ -280,6 +280,8 @@ def test_the_test_loss_has_the_same_rule_and_is_finer():
     fine = both((0.2002, 0.2, 0.1998))
     assert fine.loss.fine
     assert "Test loss is at most 0.2 % higher (95 %, 3 seeds)" in fine.sentence
+    hardly = both((0.200002, 0.200002, 0.2000021))
+    assert "Test loss is higher by 0.0009 % to 0.001 % (95 %, 3 seeds)" in hardly.sentence
     worse = both((0.3, 0.301, 0.302))
     assert worse.loss.worse
     assert "Test loss is higher by 49 % to 52 %" in worse.sentence

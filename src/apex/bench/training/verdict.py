@@ -441,7 +441,8 @@ def _percent(part: float, sign: str = "") -> str:
         return f"a factor of {MOST_LOSS:,} or more"
     if abs(part) >= 2:
         return f"a factor of {1 + part:.3g}"
-    return f"{100 * part:{sign}.{1 if abs(part) < 0.0995 else 0}f} %"
+    spec = ".1g" if 0 < abs(part) < 0.0005 else ".1f" if abs(part) < 0.0995 else ".0f"
+    return f"{100 * part:{sign}{spec}} %"
 
 
 def _cannot(found: Judged) -> str:
