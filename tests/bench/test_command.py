@@ -259,6 +259,7 @@ def test_a_full_disk_is_one_line(tmp_path, log, capsys, monkeypatch):
         (["--memory-limit", "2GiB"], "--memory-limit"),
         (["--seeds", "0"], "--seeds"),
         (["--budget", "soon"], "90s, 10m or 2h"),
+        (["--target", "150"], "more than 100 %"),
         (["--margin", "0"], "--margin"),
         (["--optimizer", "none"], "none"),
         (["--device", "cuda:99"], "cuda:99"),

@@ -117,6 +117,16 @@ def test_a_matrix_that_was_interrupted_is_compared_as_far_as_it_came(compare):
     assert compare(whole, begun)[0] == 0
 
 
+def test_trainings_that_a_budget_cut_have_no_accuracy_to_compare():
+    runs = [level("O4", STEADY, (right,) * 3) for right in (98.0, 90.0)]
+    cut = [without(run, planned_steps=600) for run in runs[1]]
+    assert _change(*runs).accuracy == -8.0
+    assert _change(runs[0], cut).accuracy is None
+    assert differences(of_runs(*runs[0]), of_runs(*cut, budget_s=60.0)) == [
+        "Not the same: budget none and 60 s."
+    ]
+
+
 def test_rows_of_one_file_alone_are_named(compare):
     before = of_runs(*level("O0", STEADY), *level("O1", STEADY, batch=16))
     after = of_runs(*level("O0", STEADY), *level("O5", STEADY, task="[text]"))

@@ -103,6 +103,17 @@ def test_a_busy_machine_has_no_interval_and_fewer_than_three_seeds_too():
     assert not axes.containers
 
 
+def test_the_quality_of_a_level_that_trained_for_fewer_steps_is_not_drawn():
+    runs = [made.run(made.cell(level, seed=s)) for level in ("O0", "O1") for s in range(3)]
+    short = [
+        made.without(run, status="stopped", accuracy=(60.0,), losses=run.losses[:30])
+        for run in runs[3:]
+    ]
+    axes = _axes()
+    plots._qualities(axes, _lines(made.of_runs(*runs[:3], *short)))
+    assert _texts(axes)[1] == ""
+
+
 def test_the_same_arithmetic_is_named_and_its_dashes_take_turns():
     of = made.report()
     axes = _axes()

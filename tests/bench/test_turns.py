@@ -342,6 +342,20 @@ def test_a_budget_stops_slow_levels_and_says_why(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("budget_s", [200.0, 500.0])
+def test_a_budget_is_kept_in_the_first_epoch_of_a_loader_without_a_length(monkeypatch, budget_s):
+    class Long(user_task.Regression):
+        def loader(self, batch_size, seed):
+            for _ in range(50):
+                yield from super().loader(batch_size, seed)
+
+    clock = Clock(monkeypatch, {"O0": 1.0, "O4": 0.8, "native-fp16": 3.0})
+    runs = train(Long(), ["O0", "O4", "native-fp16"], epochs=1, budget_s=budget_s)
+    assert clock.now <= budget_s
+    assert [run.status for run in runs] == ["ok", "ok", "stopped"]
+    assert len(runs[0].losses) == len(runs[1].losses) < runs[0].planned_steps == 400
+
+
 def test_a_budget_cuts_all_to_the_same_number_of_steps(monkeypatch):
     clock = Clock(monkeypatch, {"O0": 1.0, "O4": 0.8})
     first, other = train(user_task.Regression(), ["O0", "O4"], epochs=100, budget_s=300.0)

@@ -11,7 +11,7 @@ from apex.bench.training.notes import marks, notes, problems
 from apex.bench.training.recommendation import answers
 from apex.bench.training.results import Operator
 from apex.bench.training.rows import rows
-from apex.bench.training.verdict import BUSY, paired_ratio, verdicts
+from apex.bench.training.verdict import BUSY, beside, paired_ratio, verdicts
 from tests.bench import made
 from tests.bench.made import cell, level, of_runs, run, without
 
@@ -167,6 +167,40 @@ def test_what_is_said_of_a_speed(ms, said):
     assert _beside_o0(ms=ms).sentences[0].startswith(said)
 
 
+def test_a_seed_that_failed_in_its_first_steps_leaves_the_speed_of_the_others():
+    mine = level("O4", (0.5, 0.52, 0.51, 0.5))
+    mine[3] = without(mine[3], status="failed", step_ms=(99.0,) * 5, blocks=(0,))
+    said = _one(*level("O0", (1.0, 1.1, 0.9, 1.0)), *mine).sentences[0]
+    assert said.startswith("O4 has 1.95 times the speed of O0 (95 %, 3 seeds: ")
+
+
+def test_an_interval_around_1_that_is_wide_is_not_about_as_fast():
+    said = _beside_o0(ms=(1.0, 1.3, 0.9)).sentences[0]
+    assert said.startswith("O4 may be faster or slower than O0 (95 %, 3 seeds: 0.74 to 1.20 times")
+
+
+def test_the_seeds_are_those_that_were_compared():
+    base = level("O0", (1.0, 1.1, 0.9, 1.0))
+    base[3] = without(base[3], status="failed", **made.NOTHING)
+    said = _one(*base, *level("O4", (0.5, 0.52, 0.51, 0.5))).sentences[0]
+    assert "(95 %, 3 seeds: " in said
+    gone = [without(one, status="failed", **made.NOTHING) for one in base]
+    assert (
+        _one(*gone, *level("O4", FAST)).sentences[0] == "O4: its speed is not compared with O0's."
+    )
+
+
+def test_first_steps_alone_have_no_interval():
+    of = of_runs(*level("O0"), *level("O4", FAST, others={"blocks": (0,)}))
+    (found,) = verdicts(of)
+    assert beside(found) == "about 1.95 times"
+    assert found.speed is None
+    assert found.sentences[0].endswith(
+        "(3 seeds, their first steps alone: too few for an interval)."
+    )
+    assert answers(of, [found]) == ["No answer: too few steps to compare."]
+
+
 # --- quality -------------------------------------------------------------------------------------
 
 
@@ -246,6 +280,8 @@ def test_the_test_loss_has_the_same_rule_and_is_finer():
     fine = both((0.2002, 0.2, 0.1998))
     assert fine.loss.fine
     assert "Test loss is at most 0.2 % higher (95 %, 3 seeds)" in fine.sentence
+    hardly = both((0.200002, 0.200002, 0.2000021))
+    assert "Test loss is higher by 0.0009 % to 0.001 % (95 %, 3 seeds)" in hardly.sentence
     worse = both((0.3, 0.301, 0.302))
     assert worse.loss.worse
     assert "Test loss is higher by 49 % to 52 %" in worse.sentence
@@ -253,6 +289,35 @@ def test_the_test_loss_has_the_same_rule_and_is_finer():
     assert "Test loss is lower by" in better.sentence
     unsure = both((0.25, 0.2, 0.16))
     assert "Test loss: 3 seeds cannot tell: between" in unsure.sentence
+
+
+def test_seeds_that_were_asked_for_already_are_not_advised():
+    cells = [cell(name, seed=seed) for seed in range(9) for name in ("O0", "O4")]
+    runs = [*level("O0", accuracy=RIGHT), *level("O4", FAST, (98.4, 98.0, 98.2), DIFFERENT)]
+    (found,) = verdicts(made.report(cells, runs))
+    assert "3 seeds cannot tell: between -0.86 and +0.86 points." in found.sentence
+    budget = _one(*runs, budget_s=60.0)
+    needed = budget.accuracy.needed
+    assert f"about {needed} would (`--seeds {needed}` with `--budget 2m`)" in budget.sentence
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_one_loss_without_a_logarithm_leaves_all_unjudged(bad):
+    base, mine = level("O0", (1.0,) * 4), level("O4", (0.5,) * 4, others=DIFFERENT)
+    mine[3] = without(mine[3], test_loss=(bad,))
+    assert _one(*base, *mine).loss is None
+
+
+def test_a_loss_of_any_size_is_said():
+    runs = [r for batch in range(1, 9) for name in made.LEVELS for r in level(name, batch=batch)]
+    huge = [without(r, test_loss=(1e300,)) if r.cell.seed else r for r in runs[-3:]]
+    found = verdicts(of_runs(*runs[:-3], *huge))
+    assert any("and a factor of 10,000 or more; " in one.sentence for one in found)
+
+
+def test_equal_differences_without_a_test_size_are_not_judged():
+    found = _beside_o0(accuracy=(97.9, 98.1, 98.3), test_size=None)
+    assert found.accuracy is None
 
 
 def test_a_task_without_an_accuracy_is_judged_by_its_training_loss():
@@ -352,10 +417,18 @@ def test_a_stopped_level_says_why_and_has_no_interval():
     assert marks(of) == ["CUT to 60 s: native-fp16 stopped"]
 
 
+def test_a_level_that_was_stopped_at_one_seed_says_at_how_many():
+    mine = level("O1", (3.0,) * 3)
+    mine[0] = without(mine[0], status="stopped", error="stopped after 8 of 60 steps")
+    of = of_runs(*level("O0"), *mine, budget_s=0.5)
+    assert verdicts(of)[0].sentences[0].startswith("O1 was, at 1 of 3 seeds, stopped after 8")
+    assert marks(of) == ["CUT to 0.5 s: O1 stopped"]
+
+
 def test_steps_that_a_budget_cut_are_said():
     others = {"planned_steps": 120}
     of = of_runs(*level("O0", others=others), *level("O4", others=others), budget_s=60.0)
-    assert marks(of) == ["CUT to 60 s: the others trained for 50 % of their steps"]
+    assert marks(of) == ["CUT to 60 s: all trained for 50 % of their steps on average"]
 
 
 def test_a_diverged_level_has_no_speed():
@@ -363,8 +436,11 @@ def test_a_diverged_level_has_no_speed():
     of = of_runs(*level("O0"), *level("O3", others=others))
     (found,) = verdicts(of)
     assert (found.speed, found.ratio, found.loss) == (None, None, None)
+    assert found.sentences[0] == "O3: its speed is not compared with O0's."
     assert "diverged (3 of 3)" in found.sentence
-    assert answers(of, [found]) == ["None is worth it here, because none trained to its end."]
+    assert answers(of, [found]) == [
+        "None is worth it here, because O3 did not train to the end at each seed."
+    ]
 
 
 def test_what_went_wrong_is_one_line_for_all_batch_sizes():
@@ -391,13 +467,14 @@ def test_levels_that_ran_apart_are_named():
         *level("O5", FAST),
     )
     found = verdicts(of)
-    assert any(note.startswith("O4 did not fit in memory") for note in notes(of, found))
+    assert any(note.startswith("O4: trained again") for note in notes(of, found))
 
 
 # --- the answer ----------------------------------------------------------------------------------
 
 SAME = {"peak_bytes": run(cell("O0")).peak_bytes}
 HALF = {"peak_bytes": run(cell("O0")).peak_bytes // 2}
+STOPPED = {"status": "stopped", "error": "stopped after 8 of 60 steps"}
 
 
 @pytest.mark.parametrize(
@@ -409,7 +486,7 @@ HALF = {"peak_bytes": run(cell("O0")).peak_bytes // 2}
         ),
         (
             {"O4": (FAST, (97.0, 97.2, 97.4), HALF)},
-            "None is worth it here, because all lose accuracy.",
+            "None is worth it here, because O4 lost accuracy.",
         ),
         (  # the faster one loses accuracy
             {"O4": (FAST, RIGHT, HALF), "O5": ((0.1,) * 3, (91.0, 91.2, 91.4), HALF)},
@@ -430,11 +507,41 @@ HALF = {"peak_bytes": run(cell("O0")).peak_bytes // 2}
         ),
         (
             {"O4": ((1.0, 1.12, 0.89), RIGHT, SAME)},
-            "None is worth it here, because none is faster, and none needs less memory.",
+            "None is worth it here, because O4 stayed below 1.05 times the speed and above 0.9 "
+            "times the memory.",
         ),
         (
-            {"O4": ((2.0, 2.2, 1.75), RIGHT, HALF)},
-            "None is worth it here, because none is faster, and none needs less memory.",
+            {
+                "O3": (FAST, (91.0, 91.2, 91.4), HALF),
+                "O4": ((2.0, 2.2, 1.75), RIGHT, HALF),
+                "O5": ((2.0, 2.2, 1.75), RIGHT, HALF),
+            },
+            "None is worth it here, because O3 lost accuracy; O4, O5 took longer.",
+        ),
+        (  # what is not known is not said to be none
+            {"O1": ((3.0,) * 3, RIGHT, HALF), "O4": ((0.1, 1.0, 1.0), RIGHT, HALF)},
+            f"No answer on O4: {BUSY}.",
+        ),
+        (
+            {"O4": ((1.0, 1.12, 0.89), RIGHT, {"peak_bytes": None})},
+            "No answer: its memory was not measured.",
+        ),
+        (
+            {"O4": ((1.0, 1.3, 0.9), RIGHT, SAME)},
+            "No answer: 3 seeds cannot tell whether it is faster.",
+        ),
+        (
+            {"O4": (FAST, RIGHT, {"test_loss": (9.0,)})},
+            "None is worth it here, because O4 had a higher test loss.",
+        ),
+        (
+            {"O4": (FAST, (98.0, math.nan, 98.4), {**HALF, "test_loss": ()})},
+            "Perhaps O4: 1.95 times the speed, 0.50 times the memory. But its quality could not be "
+            "compared.",
+        ),
+        (
+            {"O1": ((29.0,) * 3, RIGHT, STOPPED)},
+            "None is worth it here, because O1 took too long for the budget.",
         ),
     ],
 )
@@ -451,6 +558,24 @@ def test_two_seeds_or_o0_alone_have_no_answer():
     assert answers(of, verdicts(of)) == ["No answer: too few seeds to compare."]
     of = of_runs(*level("O0"))
     assert answers(of, verdicts(of)) == ["No answer: O0 and another level are needed."]
+
+
+def test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged():
+    base, five = level("O0", (1.0, 1.1, 0.9, 1.0, 1.0)), level("O3", (0.5, 0.52, 0.51, 0.5, 0.5))
+    five[2] = without(five[2], status="diverged", losses=(*five[2].losses[:-1], math.nan))
+    of = of_runs(*(without(one, accuracy=(), test_loss=()) for one in (*base, *five)))
+    (found,) = verdicts(of)
+    assert found.loss is None
+    assert answers(of, [found])[0].endswith("O3 did not train to the end at each seed.")
+
+
+@pytest.mark.parametrize(
+    ("status", "losses"), [("diverged", (2.0, math.nan) * 30), ("out of memory", ())]
+)
+def test_beside_an_o0_that_did_not_train_there_is_no_answer(status, losses):
+    base = level("O0", accuracy=(10.0,) * 3, others={"status": status, "losses": losses})
+    of = of_runs(*base, *level("O4", FAST, RIGHT))
+    assert answers(of, verdicts(of)) == [f"No answer: O0: {status} (3 of 3)."]
 
 
 def test_each_task_and_batch_size_has_an_answer():

@@ -23,6 +23,7 @@ __all__ = [
 
 LEAST = 3  # values; of two, t's interval is 13 times as wide as their distance
 CONFIDENCE = 0.95
+EQUAL = 1e-9  # a spread that is rounding alone
 POWER = 0.8  # with which as many seeds as are named would tell
 MOST_SEEDS = 200  # more is no advice
 
@@ -65,15 +66,23 @@ class Judged:
 
 
 def judge(
-    differences: Sequence[float], margin: float, *, comparisons: int = 1, least_sd: float = 0.0
+    differences: Sequence[float],
+    margin: float,
+    *,
+    comparisons: int = 1,
+    planned: int = 0,
+    least_sd: float = 0.0,
 ) -> Judged | None:
-    """Judge the mean of paired differences; ``None`` of fewer than three.
+    """Judge the mean of paired differences; ``None`` of fewer than three, or of equal ones.
+
+    Equal ones say nothing of their spread, if `least_sd` does not.
 
     Args:
         differences: Of a level minus the baseline, a seed each; above 0 is better.
         margin: How much may be lost.
         comparisons: How many are judged side by side. The interval has a confidence of
             ``1 - 0.05 / comparisons``, so that all of them contain the truth in 95 % of pages.
+        planned: Seeds that were asked for: so many more are not advised, some of them failed.
         least_sd: The standard deviation is not taken to be less: rounding to a whole sample can
             make all differences equal.
     """
@@ -85,12 +94,15 @@ def judge(
     error = 0.05 / comparisons
     mean = float(np.mean(differences))
     sd = max(float(np.std(differences, ddof=1)), least_sd)
+    if sd < EQUAL:
+        return None
     around = _around(mean, sd / math.sqrt(count), count - 1, 1 - error)
     found = Judged(around, margin, count, None)
     if found.fine or found.worse:
         return found
     needed = _needed(abs(margin + mean), sd, error)
-    return Judged(around, margin, count, None if needed is None else max(needed, count + 1))
+    needed = None if needed is None else max(needed, count + 1)
+    return Judged(around, margin, count, needed if needed and needed > planned else None)
 
 
 def _needed(distance: float, sd: float, error: float) -> int | None:

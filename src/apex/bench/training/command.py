@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--margin", type=_positive, default=MARGIN, metavar="POINTS",
         help="points of accuracy that a level may lose, three test samples at least "
         "(default: %(default)s)")
-    add("--target", type=_positive, metavar="PERCENT", help="report the time to this accuracy")
+    add("--target", type=_share, metavar="PERCENT", help="report the time to this accuracy")
     add("--epochs", type=at_least(1), metavar="N",
         help="passes through the data (default: the task's)")
     add("--optimizer", choices=list(OPTIMIZERS), metavar="NAME",
@@ -315,6 +315,12 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def _share(text: str) -> float:
+    if _positive(text) > 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than 100 %")
+    return float(text)
 
 
 TIMES = {"s": 1, "m": 60, "h": 3600}

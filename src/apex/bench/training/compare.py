@@ -109,7 +109,8 @@ def changes(before: Report, after: Report) -> list[Change]:
 
 def _change(old: Row, new: Row) -> Change:
     logs = [_logs(row) for row in (old, new)]
-    right = [row.accuracies for row in (old, new)]
+    cut = old.cut or new.cut  # trained for other numbers of steps
+    right = [() if cut else row.accuracies for row in (old, new)]
     time = math.exp(statistics.fmean(logs[1]) - statistics.fmean(logs[0])) if all(logs) else None
     interval = difference_interval(*logs)
     return Change(
@@ -155,6 +156,8 @@ def _circumstances(report: Report) -> dict[str, str]:
         else:
             found |= {f"{name} {key}".removeprefix("versions "): str(value[key]) for key in value}
     found.pop("date", None)
+    if report.budget_s is not None:
+        found["budget"] = f"{report.budget_s:g} s"
     for option in OPTIONS:
         found[option] = ", ".join(sorted({str(getattr(cell, option)) for cell in report.plan}))
     return found

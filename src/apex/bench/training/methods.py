@@ -25,12 +25,12 @@ def how_measured(device: torch.device) -> dict[str, str]:
         f"{NOISY:g}",
         "accuracy": "after the last epoch, on data that were not trained on. Differences are "
         "paired by seed, with Student's t. The interval is corrected for the number of levels "
-        "(Bonferroni): all of a page hold together with 95 %. Their standard deviation is not "
-        "taken below one sample of the test set divided by the root of 2. A level is within the "
-        "margin if its interval is",
-        "loss": "mean loss on the same data, finer than an accuracy, by the same rule with a "
-        f"margin of {100 * LOSS_MARGIN:g} %; the training loss of the last epoch where there is "
-        "none",
+        "(Bonferroni): all differences from O0 on a page hold together with 95 %. "
+        "Their standard deviation is not taken below one sample of the test set divided by the "
+        "root of 2. A level is within the margin if its interval is",
+        "loss": "mean loss on the same data, finer than an accuracy, by the same rule with a 95 % "
+        f"of its own and a margin of {100 * LOSS_MARGIN:g} %; the training loss of the last epoch "
+        "where there is none",
         "memory": f"peak bytes of tensors in a separate training of {FEW_STEPS} steps, above what "
         "was in use before it: weights, masters, gradients, optimizer state, activations, batch "
         f"(from {memory.source(device)}; scratch space of libraries is not in it)",

@@ -28,18 +28,19 @@ def marks(report: Report) -> list[str]:
     if any(row.unsteady for row in made):
         found.append(f"BUSY MACHINE: {BUSY}")
     if cut := _cut(made):
-        found.append(f"CUT to {report.budget_s:.0f} s: {cut}")
+        found.append(f"CUT to {report.budget_s:g} s: {cut}")
     return found
 
 
 def _cut(made: Sequence[Row]) -> str:
     """Say what a time budget has left out."""
     stopped = [row.label for row in made if row.stopped]
-    shorter = [run for row in made if row.cut for run in row.finished]
+    trained = [run for row in made for run in row.finished if run.planned_steps]
     said = [f"{', '.join(dict.fromkeys(stopped))} stopped"] if stopped else []
-    if shorter:
-        share = statistics.fmean(len(run.losses) / run.planned_steps for run in shorter)
-        said.append(f"the others trained for {100 * share:.0f} % of their steps")
+    if any(row.cut for row in made):
+        share = statistics.fmean(len(run.losses) / run.planned_steps for run in trained)
+        who = "the others" if stopped else "all"
+        said.append(f"{who} trained for {100 * share:.0f} % of their steps on average")
     return "; ".join(said)
 
 
@@ -52,8 +53,9 @@ def notes(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
     apart = [v.row.label for v in verdicts if _apart(v)]
     if apart:
         found.append(
-            f"{', '.join(dict.fromkeys(apart))} did not fit in memory beside the others, and took "
-            "turns with O0 alone, or ran by itself: then its speed has the machine's drift in it."
+            f"{', '.join(dict.fromkeys(apart))}: trained again with O0 alone, or alone (then the "
+            "machine's drift is in its speed), since there was no memory beside the others, or the "
+            "process died."
         )
     return found
 

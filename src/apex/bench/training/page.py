@@ -120,13 +120,13 @@ def _questions(
     table = [line.row for line in made]
     found = {
         "Ours beside torch's autocast": (
-            "apex.amp's levels against torch.autocast in the same dtype, in the same turns.",
+            "Each level against torch.autocast in the same dtype.",
             [(v.row.label, _beside(v)) for v in verdicts if v.other.level != BASELINE],
         ),
         f"Time to {report.target:g} % accuracy" if report.target else "": (
             "Training time, data included, until an epoch ended with this accuracy: the median "
             "over the seeds, where all reached it.",
-            [(row.label, _to_target(row, table)) for row in table if report.target],
+            [(r.label, _to_target(r, table)) for r in table if report.target and r.accuracies],
         ),
         "Inference": (
             "Forward and loss of a training batch in evaluation mode.",
@@ -134,7 +134,7 @@ def _questions(
         ),
         "Where the time of a step goes": (
             f"The {LONGEST} operators that take longest at each level: share of the step, and the "
-            "time relative to O0's (one step under torch's profiler).",
+            "time of all its dtypes relative to O0's (one step under torch's profiler).",
             [(row.label, _operators(row, table)) for row in table if row.operators],
         ),
         "How fast each dtype is on this machine": (
@@ -185,7 +185,7 @@ def _to_target(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
     share = mine / theirs if mine and theirs else None
     return {
         **_where(row),
-        "seconds": (three(mine) if mine else "not reached", mine),
+        "seconds": (three(mine) if mine else "not by all seeds", mine),
         "/ O0": (number(share, ".2f", "×"), share),
     }
 
@@ -204,7 +204,8 @@ def _operators(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
     theirs, said = base.operators if base and base != row else (), []
     for one in sorted(row.operators, key=lambda one: -one.ms)[:LONGEST]:
         before = sum(other.ms for other in theirs if other.name == one.name)
-        grown = f" ({one.ms / before:.2f}×)" if before else ""
+        mine = sum(other.ms for other in row.operators if other.name == one.name)
+        grown = f" ({mine / before:.2f}×)" if before else ""
         said.append(f"{one.name} {one.dtype} {one.ms / total:.0%}{grown}")
     return {**_where(row), "operators": ("; ".join(said), None)}
 

@@ -22,7 +22,14 @@ from apex.bench.training.notes import marks, source
 from apex.bench.training.results import Report, Run
 from apex.bench.training.rows import Row, rows
 from apex.bench.training.table import Line, lines
-from apex.bench.training.verdict import LOSS_MARGIN, Verdict, paired_ratio, same_arithmetic
+from apex.bench.training.verdict import (
+    LOSS_MARGIN,
+    Verdict,
+    as_long,
+    paired,
+    paired_ratio,
+    same_arithmetic,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,25 +100,17 @@ def _overview(of: Sequence[Line]) -> "Figure | None":
     return figure
 
 
-def _pairs(verdict: Verdict) -> list[tuple[Run, Run]]:
-    """Pair the runs of a seed, those that took turns."""
-    return [
-        (mine, theirs)
-        for mine in verdict.row.runs
-        for theirs in verdict.other.runs
-        if theirs.cell.seed == mine.cell.seed
-        and theirs.together == mine.together
-        and (theirs.step_ms and mine.step_ms)
-    ]
-
-
 def _speeds(axes: "Axes", of: Sequence[Line]) -> None:
     shown = [1.0]
     for place, line in enumerate(of):
         if line.verdict is None:
             _write(axes, place, f"{three(line.row.ms)} ms" if line.row.ms else "")
             continue
-        logs = [found[0] for pair in _pairs(line.verdict) if (found := paired_ratio(*pair))]
+        logs = [
+            found[0]
+            for pair in paired(line.verdict.row, line.verdict.other)
+            if (found := paired_ratio(*pair))
+        ]
         seeds, known = [math.exp(log) for log in logs], line.verdict.speed
         _dots(axes, place, line.row, seeds, known)
         shown += [*seeds, *([known.low, known.high] if known else [])]
@@ -149,16 +148,19 @@ def _qualities(axes: "Axes", of: Sequence[Line]) -> None:
                 axes, place, "" if value is None else f"{value:.1f} %" if points else f"{value:.3g}"
             )
             continue
+        pairs = paired(line.verdict.row, line.verdict.other)
+        pairs = [both for both in pairs if as_long(*both)]
         judged = line.verdict.accuracy if points else line.verdict.loss
         known = judged.interval if judged else None
         if points:
-            both = [(m.accuracy, t.accuracy) for m, t in _pairs(line.verdict)]
+            both = [(m.accuracy, t.accuracy) for m, t in pairs]
             seeds = [m[-1] - t[-1] for m, t in both if m and t]
             margin = judged.margin if judged else margin
         else:
-            losses = [(_loss(m), _loss(t)) for m, t in _pairs(line.verdict)]
-            seeds = [100 * (1 - m / t) for m, t in losses if m and t and math.isfinite(m / t)]
-            known = known and Interval(*(100 * -math.expm1(-x) for x in vars(known).values()))
+            losses = [(_loss(m), _loss(t)) for m, t in pairs]
+            seeds = [100 * (1 - m / t) for m, t in losses if m and t and 0 < m / t < math.inf]
+            ends = vars(known).values() if known else ()
+            known = known and Interval(*(-100 * math.expm1(min(-x, 99.0)) for x in ends))
         _dots(axes, place, line.row, seeds, known)
         value = statistics.fmean(seeds) if seeds else None
         text = "" if value is None else f"{value:+.2f}" if points else f"{value:+.1f} %"

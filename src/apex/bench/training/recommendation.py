@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from apex.bench.intervals import LEAST
 from apex.bench.training.results import Report
 from apex.bench.training.rows import BASELINE
-from apex.bench.training.verdict import Verdict, times
+from apex.bench.training.verdict import ALIKE, Verdict, alike, times
 
 __all__ = ["answers"]
 
@@ -31,46 +32,79 @@ def answers(report: Report, of: Sequence[Verdict]) -> list[str]:
 def _answer(of: Sequence[Verdict]) -> str:
     if not of:
         return "No answer: O0 and another level are needed."
-    if all(verdict.noise for verdict in of if not verdict.row.stopped):
-        return f"No answer: {of[0].noise or 'nothing was measured'}."
-    trained = [v for v in of if any(run.status == "ok" for run in v.row.finished)]
-    if not trained:
-        return "None is worth it here, because none trained to its end."
-    right = [v for v in trained if not _bad(v)]
-    if not right:
-        return "None is worth it here, because all lose accuracy."
+    if not any(run.status == "ok" for run in of[0].other.runs):
+        return f"No answer: {of[0].other.label}: {of[0].other.problem}."
+    right = [v for v in of if _trained(v) and not _bad(v)]
     faster = [v for v in right if v.speed and v.speed.low > 1 and v.speed.value >= WORTH]
-    smaller = [v for v in right if v.memory and v.memory <= LESS and not _slower(v)]
+    smaller = [v for v in right if v.memory and v.memory <= LESS and v.speed and not _slower(v)]
     best = sorted(faster, key=lambda v: -v.speed.value if v.speed else 0.0)
-    if not best:
-        best = sorted(smaller, key=lambda v: v.memory or 1.0)
-    if not best:
-        known = any(v.speed for v in right)
-        why = "none is faster, and none needs less memory" if known else "too few seeds to compare"
-        return f"None is worth it here, because {why}." if known else f"No answer: {why}."
-    proved = [v for v in best if v.same or (v.accuracy or v.loss) is None or _fine(v)]
-    return _take((proved or best)[0], proved=bool(proved))
+    best = best or sorted(smaller, key=lambda v: v.memory or 1.0)
+    if best:
+        proved = [v for v in best if v.same or _fine(v)]
+        return _take((proved or best)[0], proved=bool(proved))
+    unknown = {v.row.label: why for v in right if (why := _unknown(v))}
+    found = unknown or {v.row.label: _why_not(v) for v in of}
+    reasons: dict[str, list[str]] = {}
+    for label, why in found.items():
+        reasons.setdefault(why, []).append(label)
+    if unknown:
+        why, labels = next(iter(reasons.items()))
+        return f"No answer{'' if len(labels) == len(of) else ' on ' + ', '.join(labels)}: {why}."
+    each = "; ".join(f"{', '.join(labels)} {why}" for why, labels in reasons.items())
+    return f"None is worth it here, because {each}."
+
+
+def _unknown(of: Verdict) -> str | None:
+    """Say what keeps a level that trained well from being told fast, slow, small or large."""
+    if of.speed is None:
+        few = "seeds" if of.seeds < LEAST else "steps"
+        return of.noise or f"too few {few} to compare"
+    if of.speed.low <= 1 and (of.speed.value >= WORTH or of.speed.high > ALIKE):
+        return f"{of.seeds} seeds cannot tell whether it is faster"
+    return "its memory was not measured" if of.memory is None and not _slower(of) else None
+
+
+def _why_not(of: Verdict) -> str:
+    if of.row.stopped:
+        return "took too long for the budget"
+    if not _trained(of):
+        return "did not train to the end at each seed"
+    if _bad(of):
+        return (
+            "lost accuracy" if of.accuracy and of.accuracy.worse else f"had a higher {of.loss_of}"
+        )
+    if _slower(of):
+        return "took longer"
+    return f"stayed below {WORTH} times the speed and above {LESS} times the memory"
 
 
 def _take(of: Verdict, *, proved: bool) -> str:
-    parts = []
-    if of.speed and of.speed.low > 1:
-        parts.append(f"{times(of.speed.value)} the speed")
-    elif of.speed:
-        parts.append("about as fast as O0")
+    parts, speed = [], of.speed
+    if speed and speed.low > 1:
+        parts.append(f"{times(speed.value)} the speed")
+    elif speed:
+        ends = f"{speed.low:.2f} to {speed.high:.2f} times the speed"
+        parts.append("about as fast as O0" if alike(speed) else ends)
     if of.memory and of.memory <= LESS:
         parts.append(f"{of.memory:.2f} times the memory")
     quality = of.accuracy or of.loss
     within = f"within {of.accuracy.margin:.2g} points" if of.accuracy else "within 5 %"
     what = "accuracy" if of.accuracy else of.loss_of
     has = f"{of.row.label}: {', '.join(parts)}"
-    if quality is None:
-        return f"Take {has}; its quality was not compared."
+    if of.same:
+        return f"Take {has}, the same losses as {of.other.label}."
     if proved:
         return f"Take {has}, {what} {within}."
+    if quality is None:
+        return f"Perhaps {has}. But its quality could not be compared."
     more = f"; about {quality.needed} would" if quality.needed else ""
     unknown = f"{quality.seeds} seeds cannot tell whether its {what} is {within}"
     return f"Perhaps {has}. But {unknown}{more}."
+
+
+def _trained(of: Verdict) -> bool:
+    """Whether it did at each seed: a level that diverges at one of five is no advice."""
+    return bool(of.row.runs) and all(run.status == "ok" for run in of.row.runs)
 
 
 def _fine(of: Verdict) -> bool:
@@ -83,4 +117,4 @@ def _bad(of: Verdict) -> bool:
 
 
 def _slower(of: Verdict) -> bool:
-    return of.speed is None or of.speed.value < 1 / WORTH
+    return of.speed is not None and of.speed.value < 1 / WORTH

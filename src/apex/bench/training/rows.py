@@ -67,11 +67,15 @@ class Row:
         """A run that the time budget stopped."""
         return next((run for run in self.runs if run.status == "stopped"), None)
 
+    @property
+    def timed(self) -> tuple[Run, ...]:
+        """Runs whose times count: those that finished, and those that were stopped."""
+        return tuple(run for run in self.runs if run.finished or run.status == "stopped")
+
     @cached_property
     def step_ms(self) -> tuple[float, ...]:
         """Every step that counts, all seeds together, also of runs that were stopped."""
-        of = [run for run in self.runs if run.finished or run.status == "stopped"]
-        return tuple(ms for run in of for ms in run.counted_ms)
+        return tuple(ms for run in self.timed for ms in run.counted_ms)
 
     @property
     def ms(self) -> float | None:
@@ -154,6 +158,8 @@ class Row:
         ``None`` where a seed did not reach it.
         """
         target, times = self.report.target, []
+        if len(self.finished) < len({run.cell for run in self.runs}):
+            return None
         for run in self.finished:
             reached = [a >= target for a in run.accuracy] if target is not None else []
             if True not in reached:
@@ -168,7 +174,8 @@ class Row:
         for status in ("failed", "out of memory", "diverged", "stopped"):
             such = [run for run in self.runs if run.status == status]
             if such:
-                share = f" ({len(such)} of {len(self.cells)})" if len(self.cells) > 1 else ""
+                count = len({run.cell for run in such})
+                share = f" ({count} of {len(self.cells)})" if len(self.cells) > 1 else ""
                 found.append(such[0].error or status if status == "stopped" else f"{status}{share}")
                 found[-1] += f": {such[0].error}" if status == "failed" else ""
         missing = len(self.cells) - len({run.cell for run in self.runs})

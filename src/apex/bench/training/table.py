@@ -28,7 +28,7 @@ class Line(NamedTuple):
         """The speed relative to O0; of O0 it is 1."""
         if self.row.ms is not None and baseline_of(self.row, [self.row]):
             return 1.0
-        return self.verdict.ratio if self.verdict else None
+        return self.verdict.ratio if self.verdict and not self.verdict.noise else None
 
 
 def lines(report: Report, verdicts: Sequence[Verdict]) -> list[Line]:
@@ -82,7 +82,7 @@ COLUMNS: tuple[Column[Line], ...] = (
             "speed_vs_O0_high": _end("high")},
            "step time of O0 (TF32 off) over this one's, of turns in one process, averaged over the "
            "seeds, with its interval over them; noisy: something else is using this machine",
-           "the row or O0 was not measured"),
+           "the row or O0 was not measured, or did not train"),
     Column("peak\nMiB", lambda x: three(_mib(x.row.peak_bytes)),
            {"peak_tensor_bytes": lambda x: x.row.peak_bytes},
            "peak memory of tensors: weights, gradients, optimizer state, activations",

@@ -27,6 +27,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from apex import amp
+from apex.bench.output.columns import three
 from apex.bench.training import profiling
 from apex.bench.training.results import Cell, Run, Status
 from apex.bench.training.tasks.task import Task
@@ -86,6 +87,10 @@ class Turns:
         self._device = device
         self._trainings = [_Training(cell, task, device) for cell in cells]
         self._draw = random.Random(cells[0].seed)
+        if budget_s is not None:
+            count = _counted(task.loader(cells[0].batch, 1000 * cells[0].seed), budget_s / 20)
+            for training in self._trainings:
+                training.per_epoch = count
 
     def run(self) -> list[Run]:
         """Train all to their end."""
@@ -135,15 +140,16 @@ class Turns:
         left = self._left()
         running = list(running)
         base = next((one.fastest_ms for one in running if one.cell.level == "O0"), math.inf)
-        planned = max(one.planned for one in self._trainings)  # 0 where a loader has no length
+        planned = max(one.planned for one in self._trainings)  # 0 where the length is unknown
         while running and _needed(running) > left:
             slow = max(running, key=lambda one: one.fastest_ms)
             if slow.fastest_ms < TOO_SLOW * base:
                 break
             running.remove(slow)
+            of = f" of {planned}" if planned else ""
             slow.stop(
-                f"stopped after {slow.done} of {planned} steps to keep to the time budget: a "
-                f"step takes {slow.fastest_ms / base:.1f} times O0's"
+                f"stopped after {slow.done}{of} steps to keep to the time budget: a step "
+                f"takes {slow.fastest_ms / base:.1f} times O0's"
             )
         after = AFTER * sum(one.seconds_a_step for one in running)
         to_train = _needed(running) - after
@@ -174,7 +180,7 @@ class _Training:
         self.limit: int | None = None
         self.status: Status = "ok"
         self.error: str | None = None
-        self.planned = 0
+        self.planned = self.per_epoch = 0
         self._blocks: list[int] = []
         self._losses: list[torch.Tensor] = []
         self._scales: list[Any] = []
@@ -299,7 +305,7 @@ class _Training:
         trainer = self._trainer = Trainer(cell, task, self._device)
         for epoch in range(cell.epochs):
             loader = task.loader(cell.batch, 1000 * cell.seed + epoch)
-            per_epoch = _length(loader) or self._steps_per_epoch
+            per_epoch = _length(loader) or self._steps_per_epoch or self.per_epoch
             self.planned = per_epoch * cell.epochs
             begun, sizes = self.done, []
             for batch in self._timed(loader):
@@ -395,7 +401,7 @@ def _needed(trainings: Sequence[_Training]) -> float:
 
 def _first_line(trainings: Sequence[_Training]) -> str:
     cell = trainings[0].cell
-    times = [f"{one.cell.label} {one.step_ms():.3g}" for one in trainings if one.done]
+    times = [f"{one.cell.label} {three(one.step_ms())}" for one in trainings if one.done]
     return f"{cell.task}, batch {cell.batch}: first steps in ms: {', '.join(times)}"
 
 
@@ -404,6 +410,18 @@ def _length(loader: Any) -> int:
         return len(loader)
     except TypeError:
         return 0
+
+
+def _counted(loader: Any, seconds: float) -> int:
+    """Count the batches of a loader, which need not know how many; 0 if that takes too long."""
+    end, count = time.monotonic() + seconds, _length(loader)
+    if count:
+        return count
+    for _ in loader:
+        count += 1
+        if time.monotonic() > end:
+            return 0
+    return count
 
 
 def _rows(batch: Any) -> int:

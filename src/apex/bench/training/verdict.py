@@ -22,11 +22,15 @@ from apex.bench.training.results import Operator, Report, Run
 from apex.bench.training.rows import BASELINE, Row, rows
 
 __all__ = [
+    "ALIKE",
     "BUSY",
     "LOSS_MARGIN",
     "Verdict",
+    "alike",
+    "as_long",
     "baseline_of",
     "beside",
+    "paired",
     "paired_ratio",
     "same_arithmetic",
     "times",
@@ -38,6 +42,8 @@ SAME_MEMORY = 0.005  # relative; less is not worth a word
 NOISY = 2.0  # upper over lower end of an interval that says nothing
 LOSS_MARGIN = 0.05  # relative: how much larger a loss may be
 LEAST_SAMPLES = 3  # of a test set, that a margin is never below
+MOST_LOSS = 10_000  # times as high: more is said as "or more"
+ALIKE = 1.1  # times the other's speed or less, and the reverse: "about as fast"
 GREW = 0.05  # of O0's step: operators that grew by less are not named
 TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16"}
 BUSY = "too noisy: something else is using this machine"
@@ -64,6 +70,8 @@ class Verdict:
     seeds, or where `noise` says why."""
     ratio: float | None
     """The same without an interval, of the seeds that there are."""
+    seeds: int
+    """That were compared."""
     noise: str | None
     memory: float | None
     """Peak memory divided by the other's: below 1 is less."""
@@ -142,34 +150,28 @@ def _losses(row: Row) -> Any:
 
 
 def _verdict(row: Row, other: Row, comparisons: int, twin: str | None) -> Verdict:
-    logs = [ratio for mine, theirs in _pairs(row, other) if (ratio := paired_ratio(mine, theirs))]
+    pairs = paired(row, other)
+    logs = [ratio for mine, theirs in pairs if (ratio := paired_ratio(mine, theirs))]
     speed, noise = interval([log for log, _ in logs]), None
-    if row.stopped or other.stopped:
-        speed = None  # of a few steps
+    if row.stopped or other.stopped or any(len(run.blocks) < 2 for both in pairs for run in both):
+        speed = None  # of a few steps, the first
     elif row.unsteady or other.unsteady or (speed and speed.high > NOISY * speed.low):
         speed, noise = None, BUSY
     inference = interval([log for _, log in logs if log is not None])
-    quality = [
-        (mine, theirs)
-        for mine, theirs in _pairs(row, other)
-        if mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)
-    ]
+    quality = [both for both in pairs if as_long(*both)]
     margin, least_sd = _margin(row)
     points = [(m.accuracy[-1], t.accuracy[-1]) for m, t in quality if m.accuracy and t.accuracy]
-    accuracy = judge(
-        [mine - theirs for mine, theirs in points],
-        margin,
-        comparisons=comparisons,
-        least_sd=least_sd,
-    )
+    counts = {"comparisons": comparisons, "planned": len(row.cells)}
+    accuracy = judge([m - t for m, t in points], margin, least_sd=least_sd, **counts)
     loss_of = "test loss" if row.test_losses else "training loss"
-    differences = [math.log(_loss(t) / _loss(m)) for m, t in quality if _loss(m) and _loss(t)]
-    loss = judge(differences, math.log(1 + LOSS_MARGIN), comparisons=comparisons)
+    differences = [_log_loss(t) - _log_loss(m) for m, t in quality]
+    loss = judge(differences, math.log(1 + LOSS_MARGIN), **counts)
     made = Verdict(
         row=row,
         other=other,
         speed=speed,
         ratio=math.exp(statistics.fmean(log for log, _ in logs)) if logs else None,
+        seeds=len(logs),
         noise=noise,
         memory=row.peak_bytes / other.peak_bytes if row.peak_bytes and other.peak_bytes else None,
         accuracy=accuracy,
@@ -184,7 +186,12 @@ def _verdict(row: Row, other: Row, comparisons: int, twin: str | None) -> Verdic
     return Verdict(**{**vars(made), "sentences": tuple(" ".join(one.split()) for one in said)})
 
 
-def _pairs(row: Row, other: Row) -> list[tuple[Run, Run]]:
+def as_long(mine: Run, theirs: Run) -> bool:
+    """Whether both came to their end after as many steps, so that their quality is comparable."""
+    return mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)
+
+
+def paired(row: Row, other: Row) -> list[tuple[Run, Run]]:
     """Pair the runs of a seed, those that took turns if there are such.
 
     A level of which every run diverged is not worth a time: no pairs.
@@ -192,8 +199,8 @@ def _pairs(row: Row, other: Row) -> list[tuple[Run, Run]]:
     if all(run.status == "diverged" for run in row.runs):
         return []
     found = {}
-    for mine in row.runs:
-        for theirs in other.runs:
+    for mine in row.timed:
+        for theirs in other.timed:
             if theirs.cell.seed == mine.cell.seed and theirs.step_ms and mine.step_ms:
                 beside = mine.together == theirs.together
                 if beside or mine.cell.seed not in found:
@@ -237,10 +244,10 @@ def _over_pairs(rounds: Sequence[float]) -> float:
     return statistics.median(pairs or rounds)
 
 
-def _loss(run: Run) -> float:
-    """Give the loss that is compared, 0 where it has no logarithm."""
+def _log_loss(run: Run) -> float:
+    """Give the logarithm of the loss that is compared, nan where it has none."""
     found = run.test_loss[-1] if run.test_loss else run.final_loss
-    return found if found is not None and math.isfinite(found) and found > 0 else 0.0
+    return math.log(found) if found and 0 < found < math.inf else math.nan
 
 
 def _margin(row: Row) -> tuple[float, float]:
@@ -269,20 +276,28 @@ def _sentences(of: Verdict) -> list[str | None]:
 
 
 def _speed(of: Verdict) -> str:
-    name, other, seeds = of.row.label, of.other.label, len(of.row.finished)
+    name, other, seeds = of.row.label, of.other.label, of.seeds
     if of.row.stopped:
-        return f"{name} was {of.row.stopped.error}"
+        stopped = sum(run.status == "stopped" for run in of.row.runs)
+        where = (
+            "" if stopped == len(of.row.runs) else f", at {stopped} of {len(of.row.runs)} seeds,"
+        )
+        return f"{name} was{where} {of.row.stopped.error}"
     if of.other.stopped and of.ratio:
         return f"{name}: about {times(of.ratio)} the speed of {other}, which was stopped"
     if of.noise:
         return f"{name} against {other}: no verdict on speed ({of.noise})"
     if of.ratio is None:
-        return f"{name} against {other}: no time was measured"
+        return f"{name}: its speed is not compared with {other}'s"
     if of.speed is None:
-        count = "1 seed" if seeds == 1 else f"{seeds or 'no'} seeds"
+        count = "1 seed" if seeds == 1 else f"{seeds} seeds"
         found = f"about {times(of.ratio)} the speed of {other}"
+        if seeds >= LEAST:
+            return f"{name}: {found} ({count}, their first steps alone: too few for an interval)"
         return f"{name}: {found} ({count}; {LEAST} are needed for an interval)"
     ends = f"95 %, {seeds} seeds: {_times(of.speed.low)} to {_times(of.speed.high)}"
+    if of.speed.low <= 1 <= of.speed.high and not alike(of.speed):
+        return f"{name} may be faster or slower than {other} ({ends} times the speed)"
     if of.speed.low <= 1 <= of.speed.high:
         return f"{name} is about as fast as {other} ({ends} times the speed)"
     if of.speed.value < 1:
@@ -292,6 +307,11 @@ def _speed(of: Verdict) -> str:
             f"seeds: {slower[1]} to {slower[2]})"
         )
     return f"{name} has {times(of.speed.value)} the speed of {other} ({ends})"
+
+
+def alike(speed: Interval) -> bool:
+    """Whether a level is proved to be about as fast: an interval around 1 may be wide."""
+    return speed.low >= 1 / ALIKE and speed.high <= ALIKE
 
 
 def times(ratio: float | None) -> str:
@@ -304,7 +324,8 @@ def beside(of: Verdict) -> str:
     if of.noise:
         return "too noisy to compare with"
     ends = f" ({_times(of.speed.low)} to {_times(of.speed.high)})" if of.speed else ""
-    return f"{_times(of.ratio)}{ends} times" if of.ratio else "not compared with"
+    about = "" if of.speed else "about "
+    return f"{about}{_times(of.ratio)}{ends} times" if of.ratio else "not compared with"
 
 
 def _times(ratio: float) -> str:
@@ -401,7 +422,9 @@ def _loss_said(of: Verdict) -> str | None:
         return None
     found, name = of.loss, of.loss_of.capitalize()
     # Of the other over this one: a high end is a loss that fell.
-    best, worst = (math.exp(-end) - 1 for end in (found.interval.high, found.interval.low))
+    best, worst = (
+        math.exp(min(-end, 99.0)) - 1 for end in (found.interval.high, found.interval.low)
+    )
     level = f"95 %, {found.seeds} seeds"
     if best > 0:
         return f"{name} is higher by {_percent(best)} to {_percent(worst)} ({level})"
@@ -414,9 +437,12 @@ def _loss_said(of: Verdict) -> str | None:
 
 
 def _percent(part: float, sign: str = "") -> str:
+    if part >= MOST_LOSS:
+        return f"a factor of {MOST_LOSS:,} or more"
     if abs(part) >= 2:
         return f"a factor of {1 + part:.3g}"
-    return f"{100 * part:{sign}.{1 if abs(part) < 0.0995 else 0}f} %"
+    spec = ".1g" if 0 < abs(part) < 0.0005 else ".1f" if abs(part) < 0.0995 else ".0f"
+    return f"{100 * part:{sign}{spec}} %"
 
 
 def _cannot(found: Judged) -> str:
@@ -429,6 +455,8 @@ def _more(of: Verdict, found: Judged) -> str:
         return ""
     report = of.row.report
     seeds = len({run.cell.seed for run in report.runs})
-    minutes = report.seconds / seeds * found.needed / 60 if seeds else 0
+    more = found.needed / seeds / 60 if seeds else 0.0
+    minutes, budget = report.seconds * more, math.ceil((report.budget_s or 0.0) * more)
     time = f", some {minutes:.0f} minutes" if minutes >= 1.5 else ""
-    return f"; about {found.needed} would (`--seeds {found.needed}`{time})"
+    how = f"` with `--budget {budget}m`" if budget else f"`{time}"
+    return f"; about {found.needed} would (`--seeds {found.needed}{how})"
