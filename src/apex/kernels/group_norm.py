@@ -378,10 +378,11 @@ def backward(
             *shape.tile,
             **OPTIONS,
         )
-    # Two sums: results of an operator may not share memory.
+    of_images = sums.sum(0) if any(needs[1:]) else None
     for place, (of, row) in enumerate(((weight, 1), (bias, 0)), 1):
-        if of is not None and needs[place]:
-            grads[place] = sums[:, row].sum(0).to(of.dtype)
+        if of_images is not None and of is not None and needs[place]:
+            # A copy: results of an operator may not share memory.
+            grads[place] = of_images[row].to(of.dtype, copy=True)
     return grads
 
 
