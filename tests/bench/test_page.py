@@ -15,6 +15,7 @@ from apex.bench.training import page, plots, results
 from apex.bench.training.notes import notes
 from apex.bench.training.recommendation import answers
 from apex.bench.training.rows import rows
+from apex.bench.training.sentences import sentences
 from apex.bench.training.table import lines
 from apex.bench.training.verdict import verdicts
 from tests.bench import made
@@ -81,7 +82,7 @@ def test_the_answer_comes_first_and_each_sentence_once(text):
         assert html.escape(answer).split("`")[0] in top
     for verdict in found:
         if verdict.other.level == "O0":
-            for sentence in verdict.sentences:
+            for sentence in sentences(verdict):
                 assert " ".join(sentence.split("`")[0].split()) in said
     for note in notes(of, found):
         assert said.count(note) == 1

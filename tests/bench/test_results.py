@@ -12,6 +12,7 @@ from apex.bench.output.columns import three, write_csv
 from apex.bench.training import plot_command, report, results, table
 from apex.bench.training.recommendation import answers
 from apex.bench.training.rows import rows
+from apex.bench.training.sentences import sentence
 from apex.bench.training.verdict import verdicts
 from tests.bench import made
 
@@ -189,9 +190,8 @@ def test_sentences_and_problems_are_printed(tmp_path, capsys, monkeypatch):
     of = made.troubled()
     shown = " ".join(_shown(of, tmp_path, capsys, monkeypatch).split())
     for verdict in verdicts(of):
-        sentence = " ".join(verdict.sentence.split())
         if verdict.other.level == "O0":
-            assert f"- {sentence}" in shown
+            assert f"- {sentence(verdict)}" in shown
     assert "Speed beside torch's own autocast: O1 1.0" in shown
     assert "O3 (digits-cnn, batch size 512): diverged (3 of 3)" in shown
     assert "FP16 (digits-cnn, batch size 128, 512): failed (3 of 3): TypeError" in shown

@@ -11,7 +11,8 @@ from apex.bench.training.notes import marks, notes, problems
 from apex.bench.training.recommendation import answers
 from apex.bench.training.results import Operator
 from apex.bench.training.rows import rows
-from apex.bench.training.verdict import BUSY, beside, paired_ratio, verdicts
+from apex.bench.training.sentences import beside, sentence, sentences
+from apex.bench.training.verdict import BUSY, paired_ratio, verdicts
 from tests.bench import made
 from tests.bench.made import cell, level, of_runs, run, without
 
@@ -81,7 +82,7 @@ def test_the_speed_is_of_seeds_that_took_turns_with_students_t():
     low, high = stats.ttest_1samp(logs, 0.0).confidence_interval(0.95)
     assert found.speed.value == pytest.approx(math.exp(logs.mean()))
     assert (found.speed.low, found.speed.high) == pytest.approx((math.exp(low), math.exp(high)))
-    assert found.sentences[0].startswith(f"O4 has {found.speed.value:.2f} times the speed of O0")
+    assert sentences(found)[0].startswith(f"O4 has {found.speed.value:.2f} times the speed of O0")
 
 
 def test_the_runs_of_a_seed_that_took_turns_are_compared():
@@ -131,8 +132,8 @@ def test_the_first_round_and_the_first_step_of_a_turn_do_not_count():
 def test_fewer_than_three_seeds_have_no_interval():
     found = _one(*level("O0", (1.0, 1.0)), *level("O4", (0.5, 0.5)))
     assert found.speed is None
-    assert "about" in found.sentences[0]
-    assert "(2 seeds; 3 are needed for an interval)" in found.sentences[0]
+    assert "about" in sentences(found)[0]
+    assert "(2 seeds; 3 are needed for an interval)" in sentences(found)[0]
 
 
 def test_a_busy_machine_has_no_verdict_on_speed_in_any_sentence():
@@ -141,8 +142,8 @@ def test_a_busy_machine_has_no_verdict_on_speed_in_any_sentence():
     of = of_runs(*busy, *level("O4", FAST))
     (found,) = verdicts(of)
     assert (found.speed, found.inference, found.noise) == (None, None, BUSY)
-    assert found.sentences[0] == f"O4 against O0: no verdict on speed ({BUSY})."
-    assert not any("faster" in s or "slower" in s or "the speed of" in s for s in found.sentences)
+    assert sentences(found)[0] == f"O4 against O0: no verdict on speed ({BUSY})."
+    assert not any("faster" in s or "slower" in s or "the speed of" in s for s in sentences(found))
     assert marks(of) == [f"BUSY MACHINE: {BUSY}"]
     assert answers(of, [found]) == [f"No answer: {BUSY}."]
 
@@ -164,29 +165,29 @@ def test_an_interval_over_a_factor_of_two_is_noise():
     ],
 )
 def test_what_is_said_of_a_speed(ms, said):
-    assert _beside_o0(ms=ms).sentences[0].startswith(said)
+    assert sentences(_beside_o0(ms=ms))[0].startswith(said)
 
 
 def test_a_seed_that_failed_in_its_first_steps_leaves_the_speed_of_the_others():
     mine = level("O4", (0.5, 0.52, 0.51, 0.5))
     mine[3] = without(mine[3], status="failed", step_ms=(99.0,) * 5, blocks=(0,))
-    said = _one(*level("O0", (1.0, 1.1, 0.9, 1.0)), *mine).sentences[0]
+    said = sentences(_one(*level("O0", (1.0, 1.1, 0.9, 1.0)), *mine))[0]
     assert said.startswith("O4 has 1.95 times the speed of O0 (95 %, 3 seeds: ")
 
 
 def test_an_interval_around_1_that_is_wide_is_not_about_as_fast():
-    said = _beside_o0(ms=(1.0, 1.3, 0.9)).sentences[0]
+    said = sentences(_beside_o0(ms=(1.0, 1.3, 0.9)))[0]
     assert said.startswith("O4 may be faster or slower than O0 (95 %, 3 seeds: 0.74 to 1.20 times")
 
 
 def test_the_seeds_are_those_that_were_compared():
     base = level("O0", (1.0, 1.1, 0.9, 1.0))
     base[3] = without(base[3], status="failed", **made.NOTHING)
-    said = _one(*base, *level("O4", (0.5, 0.52, 0.51, 0.5))).sentences[0]
+    said = sentences(_one(*base, *level("O4", (0.5, 0.52, 0.51, 0.5))))[0]
     assert "(95 %, 3 seeds: " in said
     gone = [without(one, status="failed", **made.NOTHING) for one in base]
     assert (
-        _one(*gone, *level("O4", FAST)).sentences[0] == "O4: its speed is not compared with O0's."
+        sentences(_one(*gone, *level("O4", FAST)))[0] == "O4: its speed is not compared with O0's."
     )
 
 
@@ -195,7 +196,7 @@ def test_first_steps_alone_have_no_interval():
     (found,) = verdicts(of)
     assert beside(found) == "about 1.95 times"
     assert found.speed is None
-    assert found.sentences[0].endswith(
+    assert sentences(found)[0].endswith(
         "(3 seeds, their first steps alone: too few for an interval)."
     )
     assert answers(of, [found]) == ["No answer: too few steps to compare."]
@@ -220,7 +221,7 @@ def test_first_steps_alone_have_no_interval():
 def test_what_is_said_of_an_accuracy(accuracy, said):
     """A test set of 600: 3 equal differences have the spread of a sample / sqrt(2)."""
     found = _beside_o0(accuracy=accuracy)
-    assert said in found.sentence
+    assert said in sentence(found)
     fine, worse = found.accuracy.fine, found.accuracy.worse
     assert fine is ("at most" in said or "higher" in said)
     assert worse is said.startswith("It loses between 0.71")
@@ -232,14 +233,14 @@ def test_a_certain_small_loss_is_a_loss_and_within_the_margin():
         accuracy=[r - d for r, d in zip(RIGHT, (0.40, 0.39, 0.41), strict=True)], test_size=100_000
     )
     assert found.accuracy.fine
-    assert "It loses between 0.38 and 0.42 points of accuracy" in found.sentence
+    assert "It loses between 0.38 and 0.42 points of accuracy" in sentence(found)
 
 
 def test_a_gain_that_is_not_sure_is_no_gain():
     """ "+0.16 points, interval -0.48 to +0.80" was outside a band; now it is within the margin."""
     found = _beside_o0(accuracy=[r + d for r, d in zip(RIGHT, (0.42, 0.16, -0.10), strict=True)])
-    assert "cannot tell" in found.sentence or "at most" in found.sentence
-    assert "higher by" not in found.sentence
+    assert "cannot tell" in sentence(found) or "at most" in sentence(found)
+    assert "higher by" not in sentence(found)
 
 
 def test_the_margin_is_three_test_samples_at_least_and_can_be_given():
@@ -265,7 +266,7 @@ def test_more_seeds_are_advised_with_the_time_that_they_would_take():
     found = _one(*runs, seconds=90.0)
     needed = found.accuracy.needed
     minutes = round(30 * needed / 60)
-    assert f"about {needed} would (`--seeds {needed}`, some {minutes} minutes)" in found.sentence
+    assert f"about {needed} would (`--seeds {needed}`, some {minutes} minutes)" in sentence(found)
 
 
 def test_the_test_loss_has_the_same_rule_and_is_finer():
@@ -279,26 +280,26 @@ def test_the_test_loss_has_the_same_rule_and_is_finer():
 
     fine = both((0.2002, 0.2, 0.1998))
     assert fine.loss.fine
-    assert "Test loss is at most 0.2 % higher (95 %, 3 seeds)" in fine.sentence
+    assert "Test loss is at most 0.2 % higher (95 %, 3 seeds)" in sentence(fine)
     hardly = both((0.200002, 0.200002, 0.2000021))
-    assert "Test loss is higher by 0.0009 % to 0.001 % (95 %, 3 seeds)" in hardly.sentence
+    assert "Test loss is higher by 0.0009 % to 0.001 % (95 %, 3 seeds)" in sentence(hardly)
     worse = both((0.3, 0.301, 0.302))
     assert worse.loss.worse
-    assert "Test loss is higher by 49 % to 52 %" in worse.sentence
+    assert "Test loss is higher by 49 % to 52 %" in sentence(worse)
     better = both((0.1, 0.1005, 0.0995))
-    assert "Test loss is lower by" in better.sentence
+    assert "Test loss is lower by" in sentence(better)
     unsure = both((0.25, 0.2, 0.16))
-    assert "Test loss: 3 seeds cannot tell: between" in unsure.sentence
+    assert "Test loss: 3 seeds cannot tell: between" in sentence(unsure)
 
 
 def test_seeds_that_were_asked_for_already_are_not_advised():
     cells = [cell(name, seed=seed) for seed in range(9) for name in ("O0", "O4")]
     runs = [*level("O0", accuracy=RIGHT), *level("O4", FAST, (98.4, 98.0, 98.2), DIFFERENT)]
     (found,) = verdicts(made.report(cells, runs))
-    assert "3 seeds cannot tell: between -0.86 and +0.86 points." in found.sentence
+    assert "3 seeds cannot tell: between -0.86 and +0.86 points." in sentence(found)
     budget = _one(*runs, budget_s=60.0)
     needed = budget.accuracy.needed
-    assert f"about {needed} would (`--seeds {needed}` with `--budget 2m`)" in budget.sentence
+    assert f"about {needed} would (`--seeds {needed}` with `--budget 2m`)" in sentence(budget)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
@@ -312,7 +313,7 @@ def test_a_loss_of_any_size_is_said():
     runs = [r for batch in range(1, 9) for name in made.LEVELS for r in level(name, batch=batch)]
     huge = [without(r, test_loss=(1e300,)) if r.cell.seed else r for r in runs[-3:]]
     found = verdicts(of_runs(*runs[:-3], *huge))
-    assert any("and a factor of 10,000 or more; " in one.sentence for one in found)
+    assert any("and a factor of 10,000 or more; " in sentence(one) for one in found)
 
 
 def test_equal_differences_without_a_test_size_are_not_judged():
@@ -324,7 +325,7 @@ def test_a_task_without_an_accuracy_is_judged_by_its_training_loss():
     found = _beside_o0()
     assert found.accuracy is None
     assert found.loss_of == "training loss"
-    assert "Training loss" in found.sentence
+    assert "Training loss" in sentence(found)
 
 
 def test_a_training_that_a_budget_cut_earlier_is_not_judged_beside_a_longer_one():
@@ -336,11 +337,11 @@ def test_a_training_that_a_budget_cut_earlier_is_not_judged_beside_a_longer_one(
 def test_the_same_arithmetic_is_said_instead_of_an_accuracy():
     of = made.report()
     found = {(v.row.label, v.other.label): v for v in verdicts(of)}
-    assert found["O2", "O0"].twin == "O1"
-    assert "Its losses are those of O1 to the last bit: see there." in found["O2", "O0"].sentences
+    assert found["O2", "O0"].same_as == "O1"
+    assert "Its losses are those of O1 to the last bit: see there." in sentences(found["O2", "O0"])
     assert found["O4", "native-bf16"].same
-    assert "the same arithmetic" in found["O4", "native-bf16"].sentence
-    assert not any("points" in s for s in found["O2", "O0"].sentences)
+    assert "the same arithmetic" in sentence(found["O4", "native-bf16"])
+    assert not any("points" in s for s in sentences(found["O2", "O0"]))
     (said,) = [note for note in notes(of, list(found.values())) if "O1 and O2" in note]
     assert said.startswith("O1 and O2 have the same losses to the last bit")
 
@@ -372,30 +373,30 @@ def test_the_three_operators_that_grew_most_are_named_with_what_to_do():
             *level("native-fp16", (9.0,) * 3, others={**mine, **DIFFERENT}),
         )
     )
-    (said,) = [s for s in found.sentences if s.startswith("What grew")]
+    (said,) = [s for s in sentences(found) if s.startswith("What grew")]
     assert said == (
         "What grew: mm in float16 71 % of the step, 10 times O0's (this CPU has no float16 "
         "arithmetic; amp's levels use float32); copy_ in float16 11 % of the step, 16 times O0's "
         "(casts between dtypes); relu in float16 9 % of the step, 6.00 times O0's."
     )
-    assert "Reason: this CPU has no float16 arithmetic." in found.sentences
+    assert "Reason: this CPU has no float16 arithmetic." in sentences(found)
 
 
 def test_a_level_that_is_not_slower_needs_no_reason():
     base, mine = _operators(("mm", "float32", 0.5)), _operators(("mm", "bfloat16", 0.9))
     runs = [*level("O0", others=base), *level("O4", FAST, others={**mine, **DIFFERENT})]
-    assert "What grew" not in _one(*runs).sentence
+    assert "What grew" not in sentence(_one(*runs))
 
 
 def test_a_gpu_that_waits_for_its_host_is_launch_bound():
     others = {"host_ms": 0.95, **DIFFERENT}
     runs = [*level("O0"), *level("O4", (1.0, 1.1, 0.9), others=others)]
-    assert "O4 is launch-bound: try a larger batch or torch.compile" in _one(*runs).sentence
+    assert "O4 is launch-bound: try a larger batch or torch.compile" in sentence(_one(*runs))
 
 
 def test_memory_is_said_as_a_ratio():
     def memory(bytes_of):
-        return _one(*level("O0"), *level("O4", others={"peak_bytes": bytes_of})).sentence
+        return sentence(_one(*level("O0"), *level("O4", others={"peak_bytes": bytes_of})))
 
     base = run(cell("O0")).peak_bytes
     assert "It needs 0.50 times the memory" in memory(base // 2)
@@ -411,7 +412,7 @@ def test_a_stopped_level_says_why_and_has_no_interval():
     others = {"status": "stopped", "error": why, "accuracy": (), "test_loss": ()}
     of = of_runs(*level("O0"), *level("native-fp16", (29.0,) * 3, others=others), budget_s=60.0)
     (found,) = verdicts(of)
-    assert found.sentences[0] == f"native-fp16 was {why}."
+    assert sentences(found)[0] == f"native-fp16 was {why}."
     assert (found.speed, found.accuracy) == (None, None)
     assert found.ratio == pytest.approx(1 / 29, rel=0.2)
     assert marks(of) == ["CUT to 60 s: native-fp16 stopped"]
@@ -421,7 +422,7 @@ def test_a_level_that_was_stopped_at_one_seed_says_at_how_many():
     mine = level("O1", (3.0,) * 3)
     mine[0] = without(mine[0], status="stopped", error="stopped after 8 of 60 steps")
     of = of_runs(*level("O0"), *mine, budget_s=0.5)
-    assert verdicts(of)[0].sentences[0].startswith("O1 was, at 1 of 3 seeds, stopped after 8")
+    assert sentences(verdicts(of)[0])[0].startswith("O1 was, at 1 of 3 seeds, stopped after 8")
     assert marks(of) == ["CUT to 0.5 s: O1 stopped"]
 
 
@@ -436,8 +437,8 @@ def test_a_diverged_level_has_no_speed():
     of = of_runs(*level("O0"), *level("O3", others=others))
     (found,) = verdicts(of)
     assert (found.speed, found.ratio, found.loss) == (None, None, None)
-    assert found.sentences[0] == "O3: its speed is not compared with O0's."
-    assert "diverged (3 of 3)" in found.sentence
+    assert sentences(found)[0] == "O3: its speed is not compared with O0's."
+    assert "diverged (3 of 3)" in sentence(found)
     assert answers(of, [found]) == [
         "None is worth it here, because O3 did not train to the end at each seed."
     ]

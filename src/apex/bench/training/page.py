@@ -19,6 +19,7 @@ from apex.bench.training.recommendation import answers
 from apex.bench.training.results import FORMAT, Report
 from apex.bench.training.results import Cell as PlannedCell
 from apex.bench.training.rows import BASELINE, Row
+from apex.bench.training.sentences import sentences
 from apex.bench.training.table import COLUMNS, Line, lines
 from apex.bench.training.verdict import Verdict, baseline_of
 
@@ -67,6 +68,7 @@ def write(report: Report, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], 
         answers=answers(report, verdicts) if report.plan else [],
         statuses=Counter(run.status for run in report.runs),
         groups=_groups(verdicts),
+        sentences=sentences,
         said_once=notes(report, verdicts),
         plots={name: html.plot(plot, CAPTIONS[name]) for name, plot in drawn.items()},
         questions=_questions(report, verdicts, made),

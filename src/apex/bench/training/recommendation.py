@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from apex.bench.intervals import LEAST
 from apex.bench.training.results import Report
 from apex.bench.training.rows import BASELINE
-from apex.bench.training.verdict import ALIKE, Verdict, alike, times
+from apex.bench.training.sentences import ALIKE, alike, times
+from apex.bench.training.verdict import Verdict
 
 __all__ = ["answers"]
 

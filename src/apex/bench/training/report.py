@@ -13,8 +13,9 @@ from apex.bench.training.notes import largest_said, marks, notes, problems, sour
 from apex.bench.training.recommendation import answers
 from apex.bench.training.results import Report
 from apex.bench.training.rows import BASELINE
+from apex.bench.training.sentences import beside, sentence
 from apex.bench.training.table import COLUMNS, lines, write_runs_csv
-from apex.bench.training.verdict import Verdict, beside
+from apex.bench.training.verdict import Verdict
 
 __all__ = ["show", "write_all"]
 
@@ -68,7 +69,7 @@ def _place(verdict: Verdict) -> tuple[str, int]:
 
 def _sentences(here: Sequence[Verdict]) -> list[str]:
     """Say of each level what it is beside O0; of torch's autocast beside ours, the speeds alone."""
-    said = [verdict.sentence for verdict in here if verdict.other.level == BASELINE]
+    said = [sentence(verdict) for verdict in here if verdict.other.level == BASELINE]
     natives = [verdict for verdict in here if verdict.other.level != BASELINE]
     if natives:
         each = [f"{v.row.label} {beside(v)} {v.other.label}'s" for v in natives]
