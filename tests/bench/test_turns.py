@@ -11,7 +11,7 @@ from torch import nn
 
 from apex.amp.casting import cpu_float16, dispatcher, process_state
 from apex.bench.training import probe as probes
-from apex.bench.training import trainer, turns
+from apex.bench.training import profiling, trainer, turns
 from apex.bench.training.precision import LEVELS, precision
 from apex.bench.training.results import Cell
 from apex.bench.training.tasks import complete
@@ -33,9 +33,7 @@ def _one_thread():
 @pytest.fixture(autouse=True)
 def no_profiling(monkeypatch):
     """Leave memory and operators, which take a second, to the test of them."""
-    monkeypatch.setattr(
-        turns.profiling, "measure", lambda *args, **kwargs: turns.profiling.Measured()
-    )
+    monkeypatch.setattr(profiling, "measure", lambda *args, **kwargs: profiling.Measured())
 
 
 def train(task, levels=("O0",), told=lambda share, line: None, budget_s=None, **changes):

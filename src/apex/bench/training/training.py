@@ -1,0 +1,276 @@
+"""One training, as far as it has come, among those that take turns in a process (`turns`)."""
+
+import contextlib
+import gc
+import math
+import statistics
+import time
+from collections.abc import Generator, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from apex.bench.training import profiling
+from apex.bench.training.results import Cell, Run, Status
+from apex.bench.training.tasks.task import Task
+from apex.bench.training.timing import Stopwatch, stopwatch
+from apex.bench.training.trainer import OwnState, Trainer, out_of_memory, to
+
+__all__ = ["AFTER", "Training", "counted"]
+
+AFTER = 12  # steps' time that evaluation and the measurements apart take, about
+
+
+class Training:
+    """One training, as far as it has come."""
+
+    def __init__(self, cell: Cell, task: Task, device: torch.device) -> None:
+        self.cell, self._task, self._device = cell, task, device
+        self._own = OwnState(cell, device)
+        self._watch: Stopwatch = stopwatch(device)
+        self._inference: Stopwatch = stopwatch(device)
+        self._trainer: Trainer | None = None
+        self._steps = self._train()
+        self.over = False
+        self.limit: int | None = None
+        self.status: Status = "ok"
+        self.error: str | None = None
+        self.planned = self.per_epoch = 0
+        self._blocks: list[int] = []
+        self._losses: list[torch.Tensor] = []
+        self._scales: list[Any] = []
+        self._data_ms: list[float] = []
+        self._epoch_seconds: list[float] = []
+        self._accuracy: list[float] = []
+        self._test_loss: list[float] = []
+        self._steps_per_epoch = 0
+        self._apart = profiling.Measured()
+        self._seconds = 0.0
+
+    @property
+    def done(self) -> int:
+        """Steps so far."""
+        return len(self._losses)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it came to its end."""
+        return self.status == "ok" and self.over
+
+    @property
+    def infers(self) -> bool:
+        """Whether inference can be timed: a task with a step of its own may have no loss."""
+        return self._task.step is None
+
+    @property
+    def share(self) -> float:
+        """How much is done, 0 to 1."""
+        return 1.0 if self.over else min(1.0, self.done / self.aim) if self.aim else 0.0
+
+    @property
+    def aim(self) -> int:
+        """The steps that it is to take."""
+        return self.planned if self.limit is None else self.limit
+
+    @property
+    def seconds_a_step(self) -> float:
+        """All that its blocks took over their steps; the first makes the optimizer's state."""
+        return self._seconds / max(1, self.done - 1)
+
+    @property
+    def fastest_ms(self) -> float:
+        """Its fastest step so far: something else that uses the machine only slows."""
+        return min(self._watch.milliseconds()[1:], default=math.inf)
+
+    def step_ms(self) -> float:
+        """Median time of its steps so far, without the first."""
+        times = self._watch.milliseconds()
+        return statistics.median(times[1:] or times or [0.0])
+
+    def block(self, size: int, budget_s: float | None) -> None:
+        """Train for some steps, or to the end; for a twentieth of a budget at most."""
+        self._blocks.append(self.done)
+        begin = time.monotonic()
+        with self._guarded():
+            for step in range(size):
+                if next(self._steps, None) is None:
+                    self.over = True
+                    break
+                if self.done == 1:
+                    begin = time.monotonic()
+                if step and budget_s is not None and time.monotonic() > begin + budget_s / 20:
+                    break
+            self._synchronize()
+        self._seconds += time.monotonic() - begin
+
+    def stop(self, why: str) -> None:
+        """End here."""
+        self._end("stopped", why)
+
+    def infer(self) -> None:
+        """Time inference once."""
+        assert self._trainer is not None
+        with self._guarded():
+            self._inference.start()
+            self._trainer.infer(self._batch)
+            self._inference.stop()
+            self._synchronize()
+
+    def measure_apart(self, left: float) -> None:
+        """Measure what would disturb the times, at the first seed, if there are seconds left."""
+        stopped = self.status == "stopped"
+        if self.cell.seed == 0 and (self.trained or stopped) and left > self.seconds_a_step * AFTER:
+            with self._guarded():
+                self._apart = profiling.measure(
+                    self.cell, self._task, self._device, self._batch, stopped=stopped
+                )
+
+    def result(self, together: tuple[str, ...]) -> Run:
+        """Put together what was measured."""
+        losses = torch.stack(self._losses).float().flatten().tolist() if self._losses else []
+        scales = [float(scale) for scale in self._scales]
+        if self.trained and not (self._finite and math.isfinite(losses[-1])):
+            self.status = "diverged"
+        return Run(
+            cell=self.cell,
+            status=self.status,
+            error=self.error,
+            together=together,
+            blocks=tuple(block for block in self._blocks if block < len(losses)),
+            step_ms=tuple(self._watch.milliseconds()[: len(losses)]),
+            data_ms=tuple(self._data_ms),
+            losses=tuple(losses),
+            scales=tuple(scales[: len(losses)]),
+            skipped=sum(after < before for before, after in pairwise(scales)),
+            steps_per_epoch=self._steps_per_epoch,
+            planned_steps=self.planned,
+            epoch_seconds=tuple(self._epoch_seconds),
+            accuracy=tuple(self._accuracy),
+            test_loss=tuple(self._test_loss),
+            test_size=self._task.test_size,
+            inference_ms=tuple(self._inference.milliseconds()[1:]),
+            **self._apart._asdict(),
+        )
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _train(self) -> Generator[bool, None, None]:
+        """Train; stops after every step."""
+        cell, task = self.cell, self._task
+        trainer = self._trainer = Trainer(cell, task, self._device)
+        for epoch in range(cell.epochs):
+            loader = task.loader(cell.batch, 1000 * cell.seed + epoch)
+            per_epoch = _length(loader) or self._steps_per_epoch or self.per_epoch
+            self.planned = per_epoch * cell.epochs
+            begun, sizes = self.done, []
+            for batch in self._timed(loader):
+                sizes.append(_rows(batch))
+                self._scales.append(trainer.precision.scale())
+                self._watch.start()
+                loss = trainer.step(batch)
+                self._watch.stop()
+                self._losses.append(loss)
+                self._batch = batch
+                yield True
+                if self.done == self.limit:
+                    break
+            steps = self.done - begun
+            self._check(epoch, sizes, cut=self.done == self.limit)
+            self._steps_per_epoch = self._steps_per_epoch or steps
+            times = self._watch.milliseconds()[begun:], self._data_ms[begun:]
+            self._epoch_seconds.append(sum(map(sum, times)) / 1000)
+            self._measure_quality(trainer)
+            if self.done == self.limit:
+                break
+        self.planned = max(self.planned, self.done)
+        self._scales.append(trainer.precision.scale())
+        self._finite = trainer.finite()
+
+    def _timed(self, loader: Any) -> Iterator[Any]:
+        """Give the batches on the device, and note how long each was waited for."""
+        batches = iter(loader)
+        while True:
+            begin = time.perf_counter()
+            try:
+                batch = to(next(batches), self._device)
+            except StopIteration:
+                return
+            self._data_ms.append(1000 * (time.perf_counter() - begin))
+            yield batch
+
+    def _check(self, epoch: int, sizes: Sequence[int], *, cut: bool) -> None:
+        batch = self.cell.batch
+        if not sizes:
+            raise ValueError(f"the loader gave no batch of {batch}")
+        if sizes[0] == batch > sizes[-1]:
+            raise ValueError(
+                f"the loader's last batch has {sizes[-1]} rows and not {batch}; leave it out "
+                "(drop_last=True of a DataLoader)"
+            )
+        if epoch and not cut and len(sizes) != self._steps_per_epoch:
+            raise ValueError(
+                f"the loader gave {self._steps_per_epoch} batches in an epoch and {len(sizes)} in "
+                "the next; they must be equally many"
+            )
+
+    def _measure_quality(self, trainer: Trainer) -> None:
+        for found, what in (
+            (self._accuracy, self._task.accuracy),
+            (self._test_loss, self._task.test_loss),
+        ):
+            value = trainer.measure(what)
+            if value is not None:
+                found.append(value)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Surround what belongs to this training; an error ends it, and the others go on."""
+        with self._own:
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001  one cell's failure is a result, not our end
+                status: Status = "out of memory" if out_of_memory(error) else "failed"
+                self._end(status, f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+    def _end(self, status: Status, why: str) -> None:
+        self.status, self.error, self.over = status, why, True
+        self.free()
+
+    def free(self) -> None:
+        """Let go of the model, which is trained no further."""
+        self._steps.close()
+        self._trainer = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:
+        return 0
+
+
+def counted(loader: Any, seconds: float) -> int:
+    """Count the batches of a loader, which need not know how many; 0 if that takes too long."""
+    end, count = time.monotonic() + seconds, _length(loader)
+    if count:
+        return count
+    for _ in loader:
+        count += 1
+        if time.monotonic() > end:
+            return 0
+    return count
+
+
+def _rows(batch: Any) -> int:
+    """Return the length of the first tensor, 0 if there is none that has one."""
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    return next((len(tensor) for tensor in tensors), 0)
