@@ -100,7 +100,8 @@ def _group_norm(act: str) -> Function:
 
 def _torchs_group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
     # What F.group_norm calls after it has refused the single element of the host's cost.
-    return torch.group_norm(x, groups, weight, bias, EPS)
+    # torch 2.14 refuses images without elements.
+    return torch.group_norm(x, groups, weight, bias, EPS) if x.numel() else torch.empty_like(x)
 
 
 def _torchs_group_norm_silu(*inputs: Any) -> Tensor:
