@@ -1135,6 +1135,9 @@ def test_arguments_of_the_constructor_in_a_group(kind):
             with pytest.raises(ValueError, match=f"a group has {name}=.*holds for all groups"):
                 optimizer.add_param_group({"params": [torch.zeros(2)], name: (value,)})
     assert len(optimizer.param_groups) == 1
+    numbers = kind(parameters(), **given).param_groups[0]
+    names = numbers.keys() & given.keys() - {"lr", "step"}
+    assert {name: numbers[name] for name in names} == {name: given[name] for name in names}
 
 
 @every

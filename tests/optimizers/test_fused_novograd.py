@@ -189,3 +189,10 @@ def test_a_first_step_skipped_on_the_device_leaves_no_norm():
     assert optimizer.param_groups[0]["step"].tolist() == [2]
     for actual, exact in zip(params, expected, strict=True):
         assert_one_rounding(actual.detach(), exact.detach().double())
+
+
+def test_arguments_of_the_original():
+    modes = [FusedNovoGrad(parameters(), reg_inside_moment=x).moment_mode for x in (True, False)]
+    assert modes == [0, 1]
+    with pytest.raises(RuntimeError, match="only support l2/inf norm now: norm_type was 1"):
+        FusedNovoGrad(parameters(), norm_type=1)
