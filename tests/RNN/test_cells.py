@@ -84,17 +84,6 @@ def test_new_like(kind, output_size):
             assert new.shape != old.shape or not torch.equal(new, old)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "mlstm"])
-def test_the_state_follows_the_parameters(kind):
-    """The original went on with the old dtype, and failed."""
-    cell = build(kind)
-    before = cell(torch.randn(BATCH, INPUT))
-    cell.double().init_hidden(BATCH)
-    wide = [state.double() for state in before]
-    assert all(torch.equal(*both) for both in zip(cell.hidden, wide, strict=True))
-    assert all(state.dtype == torch.float64 for state in cell(torch.randn(BATCH, INPUT).double()))
-
-
 def test_a_state_from_inference_mode_can_be_trained_on():
     cell, x = build("lstm"), torch.randn(BATCH, INPUT)
     with torch.inference_mode():
