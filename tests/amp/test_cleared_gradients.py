@@ -110,7 +110,9 @@ def test_bare_backward_with_gradients_zeroed_in_place(level, order):
     assert value(model) == [-3.0, -3.0]
 
 
-def test_zeros_in_one_of_two_edited_gradients_drop_nothing():
+@pytest.mark.parametrize("both", [True, False])
+def test_zeros_in_one_of_two_gradients_drop_nothing(both):
+    """Whether the other one is edited, too, or not."""
     layers = [torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False)]
     model = torch.nn.Sequential(*layers)
     for layer in layers:
@@ -119,7 +121,8 @@ def test_zeros_in_one_of_two_edited_gradients_drop_nothing():
     amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
     block(model, optimizer)
     layers[0].weight.grad.zero_()
-    layers[1].weight.grad.mul_(1.0)
+    if both:
+        layers[1].weight.grad.mul_(1.0)
     step(model, optimizer)
     assert layers[0].weight.tolist() == [[-1.0, -1.0], [-1.0, -1.0]]
     assert layers[1].weight.tolist() == [[-3.0, -3.0]]

@@ -188,6 +188,15 @@ def test_public_unscale_methods(model, master):
     assert not scaler._has_overflow
 
 
+def test_flags_of_passes_without_a_check_add_up():
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    for flag in (1.0, 0.0):
+        scaler.finish_pass(torch.tensor(flag), check=False)
+    assert scaler.loss_scale() == 8.0
+    scaler.finish_pass(torch.tensor(0.0))
+    assert scaler.loss_scale() == 4.0
+
+
 def test_old_helpers():
     grad, out = torch.tensor([1.0, 2.0]), torch.zeros(2)
     assert not scale_check_overflow_python(grad, out, 2.0, True)

@@ -243,6 +243,13 @@ def test_lists_that_do_not_fit(make, argument):
     assert same(before, values(params))
 
 
+@pytest.mark.parametrize(("inside", "mode"), [(True, 0), (False, 1)])
+def test_where_eps_is(inside, mode):
+    """The formulas go by the attribute, the update by the mode, as in the original."""
+    optimizer = FusedAdam(parameters(), eps_inside_sqrt=inside)
+    assert (optimizer.eps_inside_sqrt, optimizer.eps_mode) == (inside, mode)
+
+
 def test_what_has_no_effect_or_is_refused():
     params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
     many, plain = FusedAdam(params, use_mt=True), FusedAdam(twins)

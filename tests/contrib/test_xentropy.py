@@ -96,9 +96,10 @@ def test_more_than_64k_classes(path, monkeypatch):
         _agrees(losses, logits, labels, grad, 0.1)
 
 
-def test_pieces_that_stay_in_the_cache(monkeypatch):
-    """The CPU's path over several pieces, the last one smaller."""
-    monkeypatch.setattr(ops, "PIECE", 300)
+@pytest.mark.parametrize("piece", [300, 50])
+def test_pieces_that_stay_in_the_cache(piece, monkeypatch):
+    """The CPU's path over several pieces: the last one smaller, or a row larger than a piece."""
+    monkeypatch.setattr(ops, "PIECE", piece)
     for dtype in (*DTYPES, torch.float64):
         logits, labels, grad = _data((8, 100), dtype)
         losses = ops.OP.operator(logits, labels.to(torch.uint8), 0.1, PADDING)[0]

@@ -360,3 +360,6 @@ def test_module():
     assert (x.dtype, y.dtype) == (torch.float32,) * 2
     assert found_ids is ids
     assert kwargs["keyword"] is keyword
+    x = torch.ones(2, requires_grad=True)
+    (3 * model(x)[0]).sum().backward()
+    assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [3.0, 3.0])

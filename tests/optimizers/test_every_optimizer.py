@@ -1127,7 +1127,8 @@ def test_arguments_of_the_constructor_in_a_group(kind):
         for name, known in defaults.items()
         if name not in ("params", "amsgrad", "capturable", "master_weights", "eps_inside_sqrt")
     }
-    given |= {"lr": 0.1, "nesterov": False}
+    given |= {"lr": 0.1, "nesterov": False, "betas": (0.7, 0.8), "eps": 0.1, "weight_decay": 0.2}
+    given |= {"momentum": 0.5, "dampening": 0.25, "max_grad_norm": 2.0, "norm_type": 0}
     given = {name: value for name, value in given.items() if name in defaults}
     optimizer = kind([{"params": parameters(), **given}], **given)
     for name, value in given.items():
@@ -1135,6 +1136,9 @@ def test_arguments_of_the_constructor_in_a_group(kind):
             with pytest.raises(ValueError, match=f"a group has {name}=.*holds for all groups"):
                 optimizer.add_param_group({"params": [torch.zeros(2)], name: (value,)})
     assert len(optimizer.param_groups) == 1
+    numbers = kind(parameters(), **given).param_groups[0]
+    names = numbers.keys() & given.keys() - {"lr", "step"}
+    assert {name: numbers[name] for name in names} == {name: given[name] for name in names}
 
 
 @every

@@ -231,3 +231,10 @@ def test_a_copy_of_an_optimizer_that_had_norms_in_its_groups_alone():
     copied, own = copy.deepcopy((optimizer, params))
     assert same(copied.param_groups[0]["exp_avg_sq"], vectors)
     assert same(train(copied, own, range(2, 4)), train(expected, others, range(2, 4)))
+
+
+def test_arguments_of_the_original():
+    modes = [FusedNovoGrad(parameters(), reg_inside_moment=x).moment_mode for x in (True, False)]
+    assert modes == [0, 1]
+    with pytest.raises(RuntimeError, match="only support l2/inf norm now: norm_type was 1"):
+        FusedNovoGrad(parameters(), norm_type=1)
