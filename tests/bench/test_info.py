@@ -120,6 +120,11 @@ def test_a_machine_where_everything_is_missing(tools, monkeypatch):
     assert "nvcc             not found" in text
 
 
+def test_the_report_fits_a_terminal_of_80_columns():
+    lines = info.draw(info.collect()).split("Called apex here")[0].splitlines()
+    assert [line for line in lines if len(line) > 80 and " torch." not in line] == []
+
+
 # --- the machine ---------------------------------------------------------------------------
 
 
