@@ -46,9 +46,9 @@ def _one_line(capsys):
         (["nonsense"], "apex: argument COMMAND: invalid choice: 'nonsense'"),
         (["kernel"], "apex: did you mean 'kernels'? argument COMMAND: invalid choice: 'kernel'"),
         (["--nonsense"], "required: COMMAND"),
-        (["info", "--nonsense"], "unrecognized arguments: --nonsense"),
-        (["info", "more"], "unrecognized arguments: more"),
-        (["info", "kernels"], "unrecognized arguments: kernels"),
+        (["info", "--nonsense"], "apex info: unrecognized arguments: --nonsense"),
+        (["info", "more"], "apex info: unrecognized arguments: more"),
+        (["info", "kernels"], "apex info: unrecognized arguments: kernels"),
     ],
 )
 def test_bad_arguments_get_one_line_and_2(capsys, arguments, message):

@@ -17,6 +17,7 @@ from apex.bench import cli
 from apex.bench.info import command as info
 from apex.bench.info import families, installs, machine, speeds
 from apex.bench.kernels.clocks import Lap
+from apex.bench.output.console import aligned
 
 PYPROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
 COMMAND = re.search('^apex = "(.+)"$', PYPROJECT.read_text(), re.MULTILINE).group(1)
@@ -118,6 +119,17 @@ def test_a_machine_where_everything_is_missing(tools, monkeypatch):
     assert "triton    not installed" in text
     assert "float16: unknown" in text
     assert "nvcc             not found" in text
+
+
+def test_a_long_last_column_goes_on_below_itself():
+    path = "/a/path-that/is-longer/than-the-column-and/stays-whole"
+    rows = [("what", "cpu", "some words and more words than fit"), ("more", "cuda", path)]
+    assert list(aligned(rows, 44)) == [
+        "  what  cpu   some words and more words than",
+        "              fit",
+        f"  more  cuda  {path}",
+    ]
+    assert len(list(aligned(rows))) == 2
 
 
 # --- the machine ---------------------------------------------------------------------------

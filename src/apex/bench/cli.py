@@ -111,7 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = next((word for word in arguments if not word.startswith("-")), "")
     missing = _missing(chosen)
     try:
-        args = _parser(chosen).parse_args(arguments)
+        args, unknown = _parser(chosen).parse_known_args(arguments)
+        if unknown:  # argparse itself would name the whole program, not the command
+            _Parser(prog=f"apex {chosen}").error(f"unrecognized arguments: {' '.join(unknown)}")
         if missing:
             raise UsageError(missing)
         module: CommandModule = args.module

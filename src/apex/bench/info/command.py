@@ -25,6 +25,8 @@ HELP = (
     "the way."
 )
 GIB = 2**30
+WIDTH = 80  # columns; rows of paths are not broken, so that they can be copied
+INSTALLS = "Called apex here"
 
 Row = Sequence[str]
 
@@ -92,11 +94,14 @@ def draw(report: Report) -> str:
         ("Times, float32's = 1", list(_speeds(report.speeds))),
         ("CUDA", [*_cuda(report.cuda), ("Triton kernels", triton)]),
         ("Code paths", [(p.family, p.device, p.path, p.why) for p in report.op_families]),
-        ("Called apex here", _installs(report.installs)),
+        (INSTALLS, _installs(report.installs)),
     ]
     if report.warnings:
         sections.append(("Warnings", [(warning,) for warning in report.warnings]))
-    return "\n\n".join("\n".join([title, *aligned(rows)]) for title, rows in sections)
+    return "\n\n".join(
+        "\n".join([title, *aligned(rows, None if title == INSTALLS else WIDTH)])
+        for title, rows in sections
+    )
 
 
 def _device(device: machine.Device) -> Iterator[Row]:
