@@ -539,3 +539,27 @@ def test_losses_are_numbers_of_the_training():
     assert all(map(math.isfinite, run.losses))
     assert len(run.step_ms) == len(run.data_ms) == len(run.losses) == 16
     assert (run.steps_per_epoch, run.planned_steps, len(run.epoch_seconds)) == (8, 16, 2)
+
+
+def test_the_time_of_an_operator_is_without_those_that_it_calls():
+    calls = [
+        {"tid": 1, "ts": 0.0, "dur": 100.0},
+        {"tid": 1, "ts": 10.0, "dur": 50.0},
+        {"tid": 1, "ts": 20.0, "dur": 30.0},
+        {"tid": 2, "ts": 15.0, "dur": 40.0},  # of another thread
+        {"tid": 1, "ts": 70.0, "dur": 20.0},
+    ]
+    assert profiling._of_their_own(calls) == {0: 30.0, 1: 20.0, 2: 30.0, 3: 40.0, 4: 20.0}
+
+
+def test_the_scale_of_several_losses_is_that_of_the_first():
+    of_level, model = precision("O1", CPU), nn.Linear(2, 1)
+    made, (optimizer,) = of_level.start([model], [torch.optim.SGD(model.parameters(), 0.1)], 2)
+    of_level.backward(made[0](torch.ones(1, 2)).sum() * float("inf"), optimizer, loss_id=1)
+    of_level.step(optimizer)
+    assert float(of_level.scale()) == 65536
+    optimizer.zero_grad()
+    of_level.backward(made[0](torch.ones(1, 2)).sum() * float("inf"), optimizer, loss_id=0)
+    of_level.step(optimizer)
+    assert float(of_level.scale()) == 32768
+    process_state.take_off()
