@@ -69,6 +69,7 @@ class _Options(TypedDict, total=False):
     hysteresis: int
     max_skipped_steps: int
     fused_step: bool
+    debug: bool
     process_group: torch.distributed.ProcessGroup | None
 
 
@@ -115,6 +116,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     hysteresis: int = 1,
     max_skipped_steps: int = 50,
     fused_step: bool = False,
+    debug: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Any:
     """Prepare models and optimizers for mixed precision, in place.
@@ -148,6 +150,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             ``param.grad`` is scaled: clip with ``amp.clip_grad_norm_``, and read gradients through
             ``amp.master_params(optimizer)``. The step frees them. See
             :mod:`apex.amp.gradients.fused`.
+        debug: Put a :func:`apex.debug.watch` on models and optimizers, which explains the first
+            step that is not finite. ``apex.debug.watch_of(optimizer)`` gives it.
         process_group: For model parallelism: the ranks that hold parts of one model. An overflow
             on one of them skips the step on all, and their scales stay equal; each ``step`` costs
             an all-reduce of one number, for which a GPU does not wait. All of them have to enter
@@ -245,6 +249,10 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     _amp_state.max_loss_scale = max_loss_scale  # type: ignore[attr-defined]
     _amp_state.loss_scalers = scalers  # type: ignore[attr-defined]
     _amp_state.training = training  # type: ignore[attr-defined]
+    if debug and optimizer_list:
+        from apex.debug.watch import watch
+
+        watch(model_list, optimizer_list, process_group=process_group)
     return models if optimizers is None else (models, optimizers)
 
 

@@ -72,6 +72,7 @@ class OptimizerState:
         needs_check = use_masters and not self._is_fused
         self._step_check = StepCheck(optimizer, params) if needs_check else None
         self._is_stepping = self._inner_is_skipped = False
+        self.observer: Any = None  # a watch of apex.debug
         params.sync(full)
         training.add_ledger(self.ledger)
         attributes: dict[str, Any] = {"_amp_stash": self}
@@ -169,10 +170,10 @@ class OptimizerState:
         passes = ledger.passes if is_fused else self._collect()
         ledger.passes = []
         noop = None
-        if passes and self._can_defer(passes):
+        if passes and self.observer is None and self._can_defer(passes):
             noop = self.overflow.defer(passes)
         else:
-            report = self.overflow.read(passes)
+            report = self._read(passes)
             if report is not None:
                 self._skip(report, passes, is_fused=is_fused)
                 return None
@@ -191,6 +192,13 @@ class OptimizerState:
                 ledger.fused.free()
             self._after_step(copied=copied)
         return result
+
+    def _read(self, passes: list[Pass]) -> overflows.Report | None:
+        """Let the host decide whether to skip, and tell a watch before gradients are freed."""
+        report = self.overflow.read(passes)
+        if self.observer is not None and passes and self.can_skip():
+            self.observer.stepped(self._optimizer(), report is not None, float(passes[0].scale))
+        return report
 
     def _collect(self) -> list[Pass]:
         """Bring gradients to where the step looks for them; the passes that they are of."""
@@ -219,6 +227,7 @@ class OptimizerState:
     ) -> Any:
         """The optimizer's own step, watched until one that the host decided changed a master."""
         check = self._step_check if noop is None else None
+        watch = self.observer
         if check is not None:
             check.begin()
         optimizer: Any = self._optimizer()
@@ -236,6 +245,8 @@ class OptimizerState:
             self._is_stepping = False
             for name in given if optimizer is not None else ():
                 vars(optimizer).pop(name, None)
+        if watch is not None and watch.fault is not None:
+            check = None  # the watch has skipped the step
         if check is not None and check.end(self.training.properties.opt_level):
             self._step_check = None
         return result
@@ -298,7 +309,7 @@ class OptimizerState:
             )
         passes = self._collect()
         self.ledger.passes = []
-        report = self.overflow.read(passes)
+        report = self._read(passes)
         self._inner_is_skipped = report is not None
         if report is None:
             return
@@ -322,6 +333,8 @@ class OptimizerState:
         if report.skipped >= self.overflow.limit:
             loss = next(one.loss for one in passes if one.index == report.loss_id)
             message = overflows.describe_dead_training(self.ledger, report, loss)
+            watched = self.observer.sentence() if self.observer is not None else ""
+            message += f" {watched or overflows.HOW_TO_WATCH}"
         if is_fused and self.ledger.fused is not None:
             self.ledger.fused.free()
         self.ledger.after_step()

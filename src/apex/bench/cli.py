@@ -70,6 +70,10 @@ COMMANDS = {
         "apex.bench.kernels.timing_command",
         "times of each operation, ours and those of other packages", ("numpy", "rich", "scipy"),
     ),
+    "debug": Command(
+        "apex.debug.command", "which operation of a training script made the first NaN, and why"
+    ),
+    "debug repro": Command("apex.debug.repro_command", "a saved report, shown again"),
     "selftest": Command(
         "apex.bench.selftest.command", "whether this installation computes correct numbers here"
     ),

@@ -157,6 +157,9 @@ class Overflow:
             )
 
 
+HOW_TO_WATCH = "amp.initialize(..., debug=True) names the operation where it begins."
+
+
 def check_again(ledger: Ledger) -> None:
     """Look at gradients that may have been reduced after the block, and let scales back off.
 

@@ -1,0 +1,36 @@
+"""Which operation made the first NaN of a training, why, and a file that shows it again.
+
+    from apex import debug
+
+    with debug.watch(model, optimizer) as watch:
+        ...                           # the training as it is
+
+Healthy steps only keep what a replay would need (by reference) and look at gradients once, where
+the program does not. When a step is not finite, its update is skipped and the step is replayed:
+
+* ``watch`` keeps the step, finds the fault, skips the update;
+* ``calls`` is what is kept of a forward, and how it runs again;
+* ``tracing`` looks at each operation of a replay, ``operations`` has the lists for that;
+* ``explain`` chooses the replays and concludes the cause, ``ranks`` lets ranks do so together;
+* ``report`` is what comes out, ``reproduce`` the file with one operation that shows the fault.
+
+The one idea: the trigger is what a step knows anyway, and all that is expensive happens in a replay
+of the one step that failed.
+"""
+
+from apex.debug import operations
+from apex.debug.report import CAUSES, Report
+from apex.debug.reproduce import FileError
+from apex.debug.watch import FaultWarning, NonFiniteError, Watch, watch, watch_of
+
+__all__ = [
+    "CAUSES",
+    "FaultWarning",
+    "FileError",
+    "NonFiniteError",
+    "Report",
+    "Watch",
+    "operations",
+    "watch",
+    "watch_of",
+]

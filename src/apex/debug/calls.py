@@ -1,0 +1,288 @@
+"""What is kept of each forward of a step, and how it is run again.
+
+A call keeps, by reference, its inputs and the gradients that reached its outputs; and, copied, the
+states of random numbers and autocast, and those buffers that a forward writes and a result depends
+on (not BatchNorm's statistics while training). A replay runs the forward and then backward from the
+kept gradients. It uses ``torch.autograd.grad``, so that no ``.grad`` is written and no hook of a
+parameter runs; where that cannot work (FSDP2, reentrant checkpoints) it uses ``backward`` and gives
+the gradients back afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from apex.debug.tracing import is_bad
+
+__all__ = ["Call", "Outcome", "Replay", "unchanged", "versions"]
+
+_ON_DEVICES = ("cpu", "cuda")
+
+
+def versions(tensors: list[torch.Tensor]) -> list[int]:
+    """How often each tensor was written."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """All tensors of nested containers, and of the attributes of objects in them."""
+    found = []
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, torch.nn.Module | type):
+            found += [value for value in vars(leaf).values() if isinstance(value, torch.Tensor)]
+    return found
+
+
+def _random_states(on_gpu: bool) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
+
+
+def _set_random_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+@dataclass
+class Call:
+    """One forward of a watched model, see the module's text.
+
+    Attributes:
+        passes: For each backward that reached the outputs: place of the output -> its gradient.
+    """
+
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: list[torch.Tensor]
+    autocast: list[tuple[str, bool, torch.dtype]]
+    cache: bool
+    training: bool
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    inputs: list[torch.Tensor]
+    versions: list[int]
+    passes: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    written: list[int] | None = None  # versions of the buffers before the first forward
+    age: int = 0  # steps that passed since without a gradient
+
+    @classmethod
+    def record(
+        cls, model: torch.nn.Module, args: Any, kwargs: Any, buffers: list[torch.Tensor]
+    ) -> Call:
+        """Keep what a forward needs to be run again; ``buffers`` are copied."""
+        inputs = tensors_in((args, kwargs))
+        on_gpu = any(tensor.is_cuda for tensor in inputs)
+        return cls(
+            model,
+            args,
+            kwargs,
+            _random_states(on_gpu),
+            [
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in _ON_DEVICES[: 1 + on_gpu]
+            ],
+            torch.is_autocast_cache_enabled(),
+            model.training,
+            [(buffer, buffer.detach().clone()) for buffer in buffers],
+            inputs,
+            versions(inputs),
+        )
+
+    def watch_outputs(self, output: Any) -> None:
+        """Keep the gradients that will reach the outputs."""
+        me = weakref.ref(self)
+        for place, tensor in enumerate(tensors_in(output)):
+            if tensor.requires_grad:
+                tensor.register_hook(_keep_gradient(me, place))  # type: ignore[no-untyped-call]
+
+    def why_not(self) -> str:
+        """Why the call cannot be run again; empty if it can."""
+        for place, (tensor, before) in enumerate(zip(self.inputs, self.versions, strict=True)):
+            if versions([tensor]) != [before]:
+                return f"not replayable: input {place} was written to after the forward"
+        return ""
+
+
+def _keep_gradient(call: weakref.ref[Call], place: int) -> Callable[[torch.Tensor], None]:
+    def keep(gradient: torch.Tensor) -> None:
+        kept = call()
+        if kept is not None:
+            task = torch._C._current_graph_task_id()
+            kept.passes.setdefault(task, {})[place] = gradient
+
+    return keep
+
+
+@dataclass
+class Outcome:
+    """What a replay gave: outputs and gradients that are not finite, by name.
+
+    Attributes:
+        gradients: Name of a parameter -> its gradient, summed over the calls.
+        outputs: The outputs of each call.
+    """
+
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: list[list[torch.Tensor]] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+
+    def bad_outputs(self) -> list[torch.Tensor]:
+        """The outputs with an element that is not finite."""
+        return [one for outputs in self.outputs for one in outputs if is_bad(one)]
+
+    def bad_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients with an element that is not finite."""
+        return {name: one for name, one in self.gradients.items() if is_bad(one)}
+
+    def is_bad(self) -> bool:
+        """Whether the fault shows."""
+        bad_loss = self.loss is not None and is_bad(self.loss)
+        return bad_loss or bool(self.bad_gradients() or self.bad_outputs())
+
+
+class Replay:
+    """Runs calls again.
+
+    Args:
+        calls: In the order in which they were made.
+        named: The parameters, by name.
+        scale: The loss scale that the gradients were computed with.
+        step: Computes the loss of the current batch, where the program gave such a function.
+    """
+
+    def __init__(
+        self,
+        calls: list[Call],
+        named: dict[str, torch.Tensor],
+        scale: float,
+        step: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        self.calls, self.named, self.scale, self.step = calls, named, scale, step
+
+    def run(self, factor: float = 1.0) -> Outcome:
+        """Run all calls forward and backward, at ``factor`` times the loss scale."""
+        outcome = Outcome()
+        for call in self.calls:
+            with self._as_it_was(call):
+                inputs = tree_map(_leaf, (call.args, call.kwargs))
+                outputs = tensors_in(call.model(*inputs[0], **inputs[1]))
+            outcome.outputs.append(outputs)
+            passes = list(call.passes.values())
+            for gradients in passes:
+                pairs = [(outputs[i], g) for i, g in gradients.items() if i < len(outputs)]
+                pairs = [(output, g) for output, g in pairs if output.requires_grad]
+                self._backward(outcome, pairs, factor, keep=gradients is not passes[-1])
+        return outcome
+
+    def run_step(self, factor: float = 1.0) -> Outcome:
+        """Run the program's own function, with the loss."""
+        assert self.step is not None
+        outcome = Outcome()
+        with ExitStack() as stack:
+            if self.calls:
+                stack.enter_context(self._as_it_was(self.calls[0], autocast=False))
+            loss = self.step()
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise TypeError(
+                    f"apex.debug: step() returned {type(loss).__name__}; it must compute the loss "
+                    "of the current batch, without backward, and return it: a tensor of one element"
+                )
+            outcome.loss = loss
+            if loss.requires_grad:
+                seed = torch.ones_like(loss)
+                self._backward(outcome, [(loss * self.scale * factor, seed)], 1.0, keep=False)
+        return outcome
+
+    def _backward(
+        self,
+        outcome: Outcome,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        factor: float,
+        *,
+        keep: bool,
+    ) -> None:
+        wanted = {name: one for name, one in self.named.items() if one.requires_grad}
+        if not pairs or not wanted:
+            return
+        outputs = [output for output, _ in pairs]
+        seeds = [gradient if factor == 1.0 else gradient * factor for _, gradient in pairs]
+        leaves = list(wanted.values())
+        if any(hasattr(model, "unshard") for model in {call.model for call in self.calls}):
+            found = _by_backward(outputs, seeds, leaves, keep)
+        else:
+            try:
+                found = [*torch.autograd.grad(outputs, leaves, seeds, keep, allow_unused=True)]
+            except RuntimeError as error:
+                if "use_reentrant" not in str(error) and "checkpoint" not in str(error).lower():
+                    raise
+                found = _by_backward(outputs, seeds, leaves, keep)
+        for name, gradient in zip(wanted, found, strict=True):
+            if gradient is not None:
+                before = outcome.gradients.get(name)
+                outcome.gradients[name] = gradient if before is None else before + gradient
+
+    @contextmanager
+    def _as_it_was(self, call: Call, *, autocast: bool = True) -> Iterator[None]:
+        """Random numbers, buffers, modes and autocast of the call; afterwards as before."""
+        modes = [(module, module.training) for module in call.model.modules()]
+        with ExitStack() as stack:
+            _set_random_states(call.random)
+            if call.training != call.model.training:
+                call.model.train(call.training)
+            for buffer, value in call.buffers:
+                buffer.data.copy_(value)
+            if autocast:
+                for kind, enabled, dtype in call.autocast:
+                    stack.enter_context(
+                        torch.autocast(kind, dtype, enabled, cache_enabled=call.cache)
+                    )
+            stack.enter_context(torch.enable_grad())
+            try:
+                yield
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+
+
+def _leaf(value: Any) -> Any:
+    """An input as a leaf of its own, so that backward ends there."""
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _by_backward(
+    outputs: list[torch.Tensor], seeds: list[torch.Tensor], leaves: list[Any], keep: bool
+) -> list[torch.Tensor | None]:
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        torch.autograd.backward(outputs, seeds, retain_graph=keep)
+        return [leaf.grad for leaf in leaves]
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+
+
+@contextmanager
+def unchanged(models: list[torch.nn.Module], on_gpu: bool) -> Iterator[None]:
+    """Give random states, buffers and autocast's cache back at the end."""
+    random = _random_states(on_gpu)
+    kept = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for buffer, value in kept:
+            buffer.data.copy_(value)
+        _set_random_states(random)

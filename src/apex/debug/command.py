@@ -1,0 +1,155 @@
+"""``apex debug SCRIPT``: run a program as it is, with a watch on what it trains."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_modules
+
+from apex.bench.cli import UsageError
+from apex.bench.options import check_folder
+from apex.debug.report import Report
+from apex.debug.watch import Watch
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = """Run a training script as it is. At the first step whose gradients are not finite, say
+which operation made the first inf or NaN, and why, on stderr and in apex-debug/. The script's own
+output and exit code stay; updates that would write a NaN are skipped. Where nothing is wrong, no
+file is written. Watched are the modules that are called and hold parameters of an optimizer."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--out", type=Path, default=Path("apex-debug"), help="folder for reports")
+    parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is a module")
+    parser.add_argument("script", metavar="SCRIPT", help="the program, as after 'python'")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return the exit code of the script."""
+    if not args.as_module and not Path(args.script).is_file():
+        raise UsageError(f"{args.script}: no such file")
+    where = Path(args.out).absolute()
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [args.script, *args.arguments]
+    sys.path[0] = os.getcwd() if args.as_module else str(Path(args.script).absolute().parent)
+    program = _Program(where)
+    try:
+        with program.watched():
+            if args.as_module:
+                runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(args.script, run_name="__main__")
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  # shown as Python shows it
+        frames = error.__traceback__
+        while frames is not None and "runpy" not in frames.tb_frame.f_code.co_filename:
+            frames = frames.tb_next
+        while frames is not None and "runpy" in frames.tb_frame.f_code.co_filename:
+            frames = frames.tb_next
+        traceback.print_exception(type(error), error, frames or error.__traceback__)
+        return 1
+    finally:
+        sys.argv, sys.path = argv, path
+        program.finish()
+    return 0
+
+
+class _Program:
+    """One watch on all modules and optimizers of a program, as they come."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._watch = Watch([], [], None, None, self._write, True, 16, None)
+        self._optimizers: list[Any] = []  # made, and not watched yet
+        self._unseen: set[int] = set()  # their parameters without a module that was called
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notice optimizers and scalers when they are made, and modules when they are called."""
+        hook = torch_modules.register_module_forward_pre_hook(self._called)
+        undo = [
+            hook.remove,
+            _after_init(torch.optim.Optimizer, self._made),
+            _after_init(torch.amp.GradScaler, self._watch.attach_scaler),
+        ]
+        try:
+            yield
+        finally:
+            for each in undo:
+                each()
+
+    def _made(self, optimizer: Any) -> None:
+        self._optimizers.append(optimizer)
+        self._unseen |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def _called(self, module: torch.nn.Module, args: Any) -> None:
+        if not self._unseen:
+            return
+        own = {id(param) for param in module.parameters()}
+        if own.isdisjoint(self._unseen):
+            return
+        self._unseen -= own
+        # The hook that this adds is not called for this forward; torch's global ones get no kwargs.
+        kwargs = sys._getframe(1).f_locals.get("kwargs", {})
+        self._watch.attach(module, first=(args, kwargs))
+        for optimizer in list(self._optimizers):
+            params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            managed = getattr(optimizer, "_amp_stash", None)
+            targets = set() if managed is None else set(map(id, managed.params.targets))
+            if own & (params | targets):
+                self._optimizers.remove(optimizer)
+                self._watch.attach_optimizer(optimizer)
+
+    def _write(self, report: Report) -> None:
+        print(report.text(), file=sys.stderr)
+        check_folder("--out", self._folder)
+        rank = f"-rank{report.rank}" if report.rank else ""
+        (self._folder / f"report{rank}.txt").write_text(report.text() + "\n", "utf-8")
+        (self._folder / f"report{rank}.json").write_text(report.to_json() + "\n", "utf-8")
+        print(f"apex debug: wrote {self._folder}", file=sys.stderr)
+        if report.call is not None:
+            try:
+                file = report.save(self._folder / f"nan{rank}.pt")
+            except ValueError as error:
+                print(f"apex debug: no file to show it again: {error}", file=sys.stderr)
+            else:
+                print(f"apex debug: apex debug repro {file} shows it again", file=sys.stderr)
+
+    def finish(self) -> None:
+        """Say where nothing could be watched, and take the hooks off."""
+        if self._watch.steps == 0:
+            print(
+                "apex debug: no step of an optimizer was seen whose parameters are in a module "
+                "that was called. Write into the script: with apex.debug.watch(model, optimizer):",
+                file=sys.stderr,
+            )
+        self._watch.close()
+
+
+def _after_init(kind: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``tell`` with each new object of ``kind``; return what undoes that."""
+    inner = kind.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        tell(self)
+
+    kind.__init__ = init
+    return lambda: setattr(kind, "__init__", inner)

@@ -1,0 +1,447 @@
+"""From a fault to its cause: which replays are made, and what follows from them.
+
+1. What was broken before the step is no fault of the step: a parameter, or an optimizer's update.
+2. A replay under :class:`Trace` names the origin of the first bad gradient, output or loss. If it
+   does not show the fault, others say what is missing: compiled code, uninitialised memory.
+3. What came from outside is the cause (data, targets, another rank). An operation is run again at
+   lower loss scales and in float32, which says whether scale, range or the model is the cause.
+
+Ranks whose replay needs each other make the same replays in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+
+from apex.debug.calls import Call, Outcome, Replay, unchanged
+from apex.debug.ranks import Together
+from apex.debug.report import Report
+from apex.debug.tracing import Origin, Trace, Wide, describe, is_bad, module_paths
+
+__all__ = ["Fault", "explain"]
+
+_HALVINGS = 24
+_Loss = Callable[[], torch.Tensor]
+
+
+@dataclass
+class Fault:
+    """A step that was not finite, with what is needed to replay it."""
+
+    calls: list[Call]
+    models: list[torch.nn.Module]
+    optimizers: list[Any]
+    step: int
+    since: int
+    scale: float
+    together: Together
+
+
+def explain(fault: Fault, step: _Loss | None) -> Report:
+    """Say why a step was not finite; see the module's text."""
+    everyone = fault.together.are_here(fault.step)
+    with _quiet():
+        report = _Explanation(fault, step).report(everyone)
+    report.rank = fault.together.rank
+    if not everyone:
+        report.notes.append(
+            "not all ranks called explain() within 60 seconds, so only this one was looked at"
+        )
+    elif fault.together.is_parallel:
+        _compare_ranks(report, fault)
+    return report
+
+
+def _compare_ranks(report: Report, fault: Fault) -> None:
+    """On ranks where nothing went wrong: which rank sent the value?"""
+    mine = None if report.cause in ("unrepeatable", "rank") else (report.cause, report.sentence)
+    others = fault.together.exchange(mine)
+    guilty = [rank for rank, entry in enumerate(others) if entry is not None]
+    if mine is None and guilty:
+        report.cause = "rank"
+        report.operation = report.operation or "all_reduce"
+        report.sentence = (
+            f"The value came by a collective from rank {guilty[0]}, where: {others[guilty[0]][1]}"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _Explanation:
+    def __init__(self, fault: Fault, step: _Loss | None) -> None:
+        self._fault, self._loss = fault, step
+        self._paths = module_paths([_plain(model) for model in fault.models])
+        several = len(fault.models) > 1
+        self._named: dict[str, torch.Tensor] = {
+            (f"{type(_plain(model)).__name__}.{name}" if several else name): param
+            for model in fault.models
+            for name, param in _plain(model).named_parameters()
+        }
+        self._replay = Replay(fault.calls, self._named, fault.scale, step)
+        self._together = fault.together
+        self._notes: list[str] = []
+
+    # -- the report ----------------------------------------------------------------------------
+
+    def report(self, everyone: bool) -> Report:
+        broken = next((name for name, param in self._named.items() if is_bad(param)), None)
+        if self._together.any(broken is not None):
+            return self._parameter(broken)
+        reason = self._why_not(everyone)
+        if reason:
+            return self._make("unrepeatable", f"The step cannot be replayed: {reason}.")
+        on_gpu = any(param.is_cuda for param in self._named.values())
+        with unchanged([_plain(model) for model in self._fault.models], on_gpu):
+            return self._replayed()
+
+    def _why_not(self, everyone: bool) -> str:
+        if not self._fault.calls and self._loss is None:
+            names = ", ".join(type(_plain(model)).__name__ for model in self._fault.models)
+            return (
+                f"no forward of {names} was seen since the last step; watch the module that the "
+                "program calls, as model(x) and not as model.forward(x)"
+            )
+        if self._together.needs_others and not everyone:
+            return "the model is shared by ranks that did not call explain()"
+        return next((why for call in self._fault.calls if (why := call.why_not())), "")
+
+    def _make(self, cause: str, sentence: str, origin: Origin | None = None) -> Report:
+        fault = self._fault
+        report = Report(cause, sentence, fault.step, since=fault.since, scale=fault.scale)
+        report.notes = self._notes
+        if origin is not None:
+            report.values, report.line = origin.values, origin.line
+            if origin.kind in ("operation", "mask", "memory"):
+                report.operation, report.module = origin.name, origin.module
+                report.direction, report.call = origin.direction, origin.call
+        return report
+
+    # -- replays -------------------------------------------------------------------------------
+
+    def _trace(
+        self, run: Callable[[], Outcome], fill: float | None = None
+    ) -> tuple[Outcome, Origin | None]:
+        known: list[tuple[torch.Tensor, tuple[str, str]]] = []
+        known += [(param, ("parameter", name)) for name, param in self._named.items()]
+        for model in self._fault.models:
+            buffers = _plain(model).named_buffers()
+            known += [(buffer, ("buffer", name)) for name, buffer in buffers]
+        for call in self._fault.calls:
+            known += [(t, ("input", f"input {i}")) for i, t in enumerate(call.inputs)]
+            for passed in call.passes.values():
+                known += [(g, ("gradient", f"output {i}")) for i, g in passed.items()]
+        trace = Trace(self._paths, known, fill)
+        with torch.compiler.set_stance("force_eager"), trace.running():
+            outcome = run()
+        return outcome, self._origin(trace, outcome)
+
+    def _origin(self, trace: Trace, outcome: Outcome) -> Origin | None:
+        """The origin of what is not finite in the end: loss first, then gradients, outputs."""
+        loss = None if outcome.loss is None else trace.origin_of(outcome.loss)
+        if loss is not None and loss.kind != "mask":
+            return loss
+        outputs = [origin for one in outcome.bad_outputs() if (origin := trace.origin_of(one))]
+        outputs = [origin for origin in outputs if origin.kind != "mask"]
+        found = [trace.origin_of(one) for one in outcome.bad_gradients().values()]
+        gradients = [one for one in found if one is not None]
+        inside = sorted((one for one in gradients if one.kind != "gradient"), key=_order)
+        if inside:
+            return inside[0]
+        if gradients and not outputs:
+            return gradients[0]
+        return min(outputs, key=_order, default=None)
+
+    def _replayed(self) -> Report:
+        run = self._replay.run if self._fault.calls else self._replay.run_step
+        outcome, origin = self._trace(run)
+        if not self._together.any(origin is not None):
+            return self._not_shown(run)
+        if origin is not None and origin.kind == "gradient" and self._loss is not None:
+            run = self._replay.run_step
+            again, inside = self._trace(run)
+            if inside is None:
+                self._notes.append("step() did not show the fault: is it the batch of this step?")
+                run = self._replay.run
+            else:
+                outcome, origin = again, inside
+        report = self._classify(run, outcome, origin)
+        report.parameters = list(outcome.bad_gradients())
+        self._note_buffers()
+        return report
+
+    def _not_shown(self, run: Callable[[], Outcome]) -> Report:
+        compiled = any(map(_is_compiled, self._modules()))
+        if self._together.any(run().is_bad()):
+            if compiled:
+                return self._make(
+                    "compiled",
+                    "The compiled model gives values that are not finite, and the same model "
+                    "uncompiled (torch.compiler.set_stance('force_eager')) does not.",
+                )
+            self._notes.append("a replay without looking at each operation does show the fault")
+        _, origin = self._trace(run, fill=math.nan)
+        if origin is not None and origin.kind == "memory":
+            return self._classify(run, Outcome(), origin)
+        return self._make(
+            "unrepeatable",
+            "The replay of the step is finite, so the fault is not in forward or backward as they "
+            "were recorded: something between backward and step changed the gradients, or the "
+            "model depends on what is not kept (its own random numbers, files, time).",
+        )
+
+    def _modules(self) -> Iterator[torch.nn.Module]:
+        for model in self._fault.models:
+            yield from model.modules()
+
+    def _note_buffers(self) -> None:
+        bad = [
+            name
+            for model in self._fault.models
+            for name, buffer in _plain(model).named_buffers()
+            if is_bad(buffer) and not bool(torch.isinf(buffer).any())
+        ]
+        if bad:
+            self._notes.append(
+                f"the forward has also written NaN into the buffer {bad[0]}, which stays there"
+            )
+
+    # -- causes --------------------------------------------------------------------------------
+
+    def _classify(self, run: Callable[..., Outcome], outcome: Outcome, origin: Any) -> Report:
+        if origin is None:  # on another rank
+            self._scale(run, outcome)
+            return self._make("rank", "The value came by a collective from another rank.")
+        simple = _OUTSIDE.get(origin.kind)
+        if simple is None and origin.kind == "tensor":
+            simple = ("loss", "a tensor that existed before the step (targets?)")
+        if origin.kind == "gradient":
+            return self._after_output(origin)
+        if simple is not None:
+            cause, name = simple
+            return self._make(cause, _sentence_outside(origin, name), origin)
+        healed = self._scale(run, outcome)
+        largest, finite = self._widen(run, outcome, origin)
+        what = _what(origin)
+        if healed is not None:
+            return self._make(
+                "scale",
+                f"The loss scale of {self._fault.scale:g} is too high: {what} gave "
+                f"{_bad(origin)} in {_dtype(origin)}, and is finite at {healed:g}.",
+                origin,
+            )
+        if finite:
+            return self._make("range", f"{what} gave {_range(origin, largest)}.", origin)
+        where = "The loss: " if origin.module is None else ""
+        cause = "loss" if origin.module is None else "model"
+        same = " in float32 as well" if origin.values["dtype"] in ("float16", "bfloat16") else ""
+        return self._make(cause, f"{where}{what} gave {_bad(origin)}{same}.", origin)
+
+    def _after_output(self, origin: Origin) -> Report:
+        """The output was finite and its gradient was not."""
+        values, scale = origin.values, self._fault.scale
+        if scale > 1.0 and not values["nan"] and values["dtype"] == "float16":
+            sentence = (
+                f"The loss scale of {scale:g} is too high: the gradient of {origin.name} of the "
+                "model is beyond float16's largest number, 65504."
+            )
+            return self._make("scale", sentence, origin)
+        hint = "" if self._loss else " (watch.explain(step=lambda: loss) names the line)"
+        sentence = (
+            f"The loss: {origin.name} of the model is finite and its gradient has {_bad(origin)}, "
+            f"so the fault lies in the loss function or its targets{hint}."
+        )
+        return self._make("loss", sentence, origin)
+
+    def _scale(self, run: Callable[..., Outcome], outcome: Outcome) -> float | None:
+        """The highest scale, in halvings, at which gradients are finite; ``None`` for none."""
+        scale = self._fault.scale
+        if scale <= 1.0 or self._together.any(bool(outcome.bad_outputs())):
+            return None
+        if self._together.any(run(0.5**_HALVINGS).is_bad()):
+            return None
+        low, high = 0, _HALVINGS  # bad after `low` halvings, finite after `high`
+        while high - low > 1:
+            middle = (low + high) // 2
+            bad = self._together.any(run(0.5**middle).is_bad())
+            low, high = (middle, high) if bad else (low, middle)
+        return float(scale * 0.5**high)
+
+    def _widen(
+        self, run: Callable[..., Outcome], outcome: Outcome, origin: Origin
+    ) -> tuple[float | None, bool]:
+        """Largest result of the operation in float32, and whether all is finite there."""
+        wide = Wide(origin.index)
+        with torch.compiler.set_stance("force_eager"), wide:
+            again = run()
+        if origin.direction == "forward" and outcome.bad_outputs():
+            results = [one for outputs in again.outputs for one in outputs]
+        else:
+            results = list(again.gradients.values())
+        if again.loss is not None:
+            results.append(again.loss)
+        involved = wide.is_used or origin.values.get("dtype") in ("float16", "bfloat16")
+        finite = involved and not any(is_bad(wide.widened(one)) for one in results)
+        return wide.largest, finite
+
+    def _parameter(self, name: str | None) -> Report:
+        since, fault = self._fault.since, self._fault
+        if name is None:
+            return self._make("rank", "A parameter on another rank is not finite.")
+        param = self._named[name]
+        origin = Origin("parameter", name, values=describe(param))
+        when = f"since the update of step {since}" if since else "before the first watched step"
+        update = _update_again(fault.optimizers, param) if since else None
+        if update is None:
+            sentence = f"The parameter {name} was not finite {when}: it has {_bad(origin)}."
+            return self._make("parameter", sentence, origin)
+        update.module, update.direction = None, "optimizer"
+        optimizer, update_origin = type(_owner(fault.optimizers, param)[0]).__name__, update
+        report = self._make(
+            "optimizer",
+            f"{optimizer} made the parameter {name} not finite at step {since}, from finite "
+            f"gradients: {update_origin.name} gave {_bad(update_origin)} in "
+            f"{_dtype(update_origin)}.",
+            update_origin,
+        )
+        report.module, report.direction = None, None
+        group = _owner(fault.optimizers, param)[1]
+        eps = group.get("eps")
+        if isinstance(eps, float) and float(torch.tensor(eps, dtype=param.dtype)) == 0.0:
+            self._notes.append(f"eps={eps:g} is 0 in {str(param.dtype).removeprefix('torch.')}")
+        return report
+
+
+_OUTSIDE = {
+    "input": ("data", "of the model"),
+    "parameter": ("parameter", "the parameter"),
+    "buffer": ("parameter", "the buffer"),
+    "memory": ("uninitialised", "memory"),
+    "collective": ("rank", "another rank"),
+}
+
+
+def _order(origin: Origin) -> tuple[bool, int]:
+    return origin.index == 0, origin.index
+
+
+def _plain(model: torch.nn.Module) -> torch.nn.Module:
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    compiled = getattr(module, "_compiled_call_impl", None)
+    return isinstance(module, OptimizedModule) or compiled is not None
+
+
+def _dtype(origin: Origin) -> str:
+    return str(origin.values["dtype"])
+
+
+def _bad(origin: Origin) -> str:
+    nan, inf = origin.values["nan"], origin.values["inf"]
+    parts = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
+    return f"{' and '.join(parts)} of {origin.values['elements']} values"
+
+
+def _what(origin: Origin) -> str:
+    """The operation with module, direction and line, for a sentence."""
+    name = origin.name.removeprefix("aten.").partition(".")[0]
+    where = ""
+    if origin.module is not None:
+        where = f" in {origin.module}" if origin.module else " in the model's forward"
+    way = "backward of" if origin.direction == "backward" else "at"
+    line = f" ({way} {origin.line})" if origin.line else ""
+    return f"{name}{where}{line}"
+
+
+def _range(origin: Origin, largest: float | None) -> str:
+    dtype = _dtype(origin)
+    if not hasattr(torch, dtype):
+        return _bad(origin)
+    limit = torch.finfo(getattr(torch, dtype)).max
+    text = f"{_bad(origin)} in {dtype}, and finite values in float32"
+    if largest is not None and largest > limit:
+        text += f": {largest:.4g} is beyond {dtype}'s largest number, {limit:.5g}"
+    return text
+
+
+def _sentence_outside(origin: Origin, name: str) -> str:
+    rows = origin.values.get("rows", [])
+    if origin.kind == "input":
+        shown = ", ".join(map(str, rows))
+        where = f" (row{'s' if len(rows) > 1 else ''} {shown})" if rows else ""
+        return f"{origin.name.capitalize()} {name} was not finite: {_bad(origin)}{where}."
+    if origin.kind == "memory":
+        return (
+            f"{_what(origin)} gave memory that nothing had written before it was read; or a "
+            "kernel wrote it that torch does not see."
+        )
+    if origin.kind == "collective":
+        return f"{origin.name} brought {_bad(origin)} from {name}."
+    if origin.kind == "tensor":
+        return f"{_bad(origin)} came from {name}."
+    return f"The {origin.kind} {origin.name} was not finite: it has {_bad(origin)}."
+
+
+def _owner(optimizers: list[Any], param: torch.Tensor) -> tuple[Any, dict[str, Any], Any]:
+    """The optimizer that steps ``param``, its group, and what it steps: a master perhaps."""
+    for optimizer in optimizers:
+        managed = getattr(optimizer, "_amp_stash", None)
+        steps = {id(param): param}
+        if managed is not None:
+            pairs = zip(managed.params.targets, managed.params.stepped, strict=True)
+            steps |= {id(target): stepped for target, stepped in pairs}
+        stepped = steps.get(id(param))
+        for group in optimizer.param_groups:
+            if any(one is stepped for one in group["params"]):
+                return optimizer, group, stepped
+    return None, {}, param
+
+
+def _update_again(optimizers: list[Any], param: torch.Tensor) -> Origin | None:
+    """Let a copy of the optimizer repeat its update from its state on a finite parameter.
+
+    Returns the origin of what is not finite, ``None`` if the update is finite or cannot be made.
+    """
+    optimizer, group, stepped = _owner(optimizers, param)
+    state = None if optimizer is None else optimizer.state.get(stepped)
+    if not state:
+        return None
+    like = torch.zeros_like(stepped.detach()).requires_grad_()
+    moments = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == like.shape]
+    if any(is_bad(moment) for moment in moments):
+        return None
+    like.grad = torch.zeros_like(like) if not moments else moments[0].to(like.dtype)
+    try:
+        other = copy.copy(optimizer)
+        other.__dict__ = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if "hooks" not in name and name not in ("step", "zero_grad", "_amp_stash")
+        }
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(other, name, {})
+        other.param_groups = [{**group, "params": [like]}]
+        other.state = type(optimizer.state)(dict)
+        other.state[like] = copy.deepcopy(dict(state))
+        trace = Trace({}, [(like.grad, ("gradient", "gradient"))])
+        with torch.no_grad(), trace.running():
+            type(optimizer).step(other)
+        found = trace.origin_of(like.detach())
+    except Exception:  # noqa: BLE001  # an optimizer of any kind: then nothing is claimed of it
+        return None
+    return found if found is not None and found.kind == "operation" else None

@@ -1,0 +1,66 @@
+"""Which of torch's operations can make a NaN or an infinity, and which infinities are masks.
+
+Three sets of names: ``"softmax"`` is every overload of ``torch.ops.aten.softmax``. A program may
+add to them: ``apex.debug.operations.MASKS.add("my_mask")``.
+
+* ``MOVES``: the operation only moves or chooses values. What is not finite in its result was in an
+  argument, or in memory that nobody wrote.
+* ``MASKS``: an infinity that comes from a number in the program (``masked_fill(mask, -inf)``) marks
+  what is to be left out. It is reported only where it turns into a NaN.
+* ``READS_MASKS``: these give finite results for infinities of masks, so if one of them makes a NaN
+  (softmax of a row that is masked out altogether) it is the one to be reported.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["MASKS", "MOVES", "READS_MASKS", "is_masking", "name_of"]
+
+MOVES = {
+    *(
+        "_to_copy",
+        "_unsafe_view",
+        "alias",
+        "cat",
+        "chunk",
+        "clone",
+        "constant_pad_nd",
+        "contiguous",
+    ),
+    *("copy", "copy_", "detach", "embedding", "empty", "empty_like", "empty_strided", "expand"),
+    *("flip", "gather", "index", "index_select", "lift_fresh", "masked_select", "new_empty"),
+    *("new_empty_strided", "permute", "relu", "relu_", "repeat", "reshape", "resize_", "roll"),
+    *("select", "select_backward", "slice", "slice_backward", "split", "squeeze", "stack", "t"),
+    *("transpose", "tril", "triu", "unbind", "unsqueeze", "view", "zeros", "zeros_like"),
+}
+MASKS = {
+    *("add", "add_", "fill", "fill_", "full", "full_like", "index_fill", "index_fill_"),
+    *("index_put", "index_put_", "masked_fill", "masked_fill_", "masked_scatter", "new_full"),
+    *("scalar_tensor", "scatter", "scatter_", "sub", "where", "lift_fresh", "_to_copy", "copy_"),
+}
+READS_MASKS = {
+    *("_softmax", "_log_softmax", "_safe_softmax", "exp", "logsumexp", "logcumsumexp", "sigmoid"),
+    *("softmax", "log_softmax", "tanh", "special_xlog1py", "xlogy", "_masked_softmax"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    *("kl_div", "mul", "bmm", "_scaled_dot_product_attention_math", "clamp", "clamp_min", "sub"),
+}
+
+
+def name_of(operation: Any) -> str:
+    """The name of an overload without namespace and overload: ``"softmax"``."""
+    name: str = operation._schema.name
+    return name.rpartition("::")[2]
+
+
+def is_masking(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an infinity in the result comes from a number in the call: a mask."""
+    if name_of(operation) not in MASKS:
+        return False
+    numbers = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
+    return any(isinstance(number, float) and math.isinf(number) for number in numbers)

@@ -1,0 +1,81 @@
+"""What ranks decide together, so that none waits for one that does something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Together", "agree"]
+
+_WAIT = timedelta(seconds=60)
+
+
+def _groups(tensors: Iterable[Any], group: Any) -> list[Any]:
+    """The process groups over which a decision is shared: ``group``, or those of DTensors."""
+    if group is not None:
+        return [group]
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    meshes = {id(t.device_mesh): t.device_mesh for t in tensors if hasattr(t, "device_mesh")}
+    return [g for mesh in meshes.values() for g in mesh.get_all_groups()]
+
+
+def agree(found: torch.Tensor, tensors: Iterable[Any], group: Any = None) -> torch.Tensor:
+    """The largest ``found`` of the ranks that share ``tensors``; those alone are asked."""
+    for each in _groups(tensors, group):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=each)
+    return found
+
+
+class Together:
+    """The ranks that explain a fault at the same time.
+
+    Args:
+        models: Their parameters say whether a replay needs other ranks.
+        group: The ranks that hold parts of one model, or ``None``.
+    """
+
+    def __init__(self, models: list[torch.nn.Module], group: Any = None) -> None:
+        self._params = [param for model in models for param in model.parameters()]
+        self._group = group
+        self.is_parallel = (
+            dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        )
+        self.rank = dist.get_rank() if self.is_parallel else None
+        self.needs_others = bool(_groups(self._params, group)) or any(
+            isinstance(module, torch.nn.SyncBatchNorm) or "SyncBatchNorm" in type(module).__name__
+            for model in models
+            for module in model.modules()
+        )
+
+    def are_here(self, step: int) -> bool:
+        """Whether all ranks came to explain ``step``, within a minute."""
+        if not self.is_parallel:
+            return True
+        store = dist.distributed_c10d._get_default_store()
+        names = [f"apex.debug/{step}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(names[dist.get_rank()], "here")
+        try:
+            store.wait(names, _WAIT)
+        except (RuntimeError, ValueError):  # torch's DistStoreError, of a time-out
+            return False
+        return True
+
+    def any(self, found: bool) -> bool:
+        """Whether ``found`` on one of the ranks that replay together."""
+        if not self.needs_others:
+            return found
+        flag = torch.tensor(float(found), device=next((p.device for p in self._params), "cpu"))
+        return bool(agree(flag, self._params, self._group))
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What each rank gave, in the order of ranks."""
+        if not self.is_parallel:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values

@@ -1,0 +1,123 @@
+"""A report: what was found, in one sentence, as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from apex.debug import reproduce
+
+__all__ = ["CAUSES", "Report"]
+
+CAUSES = {
+    "scale": "the loss scale is too high for a gradient of 16 bits",
+    "range": "a value beyond the range of 16 bits, finite in float32",
+    "model": "the model's own arithmetic, not finite in float32 either",
+    "loss": "the loss function or its targets",
+    "data": "an input that was not finite",
+    "parameter": "a parameter that was not finite before the step",
+    "optimizer": "an update of the optimizer that was not finite, from finite gradients",
+    "rank": "a value that another rank sent",
+    "compiled": "compiled code only; the same operations give finite values uncompiled",
+    "uninitialised": "memory that nothing had written",
+    "unrepeatable": "the replay did not show the fault",
+}
+
+
+@dataclass
+class Report:
+    """Why a step was not finite.
+
+    Attributes:
+        cause: A key of :data:`CAUSES`.
+        sentence: What happened, in one sentence.
+        operation: torch's operation that made the first bad value, or ``None``.
+        module: Path of the module that it belongs to; ``None`` outside of the model.
+        direction: ``"forward"`` or ``"backward"``, or ``None``.
+        line: The source line of the forward that it belongs to.
+        step: Number of the step, from 1 on.
+        since: The last step that was finite; 0 for none.
+        scale: The loss scale of the step; 1.0 without one.
+        values: Of the first bad tensor: shape, dtype, ``nan``, ``inf``, ``first``, ``rows`` ...
+        parameters: Names of parameters whose gradient was not finite.
+        notes: What else is to be known, a sentence each.
+        rank: Of the process, in a distributed program.
+    """
+
+    cause: str
+    sentence: str
+    step: int
+    operation: str | None = None
+    module: str | None = None
+    direction: str | None = None
+    line: str = ""
+    since: int = 0
+    scale: float = 1.0
+    values: dict[str, Any] = field(default_factory=dict)
+    parameters: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    rank: int | None = None
+    call: Any = field(default=None, repr=False, compare=False)
+
+    def to_json(self) -> str:
+        """The fields above as JSON; infinities and NaN as strings."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del fields["call"]
+        return json.dumps(fields, indent=2, allow_nan=False, default=str)
+
+    def text(self) -> str:
+        """The report for people, in lines of their own."""
+        values = self.values
+        rows = [
+            ("cause", f"{self.cause}: {CAUSES[self.cause]}"),
+            ("operation", f"{self.operation}, {self.direction}" if self.operation else ""),
+            ("module", self.module if self.module != "" else "(the model itself)"),
+            ("line", self.line),
+            ("values", _values(values) if values else ""),
+            ("step", f"{self.step}; the last one that was finite: {self.since or 'none'}"),
+            ("loss scale", f"{self.scale:g}" if self.scale != 1.0 else ""),
+            ("gradients", _some(self.parameters)),
+            ("rank", "" if self.rank is None else str(self.rank)),
+        ]
+        lines = [f"apex.debug: {self.sentence}"]
+        lines += [f"  {name:<10} {value}" for name, value in rows if value]
+        lines += [f"  note       {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the operation with its inputs to a file that ``apex debug repro`` runs again.
+
+        Raises:
+            ValueError: There is no operation to be run (the cause is in data, a parameter or the
+                optimizer), or its inputs are above 10 MB however they are cropped.
+        """
+        if self.call is None:
+            raise ValueError(
+                f"apex.debug: a report with the cause {self.cause!r} has no operation to save"
+            )
+        return reproduce.save(Path(path), self.call, json.loads(self.to_json()))
+
+
+def _values(values: dict[str, Any]) -> str:
+    shape = " x ".join(map(str, values["shape"])) or "one element"
+    text = f"{values['dtype']}, {shape}: {values['nan']} NaN and {values['inf']} inf"
+    if values.get("first"):
+        text += f", the first at {values['first']}"
+    if values.get("largest") is not None:
+        text += f"; largest finite magnitude {values['largest']:.4g}"
+    return text
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return ""
+    return f"not finite: {', '.join(names[:4])}" + (
+        f" and {len(names) - 4} more" * (len(names) > 4)
+    )

@@ -1,0 +1,194 @@
+"""The file that shows a fault again: one operation with its inputs.
+
+``save`` crops the inputs to what still shows the fault: the rows (dimension 0) around the first bad
+element, where the operation allows that. The file is a dictionary of plain values and tensors, so
+``torch.load(weights_only=True)`` reads it and nothing in it is executed. ``load`` takes only
+operations of ``torch.ops.aten`` and refuses everything else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from apex.debug.tracing import describe, is_bad
+
+__all__ = ["FileError", "load", "run", "save", "script"]
+
+FORMAT = "apex.debug 1"
+LIMIT = 10_000_000  # bytes of inputs
+_NAME = re.compile(r"aten\.(?!_?load|set_|from_file)[a-z0-9_]{1,64}\.[A-Za-z0-9_]{1,64}")
+_PLAIN = (type(None), bool, int, float, str, torch.Tensor)
+_TAGGED = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout"}
+_TAGGED |= {torch.memory_format: "memory_format"}
+
+
+class FileError(ValueError):
+    """A file that :func:`load` refuses."""
+
+
+def save(path: Path, call: tuple[Any, Any, Any], report: dict[str, Any]) -> Path:
+    """Write ``(operation, args, kwargs)`` and the report's fields; see the module's text."""
+    operation, args, kwargs = call
+    args, kwargs = tree_map(_on_cpu, (list(args), dict(kwargs)))
+    args, kwargs = _crop(operation, args, kwargs)
+    size = sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs)) if _is_tensor(t))
+    if size > LIMIT:
+        raise ValueError(
+            f"apex.debug: the inputs of {operation} are {size / 1e6:.0f} MB and cannot be cropped "
+            f"to {LIMIT / 1e6:.0f}; use a smaller batch"
+        )
+    entry = {
+        "format": FORMAT,
+        "operation": str(operation),
+        "args": tree_map(_plain, args),
+        "kwargs": tree_map(_plain, kwargs),
+        "random": torch.get_rng_state(),
+        "torch": torch.__version__,
+        "report": {key: value for key, value in report.items() if key != "call"},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    os.close(number)
+    try:
+        torch.save(entry, name)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return path
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a file of :func:`save`.
+
+    Raises:
+        FileError: It is of something else, or names what is no operation of torch.
+    """
+    try:
+        entry = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file") from None
+    except Exception as error:  # noqa: BLE001  # of pickle, zip or torch
+        first = str(error).strip().splitlines()[:1]
+        raise FileError(f"{path}: not a file of apex.debug ({' '.join(first)[:120]})") from None
+    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
+        raise FileError(f"{path}: not a file of {FORMAT}")
+    name = entry.get("operation")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or _find(name) is None:
+        raise FileError(f"{path}: {name!r} is no operation of torch.ops.aten")
+    args, kwargs = entry.get("args"), entry.get("kwargs")
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise FileError(f"{path}: args must be a list and kwargs a dictionary")
+    if not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves((args, kwargs))):
+        raise FileError(f"{path}: the arguments are no plain values")
+    return entry
+
+
+def run(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run the operation of a loaded file; describe each result, see :func:`tracing.describe`."""
+    operation = _find(entry["operation"])
+    args, kwargs = tree_map(_back, (entry["args"], entry["kwargs"]))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.set_rng_state(entry["random"])
+        try:
+            results = _results(operation, tree_map(_copy, args), tree_map(_copy, kwargs))
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise FileError(f"{entry['operation']} cannot be run on a CPU: {first}") from None
+    return [describe(one) for one in results]
+
+
+def script(path: str | os.PathLike[str]) -> str:
+    """A program of ten lines that shows the fault without apex."""
+    return f"""\
+import torch
+
+saved = torch.load({str(path)!r}, weights_only=True)
+plain = lambda x: getattr(torch, x[1:].split(".")[-1]) if str(x).startswith("!torch.") else x
+args, kwargs = torch.utils._pytree.tree_map(plain, (saved["args"], saved["kwargs"]))
+_, name, overload = saved["operation"].split(".")
+torch.set_rng_state(saved["random"])
+result = getattr(getattr(torch.ops.aten, name), overload)(*args, **kwargs)
+for tensor in torch.utils._pytree.tree_leaves([result, args]):
+    print(tensor)
+"""
+
+
+def _find(name: str) -> Any:
+    _, packet, overload = name.split(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload, None)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _on_cpu(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    if not _is_tensor(leaf):
+        return leaf
+    leaf = getattr(leaf, "_local_tensor", leaf).detach()
+    return leaf.clone() if leaf.device.type == "cpu" else leaf.cpu()
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if _is_tensor(leaf) else leaf
+
+
+def _plain(leaf: Any) -> Any:
+    """What ``weights_only`` can load; dtypes and their like become text such as "!torch.half"."""
+    for kind in _TAGGED:
+        if isinstance(leaf, kind):
+            return f"!torch.{str(leaf).removeprefix('torch.')}"
+    return leaf if isinstance(leaf, _PLAIN) else str(leaf)
+
+
+def _back(leaf: Any) -> Any:
+    if isinstance(leaf, str) and leaf.startswith("!torch."):
+        name = leaf.removeprefix("!torch.")
+        return torch.device("cpu") if name == "cpu" else getattr(torch, name)
+    return leaf
+
+
+def _results(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """All floating results, with the arguments that the operation writes to."""
+    result = operation(*args, **kwargs)
+    written = [entry.alias_info is not None for entry in operation._schema.arguments]
+    places = [args[i] for i, is_written in enumerate(written[: len(args)]) if is_written]
+    leaves = [leaf for leaf in tree_leaves((result, places)) if _is_tensor(leaf)]
+    return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+
+
+def _crop(operation: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Keep only the row with the first bad element, in all tensors with as many rows as a result.
+
+    Left as they are where the operation does not show the fault any more.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+    try:
+        results = _results(operation, tree_map(_copy, args), tree_map(_copy, kwargs))
+        bad = next(one for one in results if is_bad(one) and one.dim())
+    except (RuntimeError, TypeError, StopIteration):
+        return args, kwargs
+    rows, row = bad.shape[0], describe(bad)["first"][0]
+    for chosen in (tensors, tensors[:1], tensors[1:]):
+        ids = {id(one) for one in chosen if one.dim() and one.shape[0] == rows}
+
+        def cut(leaf: Any, ids: set[int] = ids) -> Any:
+            return leaf[row : row + 1].clone() if id(leaf) in ids else leaf
+
+        cropped = tree_map(cut, (args, kwargs))
+        try:
+            if ids and any(is_bad(one) for one in _results(operation, *tree_map(_copy, cropped))):
+                return cropped[0], cropped[1]
+        except (RuntimeError, TypeError, IndexError):
+            continue
+    return args, kwargs

@@ -1,0 +1,452 @@
+"""Two dispatch modes for a replay: ``Trace`` finds where a bad value began, ``Wide`` widens.
+
+``Trace`` looks at the arguments of each operation before it runs and at its results afterwards,
+and remembers for each storage with a NaN or an infinity where that value began: its *origin*. A
+result that is not finite although the arguments were begins a new origin; otherwise it has that of
+the argument. So the origin of a gradient in the end is the operation that broke this gradient, and
+not just the first one with an odd value.
+
+``Wide`` runs each operation a second time in float32, on float32 copies of all 16-bit tensors, and
+lets autocast, amp and the model go on as before. Neither changes what the program computes.
+
+Both count operations alike, so the value of an operation of one can be asked of the other.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as torch_modules
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from apex.debug.operations import MOVES, READS_MASKS, is_masking, name_of
+
+__all__ = ["Origin", "Trace", "Wide", "describe", "is_bad", "local", "module_paths"]
+
+HALVES = (torch.float16, torch.bfloat16)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(__file__) + os.sep
+_KEPT = 64  # origins of which the arguments are kept, for the file that shows the fault again
+
+
+@dataclass
+class Origin:
+    """Where a value that is not finite began.
+
+    Attributes:
+        kind: ``"operation"``; ``"mask"`` (an infinity that is a number of the program);
+            ``"memory"`` (memory that no operation of torch has written); or what brought it in:
+            ``"parameter"``, ``"buffer"``, ``"input"``, ``"gradient"`` (of an output), ``"tensor"``
+            (made before), ``"collective"``.
+        name: The operation with its overload, ``"aten.sqrt.default"``; else the tensor's name.
+        index: Which operation of the replay it was, from 1 on.
+        module: Path in the model, ``""`` for the model itself, ``None`` outside of it.
+        direction: ``"forward"`` or ``"backward"``.
+        line: The line of the forward, ``"file.py:12 in forward: code"``.
+        values: See :func:`describe`.
+        call: Operation, arguments and keyword arguments, as they were before it ran.
+    """
+
+    kind: str
+    name: str
+    index: int = 0
+    module: str | None = None
+    direction: str = "forward"
+    line: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    call: tuple[Any, Any, Any] | None = None
+    has_nan: bool = False
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of ``tensor`` on this rank: of a DTensor its shard, of a sparse one its values."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor
+
+
+def is_bad(tensor: torch.Tensor) -> bool:
+    """Whether an element is inf or NaN."""
+    tensor = local(tensor)
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return False
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return False
+    return not bool(torch.isfinite(tensor).all())
+
+
+def describe(tensor: torch.Tensor) -> dict[str, Any]:
+    """Numbers about a tensor: shape, dtype, how many elements are not finite, which is the first.
+
+    ``largest`` is the largest finite magnitude, ``rows`` the first indices in dimension 0 with an
+    element that is not finite (at most 10).
+    """
+    tensor = local(tensor.detach())
+    finite = torch.isfinite(tensor)
+    numbers = tensor[finite]
+    found: dict[str, Any] = {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "elements": tensor.numel(),
+        "nan": int(torch.isnan(tensor).sum()),
+        "inf": int(torch.isinf(tensor).sum()),
+        "largest": float(numbers.abs().max()) if numbers.numel() else None,
+    }
+    if found["nan"] or found["inf"]:
+        places = (~finite).nonzero()
+        found["first"] = places[0].tolist()
+        found["rows"] = sorted(set(places[:, 0].tolist()))[:10] if tensor.dim() else []
+    return found
+
+
+def module_paths(models: list[torch.nn.Module]) -> dict[int, str]:
+    """The path of each module by its ``id``; of several models with the class's name in front."""
+    paths: dict[int, str] = {}
+    for model in models:
+        front = type(model).__name__ if len(models) > 1 else ""
+        for name, module in model.named_modules():
+            paths.setdefault(id(module), ".".join(part for part in (front, name) if part))
+    return paths
+
+
+def _is_view(operation: Any) -> bool:
+    """Whether all results are views of arguments, and nothing is written."""
+    returns = operation._schema.returns
+    return bool(returns) and all(
+        entry.alias_info is not None and not entry.alias_info.is_write for entry in returns
+    )
+
+
+def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation writes to."""
+    found: list[torch.Tensor] = []
+    for place, entry in enumerate(operation._schema.arguments):
+        if entry.alias_info is not None and entry.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(entry.name)
+            found += _tensors(value)
+    return found
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that compute, and hands them on to :meth:`compute`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not hasattr(operation, "_schema") or _is_view(operation):
+            return operation(*args, **kwargs)
+        self.count += 1
+        return self.compute(operation, args, kwargs)
+
+    def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class Trace(_Counting):  # type: ignore[no-untyped-call]
+    """Finds the origin of each value that is not finite.
+
+    Args:
+        paths: Of :func:`module_paths`.
+        known: What came from outside, for :attr:`Origin.kind` and :attr:`Origin.name`: pairs of a
+            tensor and ``(kind, name)``.
+        fill: What to write into memory that ``torch.empty`` gives; ``None`` to leave it.
+    """
+
+    def __init__(
+        self,
+        paths: dict[int, str],
+        known: list[tuple[torch.Tensor, tuple[str, str]]],
+        fill: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._paths, self._fill = paths, fill
+        self._known = {_key(tensor): names for tensor, names in known if _key(tensor) is not None}
+        self._seen: dict[int, tuple[StorageWeakRef, Origin | None]] = {}
+        self._modules: list[str | None] = [None]
+        self._forward: dict[int, tuple[str | None, str]] = {}  # by autograd's sequence numbers
+        self._kept = 0
+
+    @contextmanager
+    def running(self) -> Iterator[Trace]:
+        """Trace what is called inside, with the paths of the modules."""
+        hooks = [
+            torch_modules.register_module_forward_pre_hook(self._enter),
+            torch_modules.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            with self:
+                yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        self._modules.append(self._paths.get(id(module), self._modules[-1]))
+
+    def _leave(self, *_: Any) -> None:
+        if len(self._modules) > 1:
+            self._modules.pop()
+
+    def origin_of(self, tensor: torch.Tensor) -> Origin | None:
+        """Where a value of ``tensor`` that is not finite began; ``None`` if all are finite."""
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return None
+        key = _key(tensor)
+        entry = self._seen.get(key) if key is not None else None
+        if entry is not None and entry[1] is None:
+            return None  # was checked when it was made
+        if not is_bad(tensor):
+            return None
+        if entry is not None and entry[1] is not None:
+            return entry[1]
+        kind, name = self._known.get(key, ("tensor", "")) if key is not None else ("tensor", "")
+        origin = Origin(kind, name, values=describe(tensor))
+        self._set(tensor, origin)
+        return origin
+
+    def _set(self, tensor: torch.Tensor, origin: Origin | None) -> None:
+        key = _key(tensor)
+        if key is not None:
+            alive = StorageWeakRef(local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+            self._seen[key] = (alive, origin)
+
+    def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation, between the looks at its arguments and at its results."""
+        node = torch._C._current_autograd_node()
+        here = self._place(node)
+        name, written = name_of(operation), _written(operation, args, kwargs)
+        if "c10d" in operation._schema.name:  # results arrive later
+            result = operation(*args, **kwargs)
+            for tensor in _tensors((result, written)):
+                self._known[_key(tensor) or 0] = ("collective", str(operation))
+                self._seen.pop(_key(tensor) or 0, None)
+            return result
+        overwrites = name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
+        read = _tensors((args[1:], kwargs) if overwrites else (args, kwargs))
+        outs = [kwargs[entry.name] for entry in operation._schema.arguments if entry.is_out]
+        read = [one for one in read if not any(one is out for out in outs)]
+        origins = [one for one in map(self.origin_of, read) if one is not None]
+        before = tree_map(_cloned, (args, kwargs)) if written else (args, kwargs)
+        result = operation(*args, **kwargs)
+        for tensor in (*_tensors(result), *written):
+            self._look_at(tensor, operation, before, origins, here, node is not None)
+        return result
+
+    def _place(self, node: Any) -> tuple[str | None, str]:
+        """Module and line that the operation belongs to; in backward those of its forward."""
+        if node is not None and self._modules[-1] is None:  # not recomputing a checkpoint
+            return self._forward.get(node._sequence_nr(), (None, ""))
+        here = (self._modules[-1], _line())
+        self._forward[torch._C._autograd._get_sequence_nr() - 1] = here
+        return here
+
+    def _look_at(
+        self,
+        tensor: torch.Tensor,
+        operation: Any,
+        before: tuple[Any, Any],
+        origins: list[Origin],
+        here: tuple[str | None, str],
+        backward: bool,
+    ) -> None:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return
+        name = name_of(operation)
+        new = Origin(
+            "operation",
+            str(operation),
+            self.count,
+            here[0],
+            "backward" if backward and self._modules[-1] is None else "forward",
+            here[1],
+        )
+        if name.startswith(("empty", "new_empty")) and not origins:
+            new.kind = "memory"
+            if self._fill is not None:
+                local(tensor).fill_(self._fill)
+            self._set(tensor, new)
+            return
+        if not is_bad(tensor):
+            self._set(tensor, None)
+            return
+        new.values = describe(tensor)
+        new.has_nan = bool(new.values["nan"])
+        self._set(tensor, self._choose(new, operation, before, origins))
+
+    def _choose(
+        self, new: Origin, operation: Any, before: tuple[Any, Any], origins: list[Origin]
+    ) -> Origin:
+        """The origin of a result that is not finite: the operation's own, or an argument's."""
+        name = name_of(operation)
+        real = [one for one in origins if one.kind != "mask" and not _may_mask(one)]
+        masks = [one for one in origins if one not in real]
+        if real:
+            return next((one for one in real if one.has_nan), real[0])
+        if masks and not (new.has_nan and name in READS_MASKS):
+            return masks[0]
+        if not masks and not new.has_nan and is_masking(operation, *before):
+            new.kind = "mask"
+        elif not masks and name in MOVES and not _narrows(new, before):
+            new.kind = "memory"
+        if self._kept < _KEPT:
+            self._kept += 1
+            new.call = (operation, *tree_map(_detached, before))
+        return new
+
+
+def _may_mask(origin: Origin) -> bool:
+    """Infinities without a NaN in a buffer or an input may be a mask."""
+    from_outside = origin.kind in ("buffer", "input", "tensor")
+    return from_outside and not origin.values.get("nan") and bool(origin.values.get("inf"))
+
+
+def _narrows(new: Origin, before: tuple[Any, Any]) -> bool:
+    """Whether a copy went to a dtype with a smaller range."""
+    largest = torch.finfo(getattr(torch, new.values["dtype"])).max
+    wide = [t for t in _tensors(before) if t.is_floating_point() and t.dtype not in HALVES]
+    return any(torch.finfo(tensor.dtype).max > largest for tensor in wide)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    """What identifies the memory of ``tensor``."""
+    try:
+        return int(local(tensor).untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+        return None
+
+
+def _line() -> str:
+    """The innermost line of the program itself; of torch's layers where there is none."""
+    frame: Any = sys._getframe(4)  # past this file's own frames
+    layer = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OWN):
+            break  # what called the replay
+        if not file.startswith((_TORCH, "<frozen")) and "torch/_" not in file:
+            return _show(frame)
+        if layer is None and f"torch{os.sep}nn" in file and "module.py" not in file:
+            layer = frame
+        frame = frame.f_back
+    return "" if layer is None else _show(layer)
+
+
+def _show(frame: Any) -> str:
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    code = linecache.getline(file, number).strip()
+    shown = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+    return f"{shown}:{number} in {frame.f_code.co_name}" + (f": {code}" if code else "")
+
+
+class Wide(_Counting):  # type: ignore[no-untyped-call]
+    """Runs a program's 16-bit tensors in float32 beside what it computes itself.
+
+    Args:
+        index: The operation whose largest result is wanted, see :attr:`largest`.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self._index = index
+        self._wide: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self.largest: float | None = None
+        self.is_used = False  # whether there was a 16-bit tensor
+
+    def widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``tensor`` is in float32; a view of one that shares memory as ``tensor`` does."""
+        tensor = local(tensor)
+        if tensor.dtype not in HALVES or tensor.layout != torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        entry = self._wide.get(storage._cdata)
+        self.is_used = True
+        if entry is None:
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+            entry = self._wide[storage._cdata] = (storage, whole.float())
+        return entry[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation twice, if it has to do with 16-bit tensors."""
+        if "c10d" in operation._schema.name or "fsdp" in operation._schema.name:
+            result = operation(*args, **kwargs)  # written later, or by other ranks
+            for tensor in _tensors((args, kwargs, result)):
+                self._wide.pop(_key(tensor) or 0, None)
+            return result
+        written = _written(operation, args, kwargs)
+        halves = [one for one in written if one.dtype in HALVES]
+        wide_args, wide_kwargs = tree_map(self._widen, (args, kwargs))
+        if written and not halves:
+            return self._note(operation(*wide_args, **wide_kwargs), operation, args, wide_args)
+        seeded = torch.Tag.nondeterministic_seeded in operation.tags
+        state = torch.get_rng_state() if seeded else None
+        wide = operation(*wide_args, **wide_kwargs)
+        if state is not None:
+            torch.set_rng_state(state)
+        kept = {id(one) for one in written if one.dtype not in HALVES}
+        clone = lambda leaf: leaf.clone() if id(leaf) in kept else leaf  # noqa: E731
+        args, kwargs = tree_map(clone, (args, kwargs))
+        result = operation(*args, **kwargs)
+        self._note(wide, operation, args, wide_args)
+        return self._pair(result, wide, written)
+
+    def _widen(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.widened(leaf)
+        return torch.float32 if isinstance(leaf, torch.dtype) and leaf in HALVES else leaf
+
+    def _note(self, wide: Any, operation: Any, args: Any, wide_args: Any) -> Any:
+        if self.count == self._index:
+            sizes = [t.detach().abs() for t in _tensors(wide) if t.is_floating_point()]
+            finite = [float(t[torch.isfinite(t)].max()) for t in sizes if torch.isfinite(t).any()]
+            self.largest = max(finite, default=math.nan)
+        if wide is not None and wide_args and wide is wide_args[0]:
+            return args[0]  # an in-place operation gives its argument
+        return wide
+
+    def _pair(self, result: Any, wide: Any, written: list[torch.Tensor]) -> Any:
+        """Remember the float32 results beside 16-bit ones; give others as they are in float32."""
+        wides = iter(list(tree_iter(wide)))
+        ours = {id(one) for one in written}
+
+        def pair(leaf: Any) -> Any:
+            other = next(wides, None)
+            if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
+                return leaf
+            if id(leaf) in ours or leaf.dtype not in HALVES:
+                return leaf if id(leaf) in ours else other
+            storage = leaf.untyped_storage()
+            size = storage.nbytes() // leaf.element_size()
+            flat = torch.zeros(size, dtype=torch.float32, device=leaf.device)
+            self._wide[storage._cdata] = (storage, flat)
+            self.widened(leaf).copy_(other)
+            return leaf
+
+        return tree_map(pair, result)

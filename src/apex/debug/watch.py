@@ -1,0 +1,482 @@
+"""The watch: what it keeps of a step, when it finds a fault, and how it skips the update.
+
+It learns whether a step was finite from who knows: amp and a GradScaler check gradients anyway; in
+other programs one pass over the gradients does, in a step hook of the optimizer. A step with a
+fault is skipped by taking the gradients away for the time of the step: then weights stay those that
+the gradients were computed with, and the replay is exact.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from apex.debug import ranks
+from apex.debug.calls import Call, versions
+from apex.debug.drift import Drift, Sampler
+from apex.debug.explain import Fault, explain
+from apex.debug.report import Report
+from apex.debug.tracing import local
+from apex.ops.lists.unscale import unscale_
+
+__all__ = ["FaultWarning", "NonFiniteError", "Watch", "watch", "watch_of"]
+
+_watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
+
+
+class FaultWarning(RuntimeWarning):
+    """Issued with the text of a report, at the first step with a fault."""
+
+
+class NonFiniteError(ArithmeticError):
+    """Raised with ``on_fault="raise"``; ``report`` is the :class:`Report`."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report.text())
+        self.report = report
+
+
+class Watch:
+    """Watches a training for steps that are not finite; see :func:`watch`.
+
+    Attributes:
+        report: Of the first fault that was explained; ``None`` as long as there is none.
+        fault: The last step with a fault, until the next one that is finite; :meth:`explain` takes
+            it.
+        steps: How many steps were begun.
+        skipped: How many of them were skipped: by the watch, amp or a GradScaler.
+        drifts: Modules whose gradient norm left its band, see ``every`` of :func:`watch`.
+    """
+
+    def __init__(
+        self,
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        scaler: Any,
+        step: Callable[[], torch.Tensor] | None,
+        on_fault: str | Callable[[Report], None],
+        skip: bool,
+        patience: int,
+        process_group: Any,
+        every: int = 0,
+    ) -> None:
+        self.report: Report | None = None
+        self.fault: Fault | None = None
+        self.drifts: list[Drift] = []
+        self.steps = self.skipped = 0
+        self._step, self._on_fault, self._skip = step, on_fault, skip
+        self._patience, self._group, self._every = patience, process_group, every
+        self._models: list[torch.nn.Module] = []
+        self._optimizers: list[Any] = []
+        self._sampler = Sampler(self._models)
+        self._calls: deque[Call] = deque(maxlen=256)
+        self._losses: list[torch.Tensor] = []
+        self._stateful: dict[int, list[torch.Tensor]] = {}  # buffers that a forward writes
+        self._open: dict[int, Call | None] = {}
+        self._since = self._in_a_row = 0
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._busy = self._scaler_steps = False
+        self._undo: list[Callable[[], None]] = []
+        for model in models:
+            self.attach(model)
+        for optimizer in optimizers:
+            self.attach_optimizer(optimizer)
+        if scaler is not None:
+            self.attach_scaler(scaler)
+
+    # -- what a program calls ------------------------------------------------------------------
+
+    def loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss``, and let the next step look at it too: ``watch.loss(loss).backward()``.
+
+        For losses that can be inf where all gradients are finite, such as a sum in float16. The
+        loss of an empty batch may be anything.
+        """
+        self._losses.append(loss.detach())
+        return loss
+
+    def explain(self, step: Callable[[], torch.Tensor] | None = None) -> Report:
+        """Replay the last step with a fault, and say what its cause is.
+
+        Of the program nothing changes: parameters, gradients, buffers, random numbers, optimizer.
+        In a distributed program all ranks have to call it.
+
+        Args:
+            step: Computes the loss of the current batch, without backward: ``lambda:
+                loss_function(model(x), y)``. With it the line of the loss function can be named.
+
+        Raises:
+            RuntimeError: No step had a fault since the last finite one.
+        """
+        if self.fault is None:
+            raise RuntimeError(
+                "apex.debug: there is nothing to explain: since the last finite step no step had "
+                "an inf or NaN in its gradients. Look at watch.fault first."
+            )
+        self._busy = True
+        try:
+            report = explain(self.fault, step or self._step)
+        finally:
+            self._busy = False
+        self.report = self.report or report
+        return report
+
+    def sentence(self) -> str:
+        """The sentence of the report, for the text of an error; explains first if need be."""
+        if self.report is None and self.fault is not None:
+            self.explain()
+        return "" if self.report is None else self.report.sentence
+
+    def kept_bytes(self) -> tuple[int, int]:
+        """Bytes that are kept now: alive longer because of the watch, and copied by it."""
+        held = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for call in self._calls
+            for t in map(local, [*call.inputs, *_gradients(call)])
+        }
+        copies = sum(value.nbytes for call in self._calls for _, value in call.buffers)
+        return sum(held.values()), copies + sum(s.nbytes for c in self._calls for s in c.random)
+
+    def close(self) -> None:
+        """Take all hooks off. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+        self._calls.clear()
+        self._losses.clear()
+        self.fault = None
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- forwards ------------------------------------------------------------------------------
+
+    def attach(self, model: torch.nn.Module, first: Any = None) -> None:
+        """Watch a model too; ``first`` are the inputs of a forward that has begun already."""
+        model = _inner(model)
+        self._models.append(model)
+        if first is not None:
+            self._before(model, *first)
+        compiled = getattr(model, "_compiled_call_impl", None)
+        if compiled is not None:  # model.compile(): hooks would be compiled too
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._before(model, args, kwargs)
+                output = compiled(*args, **kwargs)
+                self._after(model, args, kwargs, output)
+                return output
+
+            model._compiled_call_impl = call
+            self._undo.append(lambda: setattr(model, "_compiled_call_impl", compiled))
+            return
+        for hook in (
+            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        ):
+            self._undo.append(hook.remove)
+
+    def _before(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if self._busy or not torch.is_grad_enabled():
+            return
+        stateful = self._stateful.get(id(model))
+        buffers = _outside_batchnorm(model) if stateful is None else stateful
+        call = Call.record(model, args, kwargs, buffers)
+        if stateful is None:
+            call.written = versions(buffers)
+        self._open[id(model)] = call
+
+    def _after(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self._open.pop(id(model), None)
+        if call is None or self._busy:
+            return
+        if call.written is not None:  # the first forward: which buffers did it write?
+            now = versions([buffer for buffer, _ in call.buffers])
+            pairs = zip(call.buffers, call.written, now, strict=True)
+            call.buffers = [entry for entry, before, after in pairs if before != after]
+            self._stateful[id(model)] = [buffer for buffer, _ in call.buffers]
+        call.watch_outputs(output)
+        self._calls.append(call)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def attach_optimizer(self, optimizer: Any) -> None:
+        """Watch the steps of an optimizer too."""
+        self._optimizers.append(optimizer)
+        _watches[id(optimizer)] = self
+        managed = getattr(optimizer, "_amp_stash", None)
+        if managed is not None:
+            managed.observer = self
+            self._undo.append(lambda: setattr(managed, "observer", None))
+            if managed.can_skip():  # amp checks gradients itself
+                return
+        for hook in (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ):
+            self._undo.append(hook.remove)
+
+    def attach_scaler(self, scaler: Any) -> None:
+        """Hear from a GradScaler which steps it skipped."""
+        inner = scaler.step
+
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._undo or not any(optimizer is one for one in self._optimizers):
+                return inner(optimizer, *args, **kwargs)
+            self._scaler_steps = True
+            try:
+                result = inner(optimizer, *args, **kwargs)
+            finally:
+                self._scaler_steps = False
+            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            if found:
+                flags = [flag.to("cpu") for flag in found.values()]
+                self.stepped(optimizer, torch.stack(flags).amax(), scaler.get_scale())
+            return result
+
+        scaler.step = types.MethodType(step, scaler)
+
+        def undo() -> None:
+            vars(scaler).pop("step", None)
+
+        self._undo.append(undo)
+
+    def stepped(self, optimizer: Any, found: torch.Tensor | bool, scale: float) -> None:
+        """Take the news of a step from amp or a scaler, which have decided whether to skip it."""
+        self.steps += 1
+        self._finish(bool(found), scale, dynamic=True)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._busy or self._scaler_steps:
+            return None
+        positional = len(args) > 1  # args[0] is the optimizer
+        closure = args[1] if positional else kwargs.get("closure")
+        if closure is None:
+            self._check(optimizer)
+            return None
+
+        def evaluate() -> Any:
+            self._give_back()
+            loss = closure()
+            self._check(optimizer)
+            return loss
+
+        if positional:
+            return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluate}
+
+    @torch.no_grad()
+    def _check(self, optimizer: Any) -> None:
+        self.steps += 1
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = [p for p in params if p.grad is not None]
+        found = self._look_at([p.grad for p in params])
+        managed = getattr(optimizer, "_amp_stash", None)
+        scale = 1.0 if managed is None else managed.training.loss_scalers[0].loss_scale()
+        if not self._finish(bool(found), scale, dynamic=False):
+            return
+        if self._skip:
+            self._hidden = [(p, p.grad) for p in params]
+            for p in params:
+                p.grad = None
+
+    def _look_at(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Whether a gradient or a watched loss is not finite, on any rank that shares them."""
+        found = _non_finite(gradients)
+        losses, self._losses = self._losses, []
+        is_empty = any(t.numel() == 0 for call in self._calls for t in call.inputs)
+        if losses and not is_empty:
+            found = torch.maximum(found, _non_finite(losses).to(found.device))
+        return ranks.agree(found, gradients, self._group)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        hidden, self._hidden = self._hidden, []
+        for param, gradient in hidden:
+            param.grad = gradient
+
+    def _finish(self, found: bool, scale: float, *, dynamic: bool) -> bool:
+        """End a step; return whether it had a fault."""
+        if not found:
+            self._since, self._in_a_row, self.fault = self.steps, 0, None
+            if self._every and self.steps % self._every == 0:
+                drift = self._sampler.sample(self.steps)
+                self.drifts += [] if drift is None else [drift]
+            self._drop()
+            return False
+        self._in_a_row += 1
+        self.skipped += int(self._skip or dynamic)
+        self.fault = Fault(
+            list(self._calls),
+            self._models,
+            self._optimizers,
+            self.steps,
+            self._since,
+            scale,
+            ranks.Together(self._models, self._group),
+        )
+        if self.report is None and self._in_a_row > (self._patience if dynamic else 0):
+            self._tell()
+        self._drop()
+        return True
+
+    def _tell(self) -> None:
+        if self._on_fault == "keep":
+            return
+        report = self.explain()
+        if callable(self._on_fault):
+            self._on_fault(report)
+        elif self._on_fault == "raise":
+            raise NonFiniteError(report)
+        else:
+            warnings.warn(report.text(), FaultWarning, stacklevel=2)
+
+    def _drop(self) -> None:
+        """Forget calls whose backward has come, and those whose backward does not come."""
+        kept = []
+        for call in self._calls:
+            call.age += 1
+            if not call.passes and call.age < 3:
+                kept.append(call)
+        self._calls.clear()
+        self._calls.extend(kept)
+
+
+def watch(
+    model: torch.nn.Module | Iterable[torch.nn.Module],
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    scaler: Any = None,
+    step: Callable[[], torch.Tensor] | None = None,
+    on_fault: str | Callable[[Report], None] = "explain",
+    skip: bool = True,
+    patience: int = 16,
+    process_group: Any = None,
+    every: int = 0,
+) -> Watch:
+    """Watch a training; at the first step that is not finite, say which operation it was and why.
+
+    Use it as a context manager, or call ``close()``. Healthy steps give the same numbers as without
+    it, bit for bit.
+
+    Args:
+        model: The module that is called, or several (a GAN's two); wrapped in
+            DistributedDataParallel, sharded by FSDP2 or compiled as well.
+        optimizer: The optimizer, or several.
+        scaler: The ``GradScaler``, if there is one. Steps that amp or a scaler skips because their
+            scale was too high are counted, and reported only if ``patience`` of them in a row did
+            not help.
+        step: See :meth:`Watch.explain`.
+        on_fault: What to do at the first fault: ``"explain"`` (explain it at once and warn with the
+            text), ``"raise"`` (:class:`NonFiniteError`), ``"keep"`` (nothing; look at
+            ``watch.fault`` and call ``watch.explain()`` before the next step), or a function that
+            takes the :class:`Report`.
+        skip: Skip updates that would write an inf or NaN, also where the program would not.
+        patience: Skipped steps in a row, under a dynamic loss scale, that are taken as normal. 16
+            halvings take the usual start, 65,536, to 1.
+        process_group: The ranks that hold parts of one model, where they are no DTensors.
+        every: Look every so many steps for modules whose gradients leave the band of their last
+            samples, see :attr:`Watch.drifts`; 0 for never. Waits for the device.
+
+    Raises:
+        TypeError: ``model`` or ``optimizer`` is of another type.
+        ValueError: No parameter of the optimizers is in the models, or an option is out of range.
+        RuntimeError: The optimizer is watched already.
+    """
+    models, optimizers = _models(model), _optimizers(optimizer)
+    if not (callable(on_fault) or on_fault in ("explain", "keep", "raise")):
+        raise ValueError(
+            f"apex.debug.watch: on_fault was {on_fault!r}; it must be 'explain', 'raise', 'keep' "
+            "or a function that takes a report"
+        )
+    for name, number in (("patience", patience), ("every", every)):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"apex.debug.watch: {name} was {number!r}; it must be 0 or more")
+    if scaler is not None and not hasattr(scaler, "_per_optimizer_states"):
+        raise TypeError(f"apex.debug.watch: scaler was {type(scaler).__name__}, not a GradScaler")
+    ours = {id(p) for one in models for p in one.parameters()}
+    for one in optimizers:
+        managed = getattr(one, "_amp_stash", None)
+        groups = [p for group in one.param_groups for p in group["params"]]
+        if ours.isdisjoint(map(id, groups if managed is None else managed.params.targets)):
+            raise ValueError(
+                f"apex.debug.watch: no parameter of the {type(one).__name__} is in the "
+                f"{', '.join(type(one).__name__ for one in models)}: pass the model that it steps"
+            )
+    return Watch(models, optimizers, scaler, step, on_fault, skip, patience, process_group, every)
+
+
+def _models(given: Any) -> list[torch.nn.Module]:
+    models = [given] if isinstance(given, torch.nn.Module) else list(given)
+    for one in models:
+        if not isinstance(one, torch.nn.Module):
+            raise TypeError(f"apex.debug.watch: model was {type(one).__name__}, not an nn.Module")
+    return models
+
+
+def _optimizers(given: Any) -> list[Any]:
+    optimizers = list(given) if isinstance(given, list | tuple) else [given]
+    for one in optimizers:
+        if not hasattr(one, "param_groups") or not hasattr(one, "register_step_pre_hook"):
+            raise TypeError(
+                f"apex.debug.watch: optimizer was {type(one).__name__}; it must be a "
+                "torch.optim.Optimizer. Pass the one inside of a wrapper."
+            )
+        if watch_of(one) is not None:
+            raise RuntimeError("apex.debug.watch: this optimizer is watched already; close() first")
+    return optimizers
+
+
+def watch_of(optimizer: Any) -> Watch | None:
+    """The watch on an optimizer: of ``amp.initialize(..., debug=True)`` for example."""
+    found = _watches.get(id(optimizer))
+    return found if found is not None and found._undo else None
+
+
+def _inner(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside of a data-parallel wrapper, whose replay needs no other rank."""
+    inner = model
+    while "DataParallel" in type(inner).__name__ and isinstance(
+        getattr(inner, "module", None), torch.nn.Module
+    ):
+        inner = inner.get_submodule("module")
+    return inner
+
+
+def _outside_batchnorm(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Buffers a forward may read after it has written them; BatchNorm's it does not read."""
+    inner = model._orig_mod if isinstance(model, OptimizedModule) else model
+    return [
+        buffer
+        for module in inner.modules()
+        if not (isinstance(module, _BatchNorm) and module.training)
+        for buffer in module._buffers.values()
+        if buffer is not None
+    ]
+
+
+def _gradients(call: Call) -> list[torch.Tensor]:
+    return [one for passed in call.passes.values() for one in passed.values()]
+
+
+def _non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """1.0 where an element is not finite, else 0.0: 0-dim, float32."""
+    plain = [local(tensor) for tensor in tensors]
+    if any(tensor.requires_grad for tensor in plain):
+        plain = [tensor.detach() for tensor in plain]
+    fast = [t for t in plain if t.is_floating_point() and t.numel()]
+    if not fast:
+        return torch.zeros(())
+    found = unscale_(fast, torch.ones((), device=fast[0].device))
+    return torch.zeros(()) if found is None else found
