@@ -170,13 +170,14 @@ class _Explanation:
         outcome, origin = self._trace(run)
         if not self._together.any(origin is not None):
             return self._not_shown(run)
-        if origin is not None and origin.kind == "gradient" and self._loss is not None:
+        after = origin is not None and origin.kind == "gradient"
+        if self._loss is not None and self._together.any(after):
             run = self._replay.run_step
             again, inside = self._trace(run)
-            if inside is None:
+            if not self._together.any(inside is not None):
                 self._notes.append("step() did not show the fault: is it the batch of this step?")
                 run = self._replay.run
-            else:
+            elif after:
                 outcome, origin = again, inside
         report = self._classify(run, outcome, origin)
         report.parameters = list(outcome.bad_gradients())
@@ -222,19 +223,13 @@ class _Explanation:
     # -- causes --------------------------------------------------------------------------------
 
     def _classify(self, run: Callable[..., Outcome], outcome: Outcome, origin: Any) -> Report:
-        if origin is None:  # on another rank
-            self._scale(run, outcome)
-            return self._make("rank", "The value came by a collective from another rank.")
-        simple = _OUTSIDE.get(origin.kind)
-        if simple is None and origin.kind == "tensor":
-            simple = ("loss", "a tensor that existed before the step (targets?)")
-        if origin.kind == "gradient":
-            return self._after_output(origin)
-        if simple is not None:
-            cause, name = simple
-            return self._make(cause, _sentence_outside(origin, name), origin)
-        healed = self._scale(run, outcome)
-        largest, finite = self._widen(run, outcome, origin)
+        inside = origin is not None and origin.kind in ("operation", "mask")
+        if not inside and not self._together.needs_others:
+            return self._outside(origin)
+        healed = self._scale(run, outcome)  # on all ranks that replay together
+        largest, finite = self._widen(run, outcome, origin or Origin("", ""))
+        if not inside:
+            return self._outside(origin)
         what = _what(origin)
         if healed is not None:
             return self._make(
@@ -249,6 +244,15 @@ class _Explanation:
         cause = "loss" if origin.module is None else "model"
         same = " in float32 as well" if origin.values["dtype"] in ("float16", "bfloat16") else ""
         return self._make(cause, f"{where}{what} gave {_bad(origin)}{same}.", origin)
+
+    def _outside(self, origin: Origin | None) -> Report:
+        """What came from outside of the replayed operations."""
+        if origin is None:
+            return self._make("rank", "The value came by a collective from another rank.")
+        if origin.kind == "gradient":
+            return self._after_output(origin)
+        cause, name = _OUTSIDE[origin.kind]
+        return self._make(cause, _sentence_outside(origin, name), origin)
 
     def _after_output(self, origin: Origin) -> Report:
         """The output was finite and its gradient was not."""
@@ -331,6 +335,7 @@ _OUTSIDE = {
     "buffer": ("parameter", "the buffer"),
     "memory": ("uninitialised", "memory"),
     "collective": ("rank", "another rank"),
+    "tensor": ("loss", "a tensor that existed before the step (targets?)"),
 }
 
 

@@ -182,6 +182,7 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
         self._paths, self._fill = paths, fill
         self._known = {_key(tensor): names for tensor, names in known if _key(tensor) is not None}
         self._seen: dict[int, tuple[StorageWeakRef, Origin | None]] = {}
+        self._sent: dict[int, Origin] = {}  # by collectives
         self._modules: list[str | None] = [None]
         self._forward: dict[int, tuple[str | None, str]] = {}  # by autograd's sequence numbers
         self._kept = 0
@@ -219,8 +220,9 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
             return None
         if entry is not None and entry[1] is not None:
             return entry[1]
-        kind, name = self._known.get(key, ("tensor", "")) if key is not None else ("tensor", "")
-        origin = Origin(kind, name, values=describe(tensor))
+        kind, name = self._known.get(key or 0, ("tensor", ""))
+        origin = self._sent.get(key or 0) or Origin(kind, name)
+        origin.values = origin.values or describe(tensor)
         self._set(tensor, origin)
         return origin
 
@@ -235,29 +237,38 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
         node = torch._C._current_autograd_node()
         here = self._place(node)
         name, written = name_of(operation), _written(operation, args, kwargs)
-        if "c10d" in operation._schema.name:  # results arrive later
-            result = operation(*args, **kwargs)
-            for tensor in _tensors((result, written)):
-                self._known[_key(tensor) or 0] = ("collective", str(operation))
-                self._seen.pop(_key(tensor) or 0, None)
-            return result
+        if "c10d" in operation._schema.name:
+            return self._collective(operation, args, kwargs)
         overwrites = name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
         read = _tensors((args[1:], kwargs) if overwrites else (args, kwargs))
         outs = [kwargs[entry.name] for entry in operation._schema.arguments if entry.is_out]
         read = [one for one in read if not any(one is out for out in outs)]
         origins = [one for one in map(self.origin_of, read) if one is not None]
+        if overwrites and (sent := self._sent.get(_key(args[0]) or 0)) is not None:
+            origins = [sent if one.kind == "tensor" else one for one in origins]
         before = tree_map(_cloned, (args, kwargs)) if written else (args, kwargs)
         result = operation(*args, **kwargs)
         for tensor in (*_tensors(result), *written):
             self._look_at(tensor, operation, before, origins, here, node is not None)
         return result
 
+    def _collective(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a collective: what it brings may be there later, and replace its inputs."""
+        found = [self.origin_of(tensor) for tensor in _tensors((args, kwargs))]
+        mine = next((one for one in found if one is not None and one.kind != "memory"), None)
+        for tensor in _tensors((args, kwargs)):
+            key = _key(tensor)
+            if key is not None:
+                self._sent[key] = mine or Origin("collective", str(operation))
+                self._seen.pop(key, None)
+        return operation(*args, **kwargs)
+
     def _place(self, node: Any) -> tuple[str | None, str]:
         """Module and line that the operation belongs to; in backward those of its forward."""
         if node is not None and self._modules[-1] is None:  # not recomputing a checkpoint
             return self._forward.get(node._sequence_nr(), (None, ""))
         here = (self._modules[-1], _line())
-        self._forward[torch._C._autograd._get_sequence_nr() - 1] = here
+        self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, here)
         return here
 
     def _look_at(
@@ -291,7 +302,9 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
             return
         new.values = describe(tensor)
         new.has_nan = bool(new.values["nan"])
-        self._set(tensor, self._choose(new, operation, before, origins))
+        chosen = self._choose(new, operation, before, origins)
+        chosen.values = chosen.values or new.values
+        self._set(tensor, chosen)
 
     def _choose(
         self, new: Origin, operation: Any, before: tuple[Any, Any], origins: list[Origin]
