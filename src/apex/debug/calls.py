@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from apex.debug.tracing import is_bad
+from apex.debug.tracing import is_bad, local
 
 __all__ = ["Call", "Outcome", "Replay", "unchanged", "versions"]
 
@@ -58,6 +58,7 @@ class Call:
 
     Attributes:
         passes: For each backward that reached the outputs: place of the output -> its gradient.
+        sums: Of each floating output, which say later whether it was finite.
     """
 
     model: torch.nn.Module
@@ -71,6 +72,7 @@ class Call:
     inputs: list[torch.Tensor]
     versions: list[int]
     passes: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    sums: list[torch.Tensor] = field(default_factory=list)
     written: list[int] | None = None  # versions of the buffers before the first forward
     age: int = 0  # steps that passed since without a gradient
 
@@ -98,11 +100,17 @@ class Call:
         )
 
     def watch_outputs(self, output: Any) -> None:
-        """Keep the gradients that will reach the outputs."""
+        """Keep the gradients that will reach the outputs, and whether these are finite."""
         me = weakref.ref(self)
         for place, tensor in enumerate(tensors_in(output)):
+            if tensor.is_floating_point():
+                self.sums.append(local(tensor.detach()).sum(dtype=torch.float32))
             if tensor.requires_grad:
                 tensor.register_hook(_keep_gradient(me, place))  # type: ignore[no-untyped-call]
+
+    def had_bad_output(self) -> bool:
+        """Whether an output was not finite when the program ran."""
+        return any(is_bad(one) for one in self.sums)
 
     def why_not(self) -> str:
         """Why the call cannot be run again; empty if it can."""

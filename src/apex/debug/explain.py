@@ -168,7 +168,8 @@ class _Explanation:
     def _replayed(self) -> Report:
         run = self._replay.run if self._fault.calls else self._replay.run_step
         outcome, origin = self._trace(run)
-        if not self._together.any(origin is not None):
+        differs = not outcome.bad_outputs() and any(c.had_bad_output() for c in self._fault.calls)
+        if not self._together.any(origin is not None) or self._together.any(differs):
             return self._not_shown(run)
         after = origin is not None and origin.kind == "gradient"
         if self._loss is not None and self._together.any(after):
@@ -186,22 +187,22 @@ class _Explanation:
 
     def _not_shown(self, run: Callable[[], Outcome]) -> Report:
         compiled = any(map(_is_compiled, self._modules()))
-        if self._together.any(run().is_bad()):
+        again = run()
+        if self._together.any(bool(again.bad_outputs()) or again.is_bad()):
             if compiled:
                 return self._make(
                     "compiled",
                     "The compiled model gives values that are not finite, and the same model "
                     "uncompiled (torch.compiler.set_stance('force_eager')) does not.",
                 )
-            self._notes.append("a replay without looking at each operation does show the fault")
         _, origin = self._trace(run, fill=math.nan)
         if origin is not None and origin.kind == "memory":
             return self._classify(run, Outcome(), origin)
         return self._make(
             "unrepeatable",
-            "The replay of the step is finite, so the fault is not in forward or backward as they "
-            "were recorded: something between backward and step changed the gradients, or the "
-            "model depends on what is not kept (its own random numbers, files, time).",
+            "The replay of the step does not show the fault: something between backward and step "
+            "changed the gradients, or the model depends on what is not kept (random numbers of "
+            "NumPy, files, time).",
         )
 
     def _modules(self) -> Iterator[torch.nn.Module]:
