@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
 from apex.debug.tracing import is_bad, local
@@ -59,6 +60,8 @@ class Call:
     Attributes:
         passes: For each backward that reached the outputs: place of the output -> its gradient.
         sums: Of each floating output, which say later whether it was finite.
+        gave: The memory of the outputs, by place. Where a later call takes one of them (a GAN's
+            discriminator what the generator made), its replay takes that of the replay.
     """
 
     model: torch.nn.Module
@@ -74,6 +77,7 @@ class Call:
     passes: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     sums: list[torch.Tensor] = field(default_factory=list)
     written: list[int] | None = None  # versions of the buffers before the first forward
+    gave: list[StorageWeakRef | None] = field(default_factory=list)
     age: int = 0  # steps that passed since without a gradient
 
     @classmethod
@@ -105,6 +109,7 @@ class Call:
         for place, tensor in enumerate(tensors_in(output)):
             if tensor.is_floating_point():
                 self.sums.append(local(tensor.detach()).sum(dtype=torch.float32))
+            self.gave.append(_memory(tensor))
             if tensor.requires_grad:
                 tensor.register_hook(_keep_gradient(me, place))  # type: ignore[no-untyped-call]
 
@@ -179,11 +184,15 @@ class Replay:
     def run(self, factor: float = 1.0) -> Outcome:
         """Run all calls forward and backward, at ``factor`` times the loss scale."""
         outcome = Outcome()
+        made: dict[int, torch.Tensor] = {}  # by the memory of what the call gave at first
         for call in self.calls:
             with self._as_it_was(call):
-                inputs = tree_map(_leaf, (call.args, call.kwargs))
+                inputs = tree_map(lambda one: _leaf(one, made), (call.args, call.kwargs))
                 outputs = tensors_in(call.model(*inputs[0], **inputs[1]))
             outcome.outputs.append(outputs)
+            for gave, now in zip(call.gave, outputs, strict=False):
+                if gave is not None and not gave.expired():  # type: ignore[no-untyped-call]
+                    made[gave.cdata] = now
             passes = list(call.passes.values())
             for gradients in passes:
                 pairs = [(outputs[i], g) for i, g in gradients.items() if i < len(outputs)]
@@ -261,11 +270,22 @@ class Replay:
                     module.training = mode
 
 
-def _leaf(value: Any) -> Any:
-    """An input as a leaf of its own, so that backward ends there."""
-    if isinstance(value, torch.Tensor) and value.requires_grad:
-        return value.detach().requires_grad_()
-    return value
+def _memory(tensor: torch.Tensor) -> StorageWeakRef | None:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return None
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _leaf(value: Any, made: dict[int, torch.Tensor]) -> Any:
+    """An input as a leaf of its own, so that backward ends there; what a replay made of it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        now = made.get(value.untyped_storage()._cdata)
+        if now is not None and now.dtype == value.dtype:
+            again = now.detach().as_strided(value.size(), value.stride(), value.storage_offset())
+            return again.requires_grad_(value.requires_grad)
+    return value.detach().requires_grad_() if value.requires_grad else value
 
 
 def _by_backward(

@@ -241,8 +241,8 @@ class _Explanation:
             )
         if finite:
             return self._make("range", f"{what} gave {_range(origin, largest)}.", origin)
-        where = "The loss: " if origin.module is None else ""
-        cause = "loss" if origin.module is None else "model"
+        in_loss = origin.module is None and run == self._replay.run_step
+        where, cause = ("The loss: ", "loss") if in_loss else ("", "model")
         same = " in float32 as well" if origin.values["dtype"] in ("float16", "bfloat16") else ""
         return self._make(cause, f"{where}{what} gave {_bad(origin)}{same}.", origin)
 

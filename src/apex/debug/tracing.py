@@ -153,13 +153,19 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not hasattr(operation, "_schema") or _is_view(operation):
+        if not hasattr(operation, "_schema"):
+            return operation(*args, **kwargs)
+        if _is_view(operation):
+            self.view()
             return operation(*args, **kwargs)
         self.count += 1
         return self.compute(operation, args, kwargs)
 
     def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+    def view(self) -> None:
+        """Called before an operation that makes a view."""
 
 
 class Trace(_Counting):  # type: ignore[no-untyped-call]
@@ -266,10 +272,17 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
     def _place(self, node: Any) -> tuple[str | None, str]:
         """Module and line that the operation belongs to; in backward those of its forward."""
         if node is not None and self._modules[-1] is None:  # not recomputing a checkpoint
-            return self._forward.get(node._sequence_nr(), (None, ""))
-        here = (self._modules[-1], _line())
+            here = self._forward.get(node._sequence_nr(), (None, ""))
+        else:
+            here = (self._modules[-1], _line())
+        # The newest node: of this operation, or of the autograd function that it is called in. What
+        # follows and has no node, as a mask of dropout, must not take its place.
         self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, here)
         return here
+
+    def view(self) -> None:
+        """Note the place of a view: its backward may compute (a sum for ``expand``)."""
+        self._place(torch._C._current_autograd_node())
 
     def _look_at(
         self,
