@@ -303,13 +303,19 @@ def _by_backward(
 
 
 @contextmanager
-def unchanged(models: list[torch.nn.Module], on_gpu: bool) -> Iterator[None]:
-    """Give random states, buffers and autocast's cache back at the end."""
+def unchanged(models: list[torch.nn.Module], optimizers: list[Any], on_gpu: bool) -> Iterator[None]:
+    """Give random states, buffers and autocast's cache back at the end; amp notes no forward."""
+    managed = [one._amp_stash for one in optimizers if hasattr(one, "_amp_stash")]
+    records = [record for one in managed for record in one.ledger.records]
+    for record in records:
+        record.is_replayed = True
     random = _random_states(on_gpu)
     kept = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
     try:
         yield
     finally:
+        for record in records:
+            record.is_replayed = False
         torch.clear_autocast_cache()
         for buffer, value in kept:
             buffer.data.copy_(value)

@@ -105,7 +105,8 @@ class _Explanation:
         if reason:
             return self._make("unrepeatable", f"The step cannot be replayed: {reason}.")
         on_gpu = any(param.is_cuda for param in self._named.values())
-        with unchanged([_plain(model) for model in self._fault.models], on_gpu):
+        models = [_plain(model) for model in self._fault.models]
+        with unchanged(models, self._fault.optimizers, on_gpu):
             return self._replayed()
 
     def _why_not(self, everyone: bool) -> str:
@@ -188,13 +189,12 @@ class _Explanation:
     def _not_shown(self, run: Callable[[], Outcome]) -> Report:
         compiled = any(map(_is_compiled, self._modules()))
         again = run()
-        if self._together.any(bool(again.bad_outputs()) or again.is_bad()):
-            if compiled:
-                return self._make(
-                    "compiled",
-                    "The compiled model gives values that are not finite, and the same model "
-                    "uncompiled (torch.compiler.set_stance('force_eager')) does not.",
-                )
+        if self._together.any(bool(again.bad_outputs()) or again.is_bad()) and compiled:
+            return self._make(
+                "compiled",
+                "The compiled model gives values that are not finite, and the same model "
+                "uncompiled (torch.compiler.set_stance('force_eager')) does not.",
+            )
         _, origin = self._trace(run, fill=math.nan)
         if origin is not None and origin.kind == "memory":
             return self._classify(run, Outcome(), origin)

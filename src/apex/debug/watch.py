@@ -258,6 +258,7 @@ class Watch:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._busy or self._scaler_steps:
             return None
+        self._give_back()  # of a step that raised
         positional = len(args) > 1  # args[0] is the optimizer
         closure = args[1] if positional else kwargs.get("closure")
         if closure is None:
@@ -304,7 +305,8 @@ class Watch:
     def _give_back(self) -> None:
         hidden, self._hidden = self._hidden, []
         for param, gradient in hidden:
-            param.grad = gradient
+            if param.grad is None:  # else the step raised, and another backward came since
+                param.grad = gradient
 
     def _finish(self, found: bool, scale: float, *, dynamic: bool) -> bool:
         """End a step; return whether it had a fault."""
@@ -403,6 +405,8 @@ def watch(
     for name, number in (("patience", patience), ("every", every)):
         if type(number) is not int or number < 0:
             raise ValueError(f"apex.debug.watch: {name} was {number!r}; it must be 0 or more")
+    if step is not None and not callable(step):
+        raise TypeError(f"apex.debug.watch: step was {type(step).__name__}, not a function")
     if scaler is not None and not hasattr(scaler, "_per_optimizer_states"):
         raise TypeError(f"apex.debug.watch: scaler was {type(scaler).__name__}, not a GradScaler")
     ours = {id(p) for one in models for p in one.parameters()}
@@ -418,15 +422,18 @@ def watch(
 
 
 def _models(given: Any) -> list[torch.nn.Module]:
-    models = [given] if isinstance(given, torch.nn.Module) else list(given)
+    single = isinstance(given, torch.nn.Module) or not isinstance(given, Iterable)
+    models = [given] if single else list(given)
     for one in models:
         if not isinstance(one, torch.nn.Module):
             raise TypeError(f"apex.debug.watch: model was {type(one).__name__}, not an nn.Module")
+    if not models:
+        raise ValueError("apex.debug.watch: model was an empty list; pass the model that is called")
     return models
 
 
 def _optimizers(given: Any) -> list[Any]:
-    optimizers = list(given) if isinstance(given, list | tuple) else [given]
+    optimizers = list(given) if isinstance(given, Iterable) else [given]
     for one in optimizers:
         if not hasattr(one, "param_groups") or not hasattr(one, "register_step_pre_hook"):
             raise TypeError(
@@ -435,6 +442,8 @@ def _optimizers(given: Any) -> list[Any]:
             )
         if watch_of(one) is not None:
             raise RuntimeError("apex.debug.watch: this optimizer is watched already; close() first")
+    if not optimizers:
+        raise ValueError("apex.debug.watch: optimizer was an empty list; pass the one that steps")
     return optimizers
 
 

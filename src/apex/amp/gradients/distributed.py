@@ -151,6 +151,7 @@ class ForwardRecord:
         is_compiled: Whether Dynamo has traced a forward: there masters are not reconciled.
         has_taken: By id, whose gradients on 16-bit weights the next forward clears.
         handed_out: By id, whose masters count as written until the next forward.
+        is_replayed: Whether apex.debug runs a forward again, which must change nothing.
     """
 
     def __init__(self, is_cast: bool) -> None:
@@ -159,7 +160,7 @@ class ForwardRecord:
         self.synchronises: bool | None = None
         self.reduces_all = False
         self.is_used = True
-        self.is_compiled = False
+        self.is_compiled = self.is_replayed = False
         self.has_taken: dict[int, Pairs] = {}
         self.handed_out: dict[int, Pairs] = {}
         self._model: weakref.ref[torch.nn.Module] | None = None
@@ -181,7 +182,7 @@ class ForwardRecord:
 
     def begin(self, model: torch.nn.Module) -> None:
         """Note that a forward of ``model`` begins."""
-        if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes it
+        if self.is_replayed or torch._C._current_graph_task_id() != -1:  # recomputed by a backward
             return
         if self.is_cast:
             if self._model is None and not getattr(model, "_is_replica", False):
