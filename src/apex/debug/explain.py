@@ -44,6 +44,7 @@ class Fault:
     since: int
     scale: float
     together: Together
+    bad_loss: bool
 
 
 def explain(fault: Fault, step: _Loss | None) -> Report:
@@ -187,9 +188,17 @@ class _Explanation:
         return report
 
     def _not_shown(self, run: Callable[[], Outcome]) -> Report:
-        compiled = any(map(_is_compiled, self._modules()))
-        again = run()
-        if self._together.any(bool(again.bad_outputs()) or again.is_bad()) and compiled:
+        if self._together.any(self._fault.bad_loss):
+            return self._bad_loss()
+        in_forward = any(call.had_bad_output() for call in self._fault.calls)
+        as_it_is: list[bool] = []
+        eager: list[bool] = []
+        for bad, stance in ((as_it_is, "default"), (eager, "force_eager")) * 2:
+            with torch.compiler.set_stance(stance):
+                outcome = run()
+            shows = bool(outcome.bad_outputs()) if in_forward else outcome.is_bad()
+            bad.append(self._together.any(shows))  # twice: it may have random numbers of its own
+        if all(as_it_is) and not any(eager):
             return self._make(
                 "compiled",
                 "The compiled model gives values that are not finite, and the same model "
@@ -205,9 +214,18 @@ class _Explanation:
             "NumPy, files, time).",
         )
 
-    def _modules(self) -> Iterator[torch.nn.Module]:
-        for model in self._fault.models:
-            yield from model.modules()
+    def _bad_loss(self) -> Report:
+        """The loss was not finite, and all outputs and gradients were."""
+        if self._loss is not None:
+            outcome, origin = self._trace(self._replay.run_step)
+            if self._together.any(origin is not None):
+                return self._classify(self._replay.run_step, outcome, origin)
+        hint = "" if self._loss else " (watch.explain(step=lambda: loss) names the line)"
+        return self._make(
+            "loss",
+            "The loss was not finite, although outputs and gradients are: the fault lies in the "
+            f"loss function or its targets{hint}.",
+        )
 
     def _note_buffers(self) -> None:
         bad = [
@@ -346,11 +364,6 @@ def _order(origin: Origin) -> tuple[bool, int]:
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:
     return model._orig_mod if isinstance(model, OptimizedModule) else model
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    compiled = getattr(module, "_compiled_call_impl", None)
-    return isinstance(module, OptimizedModule) or compiled is not None
 
 
 def _dtype(origin: Origin) -> str:

@@ -311,13 +311,22 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
             self._set(tensor, new)
             return
         if not is_bad(tensor):
-            self._set(tensor, None)
+            if not self._is_part_of_bad(tensor):
+                self._set(tensor, None)
             return
         new.values = describe(tensor)
         new.has_nan = bool(new.values["nan"])
         chosen = self._choose(new, operation, before, origins)
         chosen.values = chosen.values or new.values
         self._set(tensor, chosen)
+
+    def _is_part_of_bad(self, tensor: torch.Tensor) -> bool:
+        """Whether only a part of memory was written, of which the rest has an origin."""
+        key = _key(tensor)
+        if key is None or self._seen.get(key, (None, None))[1] is None:
+            return False
+        whole = local(tensor).untyped_storage().nbytes()
+        return tensor.numel() * tensor.element_size() < whole
 
     def _choose(
         self, new: Origin, operation: Any, before: tuple[Any, Any], origins: list[Origin]

@@ -79,6 +79,7 @@ class Watch:
         self._sampler = Sampler(self._models)
         self._calls: deque[Call] = deque(maxlen=256)
         self._losses: list[torch.Tensor] = []
+        self._bad_loss: torch.Tensor | None = None
         self._stateful: dict[int, list[torch.Tensor]] = {}  # buffers that a forward writes
         self._open: dict[int, Call | None] = {}
         self._since = self._in_a_row = 0
@@ -295,8 +296,11 @@ class Watch:
         found = _non_finite(gradients)
         losses, self._losses = self._losses, []
         is_empty = any(t.numel() == 0 for call in self._calls for t in call.inputs)
+        self._bad_loss = None
         if losses and not is_empty:
-            found = torch.maximum(found, _non_finite(losses).to(found.device))
+            bad = _non_finite(losses).to(found.device)
+            self._bad_loss = bad > found  # alone
+            found = torch.maximum(found, bad)
         return ranks.agree(found, gradients, self._group)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -327,6 +331,7 @@ class Watch:
             self._since,
             scale,
             ranks.Together(self._models, self._group),
+            not dynamic and self._bad_loss is not None and bool(self._bad_loss),
         )
         if self.report is None and self._in_a_row > (self._patience if dynamic else 0):
             self._tell()
@@ -346,6 +351,7 @@ class Watch:
 
     def _drop(self) -> None:
         """Forget calls whose backward has come, and those whose backward does not come."""
+        self._losses.clear()
         kept = []
         for call in self._calls:
             call.age += 1
