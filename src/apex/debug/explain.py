@@ -369,8 +369,10 @@ def _what(origin: Origin) -> str:
     where = ""
     if origin.module is not None:
         where = f" in {origin.module}" if origin.module else " in the model's forward"
-    way = "backward of" if origin.direction == "backward" else "at"
-    line = f" ({way} {origin.line})" if origin.line else ""
+    line = f"at {origin.line}" if origin.line else ""
+    if origin.node:
+        line = f"in {origin.node}" + f", the backward of {origin.line}" * bool(origin.line)
+    line = f" ({line})" if line else ""
     return f"{name}{where}{line}"
 
 
