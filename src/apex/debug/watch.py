@@ -8,6 +8,8 @@ the gradients were computed with, and the replay is exact.
 
 from __future__ import annotations
 
+import os
+import sys
 import types
 import warnings
 import weakref
@@ -19,6 +21,7 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
+import apex
 from apex.debug import ranks
 from apex.debug.calls import Call, versions
 from apex.debug.drift import Drift, Sampler
@@ -28,6 +31,8 @@ from apex.debug.tracing import local
 from apex.ops.lists.unscale import unscale_
 
 __all__ = ["FaultWarning", "NonFiniteError", "Watch", "watch", "watch_of"]
+
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(apex.__file__))
 
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
@@ -340,7 +345,7 @@ class Watch:
         elif self._on_fault == "raise":
             raise NonFiniteError(report)
         else:
-            warnings.warn(report.text(), FaultWarning, stacklevel=2)
+            warnings.warn(report.text(), FaultWarning, stacklevel=_depth())
 
     def _drop(self) -> None:
         """Forget calls whose backward has come, and those whose backward does not come."""
@@ -442,6 +447,14 @@ def watch_of(optimizer: Any) -> Watch | None:
     """The watch on an optimizer: of ``amp.initialize(..., debug=True)`` for example."""
     found = _watches.get(id(optimizer))
     return found if found is not None and found._undo else None
+
+
+def _depth() -> int:
+    """How far above its caller the line of the program is, for ``warnings.warn``."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module:
