@@ -433,10 +433,10 @@ def _models(given: Any) -> list[torch.nn.Module]:
 def _optimizers(given: Any) -> list[Any]:
     optimizers = list(given) if isinstance(given, list | tuple) else [given]
     for one in optimizers:
-        if not hasattr(one, "param_groups") or not hasattr(one, "register_step_pre_hook"):
+        if not hasattr(one, "param_groups") or not hasattr(one, "_optimizer_step_pre_hooks"):
             raise TypeError(
                 f"apex.debug.watch: optimizer was {type(one).__name__}; it must be a "
-                "torch.optim.Optimizer. Pass the one inside of a wrapper."
+                "torch.optim.Optimizer. Of a wrapper pass the one inside (wrapper.optimizer)."
             )
         if watch_of(one) is not None:
             raise RuntimeError("apex.debug.watch: this optimizer is watched already; close() first")
