@@ -142,8 +142,12 @@ class _Explanation:
         for model in self._fault.models:
             buffers = _plain(model).named_buffers()
             known += [(buffer, ("buffer", name)) for name, buffer in buffers]
-        for call in self._fault.calls:
-            known += [(t, ("input", f"input {i}")) for i, t in enumerate(call.inputs)]
+        count = len(self._fault.calls)
+        for number, call in enumerate(self._fault.calls, 1):
+            which = f" (forward {number} of {count} of this step)" if count > 1 else ""
+            known += [
+                (t, ("input", f"input {i} of the model{which}")) for i, t in enumerate(call.inputs)
+            ]
             for passed in call.passes.values():
                 known += [(g, ("gradient", f"output {i}")) for i, g in passed.items()]
         trace = Trace(self._paths, known, fill)
@@ -349,7 +353,7 @@ class _Explanation:
 
 
 _OUTSIDE = {
-    "input": ("data", "of the model"),
+    "input": ("data", ""),
     "parameter": ("parameter", "the parameter"),
     "buffer": ("parameter", "the buffer"),
     "memory": ("uninitialised", "memory"),
@@ -381,9 +385,11 @@ def _what(origin: Origin) -> str:
     name = origin.name.removeprefix("aten.").partition(".")[0]
     where = ""
     if origin.module is not None:
-        where = f" in {origin.module}" if origin.module else " in the model's forward"
-    way = "backward of" if origin.direction == "backward" else "at"
-    line = f" ({way} {origin.line})" if origin.line else ""
+        where = f" in module {origin.module}" if origin.module else " in the model's forward"
+    line = f"at {origin.line}" if origin.line else ""
+    if origin.node:
+        line = f"in {origin.node}" + f", the backward of {origin.line}" * bool(origin.line)
+    line = f" ({line})" if line else ""
     return f"{name}{where}{line}"
 
 
@@ -403,7 +409,7 @@ def _sentence_outside(origin: Origin, name: str) -> str:
     if origin.kind == "input":
         shown = ", ".join(map(str, rows))
         where = f" (row{'s' if len(rows) > 1 else ''} {shown})" if rows else ""
-        return f"{origin.name.capitalize()} {name} was not finite: {_bad(origin)}{where}."
+        return f"I{origin.name[1:]} was not finite: {_bad(origin)}{where}."
     if origin.kind == "memory":
         return (
             f"{_what(origin)} gave memory that nothing had written before it was read; or a "

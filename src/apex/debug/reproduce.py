@@ -50,7 +50,7 @@ def save(path: Path, call: tuple[Any, Any, Any], report: dict[str, Any]) -> Path
         "args": tree_map(_plain, args),
         "kwargs": tree_map(_plain, kwargs),
         "random": torch.get_rng_state(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of its own, which weights_only refuses
         "report": {key: value for key, value in report.items() if key != "call"},
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,7 @@ class Origin:
         line: The line of the forward, ``"file.py:12 in forward: code"``.
         values: See :func:`describe`.
         call: Operation, arguments and keyword arguments, as they were before it ran.
+        node: In backward, autograd's name of the function, ``"SqrtBackward0"``.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Origin:
     values: dict[str, Any] = field(default_factory=dict)
     call: tuple[Any, Any, Any] | None = None
     has_nan: bool = False
+    node: str = ""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -255,7 +257,7 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
         before = tree_map(_cloned, (args, kwargs)) if written else (args, kwargs)
         result = operation(*args, **kwargs)
         for tensor in (*_tensors(result), *written):
-            self._look_at(tensor, operation, before, origins, here, node is not None)
+            self._look_at(tensor, operation, before, origins, here, node)
         return result
 
     def _collective(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -291,7 +293,7 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
         before: tuple[Any, Any],
         origins: list[Origin],
         here: tuple[str | None, str],
-        backward: bool,
+        node: Any,
     ) -> None:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return
@@ -301,9 +303,11 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
             str(operation),
             self.count,
             here[0],
-            "backward" if backward and self._modules[-1] is None else "forward",
+            "forward",
             here[1],
         )
+        if node is not None and self._modules[-1] is None:  # not recomputing a checkpoint
+            new.direction, new.node = "backward", node.name()
         if name.startswith(("empty", "new_empty")) and not origins:
             new.kind = "memory"
             if self._fill is not None:

@@ -8,6 +8,8 @@ the gradients were computed with, and the replay is exact.
 
 from __future__ import annotations
 
+import os
+import sys
 import types
 import warnings
 import weakref
@@ -19,6 +21,7 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
+import apex
 from apex.debug import ranks
 from apex.debug.calls import Call, versions
 from apex.debug.drift import Drift, Sampler
@@ -28,6 +31,8 @@ from apex.debug.tracing import local
 from apex.ops.lists.unscale import unscale_
 
 __all__ = ["FaultWarning", "NonFiniteError", "Watch", "watch", "watch_of"]
+
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(apex.__file__))
 
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
@@ -347,7 +352,7 @@ class Watch:
         elif self._on_fault == "raise":
             raise NonFiniteError(report)
         else:
-            warnings.warn(report.text(), FaultWarning, stacklevel=2)
+            warnings.warn(report.text(), FaultWarning, stacklevel=_depth())
 
     def _drop(self) -> None:
         """Forget calls whose backward has come, and those whose backward does not come."""
@@ -441,10 +446,10 @@ def _models(given: Any) -> list[torch.nn.Module]:
 def _optimizers(given: Any) -> list[Any]:
     optimizers = list(given) if isinstance(given, Iterable) else [given]
     for one in optimizers:
-        if not hasattr(one, "param_groups") or not hasattr(one, "register_step_pre_hook"):
+        if not hasattr(one, "param_groups") or not hasattr(one, "_optimizer_step_pre_hooks"):
             raise TypeError(
                 f"apex.debug.watch: optimizer was {type(one).__name__}; it must be a "
-                "torch.optim.Optimizer. Pass the one inside of a wrapper."
+                "torch.optim.Optimizer. Of a wrapper pass the one inside (wrapper.optimizer)."
             )
         if watch_of(one) is not None:
             raise RuntimeError("apex.debug.watch: this optimizer is watched already; close() first")
@@ -457,6 +462,14 @@ def watch_of(optimizer: Any) -> Watch | None:
     """The watch on an optimizer: of ``amp.initialize(..., debug=True)`` for example."""
     found = _watches.get(id(optimizer))
     return found if found is not None and found._undo else None
+
+
+def _depth() -> int:
+    """How far above its caller the line of the program is, for ``warnings.warn``."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module:

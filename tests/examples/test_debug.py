@@ -1,0 +1,79 @@
+"""examples/debug: each program fails, and `apex debug` says of it what the README quotes."""
+
+import json
+import re
+
+import pytest
+
+from apex import amp
+from apex.bench.cli import main
+from tests.examples.imported import EXAMPLES, program
+
+FOLDER = EXAMPLES / "debug"
+STORIES = {  # program -> cause, losses that are NaN without a watch
+    "attention": ("range", 20),
+    "distances": ("model", 4),
+    "corrupted_row": ("data", 12),
+}
+
+
+@pytest.fixture
+def debug(monkeypatch, tmp_path, capsys):
+    """Run `apex debug` on a program; give back its losses, stderr and the folder of reports."""
+    monkeypatch.chdir(EXAMPLES.parent)  # lines of programs are named from here
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    out = tmp_path / "apex-debug"
+
+    def run(name, *words):
+        amp.reset()
+        try:
+            code = main(["debug", "--out", str(out), f"examples/debug/{name}.py", *words])
+        finally:
+            amp.reset()
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        return losses(said.out), said.err, out
+
+    return run
+
+
+def losses(printed):
+    return re.findall(r"^step \d+ loss (\S+)$", printed, re.MULTILINE)
+
+
+def quoted():
+    """The sentences that the README quotes, each as one line, in the order of its sections."""
+    blocks = re.findall(r"(?:^> .+\n)+", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    return [" ".join(block.replace("\n> ", " ").removeprefix("> ").split()) for block in blocks]
+
+
+def shape_of(sentence):
+    """A sentence without the numbers that another processor's rounding may change."""
+    return re.sub(r"\b\d+ inf\b|\b\d\.\d+e\+\d+\b", "#", sentence)
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_story_is_explained_as_its_readme_says(debug, story):
+    found, said, out = debug(story)
+    report = json.loads((out / "report.json").read_text())
+    assert report["cause"] == STORIES[story][0]
+    sentence = quoted()[list(STORIES).index(story)]
+    assert shape_of(report["sentence"]) == shape_of(sentence)
+    assert report["sentence"] in said
+    assert (out / "report.txt").read_text().strip() in said
+    assert (found[-1] == "nan") == (story == "attention")  # a step that is skipped harms no other
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_without_apex_debug_a_story_becomes_nan(story, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    program("debug", story).main([])
+    amp.reset()
+    assert losses(capsys.readouterr().out).count("nan") == STORIES[story][1]
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_story_that_is_mended_trains_and_nothing_is_written(debug, story):
+    found, said, out = debug(story, "--fixed")
+    assert "nan" not in found
+    assert (said, out.exists()) == ("", False)
