@@ -34,6 +34,10 @@ def versions(tensors: list[torch.Tensor]) -> list[int]:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """All tensors of nested containers, and of the attributes of objects in them."""
+    if isinstance(tree, torch.Tensor):  # usual, and ten times faster
+        return [tree]
+    if isinstance(tree, tuple) and all(isinstance(one, torch.Tensor) for one in tree):
+        return list(tree)
     found = []
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor):
@@ -85,7 +89,7 @@ class Call:
         cls, model: torch.nn.Module, args: Any, kwargs: Any, buffers: list[torch.Tensor]
     ) -> Call:
         """Keep what a forward needs to be run again; ``buffers`` are copied."""
-        inputs = tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs) if kwargs else args)
         on_gpu = any(tensor.is_cuda for tensor in inputs)
         return cls(
             model,

@@ -72,7 +72,8 @@ class Origin:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The values of ``tensor`` on this rank: of a DTensor its shard, of a sparse one its values."""
-    tensor = getattr(tensor, "_local_tensor", tensor)
+    if type(tensor) is not torch.Tensor:  # a DTensor perhaps
+        tensor = getattr(tensor, "_local_tensor", tensor)
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     return tensor

@@ -300,9 +300,8 @@ class Watch:
         """Whether a gradient or a watched loss is not finite, on any rank that shares them."""
         found = _non_finite(gradients)
         losses, self._losses = self._losses, []
-        is_empty = any(t.numel() == 0 for call in self._calls for t in call.inputs)
         self._bad_loss = None
-        if losses and not is_empty:
+        if losses and all(t.numel() for call in self._calls for t in call.inputs):
             bad = _non_finite(losses).to(found.device)
             self._bad_loss = bad > found  # alone
             found = torch.maximum(found, bad)
@@ -499,12 +498,11 @@ def _gradients(call: Call) -> list[torch.Tensor]:
 
 
 def _non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """1.0 where an element is not finite, else 0.0: 0-dim, float32."""
-    plain = [local(tensor) for tensor in tensors]
-    if any(tensor.requires_grad for tensor in plain):
-        plain = [tensor.detach() for tensor in plain]
-    fast = [t for t in plain if t.is_floating_point() and t.numel()]
-    if not fast:
+    """1.0 where an element on this rank is not finite, else 0.0: 0-dim, float32."""
+    if not tensors:
         return torch.zeros(())
-    found = unscale_(fast, torch.ones((), device=fast[0].device))
-    return torch.zeros(()) if found is None else found
+    found = unscale_(
+        [local(tensor).detach() for tensor in tensors], torch.ones((), device=tensors[0].device)
+    )
+    assert found is not None  # asked for by a tensor
+    return found
