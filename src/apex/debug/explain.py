@@ -49,7 +49,7 @@ class Fault:
 
 def explain(fault: Fault, step: _Loss | None) -> Report:
     """Say why a step was not finite; see the module's text."""
-    everyone = fault.together.are_here(fault.step)
+    everyone = fault.together.are_here()
     with _quiet():
         report = _Explanation(fault, step).report(everyone)
     report.rank = fault.together.rank

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 __all__ = ["Together", "agree"]
 
-_WAIT = timedelta(seconds=60)
+WAIT = timedelta(seconds=60)
 
 
 def _groups(tensors: Iterable[Any], group: Any) -> list[Any]:
@@ -37,11 +37,13 @@ class Together:
     Args:
         models: Their parameters say whether a replay needs other ranks.
         group: The ranks that hold parts of one model, or ``None``.
+        name: Of the fault, the same on all ranks.
     """
 
-    def __init__(self, models: list[torch.nn.Module], group: Any = None) -> None:
+    def __init__(self, models: list[torch.nn.Module], group: Any = None, name: str = "") -> None:
         self._params = [param for model in models for param in model.parameters()]
-        self._group = group
+        self._group, self._name, self._attempts = group, name, 0
+        self._alone = False  # others did not come to explain
         self.is_parallel = (
             dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         )
@@ -52,22 +54,24 @@ class Together:
             for module in model.modules()
         )
 
-    def are_here(self, step: int) -> bool:
-        """Whether all ranks came to explain ``step``, within a minute."""
+    def are_here(self) -> bool:
+        """Whether all ranks came to explain the fault, within a minute."""
         if not self.is_parallel:
             return True
         store = dist.distributed_c10d._get_default_store()
-        names = [f"apex.debug/{step}/{rank}" for rank in range(dist.get_world_size())]
+        self._attempts += 1
+        common = f"apex.debug/{self._name}/{self._attempts}"
+        names = [f"{common}/{rank}" for rank in range(dist.get_world_size())]
         store.set(names[dist.get_rank()], "here")
         try:
-            store.wait(names, _WAIT)
+            store.wait(names, WAIT)
         except (RuntimeError, ValueError):  # torch's DistStoreError, of a time-out
-            return False
-        return True
+            self._alone = True
+        return not self._alone
 
     def any(self, found: bool) -> bool:
         """Whether ``found`` on one of the ranks that replay together."""
-        if not self.needs_others:
+        if self._alone or not self.needs_others:
             return found
         flag = torch.tensor(float(found), device=next((p.device for p in self._params), "cpu"))
         return bool(agree(flag, self._params, self._group))

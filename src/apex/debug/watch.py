@@ -8,6 +8,7 @@ the gradients were computed with, and the replay is exact.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import types
@@ -34,6 +35,7 @@ __all__ = ["FaultWarning", "NonFiniteError", "Watch", "watch", "watch_of"]
 
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(apex.__file__))
 
+_numbers = itertools.count()  # of watches; the same on ranks that run the same program
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
 
@@ -77,6 +79,7 @@ class Watch:
         self.fault: Fault | None = None
         self.drifts: list[Drift] = []
         self.steps = self.skipped = 0
+        self._number = next(_numbers)
         self._step, self._on_fault, self._skip = step, on_fault, skip
         self._patience, self._group, self._every = patience, process_group, every
         self._models: list[torch.nn.Module] = []
@@ -334,7 +337,7 @@ class Watch:
             self.steps,
             self._since,
             scale,
-            ranks.Together(self._models, self._group),
+            ranks.Together(self._models, self._group, f"{self._number}/{self.steps}"),
             not dynamic and self._bad_loss is not None and bool(self._bad_loss),
         )
         if self.report is None and self._in_a_row > (self._patience if dynamic else 0):
