@@ -88,16 +88,25 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileError(f"{path}: args must be a list and kwargs a dictionary")
     if not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves((args, kwargs))):
         raise FileError(f"{path}: the arguments are no plain values")
+    state = entry.get("random")
+    like = torch.get_rng_state()
+    if not isinstance(state, torch.Tensor) or (state.dtype, state.shape) != (
+        like.dtype,
+        like.shape,
+    ):
+        raise FileError(f"{path}: it has no state of torch's random numbers")
+    if not isinstance(entry.get("report"), dict) or not isinstance(entry.get("torch"), str):
+        raise FileError(f"{path}: it has no report, or no version of torch")
     return entry
 
 
 def run(entry: dict[str, Any]) -> list[dict[str, Any]]:
     """Run the operation of a loaded file; describe each result, see :func:`tracing.describe`."""
     operation = _find(entry["operation"])
-    args, kwargs = tree_map(_back, (entry["args"], entry["kwargs"]))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.set_rng_state(entry["random"])
         try:
+            args, kwargs = tree_map(_back, (entry["args"], entry["kwargs"]))
             results = _results(operation, tree_map(_copy, args), tree_map(_copy, kwargs))
         except (RuntimeError, TypeError, NotImplementedError) as error:
             first = str(error).strip().splitlines()[0]
@@ -123,7 +132,8 @@ for tensor in torch.utils._pytree.tree_leaves([result, args]):
 
 def _find(name: str) -> Any:
     _, packet, overload = name.split(".")
-    return getattr(getattr(torch.ops.aten, packet, None), overload, None)
+    found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -154,7 +164,10 @@ def _plain(leaf: Any) -> Any:
 def _back(leaf: Any) -> Any:
     if isinstance(leaf, str) and leaf.startswith("!torch."):
         name = leaf.removeprefix("!torch.")
-        return torch.device("cpu") if name == "cpu" else getattr(torch, name)
+        value = torch.device("cpu") if name == "cpu" else getattr(torch, name, None)
+        if not isinstance(value, tuple(_TAGGED)):
+            raise TypeError(f"{leaf!r} is no dtype")
+        return value
     return leaf
 
 

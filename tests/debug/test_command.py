@@ -1,0 +1,367 @@
+"""``apex debug``: scripts as they are, what they print and return, and what is written of them."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from apex import debug
+from apex.bench import cli
+from apex.debug import reproduce
+
+HEAD = """
+import sys
+import torch
+from torch import nn
+"""
+MODEL = (
+    HEAD
+    + """
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+    def forward(self, x, number=1):
+        x = self.first(x)
+        if number == BAD:
+            x = (x - x.detach()).sqrt()
+        return self.last(x)
+BAD = 3
+"""
+)
+PLAIN = (
+    MODEL
+    + """
+model = Net()
+optimizer = torch.optim.Adam(model.parameters())
+for number in range(1, 6):
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 8), number=number).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(number, bool(loss.isfinite()))
+print(all(bool(p.isfinite().all()) for p in model.parameters()))
+"""
+)
+
+
+class Command:
+    """Runs ``apex debug`` in this process, in a folder of its own."""
+
+    def __init__(self, folder, capsys):
+        self.folder, self.capsys = folder, capsys
+        self.out = folder / "apex-debug"
+
+    def write(self, text, name="script.py"):
+        path = self.folder / name
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    def __call__(self, text, *arguments, options=()):
+        """Run a script; its exit code, stdout and stderr."""
+        script = self.write(text)
+        return self.main("debug", *options, script, *arguments)
+
+    def main(self, *arguments):
+        self.capsys.readouterr()
+        code = cli.main(arguments)
+        printed = self.capsys.readouterr()
+        return code, printed.out, printed.err
+
+    def report(self):
+        """The JSON that was written."""
+        return json.loads((self.out / "report.json").read_text())
+
+    def files(self):
+        return sorted(one.name for one in self.out.iterdir()) if self.out.exists() else []
+
+
+@pytest.fixture
+def command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = (list(sys.argv), list(sys.path), os.getcwd())
+    inits = (torch.optim.Optimizer.__init__, torch.amp.GradScaler.__init__)
+    main = sys.modules["__main__"]
+    yield Command(tmp_path, capsys)
+    assert (sys.argv, sys.path, os.getcwd()) == before
+    assert sys.modules["__main__"] is main
+    assert (torch.optim.Optimizer.__init__, torch.amp.GradScaler.__init__) == inits
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_pre_hooks
+    assert not hooks._global_forward_hooks
+
+
+def test_a_fault_is_written_and_the_output_stays(command):
+    code, out, err = command(PLAIN)
+
+    assert code == 0
+    assert out == "".join(f"{n} True\n" for n in range(1, 6)) + "True\n"
+    assert err.startswith("apex.debug: div in the model's forward (")
+    assert "script.py:14 in forward: x = (x - x.detach()).sqrt()" in err
+    assert "apex debug: wrote" in err
+    assert "shows it again" in err
+    assert command.files() == ["nan.pt", "report.json", "report.txt"]
+    report = command.report()
+    fields = ("cause", "module", "direction", "step", "since", "operation")
+    assert [report[name] for name in fields] == ["model", "", "backward", 3, 2, "aten.div.Tensor"]
+    assert report["sentence"] in (command.out / "report.txt").read_text()
+    assert reproduce.load(command.out / "nan.pt")["operation"] == "aten.div.Tensor"
+
+
+def test_repro_shows_it(command):
+    command(PLAIN)
+    path = str(command.out / "nan.pt")
+
+    code, out, err = command.main("debug", "repro", path)
+
+    assert (code, err) == (0, "")
+    assert "aten.div.Tensor" in out
+    assert "The fault shows." in out
+    script = out.partition("Without apex:\n\n")[2]
+    assert script == reproduce.script(path)
+    printed = command.main("debug", command.write(script))[1]
+    assert "nan" in printed or "inf" in printed
+
+
+def test_repro_of_what_is_no_file(command):
+    code, out, err = command.main("debug", "repro", "none.pt")
+    assert (code, out) == (2, "")
+    assert err == "apex debug repro: none.pt: no such file\n"
+
+    command.write("import os", "text.pt")
+    code, out, err = command.main("debug", "repro", "text.pt")
+    assert (code, out) == (2, "")
+    assert "text.pt: not a file of apex.debug" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_repro_of_what_is_finite(command):
+    path = command.folder / "nan.pt"
+    call = (torch.ops.aten.log.default, (torch.ones(3),), {})
+    reproduce.save(path, call, {"sentence": "Once."})
+
+    code, out, _ = command.main("debug", "repro", str(path))
+
+    assert code == 1
+    assert "the fault does not show" in out
+
+
+def test_healthy_scripts_leave_nothing(command):
+    code, out, err = command(PLAIN.replace("BAD = 3", "BAD = 0"))
+
+    assert (code, err) == (0, "")
+    assert out.endswith("True\n")
+    assert command.files() == []
+
+
+def test_out_is_the_folder(command):
+    code, _, err = command(PLAIN, options=("--out", "here/there"))
+
+    assert code == 0
+    assert (command.folder / "here" / "there" / "report.json").is_file()
+    assert command.files() == []
+    assert os.path.join("here", "there") in err
+
+
+def test_arguments_exit_codes_and_modules(command):
+    text = """
+        import sys, os
+        print(sys.argv[1:], __name__, os.path.basename(sys.argv[0]), __file__ == sys.argv[0])
+        sys.exit({code})
+    """
+    code, out, _ = command(text.format(code=7), "--out", "x", "-m", "--lr=0.1")
+    assert (code, out) == (7, "['--out', 'x', '-m', '--lr=0.1'] __main__ script.py True\n")
+    code, out, err = command(text.format(code="'stopped'"))
+    assert code == 1
+    assert err.splitlines()[0] == "stopped"
+    assert command(text.format(code="None"))[0] == 0
+    assert command(text.format(code="True"))[0] == 1
+    assert command(text.format(code=""))[0] == 0
+
+    command.write(
+        "import sys\nfrom other import name\nprint(__name__, name, sys.argv[1:])", "mod.py"
+    )
+    command.write("name = 'other'", "other.py")
+    try:
+        code, out, _ = command.main("debug", "-m", "mod", "a", "-b")
+        assert (code, out) == (0, "__main__ other ['a', '-b']\n")
+        code, out, _ = command.main("debug", command.write("from other import name; print(name)"))
+        assert (code, out) == (0, "other\n")
+    finally:
+        sys.modules.pop("other", None)
+
+
+def test_what_cannot_be_run(command):
+    code, out, err = command.main("debug", "none.py")
+    assert (code, out, err) == (2, "", "apex debug: none.py: no such file\n")
+    code, out, err = command.main("debug", "-m", "no_such_module")
+    assert code != 0
+    assert "no_such_module" in err
+
+
+def test_a_script_without_an_optimizer(command):
+    code, out, err = command(MODEL + "print(Net()(torch.ones(2, 8)).shape)")
+
+    assert (code, out) == (0, "torch.Size([2, 4])\n")
+    assert err.startswith("apex debug: no step of an optimizer was seen")
+    assert "with apex.debug.watch(model, optimizer):" in err
+    assert command.files() == []
+
+
+def test_interrupt(command):
+    assert command("raise KeyboardInterrupt")[0] == 130
+
+
+def test_a_report_before_the_script_fails(command):
+    """The report is written when the fault is found, not at the end."""
+    code, out, err = command(PLAIN + "raise ValueError('later')")
+
+    assert code == 1
+    assert "later" in err
+    assert command.report()["step"] == 3
+
+
+GAN = (
+    HEAD
+    + """
+torch.manual_seed(0)
+class Generator(nn.Sequential): pass
+class Discriminator(nn.Sequential): pass
+G = Generator(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+D = Discriminator(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+of_d = torch.optim.Adam(D.parameters())
+of_g = torch.optim.Adam(G.parameters())
+for number in range(4):
+    fake = G(torch.randn(4, 4)) * 1.0
+    of_d.zero_grad()
+    (D(torch.randn(4, 8)).mean() - D(fake.detach()).mean()).backward()
+    of_d.step()
+    of_g.zero_grad()
+    judged = D(fake)
+    if number == 2:
+        judged = (judged - judged.detach()).log()
+    judged.mean().backward()
+    of_g.step()
+print(all(bool(p.isfinite().all()) for m in (G, D) for p in m.parameters()))
+"""
+)
+
+
+def test_gan(command):
+    code, out, _ = command(GAN)
+
+    assert (code, out) == (0, "True\n")
+    report = command.report()
+    assert (report["cause"], report["step"], report["since"]) == ("loss", 6, 5)
+
+
+def test_several_optimizers_of_one_model(command):
+    text = PLAIN.replace(
+        "optimizer = torch.optim.Adam(model.parameters())",
+        "class Both(list):\n"
+        "    def zero_grad(self): [one.zero_grad() for one in self]\n"
+        "    def step(self): [one.step() for one in self]\n"
+        "optimizer = Both(torch.optim.SGD(m.parameters(), lr=0.1) for m in model.children())",
+    )
+    code, out, _ = command(text)
+
+    assert code == 0
+    assert out.endswith("True\n")
+    report = command.report()
+    assert (report["cause"], report["module"], report["direction"]) == ("model", "", "backward")
+
+
+SCALED = (
+    MODEL
+    + """
+BAD = {bad}
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=5)
+for number in range(60):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print(scaler.get_scale() > 0)
+"""
+)
+
+
+def test_grad_scaler(command):
+    code, out, err = command(SCALED.replace("{bad}", "0"))
+    assert (code, out, err) == (0, "True\n", "")  # its overflows heal
+    assert command.files() == []
+
+    code, out, err = command(SCALED.replace("{bad}", "1"))
+    assert (code, out) == (0, "True\n")
+    report = command.report()
+    assert (report["cause"], report["module"], report["step"]) == ("model", "", 17)
+
+
+def test_amp(command):
+    text = (
+        MODEL
+        + """
+from apex import amp
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=8.0)
+for number in range(1, 6):
+    with amp.scale_loss(model(torch.randn(4, 8), number=number).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(all(bool(p.isfinite().all()) for p in amp.master_params(optimizer)))
+"""
+    )
+    code, out, _ = command(text)
+
+    assert (code, out) == (0, "True\n")
+    report = command.report()
+    assert (report["cause"], report["step"], report["scale"]) == ("model", 3, 8.0)
+
+
+def test_a_script_with_a_watch_of_its_own(command):
+    text = PLAIN.replace(
+        "for number in range(1, 6):",
+        "from apex import debug\n"
+        "watch = debug.watch(model, optimizer, on_fault='keep')\n"
+        "for number in range(1, 6):",
+    )
+    code, out, _ = command(text + "print(watch.steps)")
+
+    assert code == 0
+    assert out.endswith("True\n5\n")
+
+
+def test_a_process(tmp_path):
+    """As users run it: the same stdout, exit code and traceback as of python alone."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        PLAIN.replace("number == BAD", "number == 2")
+        + "def fail():\n    raise KeyError('end')\nfail()"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, *before, str(script), "a"],
+            capture_output=True, text=True, cwd=tmp_path, check=False,
+        )
+        for before in ([], ["-m", "apex", "debug"])
+    ]  # fmt: skip
+    plain, watched = runs
+
+    assert plain.returncode == watched.returncode == 1
+    assert plain.stdout.splitlines()[0] == watched.stdout.splitlines()[0]
+    assert watched.stdout.endswith("True\n")  # its weights stay finite, and those of python not
+    assert plain.stdout.endswith("False\n")
+    assert watched.stderr.endswith(plain.stderr)  # the report, and then the same traceback
+    assert json.loads((tmp_path / "apex-debug" / "report.json").read_text())["cause"] == "model"
+    assert isinstance(debug.CAUSES["model"], str)
