@@ -223,6 +223,7 @@ assert apex.amp is amp
 assert "triton" not in sys.modules
 assert "apex.optimizers" not in sys.modules
 assert apex.optimizers.FusedAdam and apex.normalization.FusedLayerNorm and apex.parallel.LARC
+assert apex.debug.watch
 assert "optimizers" in dir(apex) and not hasattr(apex, "nothing")
 assert "triton" not in sys.modules
 assert not torch.cuda.is_initialized()
