@@ -33,6 +33,7 @@ __version__ = "1.0.0.dev0"
 _PARTS = (
     "RNN",
     "contrib",
+    "debug",
     "fp16_utils",
     "fused_dense",
     "mlp",

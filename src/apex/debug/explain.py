@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
 
 from apex.debug.calls import Call, Outcome, Replay, unchanged
 from apex.debug.ranks import Together
 from apex.debug.report import Report
-from apex.debug.tracing import Origin, Trace, Wide, describe, is_bad, module_paths
+from apex.debug.tracing import Origin, Trace, Wide, describe, fronts, is_bad, module_paths
 
 __all__ = ["Fault", "explain"]
 
@@ -85,12 +84,12 @@ def _quiet() -> Iterator[None]:
 class _Explanation:
     def __init__(self, fault: Fault, step: _Loss | None) -> None:
         self._fault, self._loss = fault, step
-        self._paths = module_paths([_plain(model) for model in fault.models])
-        several = len(fault.models) > 1
+        models = [_plain(model) for model in fault.models]
+        self._paths = module_paths(models)
         self._named: dict[str, torch.Tensor] = {
-            (f"{type(_plain(model)).__name__}.{name}" if several else name): param
-            for model in fault.models
-            for name, param in _plain(model).named_parameters()
+            (f"{front}.{name}" if front else name): param
+            for model, front in zip(models, fronts(models), strict=True)
+            for name, param in model.named_parameters()
         }
         self._replay = Replay(fault.calls, self._named, fault.scale, step)
         self._together = fault.together
@@ -367,7 +366,7 @@ def _order(origin: Origin) -> tuple[bool, int]:
 
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:
-    return model._orig_mod if isinstance(model, OptimizedModule) else model
+    return getattr(model, "_orig_mod", model)  # torch.compile(model)
 
 
 def _dtype(origin: Origin) -> str:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from apex.debug.operations import MOVES, READS_MASKS, is_masking, name_of
 
-__all__ = ["Origin", "Trace", "Wide", "describe", "is_bad", "local", "module_paths"]
+__all__ = ["Origin", "Trace", "Wide", "describe", "fronts", "is_bad", "local", "module_paths"]
 
 HALVES = (torch.float16, torch.bfloat16)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -113,11 +113,18 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
     return found
 
 
+def fronts(models: list[torch.nn.Module]) -> list[str]:
+    """What the paths in each model begin with: of several its class, with its place if need be."""
+    kinds = [type(model).__name__ for model in models]
+    if len(kinds) == 1:
+        return [""]
+    return [f"{k}[{i}]" if kinds.count(k) > 1 else k for i, k in enumerate(kinds)]
+
+
 def module_paths(models: list[torch.nn.Module]) -> dict[int, str]:
-    """The path of each module by its ``id``; of several models with the class's name in front."""
+    """The path of each module by its ``id``, with those of :func:`fronts`."""
     paths: dict[int, str] = {}
-    for model in models:
-        front = type(model).__name__ if len(models) > 1 else ""
+    for model, front in zip(models, fronts(models), strict=True):
         for name, module in model.named_modules():
             paths.setdefault(id(module), ".".join(part for part in (front, name) if part))
     return paths

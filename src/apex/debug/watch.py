@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import apex
@@ -486,7 +485,7 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module:
 
 def _outside_batchnorm(model: torch.nn.Module) -> list[torch.Tensor]:
     """Buffers a forward may read after it has written them; BatchNorm's it does not read."""
-    inner = model._orig_mod if isinstance(model, OptimizedModule) else model
+    inner = getattr(model, "_orig_mod", model)  # torch.compile(model)
     return [
         buffer
         for module in inner.modules()
