@@ -20,7 +20,6 @@ from torch import nn
 
 from apex import amp, debug
 
-
 Made = tuple[nn.Module, torch.Tensor, int]  # network, input, steps of a turn
 
 
