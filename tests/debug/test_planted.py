@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from tests.debug.planted import LEVELS, MODELS, Training, plant
+from apex import debug
+from tests.debug.planted import LEVELS, MODELS, Training, mlp, plant
 
 HALF = {"O1": torch.float16, "O2": torch.float16, "GradScaler": torch.float16}
 NAMES = ("name", "place", "path", "direction", "value", "where", "level")
@@ -56,3 +58,47 @@ def test_names_module_direction_and_cause(name, place, path, direction, value, w
     operation = report.operation and report.operation.split(".")[1]
     found = (report.module, report.direction, report.cause, operation)
     assert found == (expected, direction, cause, operations[value]), report.text()
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("value", "level"), [("nan", "O0"), ("inf", "GradScaler"), ("beyond", "O2"), ("nan", "O1")]
+)
+def test_in_a_checkpoint(reentrant, direction, value, level):
+    def prepare(models):
+        plant(models[0].layers[1].mlp[1], direction, value, "one", HALF.get(level))
+        inner = models[0].layers[1].forward
+        models[0].layers[1].forward = lambda x: checkpoint(inner, x, use_reentrant=reentrant)
+
+    report = Training("transformer", level, prepare).explain_first()
+
+    cause = "model"
+    if value == "beyond":
+        cause = "range" if direction == "forward" else "scale"
+    found = (report.module, report.direction, report.cause)
+    assert found == ("layers.1.mlp.1", direction, cause), report.text()
+
+
+@pytest.mark.filterwarnings("ignore")  # of Dynamo, at autograd functions
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_in_a_compiled_model(in_place, backend, direction):
+    """What uncompiled code makes too is named as in uncompiled code."""
+    torch.manual_seed(0)
+    model = mlp()
+    plant(model[2], direction, "nan", "one", None)
+    if in_place:
+        model.compile(backend=backend)
+    else:
+        model = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with debug.watch(model, optimizer, on_fault="keep") as watch:
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        report = watch.explain()
+
+    assert (report.module, report.direction, report.cause) == ("2", direction, "model")
+    assert report.operation == "aten.sqrt.default"

@@ -237,15 +237,11 @@ class Replay:
         outputs = [output for output, _ in pairs]
         seeds = [gradient if factor == 1.0 else gradient * factor for _, gradient in pairs]
         leaves = list(wanted.values())
-        if any(hasattr(model, "unshard") for model in {call.model for call in self.calls}):
+        is_sharded = any(hasattr(call.model, "unshard") for call in self.calls)
+        if is_sharded or _is_reentrant(outputs):
             found = _by_backward(outputs, seeds, leaves, keep)
         else:
-            try:
-                found = [*torch.autograd.grad(outputs, leaves, seeds, keep, allow_unused=True)]
-            except RuntimeError as error:
-                if "use_reentrant" not in str(error) and "checkpoint" not in str(error).lower():
-                    raise
-                found = _by_backward(outputs, seeds, leaves, keep)
+            found = [*torch.autograd.grad(outputs, leaves, seeds, keep, allow_unused=True)]
         for name, gradient in zip(wanted, found, strict=True):
             if gradient is not None:
                 before = outcome.gradients.get(name)
@@ -290,6 +286,21 @@ def _leaf(value: Any, made: dict[int, torch.Tensor]) -> Any:
             again = now.detach().as_strided(value.size(), value.stride(), value.storage_offset())
             return again.requires_grad_(value.requires_grad)
     return value.detach().requires_grad_() if value.requires_grad else value
+
+
+def _is_reentrant(outputs: list[torch.Tensor]) -> bool:
+    """Whether a part of the graph is a reentrant checkpoint: refuses ``torch.autograd.grad``."""
+    seen: set[Any] = set()
+    nodes: list[Any] = [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if "Checkpoint" in node.name():
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def _by_backward(
