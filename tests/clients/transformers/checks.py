@@ -16,10 +16,11 @@ from transformers import (
 )
 from transformers.models.t5 import modeling_t5
 
-from apex import amp
+from apex import amp, debug
 from apex.normalization import FusedRMSNorm
 from apex.optimizers import FusedAdam
 from tests.checkpoints import assert_equal
+from tests.clients.documented import callback
 
 STEPS, SAVED_AT = 12, 6
 CLIP = 0.5
@@ -44,7 +45,14 @@ class Watch(TrainerCallback):
         self.weights.append([p.detach().clone() for p in weights])
 
 
-def train(folder, watch, resume=None, **changes):
+class Root(torch.nn.Module):
+    """Finite in forward, not in backward."""
+
+    def forward(self, x):
+        return torch.sqrt(x - x.detach())
+
+
+def train(folder, watch, resume=None, broken=False, **changes):
     """Train a tiny GPT-2 to count; return the Trainer."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=2)
@@ -57,8 +65,11 @@ def train(folder, watch, resume=None, **changes):
         "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 1,
         **changes,
     }  # fmt: skip
+    model = GPT2LMHeadModel(config)  # its dropout makes the state of the generator matter
+    if broken:
+        model.transformer.h[1].mlp.act = Root()
     trainer = Trainer(
-        model=GPT2LMHeadModel(config),  # its dropout makes the state of the generator matter
+        model=model,
         args=TrainingArguments(str(folder), **settings),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         callbacks=[watch],
@@ -194,3 +205,25 @@ def test_t5_trains_and_generates(t5, how):
     written = model.eval().generate(tokens(), max_new_tokens=10, do_sample=False)
     # What it learned: to write the rows that it was given, after the token that starts.
     assert torch.equal(written[:, 1:], tokens())
+
+
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "apex"])
+def test_the_documented_callback_explains(tmp_path, mode):
+    explain = callback("transformers")()
+    options = {"fp16": mode == "apex", "bf16": mode == "bfloat16", "max_steps": 20}
+    if mode != "apex":
+        options |= {"half_precision_backend": "auto", "optim": "adamw_torch"}
+    with pytest.warns(debug.FaultWarning, match="SqrtBackward0"):
+        train(tmp_path, explain, broken=True, save_strategy="no", **options)
+    report = explain.watch.report
+    assert (report.cause, report.module) == ("model", "transformer.h.1.mlp.act")
+    assert report.step == (17 if mode == "apex" else 1)
+    assert explain.watch.skipped == 20
+
+
+def test_a_healthy_training_has_no_report_and_the_same_weights(tmp_path):
+    explain = callback("transformers")()
+    watched = train(tmp_path, explain, save_strategy="no")
+    assert (explain.watch.report, explain.watch.steps) == (None, STEPS)
+    plain = train(tmp_path, Watch(), save_strategy="no")
+    assert_equal(watched.model.state_dict(), plain.model.state_dict())
