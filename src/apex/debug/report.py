@@ -74,7 +74,7 @@ class Report:
         values = self.values
         rows = [
             ("cause", f"{self.cause}: {CAUSES[self.cause]}"),
-            ("operation", f"{self.operation}, {self.direction}" if self.operation else ""),
+            ("operation", ", ".join(part for part in (self.operation, self.direction) if part)),
             ("module", self.module if self.module != "" else "(the model itself)"),
             ("line", self.line),
             ("values", _values(values) if values else ""),
