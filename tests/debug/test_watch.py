@@ -8,10 +8,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from apex import amp, debug
 from tests.checkpoints import assert_equal
-from tests.debug.planted import LEVELS, MODELS, Training
+from tests.debug.planted import LEVELS, MODELS, Training, plant
 
 ALL_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "GradScaler")
 
@@ -124,6 +125,31 @@ def plant_when(module, harm, value):
         return out
 
     module.forward = forward
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5", "GradScaler"])
+@pytest.mark.parametrize("name", ["CNN", "LSTM", "GAN", "transformer", "checkpoint"])
+def test_explain_changes_nothing_of_other_models(name, level):
+    """BatchNorm's statistics, dropout, several models; reentrant checkpoints write gradients."""
+
+    def prepare(models):
+        first = next(m for m in models[-1].modules() if isinstance(m, nn.Linear))
+        plant(first, "backward", "nan", "one", None)
+        if name == "checkpoint":
+            inner = models[0].layers[0].forward
+            models[0].layers[0].forward = lambda x: checkpoint(inner, x, use_reentrant=True)
+
+    training = Training("transformer" if name == "checkpoint" else name, level, prepare)
+    for _ in training.steps():
+        if training.watch.fault is not None:
+            break
+    assert training.watch.fault is not None
+    before = state_of(training)
+    report = training.watch.explain()
+
+    assert report.cause == "model"
+    assert_equal(state_of(training), before)
 
 
 class Stateful(nn.Module):

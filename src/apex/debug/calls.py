@@ -184,6 +184,8 @@ class Replay:
         step: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         self.calls, self.named, self.scale, self.step = calls, named, scale, step
+        # Those whose outputs matter: not a validation, or what a discriminator was given.
+        self.judged = [call for call in calls if call.passes] or calls
 
     def run(self, factor: float = 1.0) -> Outcome:
         """Run all calls forward and backward, at ``factor`` times the loss scale."""
@@ -193,7 +195,8 @@ class Replay:
             with self._as_it_was(call):
                 inputs = tree_map(lambda one: _leaf(one, made), (call.args, call.kwargs))
                 outputs = tensors_in(call.model(*inputs[0], **inputs[1]))
-            outcome.outputs.append(outputs)
+            if any(call is one for one in self.judged):
+                outcome.outputs.append(outputs)
             for gave, now in zip(call.gave, outputs, strict=False):
                 if gave is not None and not gave.expired():  # type: ignore[no-untyped-call]
                     made[gave.cdata] = now

@@ -173,7 +173,7 @@ class _Explanation:
     def _replayed(self) -> Report:
         run = self._replay.run if self._fault.calls else self._replay.run_step
         outcome, origin = self._trace(run)
-        differs = not outcome.bad_outputs() and any(c.had_bad_output() for c in self._fault.calls)
+        differs = not outcome.bad_outputs() and any(c.had_bad_output() for c in self._replay.judged)
         if not self._together.any(origin is not None) or self._together.any(differs):
             return self._not_shown(run)
         after = origin is not None and origin.kind == "gradient"
@@ -191,9 +191,18 @@ class _Explanation:
         return report
 
     def _not_shown(self, run: Callable[[], Outcome]) -> Report:
+        if self._loss is not None:  # more than the models may have been differentiated
+            outcome, origin = self._trace(self._replay.run_step)
+            if self._together.any(origin is not None):
+                return self._classify(self._replay.run_step, outcome, origin)
         if self._together.any(self._fault.bad_loss):
-            return self._bad_loss()
-        in_forward = any(call.had_bad_output() for call in self._fault.calls)
+            hint = "" if self._loss else " (watch.explain(step=lambda: loss) names the line)"
+            return self._make(
+                "loss",
+                "The loss was not finite, although outputs and gradients are: the fault lies in "
+                f"the loss function or its targets{hint}.",
+            )
+        in_forward = any(call.had_bad_output() for call in self._replay.judged)
         as_it_is: list[bool] = []
         eager: list[bool] = []
         for bad, stance in ((as_it_is, "default"), (eager, "force_eager")) * 2:
@@ -215,19 +224,6 @@ class _Explanation:
             "The replay of the step does not show the fault: something between backward and step "
             "changed the gradients, or the model depends on what is not kept (random numbers of "
             "NumPy, files, time).",
-        )
-
-    def _bad_loss(self) -> Report:
-        """The loss was not finite, and all outputs and gradients were."""
-        if self._loss is not None:
-            outcome, origin = self._trace(self._replay.run_step)
-            if self._together.any(origin is not None):
-                return self._classify(self._replay.run_step, outcome, origin)
-        hint = "" if self._loss else " (watch.explain(step=lambda: loss) names the line)"
-        return self._make(
-            "loss",
-            "The loss was not finite, although outputs and gradients are: the fault lies in the "
-            f"loss function or its targets{hint}.",
         )
 
     def _note_buffers(self) -> None:

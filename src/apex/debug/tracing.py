@@ -199,6 +199,7 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
         self._known = {_key(tensor): names for tensor, names in known if _key(tensor) is not None}
         self._seen: dict[int, tuple[StorageWeakRef, Origin | None]] = {}
         self._sent: dict[int, Origin] = {}  # by collectives
+        self._alive: list[StorageWeakRef] = []  # so that no other memory has a key of these
         self._modules: list[str | None] = [None]
         self._forward: dict[int, tuple[str | None, str]] = {}  # by autograd's sequence numbers
         self._kept = 0
@@ -276,6 +277,7 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
             key = _key(tensor)
             if key is not None:
                 self._sent[key] = mine or Origin("collective", str(operation))
+                self._alive.append(StorageWeakRef(local(tensor).untyped_storage()))  # type: ignore[no-untyped-call]
                 self._seen.pop(key, None)
         return operation(*args, **kwargs)
 
