@@ -363,15 +363,6 @@ def loaded_by_rank_0_alone(rank):
     return [p.clone() for p in model.parameters()] + _grads(model)
 
 
-def loaded_by_rank_0_alone_in_eval(rank):
-    """Nothing may communicate in a forward in ``eval()``, so that the first backward tells."""
-    model = _normed(rank)
-    wrapper = DistributedDataParallel(model).eval()
-    if rank == 0:
-        model.load_state_dict(_normed(5).state_dict())
-    wrapper(_numbers(rank, 0, 4, 3)).sum().backward()
-
-
 def trained_in_eval(rank):
     model = _normed(rank)
     wrapper = DistributedDataParallel(model).eval()
