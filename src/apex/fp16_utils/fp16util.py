@@ -21,25 +21,6 @@ from apex.amp.casting import cpu_float16
 from apex.amp.casting.containers import applier
 from apex.ops.lists.flat import unflatten
 
-__all__ = [
-    "BN_convert_float",
-    "FP16Model",
-    "FP16_Module",
-    "backwards_debug_hook",
-    "clip_grad_norm",
-    "conversion_helper",
-    "convert_module",
-    "convert_network",
-    "fp16_to_fp32",
-    "fp32_to_fp16",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]
-
 #: ``torch.nn.utils.clip_grad_norm_``, as it was called in old versions of torch.
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 

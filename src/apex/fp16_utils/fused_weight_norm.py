@@ -9,8 +9,6 @@ import torch
 from apex.ops._function import Applied
 from apex.ops.norms.weight_norm import weight_norm
 
-__all__ = ["Fused_Weight_Norm", "check_contig_cuda"]
-
 
 def check_contig_cuda(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Raise ``RuntimeError`` if a tensor is not contiguous; any device will do."""

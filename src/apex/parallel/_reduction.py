@@ -53,7 +53,6 @@ class Reduction:
     Attributes:
         enabled: Whether passes are to reduce now.
         starts_equal: Whether the wrapper has made parameters equal since they could be loaded.
-        has_changed: Whether there were other parameters then: ranks have to be compared again.
         retained: The reduced buckets of the last pass, with ``options.retain``.
     """
 
@@ -64,7 +63,7 @@ class Reduction:
         self.group = group
         self.options = options
         self.enabled = True
-        self.starts_equal = self.has_changed = False
+        self.starts_equal = False
         self.retained: list[torch.Tensor] = []
         self.world = torch.distributed.get_world_size(group)
         self.all_reduce = AllReduce(gradient_group, options)
@@ -92,7 +91,6 @@ class Reduction:
         if list(map(id, params)) != list(map(id, self._params)):
             _remove(self._hooks)
             self._params, self.buckets = params, None
-            self.has_changed |= self.starts_equal
             self.starts_equal = False
         for index, param in enumerate(params):
             if id(param) not in self._hooks and param.requires_grad:

@@ -199,10 +199,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._reduction.refresh()
         reduction = self._reduction
         if self.training and not reduction.starts_equal:
-            if reduction.has_changed:
-                self._ranks_agree()
+            self._ranks_agree()
             self._broadcast()
-            reduction.starts_equal, reduction.has_changed = True, False
+            reduction.starts_equal = True
 
     @_disable_dynamo
     def _watch(self, output: Any) -> None:

@@ -38,8 +38,6 @@ import torch
 
 from apex.parallel.launch import Environment, environment, master_address
 
-__all__ = ["main"]
-
 _STYLES = {  # what --pass allows: options that old scripts declare together
     "rank,world-size": ("--rank", "--world-size"),
     "rank,world_size": ("--rank", "--world_size"),

@@ -2,8 +2,6 @@
 
 import logging
 
-__all__ = ["get_transformer_logger", "set_logging_level"]
-
 
 def get_transformer_logger(name: str) -> logging.Logger:
     """Return the logger of a module's name, or of its file's, whose ending ``.py`` is dropped."""
