@@ -59,7 +59,7 @@ class _Channels:
 
     outputs: list[str]  # layers: first dimension of their tensors
     inputs: list[str] = field(default_factory=list)  # layers: second dimension of their weight
-    fixed: str = ""  # why they must stay as they are
+    fixed: str = ""  # why their order has to stay
 
 
 class _Tracer(fx.Tracer):
@@ -250,20 +250,21 @@ def permute(pruned: PrunedModel, folder: str | None) -> int:
         if not matrices and not channels.fixed:
             continue
         entry: dict[str, Any] = {"outputs_of": channels.outputs, "inputs_of": channels.inputs}
-        has_permuted = False
+        verb, result = "did not permute", channels.fixed
         if not channels.fixed:
             matrix = torch.cat(matrices)
             order = best_order(matrix)
             before, after = kept(matrix), kept(matrix[:, order])
             entry |= {"kept_before": before, "kept_after": after, "order": order.tolist()}
-            channels.fixed = "no better order was found"
-            if after > before and (has_permuted := _reorder(pruned, channels, order)):
+            if after <= before:
+                result = "no better order was found"
+            elif not _reorder(pruned, channels, order):
+                result = "the optimizer's state has another shape than a weight"
+            else:
+                verb, result = "permuted", f"{after / before - 1.0:.2%} more magnitude is kept"
                 count += len(matrices)
-                channels.fixed = f"{after / before - 1.0:.2%} more magnitude is kept"
-        entry["result"] = channels.fixed
-        report.append(entry)
-        verb = "permuted" if has_permuted else "did not permute"
-        pruned.log(f"{verb} the outputs of {', '.join(channels.outputs)}: {channels.fixed}", 2)
+        report.append({**entry, "result": result})
+        pruned.log(f"{verb} the outputs of {', '.join(channels.outputs)}: {result}", 2)
     pruned.log(f"permuted the input channels of {count} of {len(pruned.pruned)} pruned weights", 1)
     if folder is not None:
         path = pathlib.Path(folder, "model_offline_permutation_graph.json")
@@ -272,12 +273,11 @@ def permute(pruned: PrunedModel, folder: str | None) -> int:
 
 
 def _reorder(pruned: PrunedModel, channels: _Channels, order: torch.Tensor) -> bool:
-    """Permute all tensors that have the channels, or none of them."""
+    """Permute all tensors that have the channels; False, and nothing done, where one cannot be."""
     tensors = [
         (one, dim, pruned.permuted_with(one)) for one, dim in _tensors(pruned.model, channels)
     ]
     if any(others is None for _, _, others in tensors):
-        channels.fixed = "the optimizer's state has another shape than a weight"
         return False
     for tensor, dim, others in tensors:
         tensor.copy_(tensor.index_select(dim, order))
