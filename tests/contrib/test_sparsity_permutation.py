@@ -218,6 +218,18 @@ NOT_FREE = {
     "a weight that is no parameter": (weight_beside, "two has hooks"),
     "used inside another": (used_inside, "layer.linear1 is called more than once"),
     "groups": (grouped, "used by head"),
+    "groups before": (
+        lambda: nn.Sequential(nn.Conv1d(4, 16, 1, groups=2), nn.Conv1d(16, 16, 1)),
+        "the outputs of 1: used by output",
+    ),
+    "a norm of positions": (
+        lambda: nn.Sequential(nn.Conv1d(3, 16, 1), nn.LayerNorm(16), nn.Conv1d(16, 16, 1)),
+        "used by _1",
+    ),
+    "a pool over channels": (
+        lambda: nn.Sequential(nn.Conv1d(3, 32, 1), nn.MaxPool2d((2, 1)), nn.Conv1d(16, 16, 1)),
+        "used by _1",
+    ),
     "untraceable": (lambda: called(lambda x, _: x if x.sum() > 0 else -x), "cannot trace"),
     "a net in training alone": (
         lambda: called(lambda x, model: x.relu() if model.training else x),
