@@ -46,7 +46,8 @@ def read(saved: Any, optimizer: Any) -> Saved:
     scaler = _scaler_from(saved["loss_scaler"])
     targets, masters = optimizer.fp32_from_fp16_groups, saved["fp32_from_fp16"]
     _check_masters(masters, targets)
-    inner = _in_group_order(saved["optimizer_state_dict"], optimizer)
+    inner = saved["optimizer_state_dict"]
+    _check_keys(inner, ("state", "param_groups"))
     return Saved(scaler, inner, targets, masters, {name: bool(saved[name]) for name in flags})
 
 
@@ -148,33 +149,3 @@ def _check_masters(saved: Sequence[Sequence[torch.Tensor]], groups: Groups) -> N
             f"FP16_Optimizer: the saved masters have the shapes {found}, by group; this "
             f"optimizer's have {wanted}. Make model and groups as they were when it was saved."
         )
-
-
-def _in_group_order(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Bring the wrapped optimizer's state into the order of its groups.
-
-    NVIDIA's Apex of 2018 put the masters of a group before its float32 parameters and left out
-    frozen ones. State is taken for such where its shapes fit that order and not the groups'.
-    """
-    _check_keys(saved, ("state", "param_groups"))
-    groups, state, spare = list(saved["param_groups"]), saved["state"], 0
-    halves, wide = optimizer.fp32_from_fp16_groups, optimizer.fp32_from_fp32_groups
-    present = [group["params"] for group in optimizer.param_groups]
-    for number, params in enumerate(present[: len(groups)]):
-        keys, first = list(groups[number]["params"]), [*halves[number], *wide[number]]
-        if _fits(keys, params, state) or not _fits(keys, first, state):
-            continue
-        key_of = {id(param): key for param, key in zip(first, keys, strict=True)}
-        spare -= len(params)  # keys without state
-        ordered = [key_of.get(id(param), spare + i) for i, param in enumerate(params)]
-        groups[number] = {**groups[number], "params": ordered}
-    return {**saved, "param_groups": groups}
-
-
-def _fits(keys: Sequence[Any], params: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> bool:
-    return len(keys) == len(params) and all(
-        value.shape == param.shape
-        for key, param in zip(keys, params, strict=True)
-        for value in state.get(key, {}).values()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-    )
