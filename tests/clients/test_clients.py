@@ -16,11 +16,6 @@ pytestmark = pytest.mark.skipif(
 CLIENTS = runner.clients()
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    return runner.build_wheel(tmp_path_factory.mktemp("wheel"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS.values(), ids=CLIENTS.keys())
 def test_client(client, request):
