@@ -10,8 +10,6 @@ import zipfile
 
 import pytest
 
-from tests.clients.runner import SetUpError, build_wheel
-
 ROOT = pathlib.Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(
@@ -47,14 +45,6 @@ def _needed(name, found):
     for line in found[key].requires or ():
         if "extra ==" not in line and key not in ("triton",):
             _needed(re.split(r"[\s;<>=!~\[(]", line, maxsplit=1)[0], found)
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    try:
-        return build_wheel(tmp_path_factory.mktemp("wheel"))
-    except SetUpError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

@@ -54,28 +54,28 @@ class Command(NamedTuple):
 RESULTS = ("jinja2", "matplotlib", "msgspec", "numpy", "rich", "scipy")
 COMMANDS = {
     "info": Command(
-        "apex.bench.info.command", "what is installed here and which code path runs it"
+        "apex.bench.info.command", "show what is installed and which code path runs"
     ),
     "bench": Command(
-        "apex.bench.training.command", "time, memory and accuracy of each precision level",
+        "apex.bench.training.command", "compare time, memory and accuracy of the levels",
         (*RESULTS, "sklearn"),
     ),
     "bench compare": Command(
-        "apex.bench.training.compare", "what got slower between two results files", RESULTS
+        "apex.bench.training.compare", "show what got slower between two results files", RESULTS
     ),
     "bench plot": Command(
-        "apex.bench.training.plot_command", "the plots of earlier results, or of several", RESULTS
+        "apex.bench.training.plot_command", "draw earlier results again", RESULTS
     ),
     "bench kernels": Command(
         "apex.bench.kernels.timing_command",
-        "times of each operation, ours and those of other packages", ("numpy", "rich", "scipy"),
+        "time each operation against those of other packages", ("numpy", "rich", "scipy"),
     ),
     "selftest": Command(
-        "apex.bench.selftest.command", "whether this installation computes correct numbers here"
+        "apex.bench.selftest.command", "check that this installation computes correct numbers"
     ),
     "kernels": Command(
         "apex.bench.kernels.inspection_command",
-        "registers, spills and memory accesses of each Triton kernel", ("rich", "triton"),
+        "show registers, spills and accesses of each kernel", ("rich", "triton"),
     ),
 }  # fmt: skip
 INSTALLED_AS = {"sklearn": "scikit-learn"}  # where pip has another name
