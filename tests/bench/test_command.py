@@ -138,22 +138,6 @@ def test_what_goes_wrong_in_a_cell_is_recorded_and_the_rest_goes_on(tmp_path, lo
     assert len(processes(log)) == before + 2  # those that failed are tried again
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory can be limited on Linux and GPUs")
-def test_the_largest_batch_that_fits(tmp_path, log, capsys):
-    options = ("--levels", "O0", "--batch", "max", "--memory-limit", "400MiB", "--seeds", "1")
-    words = ["--task", f"{TASKS}:wide", "--device", "cpu", "--out", str(tmp_path)]
-    assert main(["bench", *words, *options]) == 0
-    (found,) = read(tmp_path).largest
-    assert found.limit_bytes == 400 * 2**20
-    assert found.error is None
-    # The product, its exponential and their gradients: two to four MiB a sample.
-    # What torch loads in the try itself, tens of MiB at times, is in the limit too.
-    assert 90 <= found.batch <= 210
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"the largest batch that fits into 400 MiB is {found.batch}." in said
-    assert "Largest batch that fits" in (tmp_path / "report.html").read_text()
-
-
 def test_a_loader_may_have_processes(tmp_path, log):
     assert bench(tmp_path, "loaded", "--levels", "O0", "--seeds", "1", "--lr", "1e-6") == 0
     (run,) = read(tmp_path).runs
@@ -164,7 +148,7 @@ def test_levels_that_do_not_fit_together_are_trained_beside_o0_or_alone(monkeypa
     """What a process without memory says of all is tried again with fewer."""
     tried = []
 
-    def together(cells, options, told, budget_s):
+    def together(cells, options, on_progress, budget_s):
         labels = tuple(cell.level for cell in cells)
         tried.append(labels)
         large = {"O0": 2, "O1": 1, "O2": 3, "O4": 9}
@@ -249,14 +233,12 @@ def test_a_full_disk_is_one_line(tmp_path, log, capsys, monkeypatch):
         (["--task", f"{TASKS}:refusing"], "raised ValueError: no such size"),
         (["--task", f"{TASKS}:unknown"], "'lion'"),
         (["--task", f"{TASKS}:no_epoch"], "epochs 0"),
-        (["--batch", "max"], "--memory-limit"),
+        (["--batch", "max"], "--batch"),
         (["--batch", "0"], "--batch"),
         (["--batch", "1000000"], "--batch 1000000"),
         (["--levels", "O7"], "O7"),
         (["--tf32", "both", "--device", "cpu"], "TF32"),
         (["--lr", "-1"], "--lr"),
-        (["--memory-limit", "2"], "--memory-limit"),
-        (["--memory-limit", "2GiB"], "--memory-limit"),
         (["--seeds", "0"], "--seeds"),
         (["--budget", "soon"], "90s, 10m or 2h"),
         (["--target", "150"], "more than 100 %"),

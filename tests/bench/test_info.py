@@ -17,7 +17,7 @@ from apex.bench import cli
 from apex.bench.info import command as info
 from apex.bench.info import families, installs, machine, speeds
 from apex.bench.kernels.clocks import Lap
-from apex.bench.output.console import aligned
+from apex.bench.output.tables import aligned
 
 PYPROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
 COMMAND = re.search('^apex = "(.+)"$', PYPROJECT.read_text(), re.MULTILINE).group(1)

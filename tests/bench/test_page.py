@@ -13,9 +13,8 @@ from PIL import Image
 
 from apex.bench.training import page, plots, results
 from apex.bench.training.notes import notes
-from apex.bench.training.recommendation import answers
 from apex.bench.training.rows import rows
-from apex.bench.training.sentences import sentences
+from apex.bench.training.sentences import answers, sentences
 from apex.bench.training.table import lines
 from apex.bench.training.verdict import verdicts
 from tests.bench import made
@@ -176,13 +175,6 @@ def test_a_page_of_almost_nothing(runs, tmp_path):
     text = _write(made.report(cells, [made.run(cell) for cell in cells[:runs]]), tmp_path)
     assert not Elements(text).open
     assert "Nothing can be compared" in text
-
-
-def test_a_search_for_the_largest_batch_alone_has_no_empty_sections(tmp_path):
-    found = results.Largest("digits", "O1", 640, 2**30, None)
-    headings = Elements(_write(made.report([], [], largest=(found,)), tmp_path)).text
-    assert headings["h2"] == ["All numbers", "How it was measured"]
-    assert headings["h3"] == ["Largest batch that fits", "Machine and versions"]
 
 
 # --- in a browser --------------------------------------------------------------------------------

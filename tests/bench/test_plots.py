@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from apex.bench.output import figures, looks
+from apex.bench.output import figures
 from apex.bench.training import plots
 from apex.bench.training.precision import LEVELS
 from apex.bench.training.rows import rows
@@ -172,12 +172,12 @@ def test_names_of_tasks_cannot_break_a_plot(tmp_path):
         ET.parse(tmp_path / f"{name}.svg")
 
 
-def test_every_level_has_a_look_of_its_own():
-    found = [looks.look(level) for level in LEVELS]
-    found.append(looks.look("O0 TF32 on", {"O0 TF32 on", "O0 TF32 off"}))
-    assert len({look.colour for look in found}) == len(found)
-    assert len({look.marker for look in found}) == len(LEVELS)
-    assert looks.look("O4 TF32 on", {"O4 TF32 on"}) == looks.look("O4")
+def test_every_level_has_a_style_of_its_own():
+    found = [figures.style(level) for level in LEVELS]
+    found.append(figures.style("O0 TF32 on", {"O0 TF32 on", "O0 TF32 off"}))
+    assert len({style.colour for style in found}) == len(found)
+    assert len({style.marker for style in found}) == len(LEVELS)
+    assert figures.style("O4 TF32 on", {"O4 TF32 on"}) == figures.style("O4")
 
 
 def test_plots_leave_pyplot_alone(tmp_path):

@@ -8,11 +8,10 @@ import math
 import pytest
 
 from apex.bench import cli
-from apex.bench.output.columns import three, write_csv
+from apex.bench.output.tables import three, write_csv
 from apex.bench.training import plot_command, report, results, table
-from apex.bench.training.recommendation import answers
 from apex.bench.training.rows import rows
-from apex.bench.training.sentences import sentence
+from apex.bench.training.sentences import answers, sentences
 from apex.bench.training.verdict import verdicts
 from tests.bench import made
 
@@ -62,16 +61,16 @@ def test_an_interruption_leaves_the_former_file(tmp_path, monkeypatch):
 BAD = {
     "missing": (None, "cannot be read (No such file or directory)"),
     "foreign": ('{"format": "something else"}', "is not a report that apex bench writes"),
-    "cut off": ('{"format": "apex bench 3", "pl', "is not a report that apex bench writes"),
+    "cut off": ('{"format": "apex bench 4", "pl', "is not a report that apex bench writes"),
     "not text": ("\0\1", "is not a report that apex bench writes"),
     "too deep": ("[" * 100_000, "is not a report that apex bench writes"),
     "a list": ("[]", "is not a report that apex bench writes"),
     "damaged": (
-        '{"format": "apex bench 3", "plan": [{"task": 1}]}',
+        '{"format": "apex bench 4", "plan": [{"task": 1}]}',
         "Expected `str`, got `int` - at `$.plan[0].task`",
     ),
     "of no machine": (
-        '{"format": "apex bench 3", "environment": {}, "plan": [], "runs": []}',
+        '{"format": "apex bench 4", "environment": {}, "plan": [], "runs": []}',
         "no machine is named",
     ),
 }
@@ -191,7 +190,7 @@ def test_sentences_and_problems_are_printed(tmp_path, capsys, monkeypatch):
     shown = " ".join(_shown(of, tmp_path, capsys, monkeypatch).split())
     for verdict in verdicts(of):
         if verdict.other.level == "O0":
-            assert f"- {sentence(verdict)}" in shown
+            assert f"- {' '.join(sentences(verdict))}" in shown
     assert "Speed beside torch's own autocast: O1 1.0" in shown
     assert "O3 (digits-cnn, batch size 512): diverged (3 of 3)" in shown
     assert "FP16 (digits-cnn, batch size 128, 512): failed (3 of 3): TypeError" in shown

@@ -8,10 +8,9 @@ import pytest
 from scipy import stats
 
 from apex.bench.training.notes import marks, notes, problems
-from apex.bench.training.recommendation import answers
 from apex.bench.training.results import Operator
 from apex.bench.training.rows import rows
-from apex.bench.training.sentences import beside, sentence, sentences
+from apex.bench.training.sentences import answers, beside, sentences
 from apex.bench.training.verdict import BUSY, paired_ratio, verdicts
 from tests.bench import made
 from tests.bench.made import cell, level, of_runs, run, without
@@ -19,6 +18,11 @@ from tests.bench.made import cell, level, of_runs, run, without
 FAST = (0.50, 0.52, 0.51)
 RIGHT = (98.0, 98.2, 98.4)
 DIFFERENT = {"losses": (2.0, 1.0) * 30}  # from O0's: another arithmetic
+
+
+def sentence(of):
+    """All that is said of a level, in one paragraph."""
+    return " ".join(sentences(of))
 
 
 def _one(*runs, **others):

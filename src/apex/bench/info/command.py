@@ -14,7 +14,7 @@ import torch
 
 from apex.bench.info import families, installs, machine
 from apex.bench.info.speeds import Speed, speeds, times_of_float32
-from apex.bench.output.console import aligned
+from apex.bench.output.tables import aligned
 from apex.ops import _runtime
 
 __all__ = ["HELP", "Report", "add_arguments", "collect", "draw", "run"]

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from apex.bench.cli import UsageError, suggestion
 from apex.bench.options import unique
-from apex.bench.output.columns import Column, fitted
-from apex.bench.output.console import NOTHING, console
+from apex.bench.output.tables import NOTHING, Column, console, fitted
 
 if TYPE_CHECKING:
     from apex.kernels.inspect.finding import Finding
@@ -80,7 +79,7 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    to = console(180)
+    to = console()
     table, left_out = fitted(COLUMNS, findings, to)
     to.print(table)
     to.print(

@@ -20,6 +20,7 @@ from apex.bench.kernels.clocks import copy_gb_s
 from apex.bench.kernels.timing import how_measured, measure
 from apex.bench.kernels.timing_report import Report
 from apex.bench.options import (
+    add_device,
     at_least,
     check_file,
     environment,
@@ -73,9 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=at_least(1), metavar="N",
         help="threads that torch may use on the CPU (default: torch's choice)",
     )  # fmt: skip
-    parser.add_argument(
-        "--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)"
-    )
+    add_device(parser)
     parser.add_argument(
         "--json", type=Path, default=Path("apex-bench", "kernels.json"), metavar="PATH",
         help="file to write, with a CSV file beside it (default: %(default)s)",
@@ -155,7 +154,7 @@ def _measure_all(
     report.environment["copy_gb_s"] = copy
     for number, (op, name, dtype) in enumerate(plan, 1):
         case = f"{op.name}, {name}, {dtype}"
-        bar.doing(case)
+        bar.describe(case)
         found = measure(op, name, op.shapes[name](full), dtype, device, repeats, copy)
         for provider, package in found.missing.items():
             said = [*report.missing.get(package, []), f"{op.name}: {provider}"]
@@ -163,4 +162,4 @@ def _measure_all(
         report.rows += found.rows
         report.complete = number == len(plan)
         save(timing_report.content(report), file)
-        bar.done(case)
+        bar.finish(case)

@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from apex.bench.kernels.timing import Row
-from apex.bench.output.columns import Column, Value, fitted, span, three, write_csv
-from apex.bench.output.console import NOTHING, console, number
+from apex.bench.output.tables import (
+    NOTHING,
+    Column,
+    Value,
+    console,
+    fitted,
+    number,
+    span,
+    three,
+    write_csv,
+)
 
 __all__ = ["COLUMNS", "Report", "content", "show"]
 
 FORMAT = "apex bench kernels 4"
-WIDTH = 150  # columns, where the output is no terminal
 
 
 @dataclass
@@ -47,7 +55,7 @@ def content(report: Report) -> dict[str, Any]:
 
 def show(report: Report, file: Path) -> None:
     """Print the tables, and write the CSV file beside ``file``."""
-    to = console(WIDTH)
+    to = console()
     if not report.rows:
         to.print("Interrupted before the first case was finished: nothing to show.")
         return
@@ -159,6 +167,6 @@ COLUMNS: tuple[Column[Row], ...] = (
     _column("launches", "launches", lambda value: number(value, "d"), 6),
     Column(
         "problem", lambda row: (row.problem or "").partition(":")[0],
-        {"problem": attrgetter("problem")}, left=True,
+        {"problem": attrgetter("problem")}, left=True, wraps=True,
     ),
 )  # fmt: skip

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from apex.bench.output.columns import Column, filled
-from apex.bench.output.console import NOTHING
-from apex.bench.output.figures import PANEL, Drawn
+from apex.bench.output.figures import INK, PANEL, Drawn
 from apex.bench.output.files import jsonable
-from apex.bench.output.looks import INK
+from apex.bench.output.tables import NOTHING, Column, filled
 
 __all__ = ["Cell", "about_columns", "column_table", "flat", "join", "plot", "render", "table"]
 

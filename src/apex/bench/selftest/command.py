@@ -19,7 +19,13 @@ import torch
 
 from apex.bench.cli import UsageError
 from apex.bench.info import machine
-from apex.bench.options import check_file, environment, pick_device, terminated_like_interrupted
+from apex.bench.options import (
+    add_device,
+    check_file,
+    environment,
+    pick_device,
+    terminated_like_interrupted,
+)
 from apex.bench.output.files import save
 from apex.bench.selftest import gpu, ops, optimizers, report, training
 from apex.bench.selftest.check import Check, Result, Setting, carry_out, is_lost
@@ -41,9 +47,7 @@ OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``apex selftest``."""
-    parser.add_argument(
-        "--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)"
-    )
+    add_device(parser)
     parser.add_argument(
         "--json", type=Path, default=Path("apex-bench", "selftest.json"), metavar="FILE",
         help="file to write, after each check (default: %(default)s)",

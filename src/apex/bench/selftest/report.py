@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from apex.bench.options import unique
-from apex.bench.output.console import NOTHING, aligned
+from apex.bench.output.tables import NOTHING, aligned
 from apex.bench.selftest.check import PATHS, Measured, Result
 
 __all__ = ["say_failed", "say_running", "show"]

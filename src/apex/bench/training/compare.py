@@ -15,8 +15,8 @@ from pathlib import Path
 
 from apex.bench.cli import UsageError
 from apex.bench.intervals import Interval, difference_interval
-from apex.bench.output.columns import Column, fitted
-from apex.bench.output.console import console, number
+from apex.bench.options import positive
+from apex.bench.output.tables import Column, console, fitted, number, three
 from apex.bench.training.results import Report, read
 from apex.bench.training.rows import Row, rows
 
@@ -50,7 +50,11 @@ class Change:
     @property
     def broken(self) -> bool:
         """Whether a smaller share of its runs trained after."""
-        return _trained(self.after) < _trained(self.before)
+        old, new = (
+            statistics.fmean([run.status == "ok" for run in row.runs] or [1.0])
+            for row in (self.before, self.after)
+        )
+        return new < old
 
     def slower(self, threshold: float) -> bool:
         """Whether a step takes more than ``threshold`` per cent longer, beyond doubt."""
@@ -58,16 +62,16 @@ class Change:
             return False
         return self.time_interval is None or self.time_interval.low > 1
 
-    def found(self, threshold: float) -> list[str]:
+    def worse(self, threshold: float) -> list[str]:
         """Say what is worse."""
-        said = [self.after.problem or ""] if self.broken else []
+        found = [self.after.problem or ""] if self.broken else []
         if self.slower(threshold) and self.time is not None:
-            said.append(f"slower by {100 * (self.time - 1):.0f} %")
+            found.append(f"slower by {100 * (self.time - 1):.0f} %")
         if self.memory is not None and self.memory > 1 + threshold / 100:
-            said.append(f"{100 * (self.memory - 1):.0f} % more memory")
+            found.append(f"{100 * (self.memory - 1):.0f} % more memory")
         if self.accuracy_interval is not None and self.accuracy_interval.high < 0:
-            said.append(f"accuracy {self.accuracy_interval.value:+.2f} points")
-        return said
+            found.append(f"accuracy {self.accuracy_interval.value:+.2f} points")
+        return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, metavar="BEFORE", help="a results.json")
     parser.add_argument("after", type=Path, metavar="AFTER", help="a later one")
     parser.add_argument(
-        "--threshold", type=_per_cent, default=THRESHOLD, metavar="PERCENT",
+        "--threshold", type=positive, default=THRESHOLD, metavar="PERCENT",
         help="report differences in time or memory above this (default: %(default)g)",
     )  # fmt: skip
 
@@ -86,13 +90,12 @@ def run(args: argparse.Namespace) -> int:
     compared = changes(before, after)
     if not compared:
         raise UsageError(f"{args.before} and {args.after} have no row in common")
-    to = console(120)
+    to = console()
     to.print(fitted(COLUMNS, compared, to)[0])
-    worse = [(change, said) for change in compared if (said := change.found(args.threshold))]
-    found = [
-        f"{_words(change.after)}: {' '.join('; '.join(said).split())}." for change, said in worse
-    ]
-    for line in [*found, *_only_in_one(before, after), *differences(before, after)]:
+    for change in compared:
+        if worse := "; ".join(change.worse(args.threshold)):
+            to.print(f"{_name(change.after)}: {' '.join(worse.split())}.", markup=False)
+    for line in (*_only_in_one(before, after), *differences(before, after)):
         to.print(line, markup=False)
     slower = sum(change.slower(args.threshold) for change in compared)
     broken = sum(change.broken for change in compared)
@@ -103,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
 
 def changes(before: Report, after: Report) -> list[Change]:
     """Compare the rows that both have, in the order of the first."""
-    later = {_words(row): row for row in rows(after)}
-    return [_change(row, later[_words(row)]) for row in rows(before) if _words(row) in later]
+    later = {_name(row): row for row in rows(after)}
+    return [_change(row, later[_name(row)]) for row in rows(before) if _name(row) in later]
 
 
 def _change(old: Row, new: Row) -> Change:
@@ -128,10 +131,6 @@ def _logs(row: Row) -> list[float]:
     """Give the logarithm of the median step time of each run."""
     medians = [statistics.median(run.counted_ms) for run in row.finished if run.counted_ms]
     return [math.log(ms) for ms in medians if ms > 0]
-
-
-def _trained(row: Row) -> float:
-    return statistics.fmean([run.status == "ok" for run in row.runs] or [1.0])
 
 
 def differences(before: Report, after: Report) -> list[str]:
@@ -164,42 +163,27 @@ def _circumstances(report: Report) -> dict[str, str]:
 
 
 def _only_in_one(before: Report, after: Report) -> list[str]:
-    old, new = (list(dict.fromkeys(map(_words, rows(report)))) for report in (before, after))
-    alone = {
-        "before": [name for name in old if name not in new],
-        "after": [name for name in new if name not in old],
-    }
-    return [f"Only {which}: {', '.join(names)}." for which, names in alone.items() if names]
+    old, new = (list(map(_name, rows(report))) for report in (before, after))
+    return [
+        f"Only {which}: {', '.join(alone)}."
+        for which, mine, other in (("before", old, new), ("after", new, old))
+        if (alone := [name for name in mine if name not in other])
+    ]
 
 
-def _words(row: Row) -> str:
+def _name(row: Row) -> str:
     return f"{row.task} {row.label} at batch {row.batch}"
-
-
-def _times(change: Change) -> str:
-    return " → ".join(number(row.ms, ".3g") for row in (change.before, change.after))
 
 
 def _ratio(change: Change) -> str:
     ends = change.time_interval
-    between = "" if ends is None else f" ({ends.low:.2f}–{ends.high:.2f})"
-    return number(change.time, ".2f", f"x{between}")
+    return number(change.time, ".2f", f"x ({ends.low:.2f}–{ends.high:.2f})" if ends else "x")
 
 
 COLUMNS: Sequence[Column[Change]] = (
-    Column("", lambda change: _words(change.before), {}, left=True),
-    Column("step ms", _times, {}),
+    Column("", lambda x: _name(x.before), {}, left=True, wraps=True),
+    Column("step ms", lambda x: f"{three(x.before.ms)} → {three(x.after.ms)}", {}),
     Column("time (95 %)", _ratio, {}),
-    Column("memory", lambda change: number(change.memory, ".2f", "x"), {}),
-    Column("accuracy", lambda change: number(change.accuracy, "+.2f"), {}),
+    Column("memory", lambda x: number(x.memory, ".2f", "x"), {}),
+    Column("accuracy", lambda x: number(x.accuracy, "+.2f"), {}),
 )
-
-
-def _per_cent(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return value

@@ -8,18 +8,16 @@ from typing import Any
 
 from apex.bench.info.speeds import times_of_float32
 from apex.bench.intervals import Interval
+from apex.bench.options import unique
 from apex.bench.output import html
-from apex.bench.output.columns import three
-from apex.bench.output.console import NOTHING, number
-from apex.bench.output.figures import Drawn
+from apex.bench.output.figures import Drawn, style
 from apex.bench.output.html import Cell
-from apex.bench.output.looks import look
+from apex.bench.output.tables import NOTHING, filled, number, three
 from apex.bench.training.notes import marks, notes, problems, source
-from apex.bench.training.recommendation import answers
 from apex.bench.training.results import FORMAT, Report
 from apex.bench.training.results import Cell as PlannedCell
 from apex.bench.training.rows import BASELINE, Row
-from apex.bench.training.sentences import sentences
+from apex.bench.training.sentences import answers, sentences
 from apex.bench.training.table import COLUMNS, Line, lines
 from apex.bench.training.verdict import Verdict, baseline_of
 
@@ -60,12 +58,12 @@ def write(report: Report, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], 
         path,
         environment=report.environment,
         content={"format": FORMAT, **dataclasses.asdict(report)},
-        colour=lambda label: look(label).colour,
+        colour=lambda label: style(label).colour,
         report=report,
-        title=", ".join(_tasks(report)),
+        title=", ".join(unique(cell.task for cell in report.plan)),
         source=source(report.environment),
         marks=marks(report),
-        answers=answers(report, verdicts) if report.plan else [],
+        answers=answers(report, verdicts),
         statuses=Counter(run.status for run in report.runs),
         groups=_groups(verdicts),
         sentences=sentences,
@@ -73,17 +71,11 @@ def write(report: Report, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], 
         plots={name: html.plot(plot, CAPTIONS[name]) for name, plot in drawn.items()},
         questions=_questions(report, verdicts, made),
         tables=_tables(made),
-        largest=html.table([(f.level, _record(dataclasses.asdict(f))) for f in report.largest]),
         problems=problems(report),
         notes=report.notes,
-        settings=_settings(report) if report.plan else [],
-        **html.about_columns(COLUMNS if report.plan else (), made),
+        settings=_settings(report),
+        **html.about_columns(COLUMNS, made),
     )
-
-
-def _tasks(report: Report) -> list[str]:
-    searched = [found.task for found in report.largest]
-    return list(dict.fromkeys([*(cell.task for cell in report.plan), *searched]))
 
 
 def _groups(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
@@ -98,17 +90,15 @@ def _groups(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
 
 def _tables(made: Sequence[Line]) -> list[dict[str, Any]]:
     """Make the table of all levels, in two parts where it has many columns."""
-    filled = [
-        column for column in COLUMNS if any(column.text(x) not in ("", NOTHING) for x in made)
-    ]
-    names = [column for column in filled if column.group or column.heading == "level"]
-    others = sorted((c for c in filled if c not in names), key=lambda column: column.drop)
-    parts = [set(map(id, part)) for part in (others[: MAIN - 2], others[MAIN - 2 :]) if part]
+    columns = filled(COLUMNS, made)
+    names = [column for column in columns if column.group or column.heading == "level"]
+    others = sorted((c for c in columns if c not in names), key=lambda column: column.drop)
     return [
         html.column_table(
-            [c for c in filled if c in names or id(c) in part], made, lambda line: line.row.label
+            [c for c in columns if c in names or c in part], made, lambda line: line.row.label
         )
-        for part in parts
+        for part in (others[: MAIN - 2], others[MAIN - 2 :])
+        if part
     ]
 
 
@@ -229,14 +219,10 @@ def _models(report: Report) -> Iterator[tuple[str, dict[str, Cell]]]:
         yield label, cells
 
 
-def _record(fields: dict[str, Any]) -> dict[str, Cell]:
-    return {name.replace("_", " "): (html.join([value]), value) for name, value in fields.items()}
-
-
 def _settings(report: Report) -> list[tuple[str, str]]:
     """List the values that the cells of the plan have, and what holds for all."""
     names = [field.name for field in dataclasses.fields(PlannedCell)]
-    found = [(n, html.join(dict.fromkeys(getattr(c, n) for c in report.plan))) for n in names]
+    found = [(n, html.join(unique(getattr(c, n) for c in report.plan))) for n in names]
     found += [("margin", f"{report.margin:g} points of accuracy, and at least three test samples")]
     if report.budget_s is not None:
         found += [("budget", f"{report.budget_s:g} s")]

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from apex.bench.cli import UsageError
 from apex.bench.options import check_folder
-from apex.bench.training.notes import source
 from apex.bench.training.precision import ALIASES, LEVELS
 from apex.bench.training.report import write_all
 from apex.bench.training.results import Cell, Report, read
-from apex.bench.training.verdict import Verdict, verdicts
+from apex.bench.training.verdict import verdicts
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -45,39 +44,25 @@ def run(args: argparse.Namespace) -> int:
         own = f"{name}-{names[: place + 1].count(name)}" if names.count(name) > 1 else name
         folder = args.out / own if len(found) > 1 else args.out
         check_folder("--out", folder)
-        write_all(*each, folder)
+        write_all(each, verdicts(each), folder)
         print(f"The page, CSV files and plots: {folder / 'report.html'}")
     return 0
 
 
-def _load(
-    path: Path, levels: Sequence[str] | None, batches: Sequence[int] | None
-) -> tuple[Report, list[Verdict]]:
-    """Read a file, leave out what was not asked for, and try what drawing needs.
+def _load(path: Path, levels: Sequence[str] | None, batches: Sequence[int] | None) -> Report:
+    """Read a file and leave out what was not asked for.
 
     Raises:
-        UsageError: It cannot be read, is no sound report, or has nothing that was asked for.
+        UsageError: It cannot be read, is no report, or has nothing that was asked for.
     """
     report = read(path)
-    names = None if levels is None else {ALIASES.get(level, level) for level in levels}
+    names = LEVELS if levels is None else [ALIASES.get(level, level) for level in levels]
 
     def wanted(cell: Cell) -> bool:
-        here = names is None or cell.level in names
-        return here and (batches is None or cell.batch in batches)
+        return cell.level in names and (batches is None or cell.batch in batches)
 
-    report = dataclasses.replace(
-        report,
-        plan=tuple(cell for cell in report.plan if wanted(cell)),
-        runs=tuple(run for run in report.runs if wanted(run.cell)),
-    )
-    if not report.runs:
+    plan = tuple(cell for cell in report.plan if wanted(cell))
+    runs = tuple(run for run in report.runs if wanted(run.cell))
+    if not runs:
         raise UsageError(f"{path}: there is no run of these --levels and --batch in it")
-    unknown = {cell.level for cell in report.plan} - set(LEVELS)
-    try:
-        if unknown:
-            raise ValueError(f"unknown level {unknown.pop()!r}")
-        source(report.environment)
-        return report, verdicts(report)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{path} is a damaged report of apex bench ({why})") from None
+    return dataclasses.replace(report, plan=plan, runs=runs)

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -152,9 +153,8 @@ def _host_ms(step: Callable[[], object], device: torch.device) -> float | None:
 class _Model(Task):
     """A model whose memory says what a level does to weights, or to activations."""
 
-    def __init__(self, make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
         self.model = make  # type: ignore[method-assign]
-        self.shape = shape
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(batch).float().square().mean()
@@ -176,12 +176,14 @@ MODELS = {
 }
 
 
-def model_bytes(cell: Cell, device: torch.device) -> dict[str, int | None]:
-    """Measure the peak memory of a level on two models, with Adam: parameters and activations."""
-    found = {}
-    for name, (make, shape) in MODELS.items():
-        of = _Model(make, shape)
-        batch = torch.randn(shape, device=device)
-        found[name] = memory.peak_bytes(lambda: few_steps(cell, of, device, batch), device)  # noqa: B023
-        amp.reset()
+def model_bytes(cells: Sequence[Cell], device: torch.device) -> dict[str, dict[str, int | None]]:
+    """Measure the peak memory of each level on two models: parameters and activations."""
+    found: dict[str, dict[str, int | None]] = {cell.label: {} for cell in cells}
+    for cell in cells:
+        for name, (make, shape) in MODELS.items():
+            train = partial(
+                few_steps, cell, _Model(make), device, torch.randn(shape, device=device)
+            )
+            found[cell.label][name] = memory.peak_bytes(train, device)
+            amp.reset()
     return found

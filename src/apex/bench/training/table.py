@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from apex.bench.intervals import percentile
-from apex.bench.output.columns import Column, three, write_records
-from apex.bench.output.console import NOTHING, number
+from apex.bench.output.tables import NOTHING, Column, number, three, write_records
 from apex.bench.training.results import Report, Run
 from apex.bench.training.rows import Row, mean, rows
 from apex.bench.training.verdict import Verdict, baseline_of
@@ -125,7 +124,7 @@ COLUMNS: tuple[Column[Line], ...] = (
             "scale_highest": lambda x: max(x.row.scale_ends, default=None)},
            "of the first and the last step", WHOLE_RUNS, drop=7),
     Column("problem", lambda x: (x.row.problem or "").partition(":")[0],
-           {"problem": lambda x: x.row.problem}, left=True),
+           {"problem": lambda x: x.row.problem}, left=True, wraps=True),
 )  # fmt: skip
 
 

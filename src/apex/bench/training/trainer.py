@@ -3,21 +3,30 @@
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from apex import optimizers
 from apex.amp.casting import process_state
-from apex.bench.training import optimizers
+from apex.bench.catalogue import optimizers as catalogue
 from apex.bench.training.precision import precision
 from apex.bench.training.results import Cell
 from apex.bench.training.tasks.task import Task
 
-__all__ = ["FEW_STEPS", "OwnState", "Trainer", "few_steps", "mapped", "out_of_memory", "to"]
+__all__ = ["FEW_STEPS", "OPTIMIZERS", "OwnState", "Trainer", "few_steps", "mapped"]
+__all__ += ["out_of_memory", "to"]
 
+_TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+OPTIMIZERS: dict[str, Mapping[str, float]] = {  # by the names of the option; lower case is torch's
+    "sgd": {"lr": 0.05, "momentum": 0.9},
+    "adam": {"lr": 0.005},
+    "adamw": {"lr": 0.005, "weight_decay": 0.01},
+    **{one.title: one.training for one in catalogue.OPTIMIZERS if one.training},
+}
 FEW_STEPS = 3  # the first makes the optimizer's state; from the second on all is in place
 
 # What torch and oneDNN say when the machine has no more memory to give.
@@ -32,7 +41,9 @@ class Trainer:
         made = task.model()
         models = [made] if isinstance(made, nn.Module) else list(made)
         models = [model.to(device).train() for model in models]
-        steppers = [optimizers.make(cell.optimizer, m.parameters(), cell.lr) for m in models]
+        kind: Any = _TORCH.get(cell.optimizer) or getattr(optimizers, cell.optimizer)
+        numbers = {**OPTIMIZERS[cell.optimizer], "lr": cell.lr}
+        steppers = [kind(model.parameters(), **numbers) for model in models]
         self._task = task
         self.precision = precision(cell.level, device, task.growth_interval)
         self.models, self._optimizers = self.precision.start(models, steppers, task.losses)

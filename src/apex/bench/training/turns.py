@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from apex import amp
-from apex.bench.output.columns import three
+from apex.bench.output.tables import three
 from apex.bench.training.results import Cell, Run
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.training import AFTER, Training, counted
@@ -41,7 +41,7 @@ def train(
     cells: Sequence[Cell],
     task: Task,
     device: torch.device,
-    told: Callable[[float, str | None], None] = lambda share, line: None,
+    on_progress: Callable[[float, str | None], None] = lambda share, line: None,
     budget_s: float | None = None,
 ) -> list[Run]:
     """Train the cells by turns and measure; what goes wrong in one is part of its result.
@@ -50,7 +50,7 @@ def train(
         cells: They differ in level and TF32 alone.
         task: The task that they name.
         device: Where.
-        told: Called after every block with the share of the work that is done, 0 to 1, and
+        on_progress: Called after every block with the share of the work that is done, 0 to 1, and
             perhaps a line for the user.
         budget_s: Seconds that this may take; ``None`` is no limit.
     """
@@ -59,8 +59,8 @@ def train(
         # Past Dynamo's limit, 8, a model goes on uncompiled, in silence.
         config: Any = torch._dynamo.config
         with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-            return Turns(cells, task, device, told, budget_s).run()
-    return Turns(cells, task, device, told, budget_s).run()
+            return Turns(cells, task, device, on_progress, budget_s).run()
+    return Turns(cells, task, device, on_progress, budget_s).run()
 
 
 class Turns:
@@ -71,12 +71,12 @@ class Turns:
         cells: Sequence[Cell],
         task: Task,
         device: torch.device,
-        told: Callable[[float, str | None], None],
+        on_progress: Callable[[float, str | None], None],
         budget_s: float | None,
     ) -> None:
         self._began = time.monotonic()
         self._budget = budget_s
-        self._told = told
+        self._report = on_progress
         self._device = device
         self._trainings = [Training(cell, task, device) for cell in cells]
         self._draw = random.Random(cells[0].seed)
@@ -105,10 +105,10 @@ class Turns:
         while order:
             for training in order:
                 training.block(size, self._budget)
-                self._told(self._share(), None)
+                self._report(self._share(), None)
             order = [training for training in order if not training.over]
             if rounds == 0 and order:
-                self._told(self._share(), _first_line(self._trainings))
+                self._report(self._share(), _first_line(self._trainings))
                 fastest = min(training.step_ms() for training in order)
                 size = max(BLOCK, min(MOST, math.ceil(TURN_MS / max(fastest, 1e-3))))
             self._keep_to_budget(order)

@@ -1,21 +1,27 @@
-"""Columns of a table, one list for the terminal, the CSV file and the HTML page.
+"""Numbers and tables for people, in the terminal and as CSV.
 
-A column in which nothing was measured is left out of the tables that people read.
+A `Column` serves the terminal, the CSV file and the HTML page. `aligned` needs no rich, for
+commands that run with torch alone.
 """
 
 import csv
-from collections.abc import Callable, Sequence
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
-
-from apex.bench.output.console import NOTHING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Column", "Value", "filled", "fitted", "span", "three", "write_csv", "write_records"]
+__all__ = ["NOTHING", "WIDTH", "Column", "Value", "aligned", "console", "filled", "fitted"]
+__all__ += ["number", "span", "three", "write_csv", "write_records"]
+
+NOTHING = "—"
+WIDTH = 80  # columns, where the output is no terminal
 
 T = TypeVar("T")  # what a line of the table shows
 Value = str | float | int | None
@@ -23,7 +29,7 @@ Value = str | float | int | None
 
 @dataclass(frozen=True)
 class Column(Generic[T]):
-    """One column of a table.
+    """One column of a table. If nothing was measured in it, people do not see it.
 
     Attributes:
         heading: With line breaks for the terminal.
@@ -33,6 +39,7 @@ class Column(Generic[T]):
         absent: Why the number may be missing.
         drop: A narrow terminal leaves columns out, the highest first; 0 stays.
         left: Whether the text is aligned on the left.
+        wraps: Whether it may take several lines.
         group: Whether it is named in the title of a terminal's table.
     """
 
@@ -43,12 +50,21 @@ class Column(Generic[T]):
     absent: str = ""
     drop: int = 0
     left: bool = False
+    wraps: bool = False
     group: bool = False
 
 
 def filled(columns: Sequence[Column[T]], of: Sequence[T]) -> list[Column[T]]:
     """Leave out the columns without any value."""
     return [column for column in columns if any(column.text(x) not in ("", NOTHING) for x in of)]
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def number(value: float | None, spec: str, unit: str = "") -> str:
+    """Format a number that may not be there."""
+    return NOTHING if value is None else f"{value:{spec}}{unit}"
 
 
 def three(value: float | None) -> str:
@@ -63,6 +79,9 @@ def three(value: float | None) -> str:
 def span(low: float | None, high: float | None) -> str:
     """Show the two ends of a range."""
     return NOTHING if low is None or high is None else f"{three(low)}–{three(high)}"
+
+
+# --- CSV -----------------------------------------------------------------------------------------
 
 
 def write_csv(columns: Sequence[Column[T]], of: Sequence[T], path: Path) -> None:
@@ -80,6 +99,14 @@ def write_records(records: Sequence[dict[str, Value]], path: Path) -> None:
 
 
 # --- the terminal --------------------------------------------------------------------------------
+
+
+def console(*, stderr: bool = False) -> "Console":
+    """Standard output or error, as wide as its terminal, or `WIDTH` in a file or a pipe."""
+    from rich.console import Console
+
+    terminal = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
+    return Console(width=None if terminal else WIDTH, highlight=False, stderr=stderr)
 
 
 def fitted(
@@ -121,7 +148,7 @@ def _table(
     for column in columns:
         table.add_column(
             column.heading, justify="left" if column.left else "right", vertical="bottom",
-            no_wrap=column.heading != "problem", overflow="fold",
+            no_wrap=not column.wraps, overflow="fold",
         )  # fmt: skip
     for line in of:
         cells = [column.text(line) for column in columns]
@@ -129,3 +156,25 @@ def _table(
             cells = [cell.replace(" ± ", "±") for cell in cells]
         table.add_row(*map(Text, cells), style=style(line))
     return table
+
+
+def aligned(rows: Iterable[Sequence[str]], width: int | None = None) -> Iterator[str]:
+    """Indent rows of text, and line up all columns but the last.
+
+    With a width the last column goes on below itself; words, which may be paths, stay whole.
+    """
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
+    left = sum(widths) + 2 * len(widths) + 2
+    for row in rows:
+        cells = [cell.ljust(wide) for cell, wide in zip(row[:-1], widths, strict=True)]
+        first, *more = _wrapped(row[-1], width - left) if width else [row[-1]]
+        yield ("  " + "  ".join([*cells, first])).rstrip()
+        yield from (" " * left + line for line in more)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    width = max(width, 30)
+    if len(text) <= width:
+        return [text]  # as it is: two spaces stay two
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
