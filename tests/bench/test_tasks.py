@@ -12,14 +12,15 @@ from torch import nn
 from apex import amp
 from apex.bench.cli import UsageError
 from apex.bench.training.precision import LEVELS, precision
-from apex.bench.training.tasks import TASKS, cifar10, complete, corpus, load, resnet50
-from apex.bench.training.tasks.batches import Batches
+from apex.bench.training.tasks import TASKS, cifar10, complete, corpus, load, text
+from apex.bench.training.tasks.classification import IGNORED, Batches
+from apex.bench.training.tasks.networks import vgg16
 from apex.bench.training.tasks.task import Task, TaskOptions
 from apex.optimizers import FusedAdam
 from tests.tolerance import RESAMPLED, assert_close_to_largest
 
 pytest.importorskip("sklearn")
-from apex.bench.training.tasks import bert, digits
+from apex.bench.training.tasks import digits
 
 CPU = torch.device("cpu")
 QUICK = TaskOptions(CPU, quick=True)
@@ -116,7 +117,7 @@ def test_accuracy_and_test_loss_are_those_of_all_labels(tasks, name, monkeypatch
         right = (logits.argmax(-1) == y)[y != -100]
         exact = F.cross_entropy(logits.movedim(-1, 1), y)  # leaves -100 out
         in_a_sequence = 16 if name == "seq2seq" else 1  # whose loss is a sum over characters
-        monkeypatch.setattr(type(task), "at_once", 25)
+        monkeypatch.setattr(task, "at_once", 25, raising=False)
         assert task.test_size == len(right)
         assert task.accuracy(model) == pytest.approx(100 * float(right.double().mean()))
         assert task.test_loss(model) == pytest.approx(in_a_sequence * float(exact), rel=1e-5)
@@ -225,18 +226,18 @@ def test_digits_move_and_turn_as_they_are_told():
 
 
 def test_the_text_is_split_and_survives_float16(monkeypatch):
-    for text in (corpus.characters(), corpus.words(), corpus.letters()):
-        total = len(text.train) + len(text.held)
-        assert len(text.held) == total // 10
-        assert len(text.vocabulary) <= corpus.LARGEST
-        every = torch.arange(len(text.vocabulary))
+    for found in (corpus.characters(), corpus.words(), corpus.letters()):
+        total = len(found.train) + len(found.held)
+        assert len(found.held) == total // 10
+        assert len(found.vocabulary) <= corpus.LARGEST
+        every = torch.arange(len(found.vocabulary))
         assert torch.equal(every.half().long(), every)
-        assert corpus.MASK not in text.train
+        assert corpus.MASK not in found.train
     assert corpus.characters().vocabulary[2] == " "
     monkeypatch.setattr(corpus, "_topics", lambda: "aab" * 6 + "zz")
-    text = corpus.characters()
-    assert text.vocabulary == ["<unknown>", "<mask>", "a", "b"]
-    assert text.held.tolist() == [corpus.UNKNOWN] * 2
+    few = corpus.characters()
+    assert few.vocabulary == ["<unknown>", "<mask>", "a", "b"]
+    assert few.held.tolist() == [corpus.UNKNOWN] * 2
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(UsageError, match="pydoc_data"):
@@ -245,8 +246,8 @@ def test_the_text_is_split_and_survives_float16(monkeypatch):
 
 def test_masked_words():
     rows = torch.full((200, 100), 7)
-    tokens, labels = bert.masked(rows, torch.Generator().manual_seed(0), 50)
-    asked = labels != bert.IGNORED
+    tokens, labels = text.masked(rows, torch.Generator().manual_seed(0), 50)
+    asked = labels != IGNORED
     assert torch.equal(tokens[~asked], rows[~asked])
     assert (labels[asked] == 7).all()
     assert abs(asked.double().mean() - 0.15) < 0.01
@@ -310,13 +311,12 @@ def test_cifar_with_other_files_is_one_line(cifar, monkeypatch):
     assert asked == [(cifar10.URL, str(cifar.parent / "new"), cifar10.MD5)]
 
 
-def test_resnet50_on_random_images_and_on_files(tmp_path, monkeypatch):
+def test_resnet50_on_random_images_and_on_files(tmp_path):
     Image = pytest.importorskip("PIL.Image")
     task = load("resnet50", QUICK)
     assert task.accuracy is task.test_loss is task.test_size is None
     assert _count(task.model()) == 25_557_032
     small = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 2))
-    monkeypatch.setattr(resnet50.ResNet50, "model", lambda task: small)
     batches = list(task.loader(2, 0))
     assert len(batches) == 5
     assert batches[0][0].shape == (2, 3, 224, 224)
@@ -325,6 +325,7 @@ def test_resnet50_on_random_images_and_on_files(tmp_path, monkeypatch):
         for number in range(10):
             Image.new("L", (20, 30 + number), colour).save(tmp_path / name / f"{number}.png")
     task = load("resnet50", TaskOptions(CPU, quick=True, data=tmp_path))
+    task.model = lambda: small
     ((x, y), *_) = batches = list(task.loader(4, 0))
     assert len(batches) == 4  # 18 images to train on
     assert torch.equal(x[:, 0, 0, 0] > 0, y == 1)
@@ -353,7 +354,7 @@ def _count(model):
 
 def test_large_networks_have_the_parameters_of_their_families():
     assert _count(load("digits-vgg16", QUICK).model()) == 922_842
-    model = cifar10.Cifar10Vgg16.model(None)
+    model = vgg16(3)
     assert _count(model) == 14_724_042
     assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 

@@ -57,7 +57,7 @@ FOR_THE_REST = 0.12  # of a budget: memory of the two models, plots and page
 # fmt: off
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``apex bench``."""
-    named = "; ".join(f"{name}: {task.summary}" for name, task in tasks.TASKS.items())
+    named = "; ".join(f"{name}: {summary}" for name, (_, summary) in tasks.TASKS.items())
     add = parser.add_argument
     add("--task", nargs="+", default=["digits-cnn"], metavar="TASK",
         help=f"{named}; or file.py:function, see the docs (default: digits-cnn)")

@@ -150,15 +150,9 @@ def _host_ms(step: Callable[[], object], device: torch.device) -> float | None:
 # --- two models ----------------------------------------------------------------------------------
 
 
-class _Model(Task):
-    """A model whose memory says what a level does to weights, or to activations."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        self.model = make  # type: ignore[method-assign]
-
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(batch).float().square().mean()
-        return loss
+def _mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).float().square().mean()
+    return loss
 
 
 def _many_parameters() -> nn.Module:
@@ -181,9 +175,8 @@ def model_bytes(cells: Sequence[Cell], device: torch.device) -> dict[str, dict[s
     found: dict[str, dict[str, int | None]] = {cell.label: {} for cell in cells}
     for cell in cells:
         for name, (make, shape) in MODELS.items():
-            train = partial(
-                few_steps, cell, _Model(make), device, torch.randn(shape, device=device)
-            )
+            task, batch = Task(model=make, loss=_mean_square), torch.randn(shape, device=device)
+            train = partial(few_steps, cell, task, device, batch)
             found[cell.label][name] = memory.peak_bytes(train, device)
             amp.reset()
     return found

@@ -5,19 +5,18 @@ The files are those of ``cifar-10-binary.tar.gz``, in ``--data`` or in its folde
 installed. They are read as bytes: the other archives hold pickles, which can run code.
 """
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from apex.bench.cli import UsageError
-from apex.bench.training.tasks.batches import package
-from apex.bench.training.tasks.classification import Classification, Split
+from apex.bench.training.tasks.classification import Classification, Split, package
 from apex.bench.training.tasks.networks import ResNet, vgg16
 from apex.bench.training.tasks.task import TaskOptions
 
-__all__ = ["Cifar10ResNet18", "Cifar10Vgg16", "load"]
+__all__ = ["load", "resnet18", "vgg"]
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
@@ -45,28 +44,26 @@ def load(options: TaskOptions) -> Split:
 
 
 def _folder(options: TaskOptions) -> Path:
-    if options.data is None:
+    data = options.data
+    if data is None:
         raise UsageError(
             f"--task cifar10-... needs --data FOLDER with the files of {URL}; with --download and "
             "torchvision they are put there"
         )
-    places = [options.data, options.data / FOLDER]
-    found = [place for place in places if (place / TEST[0]).is_file()]
-    if found:
-        return found[0]
+    for folder in (data, data / FOLDER):
+        if (folder / TEST[0]).is_file():
+            return folder
     if not options.download:
         raise UsageError(
-            f"--data {options.data}: there is no {TEST[0]}; put the files of {URL} there, or use "
-            "--download"
+            f"--data {data}: there is no {TEST[0]}; put the files of {URL} there, or use --download"
         )
     package("torchvision", "cifar10-...")
+    utils = package("torchvision.datasets.utils", "cifar10-...")
     try:
-        package("torchvision.datasets.utils", "cifar10-...").download_and_extract_archive(
-            URL, str(options.data), md5=MD5
-        )
+        utils.download_and_extract_archive(URL, str(data), md5=MD5)
     except (OSError, RuntimeError) as error:  # no network, no space, another checksum
         raise UsageError(f"--download: {URL} could not be fetched: {error}") from error
-    return places[1]
+    return data / FOLDER
 
 
 def _read(folder: Path, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,22 +92,12 @@ def _normal(images: torch.Tensor) -> torch.Tensor:
     return (images / 255 - mean) / deviation
 
 
-class Cifar10Vgg16(Classification):
-    """The network of tutorial T2 and its data."""
-
-    epochs = 10
-
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(load(options))
-
-    def model(self) -> nn.Module:
-        """Build it: 14,724,042 parameters."""
-        return vgg16(channels=3)
+def vgg(options: TaskOptions) -> Classification:
+    """The network of tutorial T2 and its data: 14,724,042 parameters."""
+    return Classification(load(options), model=partial(vgg16, 3), epochs=10)
 
 
-class Cifar10ResNet18(Cifar10Vgg16):
-    """A network with shortcuts on the same data."""
-
-    def model(self) -> nn.Module:
-        """Build it: 11,173,962 parameters."""
-        return ResNet((2, 2, 2, 2), classes=10, small=True)
+def resnet18(options: TaskOptions) -> Classification:
+    """A network with shortcuts on the same data: 11,173,962 parameters."""
+    model = partial(ResNet, (2, 2, 2, 2), classes=10, small=True)
+    return Classification(load(options), model=model, epochs=10)

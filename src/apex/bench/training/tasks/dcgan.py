@@ -12,65 +12,55 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex.bench.training.tasks import digits
-from apex.bench.training.tasks.batches import Batches
+from apex.bench.training.tasks.classification import Batches
 from apex.bench.training.tasks.task import Task, TaskOptions
 
 if TYPE_CHECKING:
     from apex.bench.training.precision import Precision
 
-__all__ = ["DcganDigits", "discriminator", "generator"]
+__all__ = ["digits_dcgan", "discriminator", "generator"]
 
 SIZE = 16
 NOISE = 64  # numbers that an image is made of
 CHANNELS = 24  # of the hidden layer next to the image
 
 
-class DcganDigits(Task):
+def digits_dcgan(options: TaskOptions) -> Task:
     """It has no accuracy; the loss that is shown is the discriminator's."""
+    images = 2 * digits.load(SIZE, options).train_x - 1  # as tanh gives them
+    return Task(
+        model=lambda: (discriminator(SIZE, CHANNELS), generator(SIZE, NOISE, CHANNELS)),
+        loader=lambda batch_size, seed: Batches((images,), batch_size, seed, _with_noise),
+        step=_step, losses=3, optimizer="FusedAdam", lr=0.001, epochs=3,
+    )  # fmt: skip
 
-    optimizer = "FusedAdam"
-    lr = 0.001
-    epochs = 3
-    losses = 3
 
-    def __init__(self, options: TaskOptions) -> None:
-        self.images = 2 * digits.load(SIZE, options).train_x - 1  # as tanh gives them
+def _step(
+    precision: "Precision",
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Train the discriminator, then the generator."""
+    discriminator, generator = models
+    of_discriminator, of_generator = optimizers
+    real, noise = batch
+    of_discriminator.zero_grad()  # also of what the generator's loss left there
+    with precision.forward():
+        loss_real = _adversarial(discriminator(real), 1.0)
+    precision.backward(loss_real, of_discriminator, 0)
+    with precision.forward():
+        fake = generator(noise)
+        loss_fake = _adversarial(discriminator(fake.detach()), 0.0)
+    precision.backward(loss_fake, of_discriminator, 1)
+    precision.step(of_discriminator)
 
-    def model(self) -> Sequence[nn.Module]:
-        """Build the discriminator and the generator."""
-        return discriminator(SIZE, CHANNELS), generator(SIZE, NOISE, CHANNELS)
-
-    def loader(self, batch_size: int, seed: int) -> Batches:
-        """Give images, and the noise that as many others are made of."""
-        return Batches((self.images,), batch_size, seed, _with_noise)
-
-    def step(
-        self,
-        precision: "Precision",
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        batch: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Train the discriminator, then the generator."""
-        discriminator, generator = models
-        of_discriminator, of_generator = optimizers
-        real, noise = batch
-        of_discriminator.zero_grad()  # also of what the generator's loss left there
-        with precision.forward():
-            loss_real = _adversarial(discriminator(real), 1.0)
-        precision.backward(loss_real, of_discriminator, 0)
-        with precision.forward():
-            fake = generator(noise)
-            loss_fake = _adversarial(discriminator(fake.detach()), 0.0)
-        precision.backward(loss_fake, of_discriminator, 1)
-        precision.step(of_discriminator)
-
-        of_generator.zero_grad()
-        with precision.forward():
-            loss_generator = _adversarial(discriminator(fake), 1.0)
-        precision.backward(loss_generator, of_generator, 2)
-        precision.step(of_generator)
-        return loss_real.detach() + loss_fake.detach()
+    of_generator.zero_grad()
+    with precision.forward():
+        loss_generator = _adversarial(discriminator(fake), 1.0)
+    precision.backward(loss_generator, of_generator, 2)
+    precision.step(of_generator)
+    return loss_real.detach() + loss_fake.detach()
 
 
 def _with_noise(images: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

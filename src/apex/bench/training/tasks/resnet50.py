@@ -6,23 +6,25 @@ last tenth of the files of a class, by name, is held out.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from apex.bench.cli import UsageError
 from apex.bench.training.tasks.classification import Classification
 from apex.bench.training.tasks.networks import ResNet
 from apex.bench.training.tasks.task import TaskOptions
 
-__all__ = ["ResNet50"]
+__all__ = ["resnet50"]
 
 SIZE, CLASSES = 224, 1000
 STEPS, QUICK = 50, 5  # in an epoch of random images
 QUICK_FILES = 64  # to train on
+AT_ONCE = 64  # test images in a forward pass
+LR = 0.02
 WORKERS = 8  # at most, that read files
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 # Of ImageNet's channels, of values in [0, 1].
@@ -31,72 +33,62 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Files = list[tuple[Path, int]]  # with their classes
 
 
-class ResNet50(Classification):
-    """1,000 classes, or those in the folder."""
+def resnet50(options: TaskOptions) -> Classification:
+    """1,000 classes and 25,557,032 parameters, or the classes in the folder."""
+    if options.data is None:
+        random = _random_images(options)
+        return Classification(
+            model=_model(CLASSES), loader=random, accuracy=None, test_loss=None, lr=LR
+        )
+    train, held, classes = _listed(options.data)
+    if options.quick:  # every so many, so that there are several classes
+        train, held = (part[:: max(1, len(part) // QUICK_FILES)] for part in (train, held))
 
-    lr = 0.02
-    at_once = 64
-
-    def __init__(self, options: TaskOptions) -> None:
-        self._options, self._classes = options, CLASSES
-        if options.data is None:
-            self.accuracy = self.test_loss = None  # type: ignore[assignment, method-assign]
-            return
-        self._train, self._held, self._classes = _listed(options.data)
-        if options.quick:  # every so many, so that there are several classes
-            self._train, self._held = (
-                files[:: max(1, len(files) // QUICK_FILES)] for files in (self._train, self._held)
-            )
-        self.test_size = len(self._held)
-
-    def model(self) -> nn.Module:
-        """Build it with random weights: 25,557,032 parameters for 1,000 classes."""
-        return ResNet((3, 4, 6, 3), bottleneck=True, classes=self._classes)
-
-    def loader(self, batch_size: int, seed: int) -> Iterable[Any]:
-        """Give images and classes."""
+    def loader(batch_size: int, seed: int) -> Iterable[Any]:
+        if batch_size > len(train):
+            raise UsageError(f"--batch {batch_size}: there are {len(train)} images")
         random = torch.Generator().manual_seed(seed)
-        if self._options.data is not None:
-            if batch_size > len(self._train):
-                raise UsageError(f"--batch {batch_size}: there are {len(self._train)} images")
-            return self._files(self._train, batch_size, random)
+        return _read(train, batch_size, options, shuffle=True, generator=random, drop_last=True)
+
+    def test() -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        for x, y in _read(held, AT_ONCE, options):
+            yield x.to(options.device), y.to(options.device)
+
+    return Classification(
+        model=_model(classes), loader=loader, test=test, test_size=len(held), lr=LR
+    )
+
+
+def _model(classes: int) -> Callable[[], ResNet]:
+    return partial(ResNet, (3, 4, 6, 3), bottleneck=True, classes=classes)
+
+
+def _random_images(options: TaskOptions) -> Callable[[int, int], Iterable[Any]]:
+    def loader(batch_size: int, seed: int) -> Iterable[Any]:
+        random = torch.Generator().manual_seed(seed)
         images = torch.randn(batch_size, 3, SIZE, SIZE, generator=random)
         classes = torch.randint(CLASSES, (batch_size,), generator=random)
-        batch = images.to(self._options.device), classes.to(self._options.device)
-        return [batch] * (QUICK if self._options.quick else STEPS)
+        batch = images.to(options.device), classes.to(options.device)
+        return [batch] * (QUICK if options.quick else STEPS)
 
-    def test(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Read the images held out."""
-        for x, y in self._files(self._held, self.at_once, None):
-            yield x.to(self._options.device), y.to(self._options.device)
-
-    def _files(
-        self, files: Files, batch_size: int, random: torch.Generator | None
-    ) -> Iterable[Any]:
-        """Read files, in a random order and in whole batches where there is a generator."""
-        return torch.utils.data.DataLoader(
-            _Images(files),
-            batch_size,
-            shuffle=random is not None,
-            generator=random,
-            drop_last=random is not None,
-            num_workers=0 if self._options.quick else min(WORKERS, os.cpu_count() or 1),
-            pin_memory=self._options.device.type == "cuda",
-        )
+    return loader
 
 
-class _Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Image files with their classes, read when they are asked for."""
+def _read(files: Files, batch_size: int, options: TaskOptions, **order: Any) -> Iterable[Any]:
+    """Read images and their classes in processes of their own."""
+    data: Any = files  # a list is a dataset of torch's
+    return torch.utils.data.DataLoader(
+        data,
+        batch_size,
+        collate_fn=_images,
+        num_workers=0 if options.quick else min(WORKERS, os.cpu_count() or 1),
+        pin_memory=options.device.type == "cuda",
+        **order,
+    )
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
 
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        path, number = self._files[index]
-        return _image(path), number
+def _images(files: Files) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack([_image(path) for path, _ in files]), torch.tensor([n for _, n in files])
 
 
 def _listed(folder: Path) -> tuple[Files, Files, int]:
