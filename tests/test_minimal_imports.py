@@ -84,7 +84,7 @@ def test_the_other_commands_run_or_name_all_that_is_missing_in_one_line(tmp_path
     code, out, errors = _run(
         f"""
 from apex.bench.cli import main
-more = {{"bench compare": ["a", "b"], "bench plot": ["a"]}}
+more = {{"bench plot": ["a"]}}
 more["selftest"] = ["--only", "FusedSGD, fp32", "--json", {str(tmp_path / "f.json")!r}]
 for name in {commands}:
     print(name, main([*name.split(), *more.get(name, [])]))

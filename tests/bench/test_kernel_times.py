@@ -345,7 +345,7 @@ def test_help_of_both_benches(capsys):
         with pytest.raises(SystemExit, match="0"):
             main(words)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "see also: apex bench compare, apex bench plot, apex bench kernels" in shown
+    assert "see also: apex bench plot, apex bench kernels" in shown
     for option in ("--op", "--shapes", "--dtype", "--repeats", "--full", "--threads", "--json"):
         assert option in shown
     for op in OPS:

@@ -60,9 +60,6 @@ COMMANDS = {
         "apex.bench.training.command", "time, memory and accuracy of each precision level",
         (*RESULTS, "sklearn"),
     ),
-    "bench compare": Command(
-        "apex.bench.training.compare", "what got slower between two results files", RESULTS
-    ),
     "bench plot": Command(
         "apex.bench.training.plot_command", "the plots of earlier results, or of several", RESULTS
     ),
