@@ -27,8 +27,7 @@ def log(tmp_path, monkeypatch):
     file.touch()
     monkeypatch.setenv("USER_TASK_LOG", str(file))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("_measure_speeds", "_measure_models"):  # seconds each time
-        monkeypatch.setattr(command._Bench, name, lambda self: None)
+    monkeypatch.setattr(command._Bench, "_measure_speeds", lambda self: None)  # seconds
     monkeypatch.setattr(plots, "draw", lambda *_: {})  # seconds too; the pictures have own tests
     return file
 

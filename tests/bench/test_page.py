@@ -96,7 +96,7 @@ def test_an_engineer_finds_what_is_asked_next(text):
                  "by the host's clock", "Bonferroni", "FP16 (digits-cnn, batch size 128, 512)",
                  "tokens cannot be halved", "54 trainings", "measured on a GPU only",
                  "Ours beside torch's autocast", "same arithmetic", "Time to 97 % accuracy",
-                 "not by all seeds", "Inference", "mm float32", "80.0 MiB (1.25×)",
+                 "not by all seeds", "Inference", "mm float32",
                  "Click a heading to sort"):  # fmt: skip
         assert fact in said, fact
     drawn = re.findall(r'<figure id="plot-([\w-]+)"', text)

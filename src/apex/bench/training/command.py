@@ -31,7 +31,7 @@ from apex.bench.options import (
     unique,
 )
 from apex.bench.output.progress import Bar, progress
-from apex.bench.training import plan, profiling, report, tasks
+from apex.bench.training import plan, report, tasks
 from apex.bench.training.notes import how_measured
 from apex.bench.training.precision import ALIASES, LEVELS
 from apex.bench.training.results import Cell, Report, write
@@ -51,7 +51,7 @@ MARGIN = 0.5
 DEFAULT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "native-fp16", "native-bf16")
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 TRAINED = "{task.completed:.1f} of {task.total} trainings"  # beside the progress bar
-FOR_THE_REST = 0.12  # of a budget: memory of the two models, plots and page
+FOR_THE_REST = 0.08  # of a budget: plots and page
 
 
 # fmt: off
@@ -85,7 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="TF32 for float32 products, on a GPU that has it; O0 always runs both (default: off)")
     add("--quick", action="store_true", help="less data; marked in all output")
     add("--data", type=Path, metavar="FOLDER", help="files of the task")
-    add("--download", action="store_true", help="let the task fetch its files into --data")
     add_device(parser)
     add("--out", type=Path, default=Path("apex-bench"), metavar="FOLDER",
         help="folder of all files; a run that was stopped goes on there (default: %(default)s)")
@@ -128,7 +127,7 @@ class _Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self._began = time.monotonic()
         device = pick_device(args.device)
-        self._options = TaskOptions(device, args.quick, args.data, args.download)
+        self._options = TaskOptions(device, args.quick, args.data)
         batches = unique(args.batch)
         levels = _levels(args.levels, args.tf32, device)
         described = [_described(name, args, self._options, batches) for name in unique(args.task)]
@@ -163,9 +162,6 @@ class _Bench:
             self._measure_speeds()
             for place, group in enumerate(groups):
                 self._train(group, len(groups) - place, bar)
-            if self._left() > 0:
-                bar.describe("memory of two models")
-                self._measure_models()
 
     def _left(self) -> float:
         """Seconds of the budget that trainings may still take."""
@@ -207,17 +203,6 @@ class _Bench:
         device = self._options.device
         with suppress(Died):
             self.report = replace(self.report, speeds=in_a_process(speeds, device, device=device))
-
-    def _measure_models(self) -> None:
-        """One after the other, in a process that has trained nothing."""
-        labels = {cell.label: cell for cell in self.report.plan}
-        cells = [
-            replace(cell, optimizer="adam", lr=1e-3, compile=False) for cell in labels.values()
-        ]
-        device = self._options.device
-        with suppress(Died):
-            found = in_a_process(profiling.model_bytes, cells, device, device=device)
-            self._update(model_bytes=found)
 
 
 # --- what the options mean -----------------------------------------------------------------------

@@ -133,10 +133,6 @@ def _questions(
             "Times of one operation alone, relative to float32's.",
             list(_speeds(report)),
         ),
-        "Memory of two kinds of models": (
-            "Peak memory of a training with Adam, and relative to O0.",
-            list(_models(report)),
-        ),
     }  # fmt: skip
     return {name: (said, html.table(of)) for name, (said, of) in found.items() if of}
 
@@ -207,16 +203,6 @@ def _speeds(report: Report) -> Iterator[tuple[str, dict[str, Cell]]]:
         name = f"{dtype}, amp" if under == "amp" else dtype
         ratios = {of: (number(ratio, ".2f", "×"), ratio) for of, ratio in times.items()}
         yield name, {"dtype": (name, None), **ratios}
-
-
-def _models(report: Report) -> Iterator[tuple[str, dict[str, Cell]]]:
-    base = next((of for label, of in report.model_bytes.items() if label.startswith(BASELINE)), {})
-    for label, of in report.model_bytes.items():
-        cells: dict[str, Cell] = {"level": (label, None)}
-        for name, mine in of.items():
-            share = f" ({mine / base[name]:.2f}×)" if mine and base.get(name) else ""
-            cells[name] = (f"{three(mine / 2**20)} MiB{share}" if mine else NOTHING, mine)
-        yield label, cells
 
 
 def _settings(report: Report) -> list[tuple[str, str]]:

@@ -8,11 +8,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from apex import amp
 from apex.bench import memory
@@ -20,7 +18,7 @@ from apex.bench.training.results import Cell, Operator
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.trainer import Trainer, few_steps, mapped
 
-__all__ = ["MODELS", "Measured", "measure", "model_bytes", "operators"]
+__all__ = ["Measured", "measure", "operators"]
 
 HOST_STEPS = 20
 PROFILED_STEPS = 5
@@ -145,38 +143,3 @@ def _host_ms(step: Callable[[], object], device: torch.device) -> float | None:
         step()
         times.append(1000 * (time.perf_counter() - begin))
     return statistics.median(times)
-
-
-# --- two models ----------------------------------------------------------------------------------
-
-
-def _mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(batch).float().square().mean()
-    return loss
-
-
-def _many_parameters() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
-
-
-def _many_activations() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-MODELS = {
-    "four linear layers of 1024, batch 16": (_many_parameters, (16, 1024)),
-    "two transformer layers of 128, 16 sequences of 128": (_many_activations, (16, 128, 128)),
-}
-
-
-def model_bytes(cells: Sequence[Cell], device: torch.device) -> dict[str, dict[str, int | None]]:
-    """Measure the peak memory of each level on two models: parameters and activations."""
-    found: dict[str, dict[str, int | None]] = {cell.label: {} for cell in cells}
-    for cell in cells:
-        for name, (make, shape) in MODELS.items():
-            task, batch = Task(model=make, loss=_mean_square), torch.randn(shape, device=device)
-            train = partial(few_steps, cell, task, device, batch)
-            found[cell.label][name] = memory.peak_bytes(train, device)
-            amp.reset()
-    return found

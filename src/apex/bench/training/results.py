@@ -163,9 +163,6 @@ class Report:
     """That other programs used this machine when it began."""
     speeds: tuple[Speed, ...] = ()
     """Of single operations in each dtype on this machine."""
-    model_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Peak bytes of tensors: of each level, for a model with many parameters and one with many
-    activations."""
 
     @property
     def complete(self) -> bool:

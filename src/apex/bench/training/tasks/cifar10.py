@@ -1,8 +1,7 @@
 """CIFAR-10 from its binary files: a byte for the class and 3,072 for the image, 10,000 times each.
 
 The files are those of ``cifar-10-binary.tar.gz``, in ``--data`` or in its folder
-``cifar-10-batches-bin``. ``--download`` fetches them into ``--data`` where torchvision is
-installed. They are read as bytes: the other archives hold pickles, which can run code.
+``cifar-10-batches-bin``. They are bytes; CIFAR-10 as pickles, which can run code, is not read.
 """
 
 from functools import partial
@@ -12,14 +11,13 @@ import numpy as np
 import torch
 
 from apex.bench.cli import UsageError
-from apex.bench.training.tasks.classification import Classification, Split, package
+from apex.bench.training.tasks.classification import Classification, Split
 from apex.bench.training.tasks.networks import ResNet, vgg16
 from apex.bench.training.tasks.task import TaskOptions
 
 __all__ = ["load", "resnet18", "vgg"]
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 FOLDER = "cifar-10-batches-bin"  # in the archive
 TRAINING = [f"data_batch_{number}.bin" for number in range(1, 6)]
 TEST = ["test_batch.bin"]
@@ -35,7 +33,7 @@ def load(options: TaskOptions) -> Split:
     Raises:
         UsageError: There is no such folder, or its files are not CIFAR-10's.
     """
-    folder = _folder(options)
+    folder = _folder(options.data)
     train_x, train_y = _read(folder, TRAINING[:1] if options.quick else TRAINING)
     test_x, test_y = _read(folder, TEST)
     few, few_tests = (QUICK, QUICK_TEST) if options.quick else (None, None)
@@ -43,27 +41,12 @@ def load(options: TaskOptions) -> Split:
     return Split(train_x, train_y[:few], test_x, test_y[:few_tests]).to(options.device)
 
 
-def _folder(options: TaskOptions) -> Path:
-    data = options.data
-    if data is None:
-        raise UsageError(
-            f"--task cifar10-... needs --data FOLDER with the files of {URL}; with --download and "
-            "torchvision they are put there"
-        )
-    for folder in (data, data / FOLDER):
+def _folder(data: Path | None) -> Path:
+    for folder in (data, data / FOLDER) if data else ():
         if (folder / TEST[0]).is_file():
             return folder
-    if not options.download:
-        raise UsageError(
-            f"--data {data}: there is no {TEST[0]}; put the files of {URL} there, or use --download"
-        )
-    package("torchvision", "cifar10-...")
-    utils = package("torchvision.datasets.utils", "cifar10-...")
-    try:
-        utils.download_and_extract_archive(URL, str(data), md5=MD5)
-    except (OSError, RuntimeError) as error:  # no network, no space, another checksum
-        raise UsageError(f"--download: {URL} could not be fetched: {error}") from error
-    return data / FOLDER
+    where = f"--data {data}: there is no {TEST[0]}" if data else "--task cifar10-... needs --data"
+    raise UsageError(f"{where}; take the folder with the files of {URL}, unpacked")
 
 
 def _read(folder: Path, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,8 +50,6 @@ class TaskOptions:
     """Whether to take less data, so that an epoch takes a few seconds on a CPU."""
     data: Path | None = None
     """The folder of ``--data``, for tasks whose data are files of the user's."""
-    download: bool = False
-    """Whether the data may be fetched (``--download``)."""
 
 
 class Task:
