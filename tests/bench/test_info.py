@@ -15,7 +15,7 @@ import apex
 from apex.amp.casting import cpu_float16
 from apex.bench import cli
 from apex.bench.info import command as info
-from apex.bench.info import families, installs, machine, speeds
+from apex.bench.info import installs, machine, speeds
 from apex.bench.kernels.clocks import Lap
 from apex.bench.output.tables import aligned
 
@@ -309,7 +309,7 @@ def test_what_is_timed_is_of_the_dtype(monkeypatch):
 
 
 def test_every_family_is_live_on_the_cpu():
-    live = {line.family: line for line in families.live_paths(["cpu"])}
+    live = {line.family: line for line in info.live_paths(["cpu"])}
     first = ["casting", "float16 arithmetic", "gradient unscaling", "optimizers"]
     assert list(live) == [*first, "lists of tensors", "norms, losses, attention"]
     assert {line.path for line in live.values()} == {"torch fused"}
@@ -319,7 +319,7 @@ def test_every_family_is_live_on_the_cpu():
 def test_float16_on_the_cpu(monkeypatch):
     for native in (True, False):
         monkeypatch.setattr(cpu_float16, "has_float16_instructions", lambda native=native: native)
-        line = families.live_paths(["cpu"])[1]
+        line = info.live_paths(["cpu"])[1]
         assert ("matrix products" in line.why) is not native
         assert all(words in line.why for words in ("attention", "float32, rounded once"))
 
@@ -329,7 +329,7 @@ def test_unscaling_says_why_it_cannot_run(monkeypatch):
         raise NotImplementedError("not built for this device\nlong list")
 
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", fail)
-    line = families.live_paths(["cpu"])[2]
+    line = info.live_paths(["cpu"])[2]
     assert line.path == "unavailable"
     assert line.why.endswith("does not run here: not built for this device")
 

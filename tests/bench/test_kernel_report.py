@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from apex.bench.kernels import timing_report
+from apex.bench.kernels import timing_command
 from apex.bench.kernels.timing import Row
-from apex.bench.kernels.timing_report import Report
+from apex.bench.kernels.timing_command import Report
 from apex.bench.output import files
 from tests.bench import made
 
@@ -57,8 +57,8 @@ def _report(rows=None, **changes):
 
 
 def _show(of, folder, name="kernels.json"):
-    files.save(timing_report.content(of), folder / name)
-    timing_report.show(of, folder / name)
+    files.save(timing_command.content(of), folder / name)
+    timing_command.show(of, folder / name)
 
 
 @pytest.fixture(scope="module")

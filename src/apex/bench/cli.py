@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, NoReturn, Protocol, cast
 
@@ -22,6 +23,7 @@ __all__ = ["UsageError", "main", "suggestion"]
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+MOST = 70  # characters of the choices that an error names
 
 
 class UsageError(Exception):
@@ -79,12 +81,16 @@ INSTALLED_AS = {"sklearn": "scikit-learn"}  # where pip has another name
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, except that an error is exactly one line."""
+    """argparse, except that an error is exactly one line, with a long list of choices cut short."""
 
     def error(self, message: str) -> NoReturn:
-        choice = re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message)
-        hint = suggestion(choice[1], choice[2].replace("'", "").split(", ")) if choice else ""
-        self.exit(2, f"{self.prog}: {hint}{_one_line(message)} (see '{self.prog} --help')\n")
+        found = re.search(r"argument (.+?): invalid choice: '(.+?)' \(choose from (.+)\)", message)
+        if found:
+            known = found[3].replace("'", "").split(", ")
+            some = textwrap.shorten(", ".join(known), MOST, placeholder=" ...")
+            hint = suggestion(found[2], known) or f"use {some} "
+            message = f"{found[1]} {found[2]} is unknown: {hint}".rstrip()
+        self.exit(2, f"{self.prog}: {_one_line(message)} (see '{self.prog} --help')\n")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

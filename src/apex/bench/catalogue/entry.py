@@ -85,7 +85,6 @@ class Op:
 
     Attributes:
         name: What users choose it by; a variant's has a comma.
-        title: For people.
         ours: The public function, of all inputs.
         theirs: The fastest expression of torch's functions that computes the same. In float64 it is
             what results are compared with; in the dtype of the inputs it is what we are timed with.
@@ -108,7 +107,6 @@ class Op:
     """
 
     name: str
-    title: str
     ours: Function
     theirs: Function
     leaves: Callable[[Shape], Sequence[Leaf]]
@@ -124,6 +122,11 @@ class Op:
     widens: bool = False
     terms: int = 1
     fused_by: str = "us"
+
+    @property
+    def title(self) -> str:
+        """The name for people."""
+        return self.name.replace("_", " ")
 
     def inputs(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
         """Make the arguments, with random numbers that are the same on every device."""

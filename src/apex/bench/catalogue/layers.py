@@ -203,22 +203,20 @@ def _attention_written_out(x: Tensor, *inputs: Any) -> Tensor:
 
 OPS: tuple[Op, ...] = (
     Op(
-        "swiglu", "SwiGLU", swiglu, _torchs_swiglu, _gated, checked=ROWS,
+        "swiglu", swiglu, _torchs_swiglu, _gated, checked=ROWS,
         operator=swiglu_op.OP, fused_by="compiler",
     ),
     Op(
-        "dense_gelu_dense", "dense, GELU, dense", _fused_dense_gelu_dense, _torchs_dense,
+        "dense_gelu_dense", _fused_dense_gelu_dense, _torchs_dense,
         _two_layers, timed=Timed(MATRICES, None),
     ),
-    Op("mlp", "MLP", _mlp, _torchs_mlp, _two_layers, timed=Timed(MATRICES, None)),
+    Op("mlp", _mlp, _torchs_mlp, _two_layers, timed=Timed(MATRICES, None)),
     Op(
-        "masked_softmax", "masked softmax, keys for all",
-        scaled_masked_softmax, _torchs_masked_softmax, _scores,
+        "masked_softmax", scaled_masked_softmax, _torchs_masked_softmax, _scores,
         partial(_mask, False), timed=Timed(SCORES, (2, 3)),
     ),
     Op(
-        "masked_softmax, no key", "masked softmax",
-        scaled_masked_softmax, _torchs_emptied_softmax, _scores,
+        "masked_softmax, no key", scaled_masked_softmax, _torchs_emptied_softmax, _scores,
         partial(_mask, True), in_eps=tolerance.FROM_RESULT,
         checked=Checked(
             ((1, 2, 7, 123), (1, 2, 4, 4097)), ((1, 2, 4096, 1024), (1, 2, 1027, 4096))
@@ -227,7 +225,7 @@ OPS: tuple[Op, ...] = (
         of_matrix=lambda shape: (*(1,) * (4 - len(shape)), *shape), terms=512,
     ),
     Op(
-        "causal_softmax", "causal softmax",
+        "causal_softmax",
         lambda x, later: scaled_upper_triang_masked_softmax(x, None, SCALE),
         _torchs_causal_softmax, _scores, _later, dtypes=("bf16",), in_eps=tolerance.FROM_RESULT,
         checked=Checked(((3, 33, 33),), ((8, 2048, 2048),)),
@@ -235,23 +233,23 @@ OPS: tuple[Op, ...] = (
         timed=Timed(CAUSAL, (1.5, 2)),
     ),
     Op(
-        "rotary", "rotary embedding, all channels", fused_apply_rotary_pos_emb, _torchs_rotary,
+        "rotary", fused_apply_rotary_pos_emb, _torchs_rotary,
         lambda shape: [Leaf(shape)], partial(_freqs, 1.0),
         timed=Timed(ROTARY, (2, 2), liger=_ligers_rotary),
     ),
     Op(
-        "rotary, three quarters", "rotary embedding", fused_apply_rotary_pos_emb, _torchs_rotary,
+        "rotary, three quarters", fused_apply_rotary_pos_emb, _torchs_rotary,
         lambda shape: [Leaf(shape)], partial(_freqs, 0.75), operator=rotary.OP,
         checked=Checked(((5, 2, 3, 16), (9, 1, 20, 128)), ((4096, 1, 32, 128),)),
         arguments=lambda t, freqs: (t, freqs[:, 0, 0].cos(), freqs[:, 0, 0].sin(), None, 0),
         of_matrix=lambda shape: (2, 1, math.prod(shape[:-1]), shape[-1]), fused_by="compiler",
     ),
     Op(
-        "attention", "self-attention", _attention, _torchs_attention, _weights, _heads,
+        "attention", _attention, _torchs_attention, _weights, _heads,
         timed=Timed(ATTENTION, None, _attention_written_out),
     ),
     Op(
-        "index_mul_2d", "index_mul_2d", lambda in2, in1, index: index_mul_2d(in1, in2, index),
+        "index_mul_2d", lambda in2, in1, index: index_mul_2d(in1, in2, index),
         _torchs_index_mul_2d, _picked, _index, checked=ROWS,
         timed=Timed(MATRICES, (3, 5.25)), operator=index_mul_2d_op.OP,
         of_matrix=lambda shape: (math.prod(shape[:-1]) if shape[-1] else 0, shape[-1]),

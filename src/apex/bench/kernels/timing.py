@@ -26,7 +26,7 @@ class Row:
     """One provider of one operation on one set of tensors; what was not measured is ``None``.
 
     ``times`` are of each turn, in ms, and ``our_times`` ours in the same turns. The columns of
-    `timing_report` say what the other numbers mean.
+    `timing_command` say what the other numbers mean.
     """
 
     op: str
