@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from apex.bench.cli import UsageError, main
-from apex.bench.training import command, plan, plots, results
+from apex.bench.training import plan, plots, results
 from apex.bench.training.tasks.task import TaskOptions
 from tests.bench import made
 
@@ -27,7 +27,6 @@ def log(tmp_path, monkeypatch):
     file.touch()
     monkeypatch.setenv("USER_TASK_LOG", str(file))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(command._Bench, "_measure_speeds", lambda self: None)  # seconds
     monkeypatch.setattr(plots, "draw", lambda *_: {})  # seconds too; the pictures have own tests
     return file
 

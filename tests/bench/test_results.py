@@ -247,15 +247,6 @@ def test_csv_has_a_line_for_each_row_with_plain_numbers(tmp_path):
         assert record["problem"] == (row.problem or "")
 
 
-def test_the_other_csv_has_a_line_for_each_run(tmp_path):
-    of = made.troubled()
-    table.write_runs_csv(of, tmp_path / "runs.csv")
-    found = _csv(tmp_path / "runs.csv")
-    assert [record["status"] for record in found] == [run.status for run in of.runs]
-    assert found[0]["accuracy_percent"] == str(of.runs[0].accuracy[-1])
-    assert found[0]["seed"] == "0"
-
-
 def test_the_time_to_a_target_is_the_median_over_seeds_that_all_reached_it():
     runs = [
         made.run(made.cell(seed=s), accuracy=(90.0, 97.5), epoch_seconds=(1.0, second))

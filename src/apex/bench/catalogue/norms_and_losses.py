@@ -53,10 +53,6 @@ def _logits(shape: Shape) -> Sequence[Leaf]:
     return [Leaf(shape, 2.0)]
 
 
-def _rows_of_a_matrix(shape: Shape) -> Shape:
-    return (math.prod(shape[:-1]) if shape[-1] else 0, shape[-1])
-
-
 # --- norms ----------------------------------------------------------------------------------------
 
 
@@ -109,10 +105,6 @@ def _torchs_group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> 
     # What F.group_norm calls after it has refused the single element of the host's cost.
     # torch 2.14 refuses images without elements.
     return torch.group_norm(x, groups, weight, bias, EPS) if x.numel() else torch.empty_like(x)
-
-
-def _torchs_group_norm_silu(*inputs: Any) -> Tensor:
-    return F.silu(_torchs_group_norm(*inputs))
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -198,7 +190,10 @@ _OF_GROUP_NORM: dict[str, Any] = {
     "checked": PICTURES, "in_eps": {torch.float32: tolerance.GROUP_NORM},
     "layout": torch.channels_last,
 }  # fmt: skip
-_OF_LOSS: dict[str, Any] = {"of_matrix": _rows_of_a_matrix, "widens": True, "terms": 512}
+_OF_LOSS: dict[str, Any] = {
+    "of_matrix": lambda shape: (math.prod(shape[:-1]) if shape[-1] else 0, shape[-1]),
+    "widens": True, "terms": 512,
+}  # fmt: skip
 
 OPS: tuple[Op, ...] = (
     Op(
@@ -252,7 +247,8 @@ OPS: tuple[Op, ...] = (
         ),
     ),
     Op(
-        "group_norm, SiLU", _group_norm("silu"), _torchs_group_norm_silu, _images, _groups,
+        "group_norm, SiLU", _group_norm("silu"),
+        lambda *inputs: F.silu(_torchs_group_norm(*inputs)), _images, _groups,
         **_OF_GROUP_NORM, operator=group_norm.OP, arguments=lambda *inputs: (*inputs, EPS, True),
         of_matrix=lambda shape: (2, 3 * -(-math.prod(shape[1:]) // 4), shape[0], 2),
     ),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["NOTHING", "WIDTH", "Column", "Value", "aligned", "console", "filled", "fitted"]
-__all__ += ["number", "span", "three", "write_csv", "write_records"]
+__all__ += ["number", "span", "three", "write_csv"]
 
 NOTHING = "—"
 WIDTH = 80  # columns, where the output is no terminal
@@ -87,15 +87,10 @@ def span(low: float | None, high: float | None) -> str:
 def write_csv(columns: Sequence[Column[T]], of: Sequence[T], path: Path) -> None:
     """Write a line for each of ``of``: plain numbers, nothing where nothing was measured."""
     heads = {name: value for column in columns for name, value in column.numbers.items()}
-    write_records([{name: value(line) for name, value in heads.items()} for line in of], path)
-
-
-def write_records(records: Sequence[dict[str, Value]], path: Path) -> None:
-    """Write records that have the same names."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(records[0]) if records else [])
-        writer.writeheader()
-        writer.writerows(records)
+        writer = csv.writer(file)
+        writer.writerow(heads)
+        writer.writerows([value(line) for value in heads.values()] for line in of)
 
 
 # --- the terminal --------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import torch
 
 from apex.bench.cli import UsageError
 from apex.bench.info import machine
-from apex.bench.info.speeds import speeds
 from apex.bench.options import (
     add_device,
     at_least,
@@ -38,7 +37,6 @@ from apex.bench.training.results import Cell, Report, write
 from apex.bench.training.tasks.task import TaskOptions
 from apex.bench.training.trainer import OPTIMIZERS
 from apex.bench.training.verdict import verdicts
-from apex.bench.training.worker import Died, in_a_process
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -159,7 +157,6 @@ class _Bench:
             device = self._options.device
             if device.type == "cuda":  # events are recorded on the current one
                 torch.cuda.set_device(device.index or 0)
-            self._measure_speeds()
             for place, group in enumerate(groups):
                 self._train(group, len(groups) - place, bar)
 
@@ -198,11 +195,6 @@ class _Bench:
     def _update(self, **changes: Any) -> None:
         self.report = replace(self.report, **changes)
         write(self.report, self._file)
-
-    def _measure_speeds(self) -> None:
-        device = self._options.device
-        with suppress(Died):
-            self.report = replace(self.report, speeds=in_a_process(speeds, device, device=device))
 
 
 # --- what the options mean -----------------------------------------------------------------------

@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apex.bench.info.speeds import times_of_float32
 from apex.bench.intervals import Interval
 from apex.bench.options import unique
 from apex.bench.output import html
@@ -129,10 +128,6 @@ def _questions(
             "time of all its dtypes relative to O0's (one step under torch's profiler).",
             [(row.label, _operators(row, table)) for row in table if row.operators],
         ),
-        "How fast each dtype is on this machine": (
-            "Times of one operation alone, relative to float32's.",
-            list(_speeds(report)),
-        ),
     }  # fmt: skip
     return {name: (said, html.table(of)) for name, (said, of) in found.items() if of}
 
@@ -196,13 +191,6 @@ def _operators(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
         grown = f" ({mine / before:.2f}×)" if before else ""
         said.append(f"{one.name} {one.dtype} {one.ms / total:.0%}{grown}")
     return {**_where(row), "operators": ("; ".join(said), None)}
-
-
-def _speeds(report: Report) -> Iterator[tuple[str, dict[str, Cell]]]:
-    for (dtype, under), times in times_of_float32(report.speeds).items():
-        name = f"{dtype}, amp" if under == "amp" else dtype
-        ratios = {of: (number(ratio, ".2f", "×"), ratio) for of, ratio in times.items()}
-        yield name, {"dtype": (name, None), **ratios}
 
 
 def _settings(report: Report) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from apex.bench.training.verdict import verdicts
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "Draw what `apex bench` has measured again: page, CSV files and plots of each results file."
+HELP = "Draw what `apex bench` has measured again: page, CSV file and plots of each results file."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         folder = args.out / own if len(found) > 1 else args.out
         check_folder("--out", folder)
         write_all(each, verdicts(each), folder)
-        print(f"The page, CSV files and plots: {folder / 'report.html'}")
+        print(f"The page, CSV file and plots: {folder / 'report.html'}")
     return 0
 
 

@@ -13,7 +13,7 @@ from apex.bench.training.notes import marks, notes, problems, source
 from apex.bench.training.results import Report
 from apex.bench.training.rows import BASELINE
 from apex.bench.training.sentences import answers, beside, sentences
-from apex.bench.training.table import COLUMNS, lines, write_runs_csv
+from apex.bench.training.table import COLUMNS, lines
 from apex.bench.training.verdict import Verdict
 
 __all__ = ["show", "write_all"]
@@ -58,9 +58,8 @@ def show(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
 
 
 def write_all(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
-    """Write everything that is made from a report: the page, CSV files, plots."""
+    """Write everything that is made from a report: the page, the CSV file, plots."""
     write_csv(COLUMNS, lines(report, verdicts), folder / "results.csv")
-    write_runs_csv(report, folder / "runs.csv")
     page.write(report, verdicts, plots.draw(report, verdicts, folder), folder / "report.html")
 
 

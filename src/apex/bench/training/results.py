@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from apex.bench.cli import UsageError
-from apex.bench.info.speeds import Speed
 from apex.bench.output.files import save
 from apex.bench.training.precision import LEVELS
 
@@ -161,8 +160,6 @@ class Report:
     """How the numbers were taken: a sentence each."""
     busy: str | None = None
     """That other programs used this machine when it began."""
-    speeds: tuple[Speed, ...] = ()
-    """Of single operations in each dtype on this machine."""
 
     @property
     def complete(self) -> bool:
