@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from apex.bench.catalogue import sizes
+from apex.bench.catalogue import entry as sizes
 from apex.bench.cli import main
 from apex.bench.kernels import cases as kernel_cases
 from apex.bench.kernels import clocks, timing
@@ -180,11 +180,11 @@ def test_the_sets_have_the_shapes_that_the_help_promises(monkeypatch):
 def test_providers_take_turns():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    laps = clocks.take_turns(calls, 30, CPU)
+    taken = clocks.take_turns(calls, 30, CPU)
     turns = ["".join(order[start : start + 3]) for start in range(0, 90, 3)]
     assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
     assert len({*turns}) == 6  # nobody always follows the same one
-    assert {name: len(mine) for name, mine in laps.items()} == dict.fromkeys("abc", 30)
+    assert {name: len(mine) for name, mine in taken.items()} == dict.fromkeys("abc", 30)
 
 
 def test_all_providers_get_the_same_tensors(calls):

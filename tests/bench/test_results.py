@@ -9,7 +9,7 @@ import pytest
 
 from apex.bench import cli
 from apex.bench.output.tables import three, write_csv
-from apex.bench.training import plot_command, report, results, table
+from apex.bench.training import report, results, table
 from apex.bench.training.rows import rows
 from apex.bench.training.sentences import answers, sentences
 from apex.bench.training.verdict import verdicts
@@ -24,7 +24,7 @@ def no_files(monkeypatch):
 
 def _shown(of, folder, capsys, monkeypatch, columns=120):
     monkeypatch.setenv("COLUMNS", str(columns))
-    report.show(of, verdicts(of), folder)
+    report.show(of, folder)
     return capsys.readouterr().out
 
 
@@ -119,7 +119,7 @@ def test_values_of_another_kind_are_named(files, tmp_path, capsys, name, value):
 
 def test_each_file_is_drawn_again_in_a_folder_of_its_own(files, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(plot_command, "write_all", lambda *args: seen.append(args))
+    monkeypatch.setattr(report, "write_all", lambda *args: seen.append(args))
     out = tmp_path / "out"
     assert cli.main(["bench", "plot", str(files[0]), "--out", str(out)]) == 0
     assert cli.main(["bench", "plot", *map(str, [files[0], *files]), "--out", str(out)]) == 0
@@ -131,7 +131,7 @@ def test_each_file_is_drawn_again_in_a_folder_of_its_own(files, tmp_path, monkey
 
 def test_levels_and_batch_sizes_can_be_chosen(files, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(plot_command, "write_all", lambda *args: seen.append(args))
+    monkeypatch.setattr(report, "write_all", lambda *args: seen.append(args))
     words = ["--levels", "O4", "--batch", "256", "--out", str(tmp_path / "out")]
     assert cli.main(["bench", "plot", str(files[0]), *words]) == 0
     ((of, *_),) = seen

@@ -12,7 +12,7 @@ from torch import nn
 from apex import amp
 from apex.bench.cli import UsageError
 from apex.bench.training.precision import LEVELS, precision
-from apex.bench.training.tasks import TASKS, cifar10, complete, corpus, load, text
+from apex.bench.training.tasks import TASKS, cifar10, complete, load, text
 from apex.bench.training.tasks.classification import IGNORED, Batches
 from apex.bench.training.tasks.networks import vgg16
 from apex.bench.training.tasks.task import Task, TaskOptions
@@ -177,7 +177,7 @@ def test_the_decoder_reads_what_was_before_and_the_whole_source(tasks):
     task = _load(tasks, "seq2seq")
     x, y = task.data.train_x[:1], task.data.train_y[:1]
     assert torch.equal(x[:, :16], y.flip(1))
-    assert x[0, 16] == corpus.MASK
+    assert x[0, 16] == text.MASK
     assert torch.equal(x[:, 17:], y[:, :15])
     model, other = task.model(), x.clone()
     other[0, 26] += 1
@@ -226,22 +226,22 @@ def test_digits_move_and_turn_as_they_are_told():
 
 
 def test_the_text_is_split_and_survives_float16(monkeypatch):
-    for found in (corpus.characters(), corpus.words(), corpus.letters()):
+    for found in (text.characters(), text.words(), text.letters()):
         total = len(found.train) + len(found.held)
         assert len(found.held) == total // 10
-        assert len(found.vocabulary) <= corpus.LARGEST
+        assert len(found.vocabulary) <= text.LARGEST
         every = torch.arange(len(found.vocabulary))
         assert torch.equal(every.half().long(), every)
-        assert corpus.MASK not in found.train
-    assert corpus.characters().vocabulary[2] == " "
-    monkeypatch.setattr(corpus, "_topics", lambda: "aab" * 6 + "zz")
-    few = corpus.characters()
+        assert text.MASK not in found.train
+    assert text.characters().vocabulary[2] == " "
+    monkeypatch.setattr(text, "_topics", lambda: "aab" * 6 + "zz")
+    few = text.characters()
     assert few.vocabulary == ["<unknown>", "<mask>", "a", "b"]
-    assert few.held.tolist() == [corpus.UNKNOWN] * 2
+    assert few.held.tolist() == [text.UNKNOWN] * 2
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(UsageError, match="pydoc_data"):
-        corpus.characters()
+        text.characters()
 
 
 def test_masked_words():
@@ -251,7 +251,7 @@ def test_masked_words():
     assert torch.equal(tokens[~asked], rows[~asked])
     assert (labels[asked] == 7).all()
     assert abs(asked.double().mean() - 0.15) < 0.01
-    masked, same = (tokens[asked] == corpus.MASK), (tokens[asked] == 7)
+    masked, same = (tokens[asked] == text.MASK), (tokens[asked] == 7)
     assert abs(masked.double().mean() - 0.8) < 0.03
     assert abs(same.double().mean() - (0.1 + 0.1 / 48)) < 0.03
 

@@ -105,18 +105,18 @@ def test_a_clock_that_drifts_does_not_move_a_ratio():
     """In pairs of rounds of opposite order, at any steady drift and for a machine that slows."""
     block, rounds, truth = 8, 20, 1.2
     for drift in (0.0, 0.3, -0.2):
-        now, laps, blocks = 0.0, {"O0": [], "O4": []}, {"O0": [], "O4": []}
+        now, taken, blocks = 0.0, {"O0": [], "O4": []}, {"O0": [], "O4": []}
         order, draw = ["O0", "O4"], random.Random(0)
         for turn in range(rounds):
             draw.shuffle(order) if turn % 2 else order.reverse()
             for name in order:
-                blocks[name].append(len(laps[name]))
+                blocks[name].append(len(taken[name]))
                 for _ in range(block):
-                    lap = math.exp(drift * now) * (truth if name == "O0" else 1.0)
-                    laps[name].append(lap)
+                    one = math.exp(drift * now) * (truth if name == "O0" else 1.0)
+                    taken[name].append(one)
                     now += 1 / (2 * rounds * block)
         mine, theirs = (
-            run(cell(name), step_ms=tuple(laps[name]), blocks=tuple(blocks[name]))
+            run(cell(name), step_ms=tuple(taken[name]), blocks=tuple(blocks[name]))
             for name in ("O4", "O0")
         )
         log, _ = paired_ratio(mine, theirs)

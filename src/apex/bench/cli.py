@@ -15,7 +15,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, NoReturn, Protocol, cast
+from typing import NamedTuple, NoReturn
 
 import apex
 
@@ -28,18 +28,6 @@ MOST = 70  # characters of the choices that an error names
 
 class UsageError(Exception):
     """A request that cannot be met; the message is one line for the user."""
-
-
-class CommandModule(Protocol):
-    """What a module must offer to be a sub-command."""
-
-    HELP: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Do the work and return the exit code."""
 
 
 class Command(NamedTuple):
@@ -63,7 +51,7 @@ COMMANDS = {
         (*RESULTS, "sklearn"),
     ),
     "bench plot": Command(
-        "apex.bench.training.plot_command", "the plots of earlier results, or of several", RESULTS
+        "apex.bench.training.report", "the plots of earlier results, or of several", RESULTS
     ),
     "bench kernels": Command(
         "apex.bench.kernels.timing_command",
@@ -119,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _Parser(prog=f"apex {chosen}").error(f"unrecognized arguments: {' '.join(unknown)}")
         if missing:
             raise UsageError(missing)
-        module: CommandModule = args.module
-        code = module.run(args)
+        code: int = args.module.run(args)
         sys.stdout.flush()
     except UsageError as error:
         return _complain(chosen, str(error), 2)
@@ -144,18 +131,13 @@ def _parser(chosen: str) -> _Parser:
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.summary)
         if name == chosen:
-            module = cast(CommandModule, importlib.import_module(command.module))
+            module = importlib.import_module(command.module)
             subparser.description = module.HELP
             module.add_arguments(subparser)
-            subparser.epilog = _further(name)
+            further = [f"apex {other}" for other in COMMANDS if other.startswith(f"{name} ")]
+            subparser.epilog = f"see also: {', '.join(further)}" if further else None
             subparser.set_defaults(module=module)
     return parser
-
-
-def _further(name: str) -> str | None:
-    """Name the commands that begin with this one's word."""
-    further = [f"apex {other}" for other in COMMANDS if other.startswith(f"{name} ")]
-    return f"see also: {', '.join(further)}" if further else None
 
 
 def _missing(chosen: str) -> str:

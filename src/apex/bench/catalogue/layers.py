@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex.bench import tolerance
-from apex.bench.catalogue.entry import Checked, Leaf, Op, Shape, Timed
-from apex.bench.catalogue.sizes import (
+from apex.bench.catalogue.entry import (
     ATTENTION,
     CAUSAL,
     HEAD,
@@ -23,6 +22,11 @@ from apex.bench.catalogue.sizes import (
     ROTARY,
     ROWS,
     SCORES,
+    Checked,
+    Leaf,
+    Op,
+    Shape,
+    Timed,
 )
 from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.multihead_attn import SelfMultiheadAttn

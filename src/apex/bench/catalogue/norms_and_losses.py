@@ -12,8 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex.bench import tolerance
-from apex.bench.catalogue.entry import Checked, Function, Leaf, Op, Shape, Timed
-from apex.bench.catalogue.sizes import IMAGES, MATRICES, ROWS
+from apex.bench.catalogue.entry import (
+    IMAGES,
+    MATRICES,
+    ROWS,
+    Checked,
+    Function,
+    Leaf,
+    Op,
+    Shape,
+    Timed,
+)
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy

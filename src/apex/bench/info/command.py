@@ -93,7 +93,7 @@ def collect() -> Report:
             cuda=machine.cuda(),
             why_not_triton=_runtime.why_not_triton(),
             op_families=tuple(live_paths(names)),
-            installs=installs.look(),
+            installs=installs.search(),
             warnings=(),
         )
     said = dict.fromkeys(" ".join(str(item.message).split()) for item in caught)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import apex
 
-__all__ = ["Found", "Installs", "look"]
+__all__ = ["Found", "Installs", "search"]
 
 OURS = "this project"
 NVIDIA = "NVIDIA's Apex"
@@ -49,7 +49,7 @@ class Installs:
     advice: tuple[str, ...]
 
 
-def look(path: Sequence[str] | None = None) -> Installs:
+def search(path: Sequence[str] | None = None) -> Installs:
     """Search an import path for everything called apex.
 
     Args:

@@ -101,12 +101,8 @@ def _show(findings: Sequence[Finding]) -> None:
             to.print(f"{where}: {advice}", markup=False, style="yellow")
 
 
-def _instructions(finding: Finding) -> str:
-    return f"{sum(finding.instructions.values()):.2f}" if finding.instructions else NOTHING
-
-
-def _pipes(finding: Finding) -> str:
-    pipes = sorted((finding.instructions or {}).items(), key=lambda pair: -pair[1])
+def _pipes(instructions: dict[str, float] | None) -> str:
+    pipes = sorted((instructions or {}).items(), key=lambda pair: -pair[1])
     return " ".join(f"{pipe} {number:.2f}" for pipe, number in pipes if number >= 0.005)
 
 
@@ -129,7 +125,7 @@ def _column(
     heading: str, name: str, text: Callable[[Any], str] = str, drop: int = 0
 ) -> Column[Finding]:
     """A field of a finding."""
-    left = text in (str, _widths)
+    left = text in (str, _widths, _pipes)
     return Column(heading, lambda finding: text(getattr(finding, name)), {}, drop=drop, left=left)
 
 
@@ -145,7 +141,12 @@ COLUMNS = (
     _column("all\nloads", "loads", _widths, 4),
     _column("all\nstores", "stores", _widths, 4),
     _column("bytes per\nelement", "bytes_per_element", _plain, 3),
-    Column("instructions\nper byte", _instructions, {}, drop=1),
-    Column("by pipe", _pipes, {}, drop=5, left=True),
+    _column(
+        "instructions\nper byte",
+        "instructions",
+        lambda pipes: f"{sum(pipes.values()):.2f}" if pipes else NOTHING,
+        1,
+    ),
+    _column("by pipe", "instructions", _pipes, 5),
     Column("limit", _limits, {}, drop=2, left=True),
 )

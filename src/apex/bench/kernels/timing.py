@@ -120,8 +120,8 @@ def measure(
             missing[provider.name] = error.name or str(error)
         except Exception as error:  # noqa: BLE001  what one provider cannot do is a result
             problems[provider.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    laps = take_turns(calls, repeats, device)
-    times = {who: tuple(lap.ms for lap in laps[who]) for who in calls}
+    taken = take_turns(calls, repeats, device)
+    times = {who: tuple(one.ms for one in taken[who]) for who in calls}
     first = op.providers[0].name
     cuda = device.type == "cuda"
 
@@ -142,7 +142,7 @@ def measure(
             bytes_per_element=moved(DTYPES[dtype]) if moved else None,
             copy_gb_s=copy_gb_s,
             peak_mib=None if peak is None else peak / 2**20,
-            host_ms=percentile([lap.host_ms for lap in laps[who]], 50) if call and cuda else None,
+            host_ms=percentile([one.host_ms for one in taken[who]], 50) if call and cuda else None,
             launches=launches(call) if call and cuda else None,
             problem=problems.get(who),
         )

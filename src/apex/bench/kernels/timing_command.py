@@ -29,7 +29,6 @@ from apex.bench.options import (
     terminated_like_interrupted,
     unique,
 )
-from apex.bench.output.files import save
 from apex.bench.output.progress import Bar, progress
 from apex.bench.output.tables import (
     NOTHING,
@@ -38,6 +37,7 @@ from apex.bench.output.tables import (
     console,
     fitted,
     number,
+    save,
     span,
     three,
     write_csv,
@@ -208,10 +208,16 @@ def show(report: Report, file: Path) -> None:
     to.print(_source(report), style="bold", markup=False)
     for mark in _marks(report):
         to.print(mark, style="bold red")
+
+    def style(row: Row) -> str | None:
+        return "red" if row.problem else "bold" if row.ours else None
+
     for shapes, dtype in dict.fromkeys((row.shapes, row.dtype) for row in report.rows):
         rows = [row for row in report.rows if (row.shapes, row.dtype) == (shapes, dtype)]
-        table, left_out = fitted(COLUMNS, rows, to, _style)
-        to.print(f"\n{_title(rows)}", style="italic", markup=False)
+        table, left_out = fitted(COLUMNS, rows, to, style)
+        count = f"{rows[0].tensors:,} tensor{'s' * (rows[0].tensors > 1)}"
+        title = f"{shapes}: {count}, {rows[0].elements:,} elements, {dtype}"
+        to.print(f"\n{title}", style="italic", markup=False)
         to.print(table)
         if left_out:
             names = f"{', '.join(left_out)} ({file.stem}.csv has all)"
@@ -220,13 +226,6 @@ def show(report: Report, file: Path) -> None:
         to.print(f"{where}: {text.rstrip('.')}.", markup=False, style="dim")
     write_csv(COLUMNS, report.rows, file.with_suffix(".csv"))
     to.print(f"In {file.parent}: {file.name}, {file.stem}.csv", markup=False)
-
-
-def _title(rows: Sequence[Row]) -> str:
-    """Name a set of shapes and dtype."""
-    first = rows[0]
-    count = f"{first.tensors:,} tensor{'s' * (first.tensors > 1)}"
-    return f"{first.shapes}: {count}, {first.elements:,} elements, {first.dtype}"
 
 
 def _source(report: Report) -> str:
@@ -251,10 +250,6 @@ def _marks(report: Report) -> list[str]:
     if unsteady:
         found.append(f"BUSY MACHINE: {len(unsteady)} of {len(timed)} times vary a lot")
     return found
-
-
-def _style(row: Row) -> str | None:
-    return "red" if row.problem else "bold" if row.ours else None
 
 
 def _problems(report: Report) -> list[tuple[str, str]]:

@@ -1,24 +1,27 @@
-"""Numbers and tables for people, in the terminal and as CSV.
+"""Numbers and tables: for people in the terminal, as CSV, and JSON.
 
 A `Column` serves the terminal, the CSV file and the HTML page. `aligned` needs no rich, for
 commands that run with torch alone.
 """
 
 import csv
+import json
+import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 __all__ = ["NOTHING", "WIDTH", "Column", "Value", "aligned", "console", "filled", "fitted"]
-__all__ += ["number", "span", "three", "write_csv"]
+__all__ += ["jsonable", "number", "save", "span", "three", "write_csv"]
 
 NOTHING = "—"
 WIDTH = 80  # columns, where the output is no terminal
@@ -91,6 +94,33 @@ def write_csv(columns: Sequence[Column[T]], of: Sequence[T], path: Path) -> None
         writer = csv.writer(file)
         writer.writerow(heads)
         writer.writerows([value(line) for value in heads.values()] for line in of)
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def save(content: dict[str, Any], path: Path) -> None:
+    """Write JSON whole or not at all; `write` says what becomes of inf and nan."""
+    text = json.dumps(jsonable(content), indent=1, allow_nan=False)
+    # A list of numbers goes on one line. Strings are safe: there is no bare line break in them.
+    text = re.sub(r"\[\n[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:  # an interruption too leaves no litter
+        temporary.unlink(missing_ok=True)
+
+
+def jsonable(value: Any) -> Any:
+    """Replace inf and nan by strings and tuples by lists."""
+    if isinstance(value, dict):
+        return {key: jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 # --- the terminal --------------------------------------------------------------------------------

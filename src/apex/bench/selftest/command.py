@@ -26,7 +26,7 @@ from apex.bench.options import (
     pick_device,
     terminated_like_interrupted,
 )
-from apex.bench.output.files import save
+from apex.bench.output.tables import save
 from apex.bench.selftest import gpu, ops, optimizers, report, training
 from apex.bench.selftest.check import Check, Result, Setting, carry_out, is_lost
 from apex.ops import _runtime
@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
                 # The check that runs while a file is the newest: what a crash leaves.
                 content["next"] = f"{check.name} ({setting.path})"
                 save({**content, "checks": [one.as_json() for one in results]}, args.json)
-                report.say_running(f"{number + 1}/{len(planned)}  {check.area}: {content['next']}")
+                report.show_running(f"{number + 1}/{len(planned)}  {check.area}: {content['next']}")
                 results.append(carry_out(check, setting))
                 if results[-1].status != "right":
-                    report.say_failed(results[-1])
+                    report.show_failed(results[-1])
                 if results[-1].status == "raised" and is_lost(device):
                     break
             interrupted = False

@@ -10,26 +10,26 @@ from apex.bench.options import unique
 from apex.bench.output.tables import NOTHING, aligned
 from apex.bench.selftest.check import PATHS, Measured, Result
 
-__all__ = ["say_failed", "say_running", "show"]
+__all__ = ["show_failed", "show_running", "show"]
 
 CLEAR = "\r\x1b[K"  # of a terminal's line
 
 
-def say_running(what: str) -> None:
+def show_running(what: str) -> None:
     """Name the check that runs, or clear the line; a log file gets nothing."""
     if sys.stderr.isatty():
         print(f"{CLEAR}{what[:79]}", end="", file=sys.stderr, flush=True)
 
 
-def say_failed(result: Result) -> None:
+def show_failed(result: Result) -> None:
     """Say at once that a check has failed."""
-    say_running("")
+    show_running("")
     print(_failure(result), file=sys.stderr)
 
 
 def show(results: Sequence[Result], content: dict[str, Any], *, gpu: bool) -> None:
     """Print where it ran, a table of each area, everything that failed, and what was not run."""
-    say_running("")
+    show_running("")
     here = content["environment"]
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("apex", "torch", "triton"))
     print(f"{here['device']['name']} ({here['device']['device']}), {versions}")

@@ -36,7 +36,6 @@ from apex.bench.training.precision import ALIASES, LEVELS
 from apex.bench.training.results import Cell, Report, write
 from apex.bench.training.tasks.task import TaskOptions
 from apex.bench.training.trainer import OPTIMIZERS
-from apex.bench.training.verdict import verdicts
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -107,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             with suppress(KeyboardInterrupt):  # the report says that it is incomplete
                 bench.run_all()
             finished = bench.report
-            report.show(finished, verdicts(finished), args.out)
+            report.show(finished, args.out)
         except BrokenPipeError:  # of standard output
             raise
         except OSError as error:

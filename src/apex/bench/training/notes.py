@@ -57,7 +57,11 @@ def notes(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
     for task in dict.fromkeys(row.task for row in made):
         here = [row for row in made if row.task == task]
         found += [*_same(here), *_of_test_set(here)]
-    apart = [v.row.label for v in verdicts if _apart(v)]
+    apart = []
+    for v in verdicts:
+        sizes = {len(run.together) for run in (*v.row.runs, *v.other.runs) if run.together}
+        if len(sizes) > 1 and any(len(run.together) == min(sizes) for run in v.row.runs):
+            apart.append(v.row.label)
     if apart:
         found.append(
             f"{', '.join(dict.fromkeys(apart))}: trained again with O0 alone, or alone (then the "
@@ -93,11 +97,6 @@ def _of_test_set(here: Sequence[Row]) -> list[str]:
                 "are judged by the same samples."
             ]
     return []
-
-
-def _apart(verdict: Verdict) -> bool:
-    sizes = {len(run.together) for run in (*verdict.row.runs, *verdict.other.runs) if run.together}
-    return len(sizes) > 1 and any(len(run.together) == min(sizes) for run in verdict.row.runs)
 
 
 def problems(report: Report) -> list[tuple[str, str]]:

@@ -52,6 +52,11 @@ def write(report: Report, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], 
         drawn = {
             name: plot for name, plot in drawn.items() if name in ("overview", "loss", "scale")
         }
+    groups: dict[str, list[Verdict]] = {}  # against O0, of a task and batch size
+    for verdict in verdicts:
+        if verdict.other.level == BASELINE:
+            where = f"{verdict.row.task}, batch size {verdict.row.batch}"
+            groups.setdefault(where, []).append(verdict)
     html.render(
         "report.html.j2",
         path,
@@ -64,7 +69,7 @@ def write(report: Report, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], 
         marks=marks(report),
         answers=answers(report, verdicts),
         statuses=Counter(run.status for run in report.runs),
-        groups=_groups(verdicts),
+        groups=groups,
         sentences=sentences,
         said_once=notes(report, verdicts),
         plots={name: html.plot(plot, CAPTIONS[name]) for name, plot in drawn.items()},
@@ -75,16 +80,6 @@ def write(report: Report, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], 
         settings=_settings(report),
         **html.about_columns(COLUMNS, made),
     )
-
-
-def _groups(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
-    """Put the verdicts against O0 of a task and batch size together."""
-    groups: dict[str, list[Verdict]] = {}
-    for verdict in verdicts:
-        if verdict.other.level == BASELINE:
-            where = f"{verdict.row.task}, batch size {verdict.row.batch}"
-            groups.setdefault(where, []).append(verdict)
-    return groups
 
 
 def _tables(made: Sequence[Line]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from apex.bench.cli import UsageError
-from apex.bench.output.files import save
+from apex.bench.output.tables import save
 from apex.bench.training import tasks, turns
 from apex.bench.training.results import Cell, Run, decode
 from apex.bench.training.tasks.task import TaskOptions
@@ -155,7 +155,8 @@ def run_group(
         if not _again(run):
             continue
         tried = [run]
-        for cells in _smaller(run.cell, base, len(group)):
+        beside = [(base, run.cell)] if base and base != run.cell and len(group) > 2 else []
+        for cells in (*beside, *([(run.cell,)] if len(group) > 1 else [])):
             left = None if end is None else max(1.0, end - time.monotonic())
             tried = _together(cells, options, on_progress, left)
             if not any(_again(one) and one.cell == run.cell for one in tried):
@@ -168,13 +169,6 @@ def _again(run: Run) -> bool:
     """Whether it may go better with fewer beside it; no memory may end a process by a signal."""
     died = run.status == "failed" and (run.error or "").startswith("its process was ended by")
     return died or run.status == "out of memory"
-
-
-def _smaller(cell: Cell, base: Cell | None, size: int) -> Iterator[tuple[Cell, ...]]:
-    if base is not None and cell != base and size > 2:
-        yield (base, cell)
-    if size > 1:
-        yield (cell,)
 
 
 def _together(

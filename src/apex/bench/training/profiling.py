@@ -107,17 +107,16 @@ def _of_their_own(calls: Sequence[dict[str, Any]]) -> dict[Any, float]:
     around: list[int] = []
     for place in order:
         call = calls[place]
-        while around and not _contains(calls[around[-1]], call):
+        while around:
+            outer = calls[around[-1]]
+            end = float(outer["ts"]) + float(outer["dur"])
+            if outer["tid"] == call["tid"] and float(call["ts"]) < end:
+                break
             around.pop()
         if around:
             own[around[-1]] -= times[place]
         around.append(place)
     return own
-
-
-def _contains(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
-    end = float(outer["ts"]) + float(outer["dur"])
-    return bool(outer["tid"] == inner["tid"] and float(inner["ts"]) < end)
 
 
 def _of_kernels(events: Sequence[dict[str, Any]]) -> dict[Any, float]:

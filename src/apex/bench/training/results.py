@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from apex.bench.cli import UsageError
-from apex.bench.output.files import save
+from apex.bench.output.tables import save
 from apex.bench.training.precision import LEVELS
 
 __all__ = ["FORMAT", "Cell", "Operator", "Report", "Run", "decode", "read", "write"]

@@ -42,7 +42,10 @@ def _parts(of: Verdict) -> list[str | None]:
     found: list[str | None] = [_speed(of), *_reasons(of)]
     if row.problem and not row.stopped:
         found.append(f"{row.label}: {row.problem}")
-    found.append(_memory(of.memory))
+    if of.memory is not None:
+        same = abs(of.memory - 1) < SAME_MEMORY
+        how = "as much memory" if same else f"{of.memory:.2f} times the memory"
+        found.append(f"It needs {how}")
     if of.same:
         found.append(f"Its losses are those of {other.label} to the last bit: the same arithmetic")
     elif of.same_as:
@@ -167,14 +170,6 @@ def _why_not_native(environment: dict[str, Any], dtype: str) -> str | None:
     return None
 
 
-def _memory(ratio: float | None) -> str | None:
-    if ratio is None:
-        return None
-    if abs(ratio - 1) < SAME_MEMORY:
-        return "It needs as much memory"
-    return f"It needs {ratio:.2f} times the memory"
-
-
 def _accuracy(of: Verdict) -> str | None:
     if of.accuracy is None:
         return None
@@ -268,7 +263,7 @@ def _answer(of: Sequence[Verdict]) -> str:
     best = sorted(faster, key=lambda v: -v.speed.value if v.speed else 0.0)
     best = best or sorted(smaller, key=lambda v: v.memory or 1.0)
     if best:
-        proved = [v for v in best if v.same or _fine(v)]
+        proved = [v for v in best if v.same or ((judged := v.accuracy or v.loss) and judged.fine)]
         return _take((proved or best)[0], proved=bool(proved))
     unknown = {v.row.label: why for v in right if (why := _unknown(v))}
     found = unknown or {v.row.label: _why_not(v) for v in of}
@@ -333,11 +328,6 @@ def _take(of: Verdict, *, proved: bool) -> str:
 def _trained(of: Verdict) -> bool:
     """Whether it did at each seed: a level that diverges at one of five is no advice."""
     return bool(of.row.runs) and all(run.status == "ok" for run in of.row.runs)
-
-
-def _fine(of: Verdict) -> bool:
-    quality = of.accuracy or of.loss
-    return quality is not None and quality.fine
 
 
 def _bad(of: Verdict) -> bool:

@@ -45,10 +45,6 @@ def _spread(values: Sequence[float], spec: str) -> str:
     return NOTHING if average is None else f"{average:{spec}}{sd}"
 
 
-def _mib(value: int | None) -> float | None:
-    return None if value is None else value / 2**20
-
-
 def _speed(line: Line) -> str:
     known = line.verdict.speed if line.verdict else None
     ends = f" ({known.low:.2f}–{known.high:.2f})" if known else ""
@@ -79,7 +75,7 @@ COLUMNS: tuple[Column[Line], ...] = (
            "step time of O0 (TF32 off) over this one's, of turns in one process, averaged over the "
            "seeds, with its interval over them; noisy: something else is using this machine",
            "the row or O0 was not measured, or did not train"),
-    Column("peak\nMiB", lambda x: three(_mib(x.row.peak_bytes)),
+    Column("peak\nMiB", lambda x: three(x.row.peak_bytes and x.row.peak_bytes / 2**20),
            {"peak_tensor_bytes": lambda x: x.row.peak_bytes},
            "peak memory of tensors: weights, gradients, optimizer state, activations",
            "the device does not report it, or no run finished"),

@@ -68,10 +68,8 @@ class Trainer:
         with self._evaluating():
             self._task.loss(self.models[0], batch)
 
-    def measure(self, what: Callable[[nn.Module], float] | None) -> float | None:
-        """Ask the task for its accuracy or test loss, if it has such a thing."""
-        if what is None:
-            return None
+    def measure(self, what: Callable[[nn.Module], float]) -> float:
+        """Ask the task for its accuracy or test loss."""
         with self._evaluating():
             return float(what(self.models[0]))
 

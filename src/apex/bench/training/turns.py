@@ -88,7 +88,10 @@ class Turns:
     def run(self) -> list[Run]:
         """Train all to their end."""
         self._train()
-        self._compare_inference()
+        ready = [one for one in self._trainings if one.trained and one.infers]
+        for _ in range(INFERENCES if len(ready) > 1 else 0):
+            for training in self._draw.sample(ready, len(ready)):
+                training.infer()
         for training in self._trainings:
             training.free()
         for training in self._trainings:
@@ -109,7 +112,7 @@ class Turns:
             order = [training for training in order if not training.over]
             if rounds == 0 and order:
                 self._report(self._share(), _first_line(self._trainings))
-                fastest = min(training.step_ms() for training in order)
+                fastest = min(training.step_ms for training in order)
                 size = max(BLOCK, min(MOST, math.ceil(TURN_MS / max(fastest, 1e-3))))
             self._keep_to_budget(order)
             if rounds % 2:
@@ -140,9 +143,10 @@ class Turns:
                 break
             running.remove(slow)
             of = f" of {planned}" if planned else ""
-            slow.stop(
+            slow.end(
+                "stopped",
                 f"stopped after {slow.done}{of} steps to keep to the time budget: a step "
-                f"takes {slow.fastest_ms / base:.1f} times O0's"
+                f"takes {slow.fastest_ms / base:.1f} times O0's",
             )
         after = AFTER * sum(one.seconds_a_step for one in running)
         to_train = _needed(running) - after
@@ -152,12 +156,6 @@ class Turns:
             for one in running:
                 one.limit = limit
 
-    def _compare_inference(self) -> None:
-        ready = [one for one in self._trainings if one.trained and one.infers]
-        for _ in range(INFERENCES if len(ready) > 1 else 0):
-            for training in self._draw.sample(ready, len(ready)):
-                training.infer()
-
 
 def _needed(trainings: Sequence[Training]) -> float:
     """Seconds that are left to do."""
@@ -166,5 +164,5 @@ def _needed(trainings: Sequence[Training]) -> float:
 
 def _first_line(trainings: Sequence[Training]) -> str:
     cell = trainings[0].cell
-    times = [f"{one.cell.label} {three(one.step_ms())}" for one in trainings if one.done]
+    times = [f"{one.cell.label} {three(one.step_ms)}" for one in trainings if one.done]
     return f"{cell.task}, batch {cell.batch}: first steps in ms: {', '.join(times)}"

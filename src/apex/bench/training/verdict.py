@@ -187,7 +187,11 @@ def paired_ratio(mine: Run, theirs: Run) -> tuple[float, float | None] | None:
     not in one process have no rounds in common: then it is the ratio of the medians.
     """
     if mine.status == "stopped" or theirs.status == "stopped":
-        first, other = (_first_turn(run) for run in (mine, theirs))
+        # All that a run has that was stopped; its first step made the optimizer's state.
+        first, other = (
+            run.step_ms[1 : run.blocks[1] if len(run.blocks) > 1 else None]
+            for run in (mine, theirs)
+        )
         if not (first and other):
             return None
         return math.log(statistics.median(other) / statistics.median(first)), None
@@ -203,17 +207,8 @@ def paired_ratio(mine: Run, theirs: Run) -> tuple[float, float | None] | None:
         return None
     both = zip(mine.inference_ms, theirs.inference_ms, strict=False)
     inference = [math.log(t / m) for m, t in both]
-    return _over_pairs(rounds), statistics.median(inference) if inference else None
-
-
-def _first_turn(run: Run) -> tuple[float, ...]:
-    """All that a run has that was stopped; its first step made the optimizer's state."""
-    return run.step_ms[1 : run.blocks[1] if len(run.blocks) > 1 else None]
-
-
-def _over_pairs(rounds: Sequence[float]) -> float:
     pairs = [statistics.fmean(rounds[i : i + 2]) for i in range(0, len(rounds) - 1, 2)]
-    return statistics.median(pairs or rounds)
+    return statistics.median(pairs or rounds), statistics.median(inference) if inference else None
 
 
 def _log_loss(run: Run) -> float:

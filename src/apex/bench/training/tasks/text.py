@@ -1,14 +1,21 @@
-"""Tasks on the text of Python's documentation: next characters, masked words, words backwards."""
+"""Tasks on the text of Python's documentation: next characters, masked words, words backwards.
 
-from collections.abc import Callable
+Every Python brings the text. The last tenth is held out, and the vocabulary is that of the rest. It
+has at most 2,048 entries: the numbers stay exact when a model's input is rounded to float16, as
+`network_to_half` does.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex.bench.training.tasks import corpus
+from apex.bench.cli import UsageError
 from apex.bench.training.tasks.classification import (
     IGNORED,
     Batches,
@@ -18,7 +25,72 @@ from apex.bench.training.tasks.classification import (
 )
 from apex.bench.training.tasks.task import TaskOptions
 
-__all__ = ["bert_base", "bert_tiny", "lstm", "masked", "seq2seq", "transformer"]
+__all__ = ["LARGEST", "MASK", "UNKNOWN", "Text", "bert_base", "bert_tiny", "characters", "letters"]
+__all__ += ["lstm", "masked", "seq2seq", "transformer", "words"]
+
+LARGEST = 2048  # float16 has every whole number up to here
+UNKNOWN, MASK = 0, 1  # in every vocabulary
+
+
+class Text(NamedTuple):
+    """Both parts as numbers, and what they stand for."""
+
+    train: torch.Tensor
+    held: torch.Tensor
+    vocabulary: list[str]
+
+    def sequences(
+        self, length: int, at_most: tuple[int, int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cut both parts into rows of ``length``, without what is left over.
+
+        Args:
+            length: Of a row.
+            at_most: How many of each part, if not all.
+        """
+        train, held = (
+            part[: len(part) // length * length].reshape(-1, length)
+            for part in (self.train, self.held)
+        )
+        return (train, held) if at_most is None else (train[: at_most[0]], held[: at_most[1]])
+
+
+def characters() -> Text:
+    """Give the text as characters; of a mark or space, more than three in a row are three."""
+    return _numbered(re.sub(r"([\W_])\1{3,}", r"\1\1\1", _topics()))
+
+
+def words() -> Text:
+    """Give it as words in lower case and marks; of a mark, many in a row are one."""
+    found = re.finditer(r"[^\W_]+|([^\w\s]|_)\1*", _topics().lower())
+    return _numbered([token[0] for token in found])
+
+
+def letters() -> Text:
+    """Give its words as letters in lower case with single spaces between them."""
+    return _numbered(" ".join(re.findall("[a-z]+", _topics().lower())))
+
+
+def _topics() -> str:
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError:
+        raise UsageError(
+            "this Python has no pydoc_data.topics, the text that this task learns; take another "
+            "--task or another Python"
+        ) from None
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def _numbered(tokens: Sequence[str]) -> Text:
+    kept = len(tokens) - len(tokens) // 10
+    counts = Counter(tokens[:kept])
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))
+    vocabulary = ["<unknown>", "<mask>", *frequent][:LARGEST]
+    number = {token: n for n, token in enumerate(vocabulary)}
+    numbers = torch.tensor([number.get(token, UNKNOWN) for token in tokens])
+    return Text(numbers[:kept], numbers[kept:], vocabulary)
+
 
 # --- the next character ---------------------------------------------------------------------------
 
@@ -41,7 +113,7 @@ def _next_character(
     options: TaskOptions, network: Callable[[int], nn.Module], lr: float
 ) -> Classification:
     """The label of each character is the next."""
-    text = corpus.characters()
+    text = characters()
     train, test = text.sequences(LENGTH + 1, QUICK if options.quick else None)
     data = Split(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:]).to(options.device)
     return Classification(
@@ -108,7 +180,7 @@ def seq2seq(options: TaskOptions) -> Classification:
     the first loss scale, overflows in float16: the scale falls, and is doubled after each 100 good
     steps. With the usual 2,000 this would take minutes.
     """
-    text = corpus.letters()
+    text = letters()
     train, test = text.sequences(LETTERS, (8192, 512) if options.quick else None)
     data = Split(_with_read(train), train.flip(1), _with_read(test), test.flip(1))
     return Classification(
@@ -119,7 +191,7 @@ def seq2seq(options: TaskOptions) -> Classification:
 
 def _with_read(source: torch.Tensor) -> torch.Tensor:
     """Append what the decoder reads: a mark, and the target but for its last character."""
-    start = torch.full_like(source[:, :1], corpus.MASK)
+    start = torch.full_like(source[:, :1], MASK)
     return torch.cat([source, start, source.flip(1)[:, :-1]], dim=1)
 
 
@@ -151,7 +223,7 @@ ASKED, MASKED, REPLACED = 0.15, 0.8, 0.9  # shares; the last two are cumulative
 
 def bert_tiny(options: TaskOptions) -> Classification:
     """Two layers, 128 wide: the smallest BERT of Turc et al. (2019), with our vocabulary."""
-    sizes = {"vocab_size": corpus.LARGEST, "hidden_size": 128, "num_hidden_layers": 2,
+    sizes = {"vocab_size": LARGEST, "hidden_size": 128, "num_hidden_layers": 2,
              "num_attention_heads": 2, "intermediate_size": 512}  # fmt: skip
     return _masked_words(options, sizes, 32, (2048, 64), lr=0.001, epochs=8)
 
@@ -170,7 +242,7 @@ def _masked_words(
     sequences to train on and held out.
     """
     transformers = package("transformers", "bert")
-    text = corpus.words()
+    text = words()
     train, held = text.sequences(length, quick if options.quick else None)
     finish = partial(masked, size=len(text.vocabulary))
     test = finish(held, torch.Generator().manual_seed(0))
@@ -207,6 +279,6 @@ def masked(
     """
     asked, how = torch.rand(2, *rows.shape, generator=random).to(rows.device)
     others = torch.randint(2, size, rows.shape, generator=random).to(rows.device)
-    tokens = torch.where(how < REPLACED, torch.where(how < MASKED, corpus.MASK, others), rows)
+    tokens = torch.where(how < REPLACED, torch.where(how < MASKED, MASK, others), rows)
     chosen = asked < ASKED
     return torch.where(chosen, tokens, rows), torch.where(chosen, rows, IGNORED)
