@@ -119,7 +119,7 @@ def test_a_clock_that_drifts_does_not_move_a_ratio():
             run(cell(name), step_ms=tuple(taken[name]), blocks=tuple(blocks[name]))
             for name in ("O4", "O0")
         )
-        log, _ = paired_ratio(mine, theirs)
+        log = paired_ratio(mine, theirs)
         assert log == pytest.approx(math.log(truth), abs=1e-4)
         in_turn = np.log(np.median(theirs.step_ms[:40]) / np.median(mine.step_ms[-40:]))
         assert drift == 0.0 or abs(in_turn - math.log(truth)) > 0.02  # sequential runs do move
@@ -130,7 +130,7 @@ def test_the_first_round_and_the_first_step_of_a_turn_do_not_count():
     mine = run(cell("O4"), step_ms=slow_first, blocks=(0, 4, 8))
     theirs = run(cell("O0"), step_ms=(2.0,) * 12, blocks=(0, 4, 8))
     assert mine.counted_ms == (1.0,) * 6
-    assert paired_ratio(mine, theirs)[0] == pytest.approx(math.log(2.0))
+    assert paired_ratio(mine, theirs) == pytest.approx(math.log(2.0))
 
 
 def test_fewer_than_three_seeds_have_no_interval():
@@ -145,7 +145,7 @@ def test_a_busy_machine_has_no_verdict_on_speed_in_any_sentence():
     busy = [run(cell("O0", seed=s), step_ms=steps) for s in range(3)]
     of = of_runs(*busy, *level("O4", FAST))
     (found,) = verdicts(of)
-    assert (found.speed, found.inference, found.noise) == (None, None, BUSY)
+    assert (found.speed, found.noise) == (None, BUSY)
     assert sentences(found)[0] == f"O4 against O0: no verdict on speed ({BUSY})."
     assert not any("faster" in s or "slower" in s or "the speed of" in s for s in sentences(found))
     assert marks(of) == [f"BUSY MACHINE: {BUSY}"]

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apex.bench.intervals import Interval
 from apex.bench.options import unique
 from apex.bench.output import html
 from apex.bench.output.figures import Drawn, style
 from apex.bench.output.html import Cell
-from apex.bench.output.tables import NOTHING, filled, number, three
+from apex.bench.output.tables import NOTHING, filled, number
 from apex.bench.training.notes import marks, notes, problems, source
 from apex.bench.training.results import FORMAT, Report
 from apex.bench.training.results import Cell as PlannedCell
@@ -96,27 +95,15 @@ def _tables(made: Sequence[Line]) -> list[dict[str, Any]]:
     ]
 
 
-# --- what is asked next --------------------------------------------------------------------------
-
-
 def _questions(
     report: Report, verdicts: Sequence[Verdict], made: Sequence[Line]
 ) -> dict[str, tuple[str, Any]]:
-    """Make a small table for each question that was measured, with a sentence on it."""
+    """Make small tables for what is asked next, with a sentence on each."""
     table = [line.row for line in made]
     found = {
         "Ours beside torch's autocast": (
             "Each level against torch.autocast in the same dtype.",
             [(v.row.label, _beside(v)) for v in verdicts if v.other.level != BASELINE],
-        ),
-        f"Time to {report.target:g} % accuracy" if report.target else "": (
-            "Training time, data included, until an epoch ended with this accuracy: the median "
-            "over the seeds, where all reached it.",
-            [(r.label, _to_target(r, table)) for r in table if report.target and r.accuracies],
-        ),
-        "Inference": (
-            "Forward and loss of a training batch in evaluation mode.",
-            [(line.row.label, _inference(line)) for line in made if line.row.inference_ms],
         ),
         "Where the time of a step goes": (
             f"The {LONGEST} operators that take longest at each level: share of the step, and the "
@@ -124,7 +111,7 @@ def _questions(
             [(row.label, _operators(row, table)) for row in table if row.operators],
         ),
     }  # fmt: skip
-    return {name: (said, html.table(of)) for name, (said, of) in found.items() if of}
+    return {name: (about, html.table(of)) for name, (about, of) in found.items() if of}
 
 
 def _where(row: Row) -> dict[str, Cell]:
@@ -136,56 +123,33 @@ def _where(row: Row) -> dict[str, Cell]:
 
 
 def _beside(verdict: Verdict) -> dict[str, Cell]:
-    points = verdict.accuracy.interval if verdict.accuracy else None
+    known, judged = verdict.speed, verdict.accuracy
+    ends = f"× ({known.low:.2f} to {known.high:.2f})" if known else "×"
+    speed = "too noisy" if verdict.noise else number(verdict.ratio, ".2f", ends)
+    points: Cell = (NOTHING, None)
+    if verdict.same:
+        points = ("same arithmetic", None)
+    elif judged:
+        found = judged.interval
+        points = (f"{found.low:+.2f} to {found.high:+.2f}", found.value)
     return {
         **_where(verdict.row),
         "against": (verdict.other.label, None),
-        "speed": ("too noisy", None) if verdict.noise else _ratio(verdict.ratio, verdict.speed),
+        "speed": (speed, None if verdict.noise else verdict.ratio),
         "memory": (number(verdict.memory, ".2f", "×"), verdict.memory),
-        "points of accuracy": (
-            ("same arithmetic", None)
-            if verdict.same
-            else (f"{points.low:+.2f} to {points.high:+.2f}", points.value)
-            if points
-            else (NOTHING, None)
-        ),
-    }
-
-
-def _ratio(value: float | None, known: Interval | None) -> Cell:
-    ends = f" ({known.low:.2f} to {known.high:.2f})" if known else ""
-    return number(value, ".2f", f"×{ends}"), value
-
-
-def _to_target(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
-    base, mine = baseline_of(row, table), row.seconds_to_target
-    theirs = base.seconds_to_target if base else None
-    share = mine / theirs if mine and theirs else None
-    return {
-        **_where(row),
-        "seconds": (three(mine) if mine else "not by all seeds", mine),
-        "/ O0": (number(share, ".2f", "×"), share),
-    }
-
-
-def _inference(line: Line) -> dict[str, Cell]:
-    known, ms = line.verdict.inference if line.verdict else None, line.row.inference_ms
-    return {
-        **_where(line.row),
-        "ms": (three(ms), ms),
-        "speed / O0 (95 %)": _ratio(known.value if known else None, known),
+        "points of accuracy": points,
     }
 
 
 def _operators(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
     base, total = baseline_of(row, table), sum(one.ms for one in row.operators)
-    theirs, said = base.operators if base and base != row else (), []
+    theirs, each = base.operators if base and base is not row else (), []
     for one in sorted(row.operators, key=lambda one: -one.ms)[:LONGEST]:
         before = sum(other.ms for other in theirs if other.name == one.name)
         mine = sum(other.ms for other in row.operators if other.name == one.name)
         grown = f" ({mine / before:.2f}×)" if before else ""
-        said.append(f"{one.name} {one.dtype} {one.ms / total:.0%}{grown}")
-    return {**_where(row), "operators": ("; ".join(said), None)}
+        each.append(f"{one.name} {one.dtype} {one.ms / total:.0%}{grown}")
+    return {**_where(row), "operators": ("; ".join(each), None)}
 
 
 def _settings(report: Report) -> list[tuple[str, str]]:

@@ -147,12 +147,8 @@ def _speeds(axes: "Axes", of: Sequence[Line]) -> None:
         if line.verdict is None:
             _write(axes, place, f"{three(line.row.ms)} ms" if line.row.ms else "")
             continue
-        logs = [
-            found[0]
-            for pair in paired(line.verdict.row, line.verdict.other)
-            if (found := paired_ratio(*pair))
-        ]
-        seeds, known = [math.exp(log) for log in logs], line.verdict.speed
+        logs = [paired_ratio(*pair) for pair in paired(line.verdict.row, line.verdict.other)]
+        seeds, known = [math.exp(log) for log in logs if log is not None], line.verdict.speed
         _dots(axes, place, line.row, seeds, known)
         shown += [*seeds, *([known.low, known.high] if known else [])]
         value = f"{line.ratio:.2f}×" if line.ratio else "not measured"

@@ -60,8 +60,6 @@ class Verdict:
     """Logarithm of the other's loss divided by this one's: above 0 is better."""
     loss_of: str
     """``test loss`` or ``training loss``."""
-    inference: Interval | None
-    """As `speed`."""
     same: bool
     """Whether all losses are the same numbers: the same arithmetic."""
     same_as: str | None
@@ -126,13 +124,12 @@ def _losses(row: Row) -> Any:
 
 def _verdict(row: Row, other: Row, comparisons: int, same_as: str | None) -> Verdict:
     pairs = paired(row, other)
-    logs = [ratio for mine, theirs in pairs if (ratio := paired_ratio(mine, theirs))]
-    speed, noise = interval([log for log, _ in logs]), None
+    logs = [log for mine, theirs in pairs if (log := paired_ratio(mine, theirs)) is not None]
+    speed, noise = interval(logs), None
     if row.stopped or other.stopped or any(len(run.blocks) < 2 for both in pairs for run in both):
         speed = None  # of a few steps, the first
     elif row.unsteady or other.unsteady or (speed and speed.high > NOISY * speed.low):
         speed, noise = None, BUSY
-    inference = interval([log for _, log in logs if log is not None])
     quality = [both for both in pairs if as_long(*both)]
     margin, least_sd = _margin(row)
     points = [(m.accuracy[-1], t.accuracy[-1]) for m, t in quality if m.accuracy and t.accuracy]
@@ -145,14 +142,13 @@ def _verdict(row: Row, other: Row, comparisons: int, same_as: str | None) -> Ver
         row=row,
         other=other,
         speed=speed,
-        ratio=math.exp(statistics.fmean(log for log, _ in logs)) if logs else None,
+        ratio=math.exp(statistics.fmean(logs)) if logs else None,
         seeds=len(logs),
         noise=noise,
         memory=row.peak_bytes / other.peak_bytes if row.peak_bytes and other.peak_bytes else None,
         accuracy=accuracy,
         loss=None if row.accuracies and not row.test_losses else loss,
         loss_of=loss_of,
-        inference=None if noise else inference,
         same=bool(row.finished) and _losses(row) == _losses(other),
         same_as=same_as,
     )
@@ -180,8 +176,8 @@ def paired(row: Row, other: Row) -> list[tuple[Run, Run]]:
     return list(found.values())
 
 
-def paired_ratio(mine: Run, theirs: Run) -> tuple[float, float | None] | None:
-    """Give the logarithms of their time over mine: of a step, and of inference.
+def paired_ratio(mine: Run, theirs: Run) -> float | None:
+    """Give the logarithm of their time of a step over mine.
 
     Rounds come in pairs of opposite order; the median over the pairs counts. Trainings that were
     not in one process have no rounds in common: then it is the ratio of the medians.
@@ -194,7 +190,7 @@ def paired_ratio(mine: Run, theirs: Run) -> tuple[float, float | None] | None:
         )
         if not (first and other):
             return None
-        return math.log(statistics.median(other) / statistics.median(first)), None
+        return math.log(statistics.median(other) / statistics.median(first))
     rounds = [
         math.log(statistics.median(theirs_ms) / statistics.median(mine_ms))
         for mine_ms, theirs_ms in zip(mine.turns, theirs.turns, strict=False)
@@ -205,10 +201,8 @@ def paired_ratio(mine: Run, theirs: Run) -> tuple[float, float | None] | None:
         rounds = [math.log(medians[0] / medians[1])]
     if not rounds:
         return None
-    both = zip(mine.inference_ms, theirs.inference_ms, strict=False)
-    inference = [math.log(t / m) for m, t in both]
     pairs = [statistics.fmean(rounds[i : i + 2]) for i in range(0, len(rounds) - 1, 2)]
-    return statistics.median(pairs or rounds), statistics.median(inference) if inference else None
+    return statistics.median(pairs or rounds)
 
 
 def _log_loss(run: Run) -> float:
