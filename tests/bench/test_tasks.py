@@ -298,35 +298,16 @@ def test_cifar_with_other_files_is_one_line(cifar):
     refuse("classes above 9", data=cifar)
 
 
-def test_resnet50_on_random_images_and_on_files(tmp_path):
-    Image = pytest.importorskip("PIL.Image")
+def test_resnet50_on_random_images():
     task = load("resnet50", QUICK)
     assert task.accuracy is task.test_loss is task.test_size is None
     assert _count(task.model()) == 25_557_032
-    small = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 2))
     batches = list(task.loader(2, 0))
     assert len(batches) == 5
     assert batches[0][0].shape == (2, 3, 224, 224)
-    for name, colour in (("dark", 0), ("light", 255)):
-        (tmp_path / name).mkdir()
-        for number in range(10):
-            Image.new("L", (20, 30 + number), colour).save(tmp_path / name / f"{number}.png")
-    task = load("resnet50", TaskOptions(CPU, quick=True, data=tmp_path))
-    task.model = lambda: small
-    ((x, y), *_) = batches = list(task.loader(4, 0))
-    assert len(batches) == 4  # 18 images to train on
-    assert torch.equal(x[:, 0, 0, 0] > 0, y == 1)
-    losses, _, models = _trained(task, "O0", batch=6, steps=3)
+    task.model = lambda: nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 1000))
+    losses, _, _ = _trained(task, "O0", batch=2, steps=3)
     assert losses[-1] < losses[0]
-    assert task.test_size == 2
-    assert task.accuracy(models[0]) in (0, 50, 100)
-    assert task.test_loss(models[0]) > 0
-    with pytest.raises(UsageError, match="--batch 19: there are 18 images"):
-        task.loader(19, 0)
-    with pytest.raises(UsageError, match="a folder for each class is needed"):
-        load("resnet50", TaskOptions(CPU, data=tmp_path / "dark"))
-    with pytest.raises(UsageError, match="No such file"):
-        load("resnet50", TaskOptions(CPU, data=tmp_path / "nothing"))
 
 
 def test_missing_packages_are_one_line(monkeypatch):

@@ -16,7 +16,6 @@ __all__ = [
     "Judged",
     "interval",
     "judge",
-    "mean_interval",
     "percentile",
 ]
 
@@ -115,18 +114,12 @@ def _needed(distance: float, sd: float, error: float) -> int | None:
 
 def interval(log_ratios: Sequence[float]) -> Interval | None:
     """Estimate a ratio from the logarithms that pairs gave; ``None`` of fewer than three."""
-    found = mean_interval(log_ratios)
-    return None if found is None else found.exp
-
-
-def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Estimate a mean; ``None`` of fewer than three values."""
     import numpy as np
 
-    if len(values) < LEAST:
+    if (count := len(log_ratios)) < LEAST:
         return None
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return _around(float(np.mean(values)), error, len(values) - 1)
+    error = float(np.std(log_ratios, ddof=1)) / math.sqrt(count)
+    return _around(float(np.mean(log_ratios)), error, count - 1).exp
 
 
 def _around(value: float, error: float, freedom: float, confidence: float = CONFIDENCE) -> Interval:

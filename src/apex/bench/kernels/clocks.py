@@ -5,18 +5,16 @@ times holds where neither time does.
 """
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Call", "CallTime", "clock", "copy_gb_s", "launches", "take_turns"]
+__all__ = ["Call", "CallTime", "clock", "launches", "take_turns"]
 
 Call = Callable[[], object]
 
-COPY_BYTES = 2**30  # of the copy that bytes per second are compared with
 FLUSH_BYTES = 2**28  # more than any L2 cache has
 
 
@@ -68,16 +66,6 @@ def _time_on_host(call: Call) -> CallTime:
     call()
     ms = 1000 * (time.perf_counter() - begin)
     return CallTime(ms, ms)
-
-
-def copy_gb_s(device: torch.device, repeats: int) -> float:
-    """Measure a copy from memory to memory: gigabytes read and written per second."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
-    target.copy_(source)
-    taken = take_turns(calls, repeats, device)["copy"]
-    return 2 * COPY_BYTES / statistics.median(one.ms for one in taken) / 1e6
 
 
 def launches(call: Call) -> int:

@@ -18,7 +18,6 @@ import torch
 from apex.bench.cli import UsageError
 from apex.bench.info import machine
 from apex.bench.kernels.cases import DTYPES, OF_LAYERS, OF_LISTS, Case
-from apex.bench.kernels.clocks import copy_gb_s
 from apex.bench.kernels.timing import Row, how_measured, measure
 from apex.bench.options import (
     add_device,
@@ -100,7 +99,7 @@ class Report:
 
     Attributes:
         environment: Of `apex.bench.options.environment`, with ``huge_pages``, whether torch asks
-            Linux for them, and ``copy_gb_s``, of a copy on a GPU.
+            Linux for them.
         options: What was asked for.
         notes: How the numbers were taken.
         complete: Whether everything that was asked for was timed.
@@ -137,7 +136,9 @@ def run(args: argparse.Namespace) -> int:
         stack.enter_context(terminated_like_interrupted())
         here = environment(device)
         here["versions"]["liger_kernel"] = machine.version_of("liger_kernel")
-        here |= {"huge_pages": os.environ.get(HUGE_PAGES) == "1", "copy_gb_s": None}
+        here |= {
+            "huge_pages": os.environ.get(HUGE_PAGES) == "1",
+        }
         named = {name: unique(getattr(args, name)) for name in ("op", "shapes", "dtype")}
         numbers = {"repeats": args.repeats, "full": args.full or device.type == "cuda"}
         options = {**named, **numbers, "device": str(device)}
@@ -174,16 +175,14 @@ def _measure_all(
     bar: Bar,
 ) -> None:
     repeats, full = report.options["repeats"], report.options["full"]
-    copy = copy_gb_s(device, repeats) if device.type == "cuda" else None
-    report.environment["copy_gb_s"] = copy
     for place, (op, name, dtype) in enumerate(plan, 1):
         case = f"{op.name}, {name}, {dtype}"
         bar.describe(case)
-        found = measure(op, name, op.shapes[name](full), dtype, device, repeats, copy)
-        for provider, package in found.missing.items():
+        rows, missing = measure(op, name, op.shapes[name](full), dtype, device, repeats)
+        for provider, package in missing.items():
             without = [*report.missing.get(package, []), f"{op.name}: {provider}"]
             report.missing[package] = unique(without)
-        report.rows += found.rows
+        report.rows += rows
         report.complete = place == len(plan)
         save(content(report), file)
         bar.finish(case)
@@ -231,14 +230,13 @@ def show(report: Report, file: Path) -> None:
 def _source(report: Report) -> str:
     """Say what the numbers depend on."""
     here, turns = report.environment, report.options["repeats"]
-    threads, copy, versions = here["threads"], here["copy_gb_s"], here["versions"]
+    threads, versions = here["threads"], here["versions"]
     found = [
         here["device"]["name"],
         f"torch {versions['torch']}, apex {versions['apex']}",
         f"{threads} thread{'s' * (threads > 1)}",
         f"{turns} turn{'s' * (turns > 1)}",
         "THP_MEM_ALLOC_ENABLE=1" if here["huge_pages"] else "",
-        f"copy {copy:.0f} GB/s" if copy else "",
     ]
     return ", ".join(filter(None, found))
 
@@ -302,7 +300,6 @@ COLUMNS: tuple[Column[Row], ...] = (
     ),
     _column("B per\nelement", "bytes_per_element", lambda value: number(value, "g"), 6),
     _column("GB/s", "gb_s", three, 5),
-    _column("of copy", "of_copy", lambda value: number(value, ".0%"), 5),
     _column("peak\nMiB", "peak_mib", three, 3),  # of a call, beyond its inputs: modes "both"
     _column("host\nms", "host_ms", three, 7),  # until the call returns, on a GPU
     _column("launches", "launches", lambda value: number(value, "d"), 6),

@@ -74,13 +74,7 @@ def operators(step: Callable[[], object], device: torch.device) -> tuple[Operato
     Returns:
         At most `MOST_OPERATORS`, the longest first.
     """
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with (
-        memory.silent_kineto(),
-        torch.profiler.profile(activities=kinds, record_shapes=True) as profile,
-    ):
+    with memory.profiled(cuda=device.type == "cuda", record_shapes=True) as profile:
         for _ in range(PROFILED_STEPS):
             step()
         if device.type == "cuda":

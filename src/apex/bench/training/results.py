@@ -1,9 +1,4 @@
-"""What `apex bench` measured, as plain data, and the file that it is kept in.
-
-A `Cell` is one training, named by everything that decides its numbers but the machine. A `Run` is
-what was measured of it. A `Report` is all runs with the machine they ran on. Nothing here trains,
-computes statistics or draws.
-"""
+"""What `apex bench` measured, as plain data, and the file that it is kept in."""
 
 import dataclasses
 import math
@@ -25,7 +20,7 @@ Status = Literal["ok", "diverged", "stopped", "out of memory", "failed"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One training of the matrix."""
+    """One training of the matrix: everything that decides its numbers but the machine."""
 
     task: str
     level: str

@@ -26,9 +26,7 @@ TASKS = {
     "digits-vgg16": ("digits:vgg", "VGG16 with a quarter of the channels, digits of 32x32"),
     "cifar10-vgg16": ("cifar10:vgg", "VGG16, CIFAR-10's binary files in --data"),
     "cifar10-resnet18": ("cifar10:resnet18", "ResNet-18, CIFAR-10's binary files in --data"),
-    "resnet50": (
-        "resnet50:resnet50", "ResNet-50; synthetic images, or a folder per class in --data",
-    ),
+    "resnet50": ("resnet50:resnet50", "ResNet-50 on random images"),
     "text-lstm": ("text:lstm", "LSTM, next character of Python's documentation"),
     "text-transformer": (
         "text:transformer", "transformer, next character of Python's documentation",

@@ -12,7 +12,7 @@ from torch import nn
 from apex.bench.cli import UsageError
 from apex.bench.training.tasks.task import Task
 
-__all__ = ["IGNORED", "Batches", "Classification", "Split", "package"]
+__all__ = ["IGNORED", "Batches", "Classification", "Split", "cross_entropy", "package"]
 
 IGNORED = -100  # the label of what is not asked for; F.cross_entropy leaves it out
 
@@ -72,28 +72,21 @@ class Batches:
 
 
 class Classification(Task):
-    """Cross-entropy of the classes; the accuracy is the share of test labels that are right.
-
-    Args:
-        data: Without it ``loader``, ``test`` and ``test_size`` are among the ``attributes``.
-        attributes: As of `Task`, ``model`` first of all.
-    """
+    """Cross-entropy of the classes; the accuracy is the share of test labels that are right."""
 
     at_once = 512
     """Test rows in a forward pass."""
     times = 1
     """What the mean over the labels is multiplied by."""
+    test_size: int
 
-    def __init__(self, data: Split | None = None, **attributes: Any) -> None:
-        if data is not None:
-            self.data, self.test_size = data, _asked(data.test_y)
+    def __init__(self, data: Split, **attributes: Any) -> None:
+        self.data, self.test_size = data, _asked(data.test_y)
         super().__init__(**attributes)
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Take the model's outputs in float32, and the mean over the labels."""
-        x, y = batch
-        outputs = model(x).float().flatten(0, -2)
-        return self.times * F.cross_entropy(outputs, y.flatten(), ignore_index=IGNORED)
+        """Take the mean over the labels, or a multiple of it."""
+        return self.times * cross_entropy(model, batch)
 
     def loader(self, batch_size: int, seed: int) -> Iterable[Any]:
         """Give rows and labels."""
@@ -106,15 +99,20 @@ class Classification(Task):
 
     def accuracy(self, model: nn.Module) -> float:
         """Count what is right."""
-        assert self.test_size is not None
         right = sum(int((model(x).argmax(-1) == y).sum()) for x, y in self.test())
         return 100 * right / self.test_size
 
     def test_loss(self, model: nn.Module) -> float:
         """Take the mean of `loss` over the labels."""
-        assert self.test_size is not None
         total = sum(self.loss(model, (x, y)).item() * _asked(y) for x, y in self.test())
         return total / self.test_size
+
+
+def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Take the model's outputs in float32, and the mean over the labels."""
+    x, y = batch
+    outputs = model(x).float().flatten(0, -2)
+    return F.cross_entropy(outputs, y.flatten(), ignore_index=IGNORED)
 
 
 def _asked(labels: torch.Tensor) -> int:
