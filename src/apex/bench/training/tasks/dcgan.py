@@ -76,10 +76,8 @@ def _adversarial(scores: torch.Tensor, truth: float) -> torch.Tensor:
 def generator(size: int, nz: int, ngf: int) -> nn.Sequential:
     """Map noise ``(n, nz, 1, 1)`` to images ``(n, 1, size, size)`` in [-1, 1].
 
-    Args:
-        size: Height and width of an image, a power of two from 8 on.
-        nz: Length of the noise.
-        ngf: Channels of the last hidden layer; each layer before has twice as many.
+    ``size`` is a power of two from 8 on. The last hidden layer has ``ngf`` channels, each before it
+    twice as many.
     """
     channels = ngf * size // 8
     layers: list[nn.Module] = [
@@ -98,9 +96,8 @@ def generator(size: int, nz: int, ngf: int) -> nn.Sequential:
 def discriminator(size: int, ndf: int) -> nn.Sequential:
     """Map images ``(n, 1, size, size)`` to scores ``(n)``; above 0 the image is held for real.
 
-    Args:
-        size: Height and width of an image, a power of two from 8 on.
-        ndf: Channels of the first layer; each layer after it has twice as many.
+    ``size`` is a power of two from 8 on. The first layer has ``ndf`` channels, each after it twice
+    as many.
     """
     channels = ndf
     layers: list[nn.Module] = [nn.Conv2d(1, ndf, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]
