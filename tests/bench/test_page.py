@@ -157,8 +157,11 @@ def test_hostile_names_and_errors_are_only_text(tmp_path):
 
 def test_incomplete_and_quick_are_marked_once_at_the_top(tmp_path):
     cells = [made.cell(level, quick=True) for level in ("O0", "O4")]
-    text = _write(made.report(cells, [made.run(cells[0])]), tmp_path)
-    for mark in ("INCOMPLETE: 1 of 2 runs", "QUICK", "do not quote its numbers"):
+    busy = "busy machine (load 3.0 on 2 cores): do not trust the times"
+    text = _write(made.report(cells, [made.run(cells[0])], busy=busy), tmp_path)
+    for mark in (
+        "INCOMPLETE: 1 of 2 runs", "QUICK", "do not quote its numbers", "BUSY MACHINE (load 3.0",
+    ):  # fmt: skip
         assert text.count(mark) == 1
         assert mark in text[: text.index("<main>")]
 

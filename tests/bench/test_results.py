@@ -23,7 +23,10 @@ def no_files(monkeypatch):
 
 
 def _shown(of, folder, capsys, monkeypatch, columns=120):
-    monkeypatch.setenv("COLUMNS", str(columns))
+    if columns is None:  # a pipe
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", str(columns))
     report.show(of, folder)
     return capsys.readouterr().out
 
@@ -166,11 +169,11 @@ def test_the_answer_stands_first_and_the_table_has_the_numbers_of_the_rows(
 
 
 @pytest.mark.usefixtures("no_files")
-@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("columns", [None, 100, 120])
 @pytest.mark.parametrize("world", [made.troubled, made.on_gpu, made.report])
 def test_tables_fit_and_nothing_is_cut_off(world, columns, tmp_path, capsys, monkeypatch):
     shown = _shown(world(), tmp_path, capsys, monkeypatch, columns)
-    assert max(map(len, shown.splitlines()[:-1])) <= columns  # the last is a path, whole
+    assert max(map(len, shown.splitlines()[:-1])) <= (columns or 80)  # the last is a path, whole
     assert "…" not in shown
     for line in table.lines(world(), verdicts(world())):  # whole in one line
         if line.row.ms is not None:
@@ -201,12 +204,14 @@ def test_sentences_and_problems_are_printed(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_files")
-def test_what_is_incomplete_or_quick_is_marked(tmp_path, capsys, monkeypatch):
+def test_what_is_incomplete_or_quick_or_of_a_busy_machine_is_marked(tmp_path, capsys, monkeypatch):
     cells = [made.cell(level, quick=True) for level in ("O0", "O1", "O4")]
-    of = made.report(cells, [made.run(cells[0])])
+    busy = "busy machine (load 3.0 on 2 cores): do not trust the times"
+    of = made.report(cells, [made.run(cells[0])], busy=busy)
     shown = _shown(of, tmp_path, capsys, monkeypatch)
     assert "INCOMPLETE: 1 of 3 runs" in shown
     assert "QUICK: less data" in shown
+    assert "BUSY MACHINE (load 3.0 on 2 cores): do not trust the times" in shown
     assert "O4 (digits-cnn, batch size 128): 0 of 1 runs" in shown
 
 

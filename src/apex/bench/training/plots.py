@@ -32,14 +32,7 @@ from apex.bench.training.notes import marks, source
 from apex.bench.training.results import Report, Run
 from apex.bench.training.rows import Row, rows
 from apex.bench.training.table import Line, lines
-from apex.bench.training.verdict import (
-    LOSS_MARGIN,
-    Verdict,
-    as_long,
-    paired,
-    paired_ratio,
-    same_arithmetic,
-)
+from apex.bench.training.verdict import LOSS_MARGIN, Verdict, same_arithmetic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,8 +140,7 @@ def _speeds(axes: "Axes", of: Sequence[Line]) -> None:
         if line.verdict is None:
             _write(axes, place, f"{three(line.row.ms)} ms" if line.row.ms else "")
             continue
-        logs = [paired_ratio(*pair) for pair in paired(line.verdict.row, line.verdict.other)]
-        seeds, known = [math.exp(log) for log in logs if log is not None], line.verdict.speed
+        seeds, known = [math.exp(log) for log in line.verdict.each_speed], line.verdict.speed
         _dots(axes, place, line.row, seeds, known)
         shown += [*seeds, *([known.low, known.high] if known else [])]
         value = f"{line.ratio:.2f}×" if line.ratio else "not measured"
@@ -185,19 +177,14 @@ def _qualities(axes: "Axes", of: Sequence[Line]) -> None:
                 axes, place, "" if value is None else f"{value:.1f} %" if points else f"{value:.3g}"
             )
             continue
-        pairs = paired(line.verdict.row, line.verdict.other)
-        pairs = [both for both in pairs if as_long(*both)]
         judged = line.verdict.accuracy if points else line.verdict.loss
         known = judged.interval if judged else None
         if points:
-            both = [(m.accuracy, t.accuracy) for m, t in pairs]
-            seeds = [m[-1] - t[-1] for m, t in both if m and t]
+            seeds: Sequence[float] = line.verdict.each_accuracy
             margin = judged.margin if judged else margin
         else:
-            losses = [(_loss(m), _loss(t)) for m, t in pairs]
-            seeds = [100 * (1 - m / t) for m, t in losses if m and t and 0 < m / t < math.inf]
-            ends = vars(known).values() if known else ()
-            known = known and Interval(*(-100 * math.expm1(min(-x, 99.0)) for x in ends))
+            seeds = [_per_cent(x) for x in line.verdict.each_loss if math.isfinite(x)]
+            known = known and Interval(*map(_per_cent, vars(known).values()))
         _dots(axes, place, line.row, seeds, known)
         value = statistics.fmean(seeds) if seeds else None
         text = "" if value is None else f"{value:+.2f}" if points else f"{value:+.1f} %"
@@ -213,8 +200,9 @@ def _qualities(axes: "Axes", of: Sequence[Line]) -> None:
     axes.set_xlabel(f"{unit}, right is better (dotted: margin)")
 
 
-def _loss(run: Run) -> float | None:
-    return run.test_loss[-1] if run.test_loss else run.final_loss
+def _per_cent(log: float) -> float:
+    """How much lower a loss is, of the logarithm of the other's over this one's."""
+    return -100 * math.expm1(min(-log, 99.0))
 
 
 def _dots(

@@ -23,9 +23,7 @@ __all__ = [
     "BUSY",
     "LOSS_MARGIN",
     "Verdict",
-    "as_long",
     "baseline_of",
-    "paired",
     "paired_ratio",
     "same_arithmetic",
     "verdicts",
@@ -60,6 +58,11 @@ class Verdict:
     """Logarithm of the other's loss divided by this one's: above 0 is better."""
     loss_of: str
     """``test loss`` or ``training loss``."""
+    each_speed: tuple[float, ...]
+    """Of each seed, the logarithm of `ratio`."""
+    each_accuracy: tuple[float, ...]
+    each_loss: tuple[float, ...]
+    """Of each seed, what `accuracy` and `loss` judge."""
     same: bool
     """Whether all losses are the same numbers: the same arithmetic."""
     same_as: str | None
@@ -123,18 +126,18 @@ def _losses(row: Row) -> Any:
 
 
 def _verdict(row: Row, other: Row, comparisons: int, same_as: str | None) -> Verdict:
-    pairs = paired(row, other)
+    pairs = _paired(row, other)
     logs = [log for mine, theirs in pairs if (log := paired_ratio(mine, theirs)) is not None]
     speed, noise = interval(logs), None
     if row.stopped or other.stopped or any(len(run.blocks) < 2 for both in pairs for run in both):
         speed = None  # of a few steps, the first
     elif row.unsteady or other.unsteady or (speed and speed.high > NOISY * speed.low):
         speed, noise = None, BUSY
-    quality = [both for both in pairs if as_long(*both)]
+    quality = [both for both in pairs if _as_long(*both)]
     margin, least_sd = _margin(row)
-    points = [(m.accuracy[-1], t.accuracy[-1]) for m, t in quality if m.accuracy and t.accuracy]
+    points = [m.accuracy[-1] - t.accuracy[-1] for m, t in quality if m.accuracy and t.accuracy]
     counts = {"comparisons": comparisons, "planned": len(row.cells)}
-    accuracy = judge([m - t for m, t in points], margin, least_sd=least_sd, **counts)
+    accuracy = judge(points, margin, least_sd=least_sd, **counts)
     loss_of = "test loss" if row.test_losses else "training loss"
     differences = [_log_loss(t) - _log_loss(m) for m, t in quality]
     loss = judge(differences, math.log(1 + LOSS_MARGIN), **counts)
@@ -149,17 +152,20 @@ def _verdict(row: Row, other: Row, comparisons: int, same_as: str | None) -> Ver
         accuracy=accuracy,
         loss=None if row.accuracies and not row.test_losses else loss,
         loss_of=loss_of,
+        each_speed=tuple(logs),
+        each_accuracy=tuple(points),
+        each_loss=tuple(differences),
         same=bool(row.finished) and _losses(row) == _losses(other),
         same_as=same_as,
     )
 
 
-def as_long(mine: Run, theirs: Run) -> bool:
+def _as_long(mine: Run, theirs: Run) -> bool:
     """Whether both came to their end after as many steps, so that their quality is comparable."""
     return mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)
 
 
-def paired(row: Row, other: Row) -> list[tuple[Run, Run]]:
+def _paired(row: Row, other: Row) -> list[tuple[Run, Run]]:
     """Pair the runs of a seed, those that took turns if there are such.
 
     A level of which every run diverged is not worth a time: no pairs.
