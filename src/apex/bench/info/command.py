@@ -96,8 +96,8 @@ def collect() -> Report:
             installs=installs.search(),
             warnings=(),
         )
-    said = dict.fromkeys(" ".join(str(item.message).split()) for item in caught)
-    return replace(report, warnings=tuple(said))
+    messages = dict.fromkeys(" ".join(str(item.message).split()) for item in caught)
+    return replace(report, warnings=tuple(messages))
 
 
 def draw(report: Report) -> str:

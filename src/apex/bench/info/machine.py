@@ -142,8 +142,8 @@ def _gpu(index: int) -> Device:
     try:
         properties = torch.cuda.get_device_properties(index)
     except (AssertionError, RuntimeError) as error:  # fallen off the bus, or in use by one process
-        said, *_ = str(error).splitlines() or [type(error).__name__]
-        return Device(name, f"unusable: {said}", None, None, None, ())
+        reason, *_ = str(error).splitlines() or [type(error).__name__]
+        return Device(name, f"unusable: {reason}", None, None, None, ())
     rocm = torch.version.hip is not None
     capability = (properties.major, properties.minor)
     return Device(
@@ -198,8 +198,8 @@ def _why_no_gpu(driver: str | None) -> str:
 
 def _driver() -> tuple[str | None, str | None]:
     """Ask nvidia-smi for the driver's version and the newest CUDA that it serves."""
-    said = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    version = _search(r"^\s*(\d+\.[\d.]+)\s*$", said)
+    answer = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    version = _search(r"^\s*(\d+\.[\d.]+)\s*$", answer)
     if version is None:
         return None, None
     return version, _search(r"CUDA[^:|]*Version\s*:\s*([\d.]+)", _output_of("nvidia-smi"))

@@ -107,10 +107,10 @@ def _pipes(instructions: dict[str, float] | None) -> str:
 
 
 def _limits(finding: Finding) -> str:
-    said = finding.limits
-    if len(set(said.values())) == 1:
-        return next(iter(said.values()))
-    return ", ".join(f"{gpu} {limit}" for gpu, limit in said.items()) or NOTHING
+    limits = finding.limits
+    if len(set(limits.values())) == 1:
+        return next(iter(limits.values()))
+    return ", ".join(f"{gpu} {limit}" for gpu, limit in limits.items()) or NOTHING
 
 
 def _widths(counts: dict[int, int] | None) -> str:

@@ -188,12 +188,12 @@ def _rows(results: Sequence[Result], gpu: bool) -> Iterator[list[str]]:
 
 
 def _cell(result: Result) -> str:
-    said = NOTHING if result.worst is None else _number(result.worst)
-    return {"raised": "RAISED", "right": said, "wrong": f"WRONG: {said}"}[result.status]
+    number = NOTHING if result.worst is None else _number(result.worst)
+    return {"raised": "RAISED", "right": number, "wrong": f"WRONG: {number}"}[result.status]
 
 
 def _number(one: Measured) -> str:
-    """Show the value, what is allowed and the unit; a count of nothing is said in one word."""
+    """Show the value, what is allowed and the unit; a count of nothing is number in one word."""
     if one.allowed == 0 and one.right:
         return "exact"
     return f"{one.value:.3g} of {one.allowed:.3g} {one.unit}".rstrip()

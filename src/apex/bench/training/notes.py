@@ -43,12 +43,12 @@ def _cut(made: Sequence[Row]) -> str:
     """Say what a time budget has left out."""
     stopped = [row.label for row in made if row.stopped]
     trained = [run for row in made for run in row.finished if run.planned_steps]
-    said = [f"{', '.join(dict.fromkeys(stopped))} stopped"] if stopped else []
+    parts = [f"{', '.join(dict.fromkeys(stopped))} stopped"] if stopped else []
     if any(row.cut for row in made):
         share = statistics.fmean(len(run.losses) / run.planned_steps for run in trained)
         who = "the others" if stopped else "all"
-        said.append(f"{who} trained for {100 * share:.0f} % of their steps on average")
-    return "; ".join(said)
+        parts.append(f"{who} trained for {100 * share:.0f} % of their steps on average")
+    return "; ".join(parts)
 
 
 def notes(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
