@@ -129,7 +129,13 @@ class _Bench:
         levels = _levels(args.levels, args.tf32, device)
         described = [_described(name, args, self._options, batches) for name in unique(args.task)]
         ways = {"compile": args.compile, "quick": args.quick}
-        cells = plan.plan(described, levels, batches, args.seeds, **ways)
+        cells = tuple(
+            Cell(level=level, tf32=tf32, batch=batch, seed=seed, **task, **ways)
+            for seed in range(args.seeds)
+            for task in described
+            for batch in batches
+            for level, tf32 in levels
+        )
         self._file = args.out / "results.json"
         check_folder("--out", args.out / "cells")
         check_file("--out", self._file)
@@ -203,7 +209,7 @@ def _levels(
     asked: Sequence[str], tf32: str | None, device: torch.device
 ) -> list[tuple[str, bool | None]]:
     names = unique(ALIASES.get(name, name) for name in asked)
-    if not plan.has_tf32(device):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         if tf32 is not None:
             raise UsageError(f"--tf32 {tf32}: {device} has no TF32")
         return [(name, None) for name in names]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from apex.bench import memory
+from apex.bench.training.profiling import FEW_STEPS
 from apex.bench.training.results import Report
 from apex.bench.training.rows import Row, rows
-from apex.bench.training.trainer import FEW_STEPS
 from apex.bench.training.turns import BLOCK
 from apex.bench.training.verdict import BUSY, LOSS_MARGIN, NOISY, Verdict, same_arithmetic
 

@@ -19,8 +19,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from apex.bench.cli import UsageError
 from apex.bench.output.tables import save
 from apex.bench.training import tasks, turns
@@ -28,35 +26,12 @@ from apex.bench.training.results import Cell, Run, decode
 from apex.bench.training.tasks.task import TaskOptions
 from apex.bench.training.worker import Died, in_a_process
 
-__all__ = ["Kept", "Store", "groups", "has_tf32", "plan", "run_group"]
+__all__ = ["Kept", "Store", "groups", "run_group"]
 
 FORMAT = "apex bench group 1"
 REPORT_AFTER = 0.01  # of the trainings: a message costs them some microseconds
 
 OnProgress = Callable[[float, str | None], None]
-
-
-def plan(
-    described: Sequence[dict[str, Any]],
-    levels: Sequence[tuple[str, bool | None]],
-    batches: Sequence[int],
-    seeds: int,
-    *,
-    compile: bool,
-    quick: bool,
-) -> tuple[Cell, ...]:
-    """Make the cells in the order in which they run.
-
-    ``described`` has ``task``, ``optimizer``, ``lr`` and ``epochs`` of each task, ``levels`` says
-    of each whether TF32 is on. The other arguments are as in `Cell`.
-    """
-    return tuple(
-        Cell(level=level, tf32=tf32, batch=batch, seed=seed, compile=compile, quick=quick, **task)
-        for seed in range(seeds)
-        for task in described
-        for batch in batches
-        for level, tf32 in levels
-    )
 
 
 def groups(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:
@@ -204,8 +179,3 @@ def _train(
     except UsageError as error:
         return [Run(cell, "failed", str(error)) for cell in cells]
     return turns.train(cells, task, options.device, report, budget_s)
-
-
-def has_tf32(device: torch.device) -> bool:
-    """Whether a device has TF32, so that it is a choice there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,10 +16,11 @@ from apex import amp
 from apex.bench import memory
 from apex.bench.training.results import Cell, Operator
 from apex.bench.training.tasks.task import Task
-from apex.bench.training.trainer import Trainer, few_steps, mapped
+from apex.bench.training.trainer import Trainer, mapped
 
-__all__ = ["Measured", "measure", "operators"]
+__all__ = ["FEW_STEPS", "measure", "operators"]
 
+FEW_STEPS = 3  # the first makes the optimizer's state; from the second on all is in place
 HOST_STEPS = 20
 PROFILED_STEPS = 5
 MOST_OPERATORS = 24
@@ -27,41 +28,43 @@ DTYPES = {"float": "float32", "c10::Half": "float16", "c10::BFloat16": "bfloat16
           "double": "float64"}  # fmt: skip
 
 
-class Measured(NamedTuple):
-    """Fields of a `Run`."""
-
-    host_ms: float | None = None
-    peak_bytes: int | None = None
-    operators: tuple[Operator, ...] = ()
-
-
 def measure(
     cell: Cell, task: Task, device: torch.device, batch: Any, *, stopped: bool = False
-) -> Measured:
+) -> dict[str, Any]:
     """Measure in trainings of a few steps, beside which nothing else runs.
 
     Of a level that was stopped because it is slow, only the operators, which say why.
+
+    Returns:
+        Fields of `Run`.
     """
+
+    def begun() -> Callable[[], object]:
+        """A step of a training that has made the optimizer's state."""
+        trainer = Trainer(cell, task, device)
+        trainer.step(mapped(batch, torch.Tensor.clone))
+        return lambda: trainer.step(mapped(batch, torch.Tensor.clone))
+
+    def train() -> None:
+        step = begun()
+        for _ in range(FEW_STEPS - 1):
+            step()
+
     if stopped:
-        return Measured(operators=operators(_step(cell, task, device, batch), device))
-    peak = memory.peak_bytes(lambda: few_steps(cell, task, device, batch), device)
+        return {"operators": operators(begun(), device)}
+    peak = memory.peak_bytes(train, device)
     amp.reset()
-    step = _step(cell, task, device, batch)
-    return Measured(
-        host_ms=_host_ms(step, device),
-        peak_bytes=peak,
-        operators=operators(step, device),
-    )
-
-
-def _step(cell: Cell, task: Task, device: torch.device, batch: Any) -> Callable[[], object]:
-    """Make a step of a training that has made the optimizer's state."""
-    trainer = Trainer(cell, task, device)
-    trainer.step(mapped(batch, torch.Tensor.clone))
-    return lambda: trainer.step(mapped(batch, torch.Tensor.clone))
-
-
-# --- operators -----------------------------------------------------------------------------------
+    step, times = begun(), []
+    for _ in range(HOST_STEPS if device.type == "cuda" else 0):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        step()
+        times.append(1000 * (time.perf_counter() - begin))
+    return {
+        "host_ms": statistics.median(times) if times else None,
+        "peak_bytes": peak,
+        "operators": operators(step, device),
+    }
 
 
 def operators(step: Callable[[], object], device: torch.device) -> tuple[Operator, ...]:
@@ -120,19 +123,3 @@ def _of_kernels(events: Sequence[dict[str, Any]]) -> dict[Any, float]:
         if event.get("cat") == "kernel":
             times[event["args"].get("External id")] += float(event["dur"])
     return times
-
-
-# --- time of the host ----------------------------------------------------------------------------
-
-
-def _host_ms(step: Callable[[], object], device: torch.device) -> float | None:
-    """On a GPU: the median time until a step's calls have returned."""
-    if device.type != "cuda":
-        return None
-    times = []
-    for _ in range(HOST_STEPS):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        step()
-        times.append(1000 * (time.perf_counter() - begin))
-    return statistics.median(times)

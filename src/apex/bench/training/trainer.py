@@ -17,8 +17,7 @@ from apex.bench.training.precision import precision
 from apex.bench.training.results import Cell
 from apex.bench.training.tasks.task import Task
 
-__all__ = ["FEW_STEPS", "OPTIMIZERS", "OwnState", "Trainer", "few_steps", "mapped"]
-__all__ += ["out_of_memory", "to"]
+__all__ = ["OPTIMIZERS", "OwnState", "Trainer", "mapped", "out_of_memory"]
 
 _TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 OPTIMIZERS: dict[str, Mapping[str, float]] = {  # by the names of the option; lower case is torch's
@@ -27,7 +26,6 @@ OPTIMIZERS: dict[str, Mapping[str, float]] = {  # by the names of the option; lo
     "adamw": {"lr": 0.005, "weight_decay": 0.01},
     **{one.title: one.training for one in catalogue.OPTIMIZERS if one.training},
 }
-FEW_STEPS = 3  # the first makes the optimizer's state; from the second on all is in place
 
 # What torch and oneDNN say when the machine has no more memory to give.
 NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "could not create a memory")
@@ -143,23 +141,11 @@ def _set_precision(wanted: Sequence[str] | None) -> tuple[str, ...]:
     return before
 
 
-def few_steps(cell: Cell, task: Task, device: torch.device, batch: Any) -> None:
-    """Train afresh, just long enough for everything that takes memory to be there."""
-    trainer = Trainer(cell, task, device)
-    for _ in range(FEW_STEPS):
-        trainer.step(mapped(batch, torch.Tensor.clone))
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that there is no more memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
-
-
-def to(batch: Any, device: torch.device) -> Any:
-    """Put a batch on a device."""
-    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

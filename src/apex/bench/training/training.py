@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from apex.bench.training import profiling
 from apex.bench.training.results import Cell, Run, Status
 from apex.bench.training.tasks.task import Task
-from apex.bench.training.trainer import OwnState, Trainer, out_of_memory, to
+from apex.bench.training.trainer import OwnState, Trainer, mapped, out_of_memory
 
 __all__ = ["AFTER", "Training", "counted"]
 
@@ -46,7 +46,7 @@ class Training:
         self.status: Status = "ok"
         self.error: str | None = None
         self.planned = self.per_epoch = self._steps_per_epoch = 0
-        self._apart = profiling.Measured()
+        self._apart: dict[str, Any] = {}
         self._seconds = 0.0
         self._losses: list[torch.Tensor] = []
         self._scales: list[Any] = []
@@ -143,7 +143,7 @@ class Training:
             test_size=self._task.test_size,
             inference_ms=tuple(self._inference.milliseconds()[1:]),
             **found,
-            **self._apart._asdict(),
+            **self._apart,
         )
 
     # --- inside ----------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Training:
         while True:
             begin = time.perf_counter()
             try:
-                batch = to(next(batches), self._device)
+                batch = mapped(next(batches), lambda x: x.to(self._device, non_blocking=True))
             except StopIteration:
                 return
             self._found["data_ms"].append(1000 * (time.perf_counter() - begin))
