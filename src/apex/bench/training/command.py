@@ -48,7 +48,7 @@ MARGIN = 0.5
 DEFAULT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "native-fp16", "native-bf16")
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 TRAINED = "{task.completed:.1f} of {task.total} trainings"  # beside the progress bar
-FOR_THE_REST = 0.08  # of a budget: plots and page
+FOR_THE_REST = 0.12  # of a budget: plots and page
 
 
 # fmt: off
