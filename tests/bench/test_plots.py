@@ -103,6 +103,22 @@ def test_a_busy_machine_has_no_interval_and_fewer_than_three_seeds_too():
     assert not axes.containers
 
 
+@pytest.mark.parametrize("accuracy", [True, False])
+def test_the_dots_of_a_quality_are_the_differences_from_o0_at_the_same_seed(accuracy):
+    cells = [made.cell(level, seed=seed) for seed in range(3) for level in ("O0", "O1", "O4")]
+    runs = [made.run(cell, **({} if accuracy else {"accuracy": ()})) for cell in cells]
+    axes, (base, *others) = _axes(), _lines(made.report(cells, runs))
+    plots._qualities(axes, [base, *others])
+    dots = [line.get_xdata() for line in axes.lines if line.get_marker() == "."]
+    for drawn, line in zip(dots, others, strict=True):
+        if accuracy:
+            pairs = zip(line.row.accuracies, base.row.accuracies, strict=True)
+            assert list(drawn) == [mine - theirs for mine, theirs in pairs]
+        else:
+            pairs = zip(line.row.test_losses, base.row.test_losses, strict=True)
+            assert list(drawn) == pytest.approx([100 * (1 - mine / its) for mine, its in pairs])
+
+
 def test_the_quality_of_a_level_that_trained_for_fewer_steps_is_not_drawn():
     runs = [made.run(made.cell(level, seed=s)) for level in ("O0", "O1") for s in range(3)]
     short = [
