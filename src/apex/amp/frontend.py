@@ -173,7 +173,11 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     """
     if not hasattr(verbosity, "__int__"):
         raise TypeError(f"amp.initialize: verbosity was {verbosity!r}; it must be 0, 1 or 2.")
-    checks.refuse_level_as(enabled)
+    if isinstance(enabled, str):  # initialize(model, optimizer, "O2")
+        raise TypeError(
+            f"amp.initialize: enabled, the third argument, was {enabled!r}; it must be True or "
+            "False. Pass the level by its name: opt_level=..."
+        )
     if not enabled:
         return _disable(models, optimizers, verbosity)
     properties = checks.options(
@@ -203,7 +207,6 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     if fused_step:
         checks.refuse_unfused(optimizer_list)
     model_list = [checks.unwrapped(model, properties) for model in checks.model_list(models)]
-    checks.refuse_swapping(properties)
     checks.refuse_copies(model_list, optimizer_list)
     checks.check_dtypes(model_list, properties)
     checks.refuse_sharded(model_list, properties, process_group)
