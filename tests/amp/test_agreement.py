@@ -97,8 +97,8 @@ def test_ranks_of_which_one_reduces_everything_in_the_block(pair):
 def test_too_many_skipped_steps_end_the_job_on_all_ranks(pair):
     (step, elsewhere), (other_step, here) = pair.run(programs.never_finite)
     assert step == other_step == 2
-    assert "all gradients of this optimizer on this rank are finite" in elsewhere
-    assert "the first non-finite gradient is that of parameter '2.weight'" in here
+    assert "All gradients of this optimizer on this rank are finite" in elsewhere
+    assert "The first non-finite gradient is that of parameter '2.weight'" in here
 
 
 def test_a_job_says_it_once(pair):

@@ -173,9 +173,10 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     """
     if not hasattr(verbosity, "__int__"):
         raise TypeError(f"amp.initialize: verbosity was {verbosity!r}; it must be 0, 1 or 2.")
-    if isinstance(enabled, str):  # initialize(model, optimizer, "O2")
+    flag: object = enabled
+    if isinstance(flag, str):  # initialize(model, optimizer, "O2")
         raise TypeError(
-            f"amp.initialize: enabled, the third argument, was {enabled!r}; it must be True or "
+            f"amp.initialize: enabled, the third argument, was {flag!r}; it must be True or "
             "False. Pass the level by its name: opt_level=..."
         )
     if not enabled:

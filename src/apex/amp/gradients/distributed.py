@@ -31,11 +31,7 @@ from apex.amp.gradients.pairs import Pairs
 from apex.ops.lists import flat
 from apex.ops.lists.columns import OWN_MEMORY
 
-
-class _Active:
-    """The wrapper of apex whose forward runs now; torch's keeps its own."""
-
-    wrapper: Any = None
+_active: list[Any] = []  # the wrappers of apex whose forwards run now; torch keeps its own
 
 
 def is_initialized() -> bool:
@@ -68,19 +64,19 @@ def is_wrapper(module: Any) -> bool:
 @contextlib.contextmanager
 def inside(wrapper: Any) -> Iterator[None]:
     """Make ``wrapper``, of apex, the active one while its module's forward runs."""
-    before, _Active.wrapper = _Active.wrapper, wrapper
+    _active.append(wrapper)
     try:
         yield
     finally:
-        _Active.wrapper = before
+        _active.pop()
 
 
 def _active_wrapper() -> Any:
     """The wrapper whose forward runs now, if any."""
     if not is_initialized():
         return None
-    if _Active.wrapper is not None:
-        return _Active.wrapper
+    if _active:
+        return _active[-1]
     wrapper = torch.nn.parallel.DistributedDataParallel
     return wrapper._get_active_ddp_module()  # type: ignore[no-untyped-call]
 
@@ -117,14 +113,6 @@ def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
 
 def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) -> None:
     """Give all ranks of ``group`` the first one's loss scales and their counts."""
-    number = torch.tensor([len(scalers), -len(scalers)], device=device)
-    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
-    most, least = number[0].item(), -number[1].item()
-    if most != least:
-        raise RuntimeError(
-            f"amp: ranks passed different num_losses to amp.initialize: {least} to {most}; here it "
-            f"was {len(scalers)}. Pass the same on every rank."
-        )
     numbers = [scaler.numbers().to(device) for scaler in scalers]
     flat.broadcast(numbers, group)
     for scaler, received in zip(scalers, numbers, strict=True):

@@ -25,20 +25,6 @@ added so far, as without amp.
 
 A pass belongs to all optimizers of its block: an overflow in one skips the step of all. Where
 gradients are reduced by hand after the block, each optimizer goes by its own.
-
-What else is remembered, from when until when:
-
-| | set | cleared |
-|---|---|---|
-| ``Ledger.stash``: gradients from before the pass | pass begins | pass ends, ``zero_grad`` |
-| ``Ledger.passes``: for the step to look at | pass is unscaled | step, ``zero_grad`` |
-| ``Ledger.is_unreduced``: has passes of ``no_sync()`` | these are unscaled | step, ``zero_grad`` |
-| ``Ledger.had_grads``: the last pass left some | pass is unscaled | next pass |
-| ``Pass.is_final``: nobody reduces after the block | pass ends | |
-| ``Pass.outcome``: of ``check_again`` by another optimizer | its step | |
-| ``Master.taken``: this gradient is in the master's, too | unscaled | ``zero_grad``, next forward |
-| ``Master.waiting``: optimizers that have yet to step it | unscaled | each one's step |
-| ``Pairs.are_freed``: no master has a gradient | step | a gradient is widened |
 """
 
 from __future__ import annotations
@@ -80,8 +66,10 @@ class Pass:
         loss: Of the last pass, to tell whether it was finite.
         scale: What the loss was multiplied by: float32, 0-dim, or a float.
         synchronised: Whether the last pass was outside of ``no_sync()``.
+        is_final: Whether nobody reduces the gradients after the block.
         found_inf: float32, 0-dim, after unscaling; ``None`` for a static scale.
         counted: How many steps the scaler had counted when the gradients were unscaled: 0-dim.
+        outcome: What ``check_again`` has found for another optimizer of the block.
     """
 
     scaler: LossScaler
@@ -148,13 +136,9 @@ class Pass:
     def _try_to_keep_scaled(self) -> bool:
         """Whether the gradients stay scaled until the step, see :mod:`~.fused`."""
         ledger = self.ledgers[0]
-        fused = ledger.fused
-        if fused is None or len(self.ledgers) > 1 or ledger.training.sharing or ledger.stash:
+        if ledger.fused is None or len(self.ledgers) > 1 or ledger.training.sharing or ledger.stash:
             return False
-        if not fused.takes():
-            return False
-        fused.keep(self.scale)
-        return True
+        return ledger.fused.try_to_keep(self.scale)
 
     def unscale(self, *, check: bool = True, also: torch.Tensor | None = None) -> None:
         """Unscale; ``also`` is another flag, of gradients that may have been cleared since."""
@@ -189,9 +173,13 @@ class Ledger:
         before: The state before the block.
         scaled: The pass that the gradients are scaled by, in the states ``DELAYED`` and
             ``FOR_STEP`` and in a block that continues it.
+        stash: Gradients from before the open pass.
+        passes: Unscaled ones since the last step, for the next one to look at.
         records: Of the forwards of the models that the parameters belong to.
         belongs_to_models: Whether all parameters belong to these models.
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
+        had_grads: Whether the last pass left gradients.
+        is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
     """
 
     params: Parameters
@@ -226,7 +214,7 @@ class Ledger:
         """Forget an overflow whose gradients the program has cleared itself."""
         params = self.params
         params.drop_cleared()
-        is_cleared = not (params.has_grads() or params.has_new() or grads_of(params.plain))
+        is_cleared = not (params.has_grads() or any_grad(params.plain))
         if is_cleared and distributed.may_forget(self):
             for one in self.passes:
                 if not one.is_final and one.found_inf is not None:  # no step will lower the scale
@@ -242,7 +230,7 @@ class Ledger:
                     weight.grad = None
         if self.params.weights and self.params.stash(stash):
             self._warn_of_edits()
-        has_unreduced = self.is_unreduced and (stash or self.params.has_grads())
+        has_unreduced = self.is_unreduced and (stash or any_grad(self.params.tensors))
         if has_unreduced and any([record.synchronises for record in self.records]):
             for target, grad in stash.items():
                 target.grad = grad

@@ -63,6 +63,14 @@ class Report(NamedTuple):
     loss_id: int
     scale: float
 
+    def describe(self, cause: str) -> str:
+        """The text of the error after too many skipped steps."""
+        return (
+            f"amp: {self.skipped} steps in a row were skipped because of non-finite gradients; the "
+            f"loss scale is now {self.scale}. {cause} (initialize(max_skipped_steps=...) sets the "
+            "limit.)"
+        )
+
 
 @dataclass
 class Overflow:
@@ -141,11 +149,7 @@ class Overflow:
             report = Report(self.skipped, loss_id, scale)
             self.log(report)
             if report.skipped >= self.limit:
-                raise RuntimeError(
-                    f"amp: {report.skipped} steps in a row were skipped because of non-finite "
-                    f"gradients; the loss scale is now {report.scale}. (The flags of a GPU arrive "
-                    "some steps late. initialize(max_skipped_steps=...) sets the limit.)"
-                )
+                raise RuntimeError(report.describe("(The flags of a GPU arrive some steps late.)"))
 
     def log(self, report: Report) -> None:
         """Log a skipped step."""
@@ -189,13 +193,13 @@ def check_again(ledger: Ledger) -> None:
 
 def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -> str:
     """The text of the error after too many skipped steps: who was not finite."""
-    where = "all gradients of this optimizer on this rank are finite"
+    where = "All gradients of this optimizer on this rank are finite."
     params = ledger.params
     for tensor, target in zip(params.stepped, params.targets, strict=True):
         grad = target.grad if tensor.grad is None else tensor.grad
         if grad is not None and not bool(torch.isfinite(stored_values(local(grad))).all()):
             name = ledger.training.name_of(target)
-            where = f"the first non-finite gradient is that of parameter {name}"
+            where = f"The first non-finite gradient is that of parameter {name}."
             break
     cause = (
         "The loss itself was finite: gradients overflow even at this scale, or backward "
@@ -205,8 +209,4 @@ def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -
         "loss is not finite there either, look at the data and the learning rate; else a function "
         "of the forward leaves the range of 16 bits (docs/nan.md finds it)."
     )
-    return (
-        f"amp: {report.skipped} steps in a row were skipped because of non-finite gradients; "
-        f"{where}; the loss scale is now {report.scale}. {cause} "
-        "(initialize(max_skipped_steps=...) sets the limit.)"
-    )
+    return report.describe(f"{where} {cause}")

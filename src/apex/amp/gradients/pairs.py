@@ -280,12 +280,9 @@ class Pairs:
                 master.waiting = set(sharers.get(id(tensor), ()))
 
     def has_grads(self) -> bool:
-        """Whether a master has a gradient."""
-        return any_grad(self.tensors)
-
-    def has_new(self) -> bool:
-        """Whether a weight has a gradient that its master has not taken."""
-        return any([w.grad is not None and m.taken is None for w, _, m in self._rows])
+        """Whether a master has a gradient, or a weight one that its master has not taken."""
+        new = [w.grad is not None and m.taken is None for w, _, m in self._rows]
+        return any(new) or any_grad(self.tensors)
 
     def match_requires_grad(self) -> None:
         """Let masters require gradients where their weights do."""

@@ -84,7 +84,7 @@ class Parameters(Pairs):
 
     def sync(self, full: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Give new 16-bit weights in the groups masters; ``full`` may have their float32 values."""
-        now = [param for group in self.groups() for param in group["params"]]
+        now = self.in_groups()
         if len(now) == len(self.stepped) and all(map(operator.is_, now, self.stepped)):
             return
         self._replace(full or {})
@@ -121,8 +121,8 @@ class Parameters(Pairs):
     def for_stepped(self, stash: Stash) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Gradients by what is stepped, given by what backward writes to."""
         stepped = dict(zip(map(id, self.targets), self.stepped, strict=True))
-        pairs = [(stepped[id(target)], grad) for target, grad in stash.items()]
-        return [(tensor, grad.to(tensor.dtype)) for tensor, grad in pairs]
+        rows = [(stepped[id(target)], grad) for target, grad in stash.items()]
+        return [(tensor, grad.to(tensor.dtype)) for tensor, grad in rows]
 
     def restore(self) -> None:
         """Put the model's weights back into groups and state, for masters."""
