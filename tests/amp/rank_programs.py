@@ -195,20 +195,20 @@ def after_forwards_that_nobody_used(rank, level):
     return _end(optimizer)
 
 
-def two_overflows_of_one_pass(rank, level, hysteresis):
+def two_overflows_of_one_pass(rank, level):
     """Both optimizers of a pass find the inf that was reduced: the scale backs off once."""
-    model, pair = _two_optimizers(level, hysteresis=hysteresis)
+    model, pair = _two_optimizers(level)
     for _ in range(4):
         model.zero_grad()
         with amp.scale_loss(model(_inputs(rank, 0)).float().square().mean(), pair) as scaled:
             scaled.backward()
-            for part in model if hysteresis == 1 else model[:1]:
+            for part in model:
                 part.weight.grad.fill_(math.inf)
         for optimizer in pair:
             _all_reduce(optimizer)
             optimizer.step()
     scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
-    assert scale == (8.0 if hysteresis == 1 else 16.0), scale
+    assert scale == 8.0, scale
     return _end(pair[0])
 
 

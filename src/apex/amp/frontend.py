@@ -66,7 +66,6 @@ class _Options(TypedDict, total=False):
     growth_factor: float
     backoff_factor: float
     growth_interval: int
-    hysteresis: int
     max_skipped_steps: int
     fused_step: bool
     process_group: torch.distributed.ProcessGroup | None
@@ -112,7 +111,6 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
-    hysteresis: int = 1,
     max_skipped_steps: int = 50,
     fused_step: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -141,7 +139,6 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         growth_factor: What it grows by.
         backoff_factor: What an overflow multiplies it by.
         growth_interval: Steps without an overflow after which it grows.
-        hysteresis: Non-finite passes in a row before it backs off.
         max_skipped_steps: Skipped steps in a row after which ``step`` raises.
         fused_step: Let gradients stay scaled until ``step``, which then reads each of them once
             less; for optimizers of :mod:`apex.optimizers`. Between the block and the step
@@ -221,7 +218,6 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             max_loss_scale=max_loss_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
-            hysteresis=hysteresis,
         )
         for _ in range(num_losses)
     ]

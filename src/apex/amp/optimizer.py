@@ -26,8 +26,7 @@ from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.gradients.overflow import Overflow
-from apex.amp.gradients.parameters import Parameters
-from apex.amp.gradients.step_check import StepCheck
+from apex.amp.gradients.parameters import Parameters, StepCheck
 from apex.amp.replaced import Replaced
 from apex.amp.training import Training, managed
 from apex.ops.lists.storage import ScaledStep

@@ -1,12 +1,10 @@
 """Autocast kernels for functions that torch's autocast does not cast on a device.
 
-``torch.autocast`` has a list of functions per device. NVIDIA's Apex had one list. What torch
-does not cast on a device and Apex did (softmax and its family on the CPU, ``gelu`` and ``std``
-everywhere, recurrent layers on the CPU) is registered here under the same dispatch key that
-autocast itself uses. So the casts need no Python on functions that are not listed, and follow
-autocast's own state into ``torch.compile``, checkpoint recomputation and other threads.
-In-place functions of Apex's float list cannot give float32: on 16-bit tensors they are refused
-under O1's casts, as in Apex.
+What torch does not cast on a device and Apex did (softmax and its family on the CPU, ``gelu`` and
+``std`` everywhere, recurrent layers on the CPU) is registered here under the same dispatch key that
+autocast itself uses. So functions that are not listed need no Python, and casts follow autocast's
+own state into ``torch.compile``, checkpoint recomputation and other threads. In-place functions of
+Apex's float list cannot give float32: on 16-bit tensors O1 refuses them, as Apex did.
 
 A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
 not amp's (:func:`apex.amp.casting.state.current`). Apex's lists were made for float16; bfloat16 is

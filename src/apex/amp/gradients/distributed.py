@@ -1,19 +1,16 @@
 """What amp knows of forwards and of other ranks: who reduces gradients, and who decides together.
 
 **Ranks start equal.** Torch's wrapper copies the 16-bit weights of rank 0 to all ranks when it is
-made. Ranks whose masters were different (other seeds, a checkpoint on rank 0 alone) would keep
-other low bits. So the masters of rank 0 are broadcast at the first training forward inside a
-wrapper, with them the float32 weights, and the loss scales at every level.
+made; masters could still differ in their low bits. So the masters of rank 0, float32 weights and
+the loss scales are broadcast at the first training forward inside a wrapper.
 
-**One decision on an overflow** for all ranks that hold parts of one model. With tensor, pipeline or
-sharded parallelism an overflow may be in the gradients of one rank alone. So the flag of a pass is
-reduced, MAX, before the scaler and the step read it: over the process group of
-``amp.initialize(process_group=...)``, and over the mesh of every parameter that is a DTensor. It
-stays on its device, so on a GPU nothing waits. Ranks whose numbers of collectives differ wait for
-each other forever. Therefore, with a process group, no reduction depends on which gradients a rank
-has, but on the calls of the program alone: one in each ``step`` or ``zero_grad`` after a
-``scale_loss`` block, one more at the end of a block with ``delay_overflow_check``. Of DTensors the
-ranks of a mesh have gradients of the same parameters.
+**One decision on an overflow** for all ranks that hold parts of one model, where it may be in the
+gradients of one rank alone. The flag of a pass is reduced, MAX, before the scaler and the step read
+it: over the process group of ``amp.initialize(process_group=...)``, and over the mesh of every
+parameter that is a DTensor. It stays on its device, so on a GPU nothing waits. Ranks whose numbers
+of collectives differ wait for each other forever. So with a process group reductions depend on the
+calls of the program alone, not on which gradients a rank has: one in each ``step`` or ``zero_grad``
+after a ``scale_loss`` block, one more at the end of a block with ``delay_overflow_check``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Pairs of master and model parameters, in columns, and what happens to both.
-
-They are those of an optimizer, in whose ``param_groups`` masters stay, as in Apex, or those of a
-model.
+"""Pairs of master and model parameters, of an optimizer or a model, and what happens to both.
 
 **Whoever writes to a master so that its** ``_version`` **or its memory changes writes to its
 weight.** Each write of amp's own is noted: both versions and both addresses. The notes are compared
@@ -14,10 +11,8 @@ at each forward of the model, at each step and by ``state_dict``:
   master. Of the others the weight is taken, with a warning.
 
 A write through ``.data``, NumPy or a collective into a master taken from the groups changes neither
-version nor address. docs/recipes.md has the line that works.
-
-With many small weights Python overhead dominates a step. So each operation on all of them is one
-comprehension or C loop here, without a call for each tensor.
+version nor address. docs/recipes.md has the line that works. As Python overhead dominates a step of
+many small weights, each operation on all of them is one comprehension or C loop here.
 """
 
 from __future__ import annotations
