@@ -185,12 +185,8 @@ class LossScaler:
             self._state = self._state.to(device, non_blocking=True)
         return self._state[SCALE]
 
-    def numbers(self) -> torch.Tensor:
-        """The numbers that change, for other ranks: float32, 3 elements."""
-        return self._state.clone()
-
     def take(self, numbers: torch.Tensor) -> None:
-        """Take the numbers of another rank, see :meth:`numbers`."""
+        """Take the numbers of another rank: float32, 3 elements."""
         self._state = numbers.to(self._state.device)
         if self._static is not None:
             self._static = float(numbers[SCALE])
@@ -332,6 +328,7 @@ class LossScaler:
 
 
 def check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) -> None:
+    """Raise ``ValueError`` unless ``value`` is right."""
     try:
         right = is_right(value)
     except TypeError:  # no number

@@ -110,7 +110,7 @@ def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
 
 def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) -> None:
     """Give all ranks of ``group`` the first one's loss scales and their counts."""
-    numbers = [scaler.numbers().to(device) for scaler in scalers]
+    numbers = [scaler._state.clone().to(device) for scaler in scalers]
     flat.broadcast(numbers, group)
     for scaler, received in zip(scalers, numbers, strict=True):
         scaler.take(received)
@@ -248,9 +248,8 @@ class ForwardRecord:
     def begin_compiled(self, model: torch.nn.Module) -> None:
         """The same where Dynamo traces the forward; only what must run as Python breaks the graph.
 
-        Nothing is read here that passes change, so that no forward is compiled again for it.
-        Masters are not reconciled and scaled gradients not cleared: the next ``zero_grad``, block
-        or step does it.
+        Nothing is read here that passes change, so that no forward is compiled again for it. The
+        next ``zero_grad``, block or step reconciles masters and clears scaled gradients.
         """
         self.is_compiled = True
         wrapper = _active_wrapper()

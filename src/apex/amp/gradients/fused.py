@@ -13,8 +13,7 @@ of Adam, clipped or not: 32 with float32 gradients, 30 with 16-bit ones and floa
 default moves 36, and 48 with clipping; so does torch's own scaler.
 
 It holds for one optimizer of :mod:`apex.optimizers` in a block, with dense gradients and none from
-before. Else, and when a second pass would have to add up in 16 bits what masters add up in float32,
-gradients are unscaled when the block ends.
+before. Else, and where a second pass would add up in 16 bits, the block's end unscales.
 """
 
 from __future__ import annotations

@@ -20,11 +20,8 @@
 A pass is delayed by ``delay_unscale=True``, or by ``no_sync()`` of DistributedDataParallel. The
 next pass continues it if it has the same optimizers and the same scaler or static scale: it uses
 the scale of the first one and accumulates in ``.grad`` in place, so that a reducer, hooks and an
-``all_reduce`` in the last block see the whole sum. An error in its body leaves what backward has
-added so far, as without amp.
-
-A pass belongs to all optimizers of its block: an overflow in one skips the step of all. Where
-gradients are reduced by hand after the block, each optimizer goes by its own.
+``all_reduce`` in the last block see the whole sum. An overflow in one optimizer of a block skips
+the step of all; where gradients are reduced by hand after the block, each goes by its own.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ _MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
 
 
 class State(enum.Enum):
-    """See the module's docstring."""
+    """See the top of this file."""
 
     UNSCALED = enum.auto()
     OPEN = enum.auto()
@@ -149,10 +146,7 @@ class Pass:
             self.finish(found[0] if len(found) == 1 else torch.stack(found).amax(), check=check)
 
     def finish(self, found_inf: torch.Tensor, *, check: bool = True) -> None:
-        """Note the flag of the whole pass for the step, and let the scale back off.
-
-        Where gradients can be reduced after the block, ``overflow.check_again`` does the latter.
-        """
+        """Note the flag for the step; let the scale back off, if ``check_again`` does not later."""
         self.found_inf, self.counted = found_inf, self.scaler.steps
         training = self.ledgers[0].training
         for ledger in self.ledgers:
@@ -256,8 +250,7 @@ class Ledger:
     def unscale(self, scale: torch.Tensor | float, done: set[int]) -> torch.Tensor | None:
         """Unscale what backward left, and add the stash; return the non-finite flag.
 
-        ``done`` has the ids of tensors that other optimizers of this pass have dealt with, and gets
-        more.
+        ``done`` has the ids of what other optimizers of this pass have dealt with, and gets more.
         """
         params, sharing = self.params, self.training.sharing
         plain, pairs = params.plain, params if not done else params.without(done)
@@ -280,10 +273,7 @@ class Ledger:
         return found_inf
 
     def clear_before_next_forward(self) -> None:
-        """Have the scaled gradients on 16-bit weights cleared when the next forward begins.
-
-        They are there to be read. A backward outside of a block must not add to them.
-        """
+        """Have the scaled gradients on 16-bit weights, to which none may add, cleared then."""
         for record in self.records:
             record.has_taken[id(self)] = self.params
 

@@ -30,27 +30,23 @@ def runs_behind(device: torch.device) -> bool:
 
 
 class AsyncCopy:
-    """A copy of a few numbers from a device to the host, which does not wait for it."""
+    """A copy of a few numbers from a device to the host, which does not wait for it.
+
+    It never ``arrives`` from a graph that is captured: its replay runs no host code.
+    """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._host: torch.Tensor | None = None
-        if values.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return  # no copy will arrive: the replay of a graph runs no host code
+        self.arrives = values.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        if not self.arrives:
+            return
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(values.device))
 
-    @property
-    def never_arrives(self) -> bool:
-        """Whether there is nothing to wait for."""
-        return self._host is None
-
     def read(self) -> list[float] | None:
         """The numbers, or ``None`` as long as they have not arrived."""
-        if self._host is None or torch.cuda.is_current_stream_capturing():
-            return None
-        if not self._event.query():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_current_stream_capturing() or not self._event.query():  # type: ignore[no-untyped-call]
             return None
         values: list[float] = self._host.tolist()
         return values
@@ -125,7 +121,7 @@ class Overflow:
         self._skips = torch.where(noop == 0, 0.0, skips.to(device) + 1)
         scales = [one.scaler._state[SCALE].to(device, non_blocking=True) for one in passes]
         copy = AsyncCopy(torch.stack([self._skips, *flags, *scales]))
-        if not copy.never_arrives:
+        if copy.arrives:
             self.sent.append(([one.index for one in passes], copy))
         self._taken = noop == 0
         for one in passes:
@@ -165,10 +161,9 @@ def check_again(ledger: Ledger) -> None:
     """Look at gradients that may have been reduced after the block, and let scales back off.
 
     With several ranks and no DistributedDataParallel around the forward, nothing says when a
-    program reduces: an inf may have come from another rank since, or be in another optimizer's
-    gradients on this rank alone. So that all ranks do the same, each optimizer goes by what is in
-    its own gradients now, here and on the ranks that share its model, and the scale backs off here
-    and not in the passes: once for each scaler and block.
+    program reduces. So that all ranks do the same, each optimizer goes by what is in its own
+    gradients now, here and on the ranks that share its model, and the scale backs off here: once
+    for each scaler and block.
     """
     late = [one for one in ledger.passes if not one.is_final]
     if not late:
