@@ -96,7 +96,7 @@ class Pass:
                 ledger.open(stash=False)
             return before
         training = self.ledgers[0].training
-        for ledger in (*self.ledgers, *training.sharers(self.ledgers)):
+        for ledger in (*self.ledgers, *training.co_owners(self.ledgers)):
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
         for ledger in self.ledgers:
@@ -133,7 +133,7 @@ class Pass:
     def _try_to_keep_scaled(self) -> bool:
         """Whether the gradients stay scaled until the step, see :mod:`~.fused`."""
         ledger = self.ledgers[0]
-        if ledger.fused is None or len(self.ledgers) > 1 or ledger.training.sharing or ledger.stash:
+        if ledger.fused is None or len(self.ledgers) > 1 or ledger.training.shared or ledger.stash:
             return False
         return ledger.fused.try_to_keep(self.scale)
 
@@ -152,7 +152,7 @@ class Pass:
         for ledger in self.ledgers:
             ledger.passes.append(self)
         # One that shares a parameter may not step for a long time.
-        for ledger in training.sharers(self.ledgers) if training.sharing else ():
+        for ledger in training.co_owners(self.ledgers) if training.shared else ():
             ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
         if self.is_final or not check:
             self.scaler.finish_pass(distributed.agree_(found_inf, self.ledgers), check=check)
@@ -191,9 +191,9 @@ class Ledger:
     is_unreduced: bool = False
     _warned: bool = False
 
-    def with_sharers(self) -> list[Ledger]:
+    def with_co_owners(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""
-        return [self, *self.training.sharers([self])] if self.training.sharing else [self]
+        return [self, *self.training.co_owners([self])] if self.training.shared else [self]
 
     # -- one pass ------------------------------------------------------------------------------
 
@@ -252,12 +252,12 @@ class Ledger:
 
         ``done`` has the ids of what other optimizers of this pass have dealt with, and gets more.
         """
-        params, sharing = self.params, self.training.sharing
+        params, shared = self.params, self.training.shared
         plain, pairs = params.plain, params if not done else params.without(done)
         if done:
             plain = [tensor for tensor in plain if id(tensor) not in done]
         done |= params.ids
-        found_inf, widened = unscale_into(grads_of(plain), pairs, sharing, scale)
+        found_inf, widened = unscale_into(grads_of(plain), pairs, shared, scale)
         if widened:
             accumulate(widened)
         if params.weights:
@@ -265,8 +265,8 @@ class Ledger:
             self.clear_before_next_forward()
         if self.stash:
             accumulate(params.for_stepped(self.stash))
-            if sharing:
-                params.wait(sharing, self.stash)
+            if shared:
+                params.wait(shared, self.stash)
             self.stash = {}
         self.had_grads = any_grad(params.stepped)
         self.scaled, self.state = None, State.UNSCALED
@@ -305,14 +305,14 @@ class Ledger:
 
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
-        for ledger in self.with_sharers():
+        for ledger in self.with_co_owners():
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
         params = self.params
         params.sync()
         if params.weights:
             params.reconcile(compare=not self.has_stepped)
-            if params.take_new(self.training.sharing):
+            if params.take_new(self.training.shared):
                 self._warn_of_edits()
             self.clear_before_next_forward()
 
@@ -332,7 +332,7 @@ class Ledger:
         self.is_unreduced = False
         self.has_stepped = True
         if self.params.weights:
-            self.params.free_grads(self.training.sharing, id(self))
+            self.params.free_grads(self.training.shared, id(self))
 
     def clear(self, *, set_to_none: bool) -> None:
         """Forget all gradients, of which the optimizer has cleared its own."""

@@ -40,7 +40,7 @@ from apex.amp.gradients.accumulation import (
 from apex.amp.gradients.masters import Master, table
 from apex.ops.lists.columns import OWN_MEMORY
 
-Sharers = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
+Owners = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
 
 _VERSION = operator.attrgetter("_version")
 _GRAD = operator.attrgetter("grad")
@@ -156,7 +156,7 @@ class Pairs:
     # -- gradients -----------------------------------------------------------------------------
 
     def widen(
-        self, sharers: Sharers, *, fill: bool
+        self, owners: Owners, *, fill: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Make float32 copies of the weights' gradients; a master without a gradient gets its copy.
 
@@ -188,9 +188,9 @@ class Pairs:
                 tensor.grad = copy
             else:
                 more.append((tensor, copy))
-        if sharers:
+        if owners:
             for _, tensor, master in rows:
-                master.waiting = set(sharers.get(id(tensor), ()))
+                master.waiting = set(owners.get(id(tensor), ()))
         if rows:
             self.are_freed = False
         return grads, copies, more
@@ -247,7 +247,7 @@ class Pairs:
             weight.grad = tensor.grad = master.taken = None
         return False
 
-    def take_new(self, sharers: Sharers) -> bool:
+    def take_new(self, owners: Owners) -> bool:
         """Add to the masters what a backward outside of ``scale_loss`` has left on weights.
 
         It is what is there after a training forward has cleared the gradients of passes. What is
@@ -265,14 +265,14 @@ class Pairs:
                 new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
                 accumulate([(tensor, new.float())])
                 master.taken, master.taken_version = grad, grad._version
-                master.waiting = set(sharers.get(id(tensor), ()))
+                master.waiting = set(owners.get(id(tensor), ()))
         return is_changed and self.drop_cleared(zeros=False)
 
-    def wait(self, sharers: Sharers, weights: Container[torch.Tensor]) -> None:
+    def wait(self, owners: Owners, weights: Container[torch.Tensor]) -> None:
         """Keep the gradients of ``weights`` until every optimizer that shares them has stepped."""
         for weight, tensor, master in self._rows:
             if weight in weights:
-                master.waiting = set(sharers.get(id(tensor), ()))
+                master.waiting = set(owners.get(id(tensor), ()))
 
     def has_grads(self) -> bool:
         """Whether a master has a gradient, or a weight one that its master has not taken."""
@@ -304,9 +304,9 @@ class Pairs:
             if weight.grad is not None:
                 write_zeros(weight.grad)
 
-    def free_grads(self, sharers: Sharers, stepped: int) -> None:
+    def free_grads(self, owners: Owners, stepped: int) -> None:
         """Free the masters' gradients that no ledger but ``stepped``, an id, has yet to step."""
-        if not sharers:
+        if not owners:
             for tensor in self.tensors:
                 tensor.grad = None
             self.are_freed = True

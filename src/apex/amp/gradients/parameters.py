@@ -12,7 +12,7 @@ import torch
 
 from apex.amp.gradients.accumulation import Stash, stored_values
 from apex.amp.gradients.masters import table
-from apex.amp.gradients.pairs import Pairs, Sharers
+from apex.amp.gradients.pairs import Pairs, Owners
 from apex.amp.policy import HALF_TYPES
 from apex.ops import _runtime
 from apex.ops.lists import unscale
@@ -222,7 +222,7 @@ def _fingerprint(param: torch.Tensor) -> tuple[int, float]:
 
 
 def unscale_into(
-    grads: Sequence[torch.Tensor], pairs: Pairs, sharers: Sharers, scale: torch.Tensor | float
+    grads: Sequence[torch.Tensor], pairs: Pairs, owners: Owners, scale: torch.Tensor | float
 ) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Unscale ``grads`` in place, and the gradients of 16-bit weights into float32 copies.
 
@@ -238,7 +238,7 @@ def unscale_into(
     by_kernel = _runtime.can_fuse(pairs.weights[0].device)
     if by_kernel:
         by_kernel = unscale.takes([*grads, *[w.grad for w in pairs.weights if w.grad is not None]])
-    halves, wide, more = pairs.widen(sharers, fill=not by_kernel)
+    halves, wide, more = pairs.widen(owners, fill=not by_kernel)
     if not by_kernel:
         return unscale.unscale_([*grads, *wide], scale), more
     is_dynamic = isinstance(scale, torch.Tensor)
