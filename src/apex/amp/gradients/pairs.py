@@ -175,8 +175,8 @@ class Pairs:
             grads = grads_of([weight for weight, _, _ in rows])
             copies = [grad.float() for grad in grads]
         else:
-            owners = table.changes, [master for _, _, master in rows]
-            copies = self._kept.like(grads, owners)
+            masters = table.changes, [master for _, _, master in rows]
+            copies = self._kept.like(grads, masters)
             if fill and copies:
                 torch._foreach_copy_(copies, grads)
         more = []

@@ -12,7 +12,7 @@ import torch
 
 from apex.amp.gradients.accumulation import Stash, stored_values
 from apex.amp.gradients.masters import table
-from apex.amp.gradients.pairs import Pairs, Owners
+from apex.amp.gradients.pairs import Owners, Pairs
 from apex.amp.policy import HALF_TYPES
 from apex.ops import _runtime
 from apex.ops.lists import unscale
