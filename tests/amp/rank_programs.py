@@ -93,7 +93,10 @@ def another_forward_under_no_sync(rank, level):
         with wrapper.no_sync():
             loss = wrapper(_inputs(rank, 2 * step)).float().square().mean()
             scaled_backward(loss + 0.0 * model(torch.ones(1, 4)).float().sum(), optimizer)
-        scaled_backward(wrapper(_inputs(rank, 2 * step + 1)).float().square().mean(), optimizer)
+        loss = wrapper(_inputs(rank, 2 * step + 1)).float().square().mean()
+        with wrapper.no_sync():  # the first forward decides: its backward reduces
+            scaled_backward(loss + 0.0 * wrapper(torch.ones(1, 4)).float().sum(), optimizer)
+        assert optimizer._amp_stash.ledger.scaled is None
         optimizer.step()
     return _end(optimizer)
 
