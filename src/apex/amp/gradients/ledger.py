@@ -96,7 +96,8 @@ class Pass:
                 ledger.open(stash=False)
             return before
         training = self.ledgers[0].training
-        for ledger in (*self.ledgers, *training.co_owners(self.ledgers)):
+        others = training.co_owners(self.ledgers) if training.shared else ()
+        for ledger in (*self.ledgers, *others):
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
         for ledger in self.ledgers:
@@ -155,7 +156,8 @@ class Pass:
         for ledger in training.co_owners(self.ledgers) if training.shared else ():
             ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
         if self.is_final or not check:
-            self.scaler.finish_pass(distributed.agree_(found_inf, self.ledgers), check=check)
+            flag = found_inf if self.is_final else distributed.agree_(found_inf, self.ledgers)
+            self.scaler.finish_pass(flag, check=check)
 
 
 @dataclass(eq=False)
@@ -352,5 +354,5 @@ class Ledger:
         self.clear_before_next_forward()
         if found_inf is not None:
             scaled.is_final = True  # the gradients were read just now
-            scaled.finish(found_inf)
+            scaled.finish(distributed.agree_(found_inf, scaled.ledgers))
         return options

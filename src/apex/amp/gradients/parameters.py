@@ -84,7 +84,7 @@ class Parameters(Pairs):
 
     def sync(self, full: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Give new 16-bit weights in the groups masters; ``full`` may have their float32 values."""
-        now = self.in_groups()
+        now = [param for group in self.groups() for param in group["params"]]  # no more frames
         if len(now) == len(self.stepped) and all(map(operator.is_, now, self.stepped)):
             return
         self._replace(full or {})
