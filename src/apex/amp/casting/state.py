@@ -223,7 +223,7 @@ def _put_back(saved: _Saved) -> None:
 
 def _change(states: _States) -> None:
     """Set autocast's state."""
-    if not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
+    if states and not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break()
     for device, enabled, dtype in states:
         torch.set_autocast_enabled(device, enabled)
@@ -296,9 +296,10 @@ def begin_forward(
     ]
     nested = casts is not None and (frame is not None or not torch.compiler.is_compiling())
     cache, own = torch.is_autocast_cache_enabled(), (thread.casts, thread.backward, thread.nesting)
-    thread.forwards.append(_Saved(key, *own, before, cache, nested, frame))
     is_on = thread.casts is not None or any([enabled for _, enabled, _ in before])
-    if casts is not None or is_on:  # else nothing changes
+    changes = casts is not None or is_on
+    thread.forwards.append(_Saved(key, *own, before if changes else [], cache, nested, frame))
+    if changes:
         _switch(casts, devices)
     if nested:
         thread.nesting = torch.autocast_increment_nesting()
