@@ -68,12 +68,6 @@ def stepped(make, dtype=FLOAT, **attributes):
     return prepare
 
 
-def metered(device):
-    optimizer = FusedAdam(parameters(device, BRAIN))
-    optimizer.count_lost_updates()
-    return optimizer.step
-
-
 def with_tensor_lr(device):
     optimizer = FusedAdam(parameters(device), capturable=True)
     optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device=device)  # a constructor reads it
@@ -129,7 +123,6 @@ def optimizers():
                 yield f"{name}, devices", on_both_devices(make)
     masters = functools.partial(FusedAdam, capturable=True, master_weights=True)
     yield "adam, masters, scaled", stepped(masters, HALF, **scaler)
-    yield "adam, metered", metered
     yield "adam, tensor lr", with_tensor_lr
     yield "larc", stepped(lambda params: LARC(FusedSGD(params, lr=0.1, weight_decay=0.1)))
 

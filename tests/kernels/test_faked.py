@@ -44,7 +44,6 @@ def of_optimizers():
 LAUNCHES = {
     **dict(of_optimizers()),
     "adam, masters, scaled": 1,
-    "adam, metered": 2,
     "adam, tensor lr": 1,
     "larc": 4,
     **dict.fromkeys(("scale", "scale, tensor", "scale, empty", "axpby"), 1),
