@@ -122,7 +122,7 @@ class StatefulOptimizer(SavedOptimizer):
     def _new_slot(self, slot: str, param: torch.Tensor) -> torch.Tensor:
         dtype = self._slot_dtype(slot, param)
         if slot in self.slot_shapes:
-            return param.new_zeros(*self.slot_shapes[slot](param), dtype=dtype)
+            return param.new_zeros(self.slot_shapes[slot](param), dtype=dtype)
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
     def _extras(
