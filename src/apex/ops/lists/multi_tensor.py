@@ -18,7 +18,6 @@ by ``noop``, a one-element tensor that is read where the tensors are.
 from __future__ import annotations
 
 import importlib
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -35,9 +34,6 @@ Values = tuple[torch.Tensor, ...]
 FUSABLE = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
 
 
-NoScalars = namedtuple("NoScalars", ())  # of an update that needs none
-
-
 @dataclass(frozen=True)
 class Update:
     """An algorithm.
@@ -50,7 +46,7 @@ class Update:
 
     reference: Callable[[Values, Any], Values]
     kernel: str
-    scalars: Any = NoScalars
+    scalars: Any
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ def run(
     update: Update,
     columns: Sequence[Column],
     stores: tuple[tuple[int, int], ...],
-    scalars: tuple[Scalar, ...] = NoScalars(),
+    scalars: tuple[Scalar, ...],
     *,
     noop: torch.Tensor | None = None,
     sums: tuple[int, ...] = (),

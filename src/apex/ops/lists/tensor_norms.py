@@ -14,31 +14,12 @@ float32, of elements above 1.8e19, give inf.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.columns import Column, Scalar, grouped, joined, scalar_on, set_flag
-from apex.ops.lists.multi_tensor import Update, Values, raise_flag, run
-
-
-class NormScalars(NamedTuple):
-    """What elements are multiplied by first."""
-
-    factor: Scalar
-
-
-def _squares(values: Values, s: NormScalars) -> Values:
-    return (values[0] * s.factor).square(), values[0]
-
-
-def _magnitudes(values: Values, s: NormScalars) -> Values:
-    return (values[0] * s.factor).abs(), values[0]
-
-
-SQUARES = Update(_squares, "tensor_norms:squares", NormScalars)
-MAGNITUDES = Update(_magnitudes, "tensor_norms:magnitudes", NormScalars)
+from apex.ops.lists.multi_tensor import raise_flag, run
+from apex.ops.lists.scale import GIVEN, MAGNITUDE, SCALE, SQUARE, ScaleScalars
 
 
 def square_sums(
@@ -54,7 +35,7 @@ def square_sums(
     Returns:
         float32 ``(tensors,)``.
     """
-    return _each(SQUARES, column, factor, flag)
+    return _each(SQUARE, column, factor, flag)
 
 
 def l2_norms(
@@ -68,7 +49,7 @@ def max_norms(
     column: Column, *, factor: Scalar = 1.0, flag: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Find the largest magnitude in each tensor, 0 for an empty one; as :func:`square_sums`."""
-    return _each(MAGNITUDES, column, factor, flag)
+    return _each(MAGNITUDE, column, factor, flag)
 
 
 def l2_norm(
@@ -79,50 +60,38 @@ def l2_norm(
     Returns:
         float32, 0-dim; as :func:`square_sums` otherwise.
     """
-    return total(square_sums(column, factor=factor, flag=flag))
-
-
-def total(sums: torch.Tensor) -> torch.Tensor:
-    """Join what :func:`square_sums` returned into one norm, 0-dim."""
-    return sums.sum().sqrt()
+    return square_sums(column, factor=factor, flag=flag).sum().sqrt()
 
 
 @torch.no_grad()
-def _each(
-    update: Update, column: Column, factor: Scalar, flag: torch.Tensor | None
-) -> torch.Tensor:
+def _each(what: int, column: Column, factor: Scalar, flag: torch.Tensor | None) -> torch.Tensor:
+    """Sum squares of each tensor, or find its largest magnitude."""
     if not column:
         return torch.zeros(0)
     device = column[0].device
     parts = []
     for positions, (tensors,) in grouped([column]):
         here = tensors[0].device
-        found = _of_one_kind(update, tensors, scalar_on(factor, here), flag)
+        found = _of_one_kind(what, tensors, scalar_on(factor, here), flag)
         parts.append((positions, found.to(device, non_blocking=device.type != "cpu")))
     return joined(parts)
 
 
 def _of_one_kind(
-    update: Update, tensors: Column, factor: Scalar, flag: torch.Tensor | None
+    what: int, tensors: Column, factor: Scalar, flag: torch.Tensor | None
 ) -> torch.Tensor:
     """As :func:`_each`, for tensors of one device and one dtype."""
     device = tensors[0].device
-    if update is SQUARES and tensors[0].is_cpu and _runtime.forced() is None:
+    if what == SQUARE and tensors[0].is_cpu and _runtime.forced() is None:
         found = _square_sums_on_cpu(tensors, float(factor))
         if flag is not None and not found.isfinite().all():  # finite squares may overflow the sum
             raise_flag(flag, tensors)
         return found
     mine = flag if flag is None or flag.device == device else torch.zeros_like(flag, device=device)
     sums = run(
-        update,
-        [tensors],
-        (),
-        NormScalars(factor),
-        sums=(0,),
-        flag=mine,
-        flags=(1,),
-        largest=update is MAGNITUDES,
-    )
+        SCALE, [tensors], (), ScaleScalars(factor), sums=(what,), flag=mine, flags=(GIVEN,),
+        largest=what == MAGNITUDE,
+    )  # fmt: skip
     assert sums is not None  # asked for
     if flag is not None and mine is not None and mine is not flag:
         set_flag(flag, mine)
