@@ -14,10 +14,12 @@ float32, of elements above 1.8e19, give inf.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, Scalar, grouped, joined, scalar_on, set_flag
+from apex.ops.lists.columns import Column, Scalar, flag_to_set, grouped, joined, scalar_on
 from apex.ops.lists.multi_tensor import raise_flag, run
 from apex.ops.lists.scale import GIVEN, MAGNITUDE, SCALE, SQUARE, ScaleScalars
 
@@ -87,14 +89,12 @@ def _of_one_kind(
         if flag is not None and not found.isfinite().all():  # finite squares may overflow the sum
             raise_flag(flag, tensors)
         return found
-    mine = flag if flag is None or flag.device == device else torch.zeros_like(flag, device=device)
-    sums = run(
-        SCALE, [tensors], (), ScaleScalars(factor), sums=(what,), flag=mine, flags=(GIVEN,),
-        largest=what == MAGNITUDE,
-    )  # fmt: skip
+    with nullcontext() if flag is None else flag_to_set(flag, device) as mine:
+        sums = run(
+            SCALE, [tensors], (), ScaleScalars(factor), sums=(what,), flag=mine, flags=(GIVEN,),
+            largest=what == MAGNITUDE,
+        )  # fmt: skip
     assert sums is not None  # asked for
-    if flag is not None and mine is not None and mine is not flag:
-        set_flag(flag, mine)
     return sums[0]
 
 

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import OWN_MEMORY, Column, Scalar, grouped, local, scalar_on, set_flag
+from apex.ops.lists.columns import (
+    OWN_MEMORY,
+    Column,
+    Scalar,
+    flag_to_set,
+    grouped,
+    local,
+    scalar_on,
+)
 from apex.ops.lists.multi_tensor import FUSABLE, run
 from apex.ops.lists.scale import GIVEN, SCALE, SCALED, SQUARE, ScaleScalars
 
@@ -55,17 +63,15 @@ def unscale_into(grads: Column, outs: Column, factor: Scalar, flag: torch.Tensor
     sums = torch.zeros((), dtype=torch.float32, device=flag.device)
     for _, (sources, targets) in grouped([grads, outs]):
         device = sources[0].device
-        mine = flag if device == flag.device else torch.zeros_like(flag, device=device)
         same = all(source is target for source, target in zip(sources, targets, strict=True))
         columns, out = ([sources], 0) if same else ([sources, targets], 1)
         scalars = ScaleScalars(scalar_on(factor, device))
-        found = run(
-            SCALE, columns, ((out, SCALED),), scalars, sums=(SQUARE,), flag=mine, flags=(GIVEN,)
-        )
+        with flag_to_set(flag, device) as mine:
+            found = run(
+                SCALE, columns, ((out, SCALED),), scalars, sums=(SQUARE,), flag=mine, flags=(GIVEN,)
+            )
         assert found is not None  # asked for
         sums = sums + found.sum().to(flag.device, non_blocking=not flag.is_cpu)
-        if mine is not flag:
-            set_flag(flag, mine)
     return sums
 
 
