@@ -106,6 +106,23 @@ def test_momentum_switched_on_later(path, between):
     assert_one_rounding(param.detach(), plain_param.detach().double())
 
 
+@pytest.mark.parametrize("reloads", [False, True])
+def test_a_first_gradient_of_zeros_begins_the_history(reloads):
+    """As that of a weight behind one that starts at 0, or of an expert without an example."""
+    param, twin = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    optimizers = [
+        FusedSGD([param], lr=0.1, momentum=0.9, dampening=0.5),
+        torch.optim.SGD([twin], lr=0.1, momentum=0.9, dampening=0.5),
+    ]
+    for grad in (0.0, 1.0, 1.0):
+        for optimizer, weight in zip(optimizers, (param, twin), strict=True):
+            weight.grad = torch.full_like(weight, grad)
+            optimizer.step()
+        if reloads:
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    assert_one_rounding(param.detach(), twin.detach())
+
+
 def test_get_momentums():
     params = parameters(shapes=SMALL)
     optimizer = FusedSGD(params, lr=0.1, momentum=0.9)

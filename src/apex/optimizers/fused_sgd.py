@@ -22,8 +22,8 @@ class FusedSGD(FusedOptimizer):
     """SGD, with momentum, dampening and Nesterov's variant, in one launch for all parameters.
 
     Drop-in for ``torch.optim.SGD``; see :mod:`apex.ops.updates.sgd` for the formula. Momentum
-    buffers are kept in the parameter's dtype, as in the original; float32 with a ``storage``. With
-    dampening a buffer of zeros counts as new: the next gradient enters it whole.
+    buffers are kept in the parameter's dtype, as in the original; float32 with a ``storage``. A new
+    one holds -0.0, which a step makes 0.0 or another number.
 
     The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
 
@@ -113,6 +113,9 @@ class FusedSGD(FusedOptimizer):
         # As in torch: no buffers where no group has momentum.
         return self.slots if any(group["momentum"] for group in self.param_groups) else ()
 
+    def _new_slot(self, slot: str, param: torch.Tensor) -> torch.Tensor:
+        return super()._new_slot(slot, param).fill_(-0.0)
+
     def _is_fresh(self, param: torch.Tensor) -> bool:
         return "momentum_buffer" not in self.state.get(param, {})
 
@@ -137,19 +140,20 @@ class FusedSGD(FusedOptimizer):
         elif numbers.dampening:
             # The first gradient enters whole, in spite of dampening. Looked at is the buffer, on
             # its device, because a step that is skipped there does not begin a history.
-            begun = [buffer.any() | (not buffer.numel()) for buffer in columns[2]]
-            first = torch.stack(begun).logical_not().float()
+            first = torch.stack([*map(_is_new, columns[2])]).float()
             if not _runtime.waits(bucket.device) and not first.any():
                 first = None
         sgd_(columns, numbers, options, first)
 
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        states = {
-            number: {key: value for key, value in state.items() if value is not None}
-            if isinstance(state, Mapping)  # else a user's own
-            else state
-            for number, state in state_dict["state"].items()
-        }
+        theirs = any("foreach" in group for group in state_dict["param_groups"])
+        states = {}
+        for number, state in state_dict["state"].items():
+            if isinstance(state, Mapping):  # else a user's own
+                state = {key: value for key, value in state.items() if value is not None}
+                if theirs and "momentum_buffer" in state:  # -0.0 would be taken for a new one
+                    state["momentum_buffer"] = state["momentum_buffer"] + 0.0
+            states[number] = state
         return super()._from_torch({**state_dict, "state": states})
 
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -159,3 +163,8 @@ class FusedSGD(FusedOptimizer):
                 "wd_after_momentum=True it would compute something else."
             )
         return {**group, **TORCH_ONLY}
+
+
+def _is_new(buffer: torch.Tensor) -> torch.Tensor:
+    """Whether a buffer has elements and no history: all are -0.0."""
+    return (buffer.eq(0) & buffer.signbit()).all() & bool(buffer.numel())
