@@ -89,7 +89,7 @@ def test_pieces_that_stay_in_the_cache(piece, monkeypatch):
 
 
 def test_large_logits_take_the_operation(monkeypatch):
-    monkeypatch.setattr(ops, "SMALL", 100)
+    monkeypatch.setattr(ops.OP.pieces, "above", 100)
     logits, labels, _ = _data((8, 100), torch.float32)
     assert "cross_entropy" in type(SoftmaxCrossEntropyLoss.apply(logits, labels).grad_fn).__name__
     monkeypatch.undo()
@@ -202,7 +202,7 @@ def _wrong(rows, bad):
 @pytest.mark.parametrize("bad", [5, -1, 2**40])
 @pytest.mark.parametrize("small", [2**22, 0], ids=["definition", "pieces"])
 def test_a_label_out_of_range_on_a_cpu(bad, small, monkeypatch):
-    monkeypatch.setattr(ops, "SMALL", small)
+    monkeypatch.setattr(ops.OP.pieces, "above", small)
     said = rf"label of row 2 is {bad}; allowed are 0 to 4, or 0 for"
     with pytest.raises(IndexError, match=said):
         SoftmaxCrossEntropyLoss.apply(torch.randn(4, 5), _wrong(4, bad), 0.0, 0)
