@@ -14,6 +14,8 @@ import time
 import pytest
 import torch
 
+from tests.ranks import without_gloo
+
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "mnist"
 SECONDS = 600  # for all processes of a run together: a hang fails
 # 55 to 63 % right over four seeds on one device; at 1e-2 some orders of the images end at 10 %.
@@ -46,7 +48,10 @@ def run(*commands):
     finally:
         for process in started:
             process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(started, found, strict=True)]
+    return [
+        (process.returncode, without_gloo(out), errors)
+        for process, (out, errors) in zip(started, found, strict=True)
+    ]
 
 
 def without_time(text):
