@@ -56,10 +56,12 @@ def python(wheel, tmp_path_factory):
     found = {}
     _needed("torch", found)
     found.pop("triton", None)
+    entries = set()  # modules and folders; several distributions have parts in "nvidia"
     for distribution in found.values():
         top = {file.parts[0] for file in distribution.files or () if ".." not in file.parts}
-        for name in top - {"__pycache__"}:
-            (packages / name).symlink_to(distribution.locate_file(name))
+        entries |= {pathlib.Path(distribution.locate_file(name)) for name in top - {"__pycache__"}}
+    for entry in entries:
+        (packages / entry.name).symlink_to(entry)
     path = folder / "env/bin/python"
     words = [sys.executable, "-m", "pip", "--python", path, "install", "--quiet", "--no-deps"]
     subprocess.run([*words, "--no-index", "--disable-pip-version-check", wheel], check=True)

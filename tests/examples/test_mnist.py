@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.examples.imported import EXAMPLES, programs
+from tests.ranks import without_gloo
 
 FOLDER, NAMES = EXAMPLES / "mnist", ("common", "data")
 SECONDS = 600  # for all processes of a run together: a hang fails
@@ -46,7 +47,10 @@ def run(*commands):
     finally:
         for process in started:
             process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(started, found, strict=True)]
+    return [
+        (process.returncode, without_gloo(out), errors)
+        for process, (out, errors) in zip(started, found, strict=True)
+    ]
 
 
 def without_time(text):

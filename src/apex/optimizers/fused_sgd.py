@@ -119,6 +119,7 @@ class FusedSGD(FusedOptimizer):
     def _is_fresh(self, param: torch.Tensor) -> bool:
         return "momentum_buffer" not in self.state.get(param, {})
 
+    @_runtime.not_compiled  # torch 2.9: Dynamo fails on what is assigned to an optimizer
     def step_scaled(
         self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
     ) -> None:
