@@ -7,6 +7,7 @@ has to be chosen before triton is imported.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import sys
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         "planned": len(planned),
         "complete": False,
     }
+    if why_not is None:  # now: Triton makes an ImportError of a Ctrl-C, and stays half imported
+        importlib.import_module("triton.language")
     results: list[Result] = []
     with terminated_like_interrupted():
         interrupted = True
