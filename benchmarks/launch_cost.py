@@ -22,7 +22,7 @@ forward and backward; and from how many elements on an H100 (3.35 TB/s) takes lo
 than the gap. Bytes are counted, at 1024 x 1024: an operation reads its tensors and writes its
 results once.
 
-    python benchmarks/launch_cost.py [--rounds 200] [WORD ...]   # operations with one of the words
+    python -m benchmarks.launch_cost [--rounds 200] [WORD ...]   # operations with one of the words
 """
 
 import argparse
@@ -39,60 +39,17 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from apex.bench.catalogue.ops import OPS
 from apex.ops import _runtime
+from tests.kernels.driver import Hopper
 
 CALLS = 20  # of a turn
 WARM_UP = 3  # turns that are not counted
 BYTES_OF_A_US = 3.35e6  # an H100's memory
 Ways = dict[str, Callable[[], Any]]
-
-
-class Launcher:
-    """Stands for the C function that Triton builds for each kernel."""
-
-    def __init__(self, source: Any, metadata: Any) -> None:
-        pass
-
-    def __call__(self, *args: Any) -> None:
-        """Launch nothing."""
-
-
-class Utils:
-    """What Triton compares the limits of a kernel with."""
-
-    @staticmethod
-    def load_binary(*args: Any) -> tuple[int, ...]:
-        """Return module, function, registers, spills and most threads."""
-        return 1, 1, 32, 0, 1024
-
-    @staticmethod
-    def get_device_properties(device: Any) -> dict[str, int]:
-        """Return those of an H100."""
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
-
-
-class Driver:
-    """Triton's driver for an H100 that is not here."""
-
-    launcher_cls = Launcher
-    utils = Utils
-
-    def get_current_target(self) -> GPUTarget:
-        """Return what is compiled for."""
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        """Return its number."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """Return its number."""
-        return 0
 
 
 class Operation(NamedTuple):
@@ -312,7 +269,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    driver.set_active(Driver())
+    driver.set_active(Hopper())
     print(
         f"{'operation':28}  ours  bare  launchers  raw + all. definition  ours/bare         "
         "launchers/raw     launchers/(raw + all.)  gap  bytes  least"

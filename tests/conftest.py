@@ -51,3 +51,12 @@ def _fixed_seeds():
     torch.manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """The wheel of this tree."""
+    from tests.clients.runner import build_wheel
+
+    pytest.importorskip("build")
+    return build_wheel(tmp_path_factory.mktemp("wheel"))

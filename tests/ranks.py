@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import multiprocessing.connection
 import pickle
+import re
 import sys
 import time
 import traceback
@@ -14,6 +15,11 @@ import torch.distributed as dist
 
 SECONDS = 600  # waiting for answers, all jobs of a ``Ranks`` together
 COLLECTIVE = timedelta(seconds=20)  # a collective that another rank never calls ends with this
+
+
+def without_gloo(text):
+    """Ranks' output without the lines of torch 2.9's Gloo; two of them may mix into one."""
+    return re.sub(r"^\[Gloo\] .*\n+", "", text, flags=re.MULTILINE)
 
 
 def processes():

@@ -230,6 +230,8 @@ assert not torch.cuda.is_initialized()
 assert warnings.filters == filters
 names = [n for n in logging.root.manager.loggerDict if n.partition(".")[0] == "apex"]
 assert not any(logging.getLogger(n).handlers for n in names), names
+assert all(logging.getLogger(n).propagate for n in ("apex", *names)), names
+assert logging.root.handlers == []
 assert not [m for m in sys.modules if m.startswith("apex.bench")]
 """
     done = subprocess.run(

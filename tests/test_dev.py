@@ -49,7 +49,7 @@ def dev(tmp_path, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("words", ["fly", "", *(f"test --torch {word}" for word in NO_VERSIONS)])
+@pytest.mark.parametrize("words", ["fly", *(f"test --torch {word}" for word in NO_VERSIONS)])
 def test_a_bad_command_gets_one_line_and_2(words):
     words = words.split()
     call = [sys.executable, SCRIPT, *words]
@@ -63,7 +63,10 @@ def test_a_command_sets_up_once_and_runs_its_module(dev, capsys, monkeypatch):
     assert dev.main(["--help"]) == 0
     commands = ("demo", "test", "check", "docs", "clients", "--all", "--torch")
     assert all(word in dev.USAGE for word in commands)
-    assert capsys.readouterr().out == dev.USAGE
+    assert max(map(len, dev.USAGE.splitlines())) <= 80
+    assert capsys.readouterr() == (dev.USAGE, "")
+    assert dev.main([]) == 2
+    assert capsys.readouterr() == ("", dev.USAGE)
     monkeypatch.setattr(sys, "version_info", (3, 11))  # for Sphinx
     for words, module in (
         (["demo", "--x"], [*dev.DEMO, "--x"]),

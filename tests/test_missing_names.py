@@ -5,6 +5,7 @@ import importlib.util
 import pathlib
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 
@@ -189,11 +190,9 @@ def test_what_is_inside_a_missing_package(statement):
 
 
 def test_what_is_gone_for_good_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "apex.pyprof.parse", "net.sql"], capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert PYPROF in done.stderr
+    """``python -m apex.pyprof.parse net.sql``."""
+    with pytest.raises(ImportError, match=PYPROF):
+        runpy.run_module("apex.pyprof.parse", run_name="__main__")
 
 
 def test_among_others_that_exist():

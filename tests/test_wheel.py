@@ -10,8 +10,6 @@ import zipfile
 
 import pytest
 
-from tests.clients.runner import SetUpError, build_wheel
-
 ROOT = pathlib.Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(
@@ -50,14 +48,6 @@ def _needed(name, found):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    try:
-        return build_wheel(tmp_path_factory.mktemp("wheel"))
-    except SetUpError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
     """The Python of an environment with the wheel."""
     folder = tmp_path_factory.mktemp("bare")
@@ -66,10 +56,12 @@ def python(wheel, tmp_path_factory):
     found = {}
     _needed("torch", found)
     found.pop("triton", None)
+    entries = set()  # modules and folders; several distributions have parts in "nvidia"
     for distribution in found.values():
         top = {file.parts[0] for file in distribution.files or () if ".." not in file.parts}
-        for name in top - {"__pycache__"}:
-            (packages / name).symlink_to(distribution.locate_file(name))
+        entries |= {pathlib.Path(distribution.locate_file(name)) for name in top - {"__pycache__"}}
+    for entry in entries:
+        (packages / entry.name).symlink_to(entry)
     path = folder / "env/bin/python"
     words = [sys.executable, "-m", "pip", "--python", path, "install", "--quiet", "--no-deps"]
     subprocess.run([*words, "--no-index", "--disable-pip-version-check", wheel], check=True)

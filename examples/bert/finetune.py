@@ -4,10 +4,8 @@ import argparse
 import dataclasses
 import math
 import os
-import sys
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -259,7 +257,7 @@ def evaluate(run: Run) -> float:
 def train(run: Run) -> None:
     """Train the steps that are left, with an evaluation after each epoch."""
     args, length, began = run.args, run.epoch_steps, time.perf_counter()
-    for step in with_bar(range(run.step, args.epochs * length), args.epochs * length):
+    for step in range(run.step, args.epochs * length):
         epoch, position = divmod(step, length)
         order = torch.Generator().manual_seed(args.seed * 10**6 + epoch)
         batches = torch.randperm(len(run.train.texts), generator=order).split(args.batch_size)
@@ -274,16 +272,6 @@ def train(run: Run) -> None:
             run.loss = 0.0
         if args.save and (position + 1 == length or run.step % (args.save_every or length) == 0):
             run.save()
-
-
-def with_bar(steps: range, total: int) -> Iterable[int]:
-    """Give ``steps``, with a progress bar in a terminal if rich is there."""
-    if sys.stdout.isatty():
-        with suppress(ModuleNotFoundError):
-            from rich.progress import track
-
-            return track(steps, "training", total=total, completed=steps.start, transient=True)
-    return steps
 
 
 def main(argv: Sequence[str] | None = None) -> None:

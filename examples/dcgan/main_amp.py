@@ -6,12 +6,11 @@ digits (loss 2).
 """
 
 import argparse
-import importlib.util
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +165,7 @@ def draw(images: torch.Tensor, path: Path) -> None:
     imsave(path, large.numpy(), vmin=-1, vmax=1, cmap="gray")
 
 
-def save(state: dict[str, Any], path: Path) -> None:
+def save(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint; at any moment the file is the old one or the new one, whole."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
@@ -174,20 +173,6 @@ def save(state: dict[str, Any], path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())  # on the disk before it gets its name
     os.replace(temporary, path)
-
-
-def with_bar(batches: Sequence[torch.Tensor], title: str) -> Iterator[torch.Tensor]:
-    """Yield ``batches``, with a bar where standard error is a terminal and rich is installed."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield from batches
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True, soft_wrap=True)  # a line of amp's stays a line
-    together = sys.stdout.isatty()  # redirected, the output must not be moved to the terminal
-    with Progress(console=console, transient=True, redirect_stdout=together) as progress:
-        yield from progress.track(batches, description=title)
 
 
 def train(gan: Gan, images: torch.Tensor, judge: digits.Judge, folder: Path) -> None:
@@ -200,8 +185,7 @@ def train(gan: Gan, images: torch.Tensor, judge: digits.Judge, folder: Path) -> 
         began = time.perf_counter()
         batches = torch.randperm(len(images)).split(args.batchSize)
         whole = [batch for batch in batches if len(batch) == args.batchSize]
-        title = f"epoch {epoch}/{args.niter}"
-        losses = [gan.step(images[batch]) for batch in with_bar(whole, title)]
+        losses = [gan.step(images[batch]) for batch in whole]
         real, fake, generator = torch.tensor(losses).mean(dim=0).tolist()
         generated = gan.samples()
         if not generated.isfinite().all():
@@ -210,7 +194,7 @@ def train(gan: Gan, images: torch.Tensor, judge: digits.Judge, folder: Path) -> 
                 f"or another level than {args.opt_level}"
             )
         draw(generated, folder / f"fake_samples_epoch_{epoch:03d}.png")
-        save(gan.state(epoch), folder / CHECKPOINT)
+        save(folder / CHECKPOINT, gan.state(epoch))
         print(
             f"[{epoch}/{args.niter}] Loss_D {real + fake:.4f} ({real:.4f} + {fake:.4f}) "
             f"Loss_G {generator:.4f} score {judge.score(generated):.2f} "

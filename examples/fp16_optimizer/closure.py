@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from common import parse, parser, problem, progress, start
+from common import parse, parser, problem, start
 
 from apex.fp16_utils import FP16_Optimizer
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer.backward(loss)
         return loss
 
-    for step in progress(range(1, args.steps + 1)):
+    for step in range(1, args.steps + 1):
         loss = optimizer.step(closure)
         print(f"step {step}: loss {loss.item()}")
     print(f"at the end: loss {F.mse_loss(model(x).float(), y).item()}")

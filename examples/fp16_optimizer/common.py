@@ -1,9 +1,7 @@
-"""What the three programs share: the options, a small regression problem and a progress bar."""
+"""What the three programs share: the options and a small regression problem."""
 
 import argparse
-import contextlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,17 +37,6 @@ def problem(args: argparse.Namespace) -> tuple[torch.nn.Linear, torch.Tensor, to
     dtype = getattr(torch, args.dtype)
     model = torch.nn.Linear(INPUTS, OUTPUTS).to(device, dtype)
     return model, x.to(device, dtype), y.to(device)
-
-
-def progress(steps: range) -> Iterator[int]:
-    """Yield the numbers of the steps; in a terminal, and with rich, a bar shows how many."""
-    counted: Iterable[int] = steps
-    with contextlib.suppress(ModuleNotFoundError):
-        from rich.progress import track
-
-        if sys.stdout.isatty():
-            counted = track(steps, "training", transient=True)
-    yield from counted
 
 
 def start(main: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from common import parse, parser, problem, progress, start
+from common import parse, parser, problem, start
 
 from apex.fp16_utils import FP16_Optimizer
 
@@ -24,7 +24,7 @@ def train(
     steps: range,
 ) -> None:
     """Take steps, and print the loss of the first one and of the last one."""
-    for step in progress(steps):
+    for step in steps:
         optimizer.zero_grad()
         loss = F.mse_loss(model(x).float(), y)
         optimizer.backward(loss)  # instead of loss.backward()

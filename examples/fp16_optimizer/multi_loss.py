@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from common import parse, parser, problem, progress, start
+from common import parse, parser, problem, start
 
 from apex.fp16_utils import FP16_Optimizer
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True, verbose=False)
 
-    for step in progress(range(1, args.steps + 1)):
+    for step in range(1, args.steps + 1):
         optimizer.zero_grad()
         square = F.mse_loss(model(x0).float(), y0)
         optimizer.backward(square, update_master_grads=False)  # adds up on the model's parameters

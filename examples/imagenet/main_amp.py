@@ -66,17 +66,14 @@ class Run:
         return self.args.batch_size * self.place.ranks
 
     def batches(
-        self, images: data.Images, keys: list[tuple[int, int]], title: str, first: int = 0
+        self, images: data.Images, keys: list[tuple[int, int]], first: int = 0
     ) -> Iterator[data.Batch]:
         """Load batches of ``keys`` onto the device, from number ``first`` on."""
         size, cuda = self.args.batch_size, self.place.device.type == "cuda"
         loader = data.load_batches(
             images, keys, size, first=first, workers=self.args.workers, pin=cuda
         )
-        batches = data.on_device(loader, self.place.device, memory_format(self.args))
-        if self.place.rank == 0:
-            return meters.with_bar(batches, title, math.ceil(len(keys) / size), first)
-        return batches
+        return data.on_device(loader, self.place.device, memory_format(self.args))
 
     def save(self, *names: str) -> None:
         """Write checkpoints, on rank 0."""
@@ -221,7 +218,7 @@ def train_epoch(run: Run, profile: meters.Profile) -> bool:
     steps, title = math.ceil(len(keys) / args.batch_size), f"Epoch: [{epoch}]"
     report = meters.Report(title, steps, place.ranks)
     run.model.train()
-    for images, labels in run.batches(run.train_set, keys, title, run.step):
+    for images, labels in run.batches(run.train_set, keys, run.step):
         if profile.is_over():
             return False
         step = run.step
@@ -258,7 +255,7 @@ def validate(run: Run) -> float:
     total = torch.zeros(4, dtype=torch.float64, device=place.device)
     run.model.eval()
     with torch.no_grad():
-        for step, (images, labels) in enumerate(run.batches(run.val_set, keys, "Test")):
+        for step, (images, labels) in enumerate(run.batches(run.val_set, keys)):
             logits = run.model(images)
             sums = sums_of(logits, labels, F.cross_entropy(logits, labels))
             total += sums

@@ -1,15 +1,10 @@
-"""What is reported of a run: accuracy, averages, lines, and a bar where a terminal is."""
+"""What is reported of a run: accuracy, averages and lines."""
 
-import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 import torch
 
-__all__ = ["Meter", "Profile", "Report", "hits", "with_bar"]
-
-T = TypeVar("T")
+__all__ = ["Meter", "Profile", "Report", "hits"]
 
 
 def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -84,30 +79,6 @@ class Report:
             f"{self.title}[{step}/{self.steps}]\tTime {self.time:.3f}\tSpeed {self.speed:.3f}\t"
             f"Loss {self.loss:.4f}\tPrec@1 {self.top1:.3f}\tPrec@5 {self.top5:.3f}"
         )
-
-
-def with_bar(batches: Iterable[T], title: str, steps: int, done: int = 0) -> Iterator[T]:
-    """Yield ``batches``; where standard error is a terminal, a bar there shows how many are done.
-
-    Lines that are printed meanwhile go above the bar, or to where standard output is sent. Without
-    rich there is no bar.
-    """
-    if not sys.stderr.isatty():
-        yield from batches
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ModuleNotFoundError:
-        yield from batches
-        return
-    console = Console(stderr=True, soft_wrap=True)  # a line stays a line
-    together = sys.stdout.isatty()  # redirected, the output must not be moved to the terminal
-    with Progress(console=console, transient=True, redirect_stdout=together) as progress:
-        task = progress.add_task(title, total=steps, completed=done)
-        for batch in batches:
-            yield batch
-            progress.advance(task)
 
 
 class Profile:

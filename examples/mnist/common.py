@@ -1,11 +1,9 @@
-"""What the three programs share: network, options, start of processes, progress, evaluation."""
+"""What the three programs share: network, options, start of processes, lines, evaluation."""
 
 import argparse
 import importlib
 import os
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
 
@@ -141,7 +139,7 @@ def _run(
 
 
 class Report:
-    """The lines of a training and, in a terminal, a progress bar below them.
+    """The lines of a training.
 
     Use it as a context manager around the loop.
 
@@ -154,25 +152,15 @@ class Report:
     def __init__(self, epochs: int, steps: int, *, silent: bool = False) -> None:
         self._epochs, self._steps, self._silent = epochs, steps, silent
         self._done = 0
-        self._bar = None
 
     def __enter__(self) -> "Report":
         self._began = datetime.now()
-        if not self._silent and sys.stdout.isatty():
-            with suppress(ImportError):  # rich comes with the bench extra
-                from rich.progress import Progress
-
-                self._bar = Progress(transient=True)
-                self._bar.start()
-                self._bar.add_task("training", total=self._epochs * self._steps)
         return self
 
     def step(self, loss: torch.Tensor) -> None:
         """Count a step; every 100 steps of an epoch show the loss of the last one."""
         epoch, step = divmod(self._done, self._steps)
         self._done += 1
-        if self._bar:
-            self._bar.advance(self._bar.task_ids[0])
         if not self._silent and (step + 1) % EVERY == 0:
             print(
                 f"Epoch [{epoch + 1}/{self._epochs}], Step [{step + 1}/{self._steps}], "
@@ -181,8 +169,6 @@ class Report:
             )
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        if self._bar:
-            self._bar.stop()
         if kind is None and not self._silent:
             print(f"Training complete in: {datetime.now() - self._began}", flush=True)
 

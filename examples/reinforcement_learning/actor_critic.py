@@ -6,8 +6,6 @@ value function's is loss 1. A run ends when 100 episodes in a row have an averag
 """
 
 import argparse
-import contextlib
-import importlib.util
 import math
 import sys
 import time
@@ -143,27 +141,13 @@ def train(level: str, seed: int, args: argparse.Namespace) -> Iterator[Environme
         yield envs
 
 
-def watched(updates: Iterator[Environments], title: str, total: int) -> Environments:
-    """Train to the end, with a bar where standard error is a terminal and lines now and then."""
-    with contextlib.ExitStack() as stack:
-        bar = None
-        if sys.stderr.isatty() and importlib.util.find_spec("rich"):
-            from rich.console import Console
-            from rich.progress import Progress
-
-            console = Console(stderr=True, soft_wrap=True)
-            together = sys.stdout.isatty()  # redirected, the lines must not go to the terminal
-            bar = Progress(console=console, transient=True, redirect_stdout=together)
-            stack.enter_context(bar).add_task(title, total=total)
-        lines = 0
-        for envs in updates:
-            if bar:
-                bar.update(bar.task_ids[0], completed=envs.steps)
-            if envs.steps // EVERY > lines:
-                lines = envs.steps // EVERY
-                print(
-                    f"{title}: {envs.steps} steps, return {envs.average_return():.1f}", flush=True
-                )
+def watched(updates: Iterator[Environments], title: str) -> Environments:
+    """Train to the end, with a line now and then."""
+    lines = 0
+    for envs in updates:
+        if envs.steps // EVERY > lines:
+            lines = envs.steps // EVERY
+            print(f"{title}: {envs.steps} steps, return {envs.average_return():.1f}", flush=True)
     return envs
 
 
@@ -229,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for level in args.opt_level:
             for seed in args.seed:
                 title, began = f"{level} seed {seed}", time.perf_counter()
-                envs = watched(train(level, seed, args), title, args.max_steps)
+                envs = watched(train(level, seed, args), title)
                 curves.append((level, envs.episodes))
                 print(
                     f"{title}: {'solved' if envs.solved() else 'not solved'} after {envs.steps} "

@@ -4,9 +4,8 @@ import argparse
 import contextlib
 import math
 import os
-import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import checkpoint
@@ -114,19 +113,17 @@ def train_epoch(
     model.train()
     steps, rate = math.ceil((len(text) - 1) / args.bptt), optimizer.param_groups[0]["lr"]
     total = torch.zeros((), device=text.device)
-    bar = with_bar(losses(model, text, args.bptt), f"epoch {epoch}", steps)
-    with contextlib.closing(bar) as pieces:
-        for step, (loss, _) in enumerate(pieces, 1):
-            take_step(loss, optimizer, args.clip)
-            total += loss.detach()
-            if step % args.log_interval == 0:
-                mean = total.item() / args.log_interval
-                print(
-                    f"| epoch {epoch:3d} | {step:5d}/{steps:5d} batches | lr {rate:5.2f} | loss "
-                    f"{mean:5.2f} | ppl {perplexity(mean):8.2f}",
-                    flush=True,
-                )
-                total.zero_()
+    for step, (loss, _) in enumerate(losses(model, text, args.bptt), 1):
+        take_step(loss, optimizer, args.clip)
+        total += loss.detach()
+        if step % args.log_interval == 0:
+            mean = total.item() / args.log_interval
+            print(
+                f"| epoch {epoch:3d} | {step:5d}/{steps:5d} batches | lr {rate:5.2f} | loss "
+                f"{mean:5.2f} | ppl {perplexity(mean):8.2f}",
+                flush=True,
+            )
+            total.zero_()
 
 
 @torch.no_grad()
@@ -140,18 +137,6 @@ def evaluate(model: Model, text: torch.Tensor, bptt: int) -> float:
 def perplexity(loss: float) -> float:
     """Compute e to the loss; inf where that is too large."""
     return torch.tensor(loss, dtype=torch.float64).exp().item()
-
-
-def with_bar(pieces: Iterable[Any], title: str, steps: int) -> Generator[Any, None, None]:
-    """Yield ``pieces``; in a terminal, and with rich, a bar shows how many are done."""
-    with contextlib.suppress(ModuleNotFoundError):
-        from rich.console import Console
-        from rich.progress import track
-
-        if sys.stdout.isatty():
-            console = Console(soft_wrap=True)  # a line stays a line
-            pieces = track(pieces, title, steps, console=console, transient=True)
-    yield from pieces
 
 
 def main(argv: Sequence[str] | None = None) -> None:

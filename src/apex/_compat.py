@@ -24,8 +24,7 @@ CUDA_ONLY = {
     "record_stream": "2.9",
 }
 
-# 2.13: Dynamo traces torch.set_autocast_enabled and torch.set_autocast_dtype. torch.autocast it
-# traces in 2.9 too.
+# 2.13: Dynamo traces torch.set_autocast_enabled and set_autocast_dtype; before, a graph breaks.
 TRACES_SET_AUTOCAST = IS_2_13
 
 

@@ -25,16 +25,9 @@ class DeprecatedFeatureWarning(FutureWarning):
 
 
 def deprecated_warning(msg: str) -> None:
-    """Warn of a deprecated function, on rank 0 or where there is no process group.
+    """Warn with the text ``msg``, on rank 0 or where there is no process group.
 
     Call it in the deprecated function itself: the warning names the line that called that one.
-
-    Args:
-        msg: The text of the warning.
-
-    Example:
-        >>> def old_name():
-        ...     deprecated_warning("old_name is deprecated: use new_name")
     """
     if is_rank0():
         warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=3)
@@ -46,9 +39,6 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     Args:
         global_option: What needs it; named in the warning.
         required_cudnn_version: As ``torch.backends.cudnn.version()`` gives it: 8900 for 8.9.0.
-
-    Example:
-        >>> has_cudnn = check_cudnn_version_and_warn("--bnp", 8000)
     """
     cudnn: Any = torch.backends.cudnn
     found = cudnn.version() if cudnn.is_available() else None

@@ -7,6 +7,15 @@ from typing import Any, ClassVar
 import torch
 
 
+def _of_wrapped(name: str) -> property:
+    """An attribute of the wrapped optimizer; empty where that one has it not."""
+
+    def get(self: Any) -> Any:
+        return getattr(self.optim, name, {})
+
+    return property(get, lambda self, value: setattr(self.optim, name, value))
+
+
 class WrappedOptimizer(torch.optim.Optimizer):
     """An optimizer that wraps another one; groups, state, hooks and checkpoints are the other's.
 
@@ -41,34 +50,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             return getattr(self.__dict__["optim"], name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups."""
-        groups: list[dict[str, Any]] = self.optim.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
-        found: dict[str, Any] = getattr(self.optim, "defaults", {})
-        return found
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optim.defaults = value
+    param_groups: Any = _of_wrapped("param_groups")
+    state: Any = _of_wrapped("state")
+    defaults: Any = _of_wrapped("defaults")
 
     def __repr__(self) -> str:
         return repr(self.optim)

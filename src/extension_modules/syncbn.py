@@ -6,6 +6,10 @@ float32, or float64 for a float64 input. ``weight`` and ``shift`` may be None; e
 input's dtype or that of the statistics.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 from apex.ops._check import ArgumentError, check_shape, check_tensors
@@ -26,6 +30,23 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+_Results = TypeVar("_Results")
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.dim() > 1 else x
+
+
+def _c_last(function: Callable[..., _Results], tensors: int) -> Callable[..., _Results]:
+    """``function`` for channels that are last in its first ``tensors`` arguments."""
+
+    @functools.wraps(function)
+    def c_last(*args: Any) -> Any:
+        y: Any = function(*map(_rows, args[:tensors]), *args[tensors:])
+        return y.view(args[0].shape) if isinstance(y, Tensor) else y
+
+    c_last.__name__ = c_last.__qualname__ = f"{function.__name__}_c_last"
+    return c_last
 
 
 @torch.no_grad()
@@ -33,11 +54,6 @@ def welford_mean_var(input: Tensor, /) -> list[Tensor]:
     """``[mean, biased variance]`` of each channel."""
     _check("welford_mean_var", input)
     return list(batch_norm.moments(input))
-
-
-def welford_mean_var_c_last(input: Tensor, /) -> list[Tensor]:
-    """As :func:`welford_mean_var`."""
-    return welford_mean_var(_rows(input))
 
 
 @torch.no_grad()
@@ -124,13 +140,6 @@ def reduce_bn(
     return [sum_dy, sum_dy_xmu, grad_weight, sum_dy.to(weight.dtype, copy=True)]
 
 
-def reduce_bn_c_last(
-    grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None, /
-) -> list[Tensor]:
-    """As :func:`reduce_bn`."""
-    return reduce_bn(_rows(grad_output), _rows(input), mean, inv_std, weight)
-
-
 @torch.no_grad()
 def batchnorm_backward(
     grad_output: Tensor,
@@ -151,25 +160,9 @@ def batchnorm_backward(
     return batch_norm.input_gradient(dy, input, mean, inv_std, weight, sum_dy, sum_dy_xmu, count)
 
 
-def batchnorm_backward_c_last(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    inv_std: Tensor,
-    weight: Tensor | None,
-    sum_dy: Tensor,
-    sum_dy_xmu: Tensor,
-    count: Tensor,
-    /,
-) -> Tensor:
-    """As :func:`batchnorm_backward`."""
-    rows = (_rows(grad_output), _rows(input))
-    dx = batchnorm_backward(*rows, mean, inv_std, weight, sum_dy, sum_dy_xmu, count)
-    return dx.view(input.shape)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.flatten(0, -2) if x.dim() > 1 else x
+welford_mean_var_c_last = _c_last(welford_mean_var, 1)
+reduce_bn_c_last = _c_last(reduce_bn, 2)
+batchnorm_backward_c_last = _c_last(batchnorm_backward, 2)
 
 
 def _before_relu(

@@ -57,7 +57,6 @@ class Case(NamedTuple):
     losses: int = 1  # how many scalers, which passes take in turn
     clip: float = 0.0
     idle: tuple = ()  # (rank, step, pass) whose losses reach no weight
-    hysteresis: int = 1
     steps: int = 5
     adam: bool = False  # FusedAdam
     fused: bool = False  # with fused_step=True
@@ -107,7 +106,7 @@ def halves(rank, case):
     model = net(rank)
     optimizer = (adam if case.adam else sgd)(model.parameters())
     scaling = {"loss_scale": "dynamic", "init_scale": SCALE, "growth_interval": WINDOW}
-    scaling |= {"num_losses": case.losses, "hysteresis": case.hysteresis}
+    scaling["num_losses"] = case.losses
     options = {"fused_step": case.fused, "process_group": groups(case.group, rank)}
     amp.initialize(model, optimizer, opt_level="O0", verbosity=0, **scaling, **options)
     steps, calls = [], []
@@ -136,7 +135,7 @@ def halves_by_hand(case):
     """Both models in one float32 training; the steps of each."""
     models = [net(rank) for rank in RANKS]
     optimizers = [(adam if case.adam else sgd)(model.parameters()) for model in models]
-    scale, steps = Scale(SCALE, WINDOW, 1.0, 2.0**24, hysteresis=case.hysteresis), ([], [])
+    scale, steps = Scale(SCALE, WINDOW, 1.0, 2.0**24), ([], [])
     for step in range(case.steps):
         finite = [_unscaled_by_hand(case, models[rank], rank, step, scale.value) for rank in RANKS]
         taken = all(finite)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex.amp.casting import state as casting
 from apex.amp.gradients.ledger import State
 
 BOUNDS = {"growth_interval": 2, "min_loss_scale": 16.0, "max_loss_scale": 1024.0}
@@ -27,18 +28,15 @@ OWNED = {  # the parameters of each optimizer
 class Scale:
     """The rule of a dynamic scale, in float32 as on any device."""
 
-    def __init__(self, value, window, floor, ceiling, growth=2.0, backoff=0.5, hysteresis=1):
-        self.value, self.window, self.hysteresis = value, window, hysteresis
+    def __init__(self, value, window, floor, ceiling, growth=2.0, backoff=0.5):
+        self.value, self.window = value, window
         self.floor, self.ceiling = rounded(floor), rounded(ceiling)
         self.growth, self.backoff = rounded(growth), rounded(backoff)
-        self.clean, self.bad = 0, 0  # steps since the last change, overflows in a row
-        self.steps = 0  # ever
+        self.clean, self.steps = 0, 0  # since the last change, and ever
 
     def finish_pass(self, overflow):
-        self.bad = self.bad + 1 if overflow else 0
         if overflow:
             self.clean = 0
-        if overflow and self.bad >= self.hysteresis:
             self.value = max(rounded(self.value * self.backoff), self.floor)
 
     def finish_step(self, taken):
@@ -284,6 +282,7 @@ class Sequence:
             for name, *arguments in operations:
                 getattr(self, name)(*arguments)
                 self.compare()
+                assert self.blocks or not casting.thread.blocks  # casts are on again
         finally:
             for block, *_ in reversed(self.blocks):
                 block.__exit__(KeyError, KeyError(), None)

@@ -52,10 +52,9 @@ CASES = {
     "last of two delayed passes": Case(passes=2, delay=True, bad=((0, 1, 1),)),
     "three passes, two losses": Case(passes=3, losses=2, bad=((0, 2, 1),)),
     "clipped": Case(clip=0.1),
-    "hysteresis": Case(hysteresis=2, bad=((1, 1, 0), (0, 2, 0), (1, 4, 0)), steps=6),
     "no gradients on the other rank": Case(idle=((0, 1, 0), (0, 2, 0))),
     "no gradients anywhere": Case(idle=((0, 1, 0), (1, 1, 0)), bad=()),
-    "no gradients in a pass": Case(passes=2, idle=((0, 1, 0), (1, 2, 1)), hysteresis=2),
+    "no gradients in a pass": Case(passes=2, idle=((0, 1, 0), (1, 2, 1))),
     "unchecked": Case(unchecked=True),
     "fused": Case(adam=True, fused=True),
     "fused, no gradients in a pass": Case(adam=True, fused=True, passes=2, idle=((0, 1, 0),)),
@@ -97,8 +96,8 @@ def test_ranks_of_which_one_reduces_everything_in_the_block(pair):
 def test_too_many_skipped_steps_end_the_job_on_all_ranks(pair):
     (step, elsewhere), (other_step, here) = pair.run(programs.never_finite)
     assert step == other_step == 2
-    assert "all gradients of this optimizer on this rank are finite" in elsewhere
-    assert "the first non-finite gradient is that of parameter '2.weight'" in here
+    assert "All gradients of this optimizer on this rank are finite" in elsewhere
+    assert "The first non-finite gradient is that of parameter '2.weight'" in here
 
 
 def test_a_job_says_it_once(pair):
@@ -221,9 +220,12 @@ def test_the_recipe_for_fsdp2(pair, tmp_path):
 
 
 @pytest.fixture
-def _fake_group():
+def _fake_group(monkeypatch):
+    """Four ranks, of which this is the first; no collective of theirs computes anything."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    # torch 2.14's DTensor asks the module of a mesh's device how many devices a host has.
+    monkeypatch.setattr(torch, "meta", torch.cpu, raising=False)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     amp.reset()

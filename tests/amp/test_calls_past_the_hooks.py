@@ -58,13 +58,9 @@ def _swaps():
 
 
 @pytest.mark.usefixtures("_swaps")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O0", "O1"])
 def test_conversions_that_swap_weights(level):
     model = nn.Linear(2, 1, bias=False)
-    if level in MODEL:
-        with pytest.raises(RuntimeError, match=r"swap_module_params_on_conversion\(False\)"):
-            levels.start(level, model)
-        return
     model, optimizer = levels.start(level, model, loss_scale=8.0)
     for _ in range(2):
         model.load_state_dict({"weight": torch.zeros(1, 2)})

@@ -8,9 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex import _compat, amp
+from apex import amp
+from apex._compat import IS_2_13
 from tests.amp.levels import assert_same, start
 from tests.amp.training import scaled_backward
+
+# Of Dynamo itself, in 2.9 where a graph breaks.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 class Net(nn.Module):
@@ -46,7 +50,8 @@ def _fresh_compiler():
 
 
 def compiled(module):
-    return torch.compile(module, backend="aot_eager", fullgraph=True)
+    """In one graph; before torch 2.13 a change of autocast's state breaks it."""
+    return torch.compile(module, backend="aot_eager", fullgraph=IS_2_13)
 
 
 def evaluated(level):
@@ -74,18 +79,6 @@ def check(level, ambient):
 )
 def test_a_model_in_a_thread_of_another_level(level, ambient):
     check(level, ambient)
-
-
-def test_a_dynamo_that_does_not_trace_set_autocast_enabled(monkeypatch):
-    def untraced(*args):
-        assert not torch.compiler.is_dynamo_compiling()
-        return set_enabled(*args)
-
-    set_enabled = torch.set_autocast_enabled
-    monkeypatch.setattr(_compat, "TRACES_SET_AUTOCAST", False)
-    monkeypatch.setattr(torch, "set_autocast_enabled", untraced)
-    for level in ("O0", "O1"):
-        check(level, "O4")
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])

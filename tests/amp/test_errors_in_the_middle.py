@@ -9,36 +9,7 @@ from torch import nn
 from apex import amp
 from apex.amp.gradients import ledger as ledgers
 from apex.optimizers import FusedSGD
-from tests.amp.training import block, copies, grads_of, row, same, value
-
-
-@pytest.mark.parametrize(
-    ("level", "error"),
-    [
-        *(("O0", ValueError), ("O1", ValueError), ("O3", ValueError)),
-        *(("O1", KeyboardInterrupt), ("O2", KeyboardInterrupt)),
-    ],
-)
-def test_an_exception_in_the_block_leaves_everything_as_before(level, error):
-    options = {"loss_scale": None} if level in ("O0", "O3") else {"loss_scale": "dynamic"}
-    model, optimizer = row(level, init_scale=8.0, **options)
-    block(model, optimizer)
-    grads = copies(grads_of(optimizer))
-    autocast, before = torch.is_autocast_enabled("cpu"), amp.state_dict()
-
-    def interrupted():
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-            scaled.backward()
-            raise error
-
-    with pytest.raises(error):
-        interrupted()
-    if level in ("O1", "O2"):  # O0 and O3 are plain backward passes
-        assert same(grads_of(optimizer), grads)
-    assert torch.is_autocast_enabled("cpu") is autocast
-    assert amp.state_dict() == before
-    optimizer.step()
-    assert value(model)[0] < 0.0
+from tests.amp.training import block, row, value
 
 
 @pytest.mark.parametrize(

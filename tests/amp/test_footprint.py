@@ -1,7 +1,4 @@
-"""The table in ``apex.amp``'s docstring: what amp puts on models, optimizers, thread, process."""
-
-import inspect
-import re
+"""What amp puts on models, optimizers, thread and process."""
 
 import pytest
 import torch
@@ -25,11 +22,19 @@ SPACES = (
 )
 
 
-def table():
-    """The table's rows: for each name its count at each level."""
-    row = re.compile(r"^ *(\w+: .+?) {2,}(\d+) +(\d+) +(\d+) +\w+$")
-    found = filter(None, map(row.match, inspect.getdoc(amp).splitlines()))
-    return {match[1]: [int(match[column]) for column in (2, 3, 4)] for match in found}
+TABLE = {  # what there is, and how often at each level
+    "model: forward hooks, on the model itself": (2, 2, 2),
+    "model: guards on layers, until its first forward": (0, 0, 10),
+    "model: state-dict and loading hooks, on each layer": (0, 0, 30),
+    "model: weights cast to 16 bits": (0, 0, 20),
+    "optimizer: methods replaced on the instance": (3, 3, 3),
+    "optimizer: attributes added": (3, 3, 4),
+    "optimizer: group entries replaced by masters": (0, 0, 20),
+    "thread: device types with autocast switched on": (0, 1, 0),
+    "process: kernels under torch's AutocastCPU key": (0, 107, 0),
+    "process: functions wrapped": (0, 11, 7),
+    "process: attributes set on _amp_state": (5, 6, 5),
+}
 
 
 def snapshot(model, optimizer):
@@ -81,7 +86,7 @@ def test_the_table_is_what_is_found_and_reset_takes_all_of_it_off(level):
     before = snapshot(model, optimizer)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
     column = LEVELS.index(level)
-    assert counted(model, optimizer, before) == {n: row[column] for n, row in table().items()}
+    assert counted(model, optimizer, before) == {n: row[column] for n, row in TABLE.items()}
     scaled_backward(model(torch.ones(1, 2)).float().sum(), optimizer)
     optimizer.step()
     amp.reset()
@@ -98,7 +103,7 @@ def test_what_ends_with_a_later_initialize(level):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     amp.initialize(model, optimizer, enabled=False)
     left = {name for name, count in counted(model, optimizer, before).items() if count}
-    assert left <= {name for name in table() if name.startswith("process:")}
+    assert left <= {name for name in TABLE if name.startswith("process:")}
 
 
 def test_o1_wraps_eleven_functions_of_torch_and_leaves_the_rest_alone():

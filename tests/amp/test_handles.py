@@ -91,41 +91,6 @@ def block(wrapped, model, x, bad=False):
 
 # -- one loss: handle.scale_loss ------------------------------------------------------------------
 
-# b: a block; x: one that overflows; s: step; z: zero_grad, to None; 0: zero_grad, to zeros
-PROGRAMS = {
-    "plain": "bszbszbs",
-    "gradients are zeroed": "bs0bs0bs",
-    "accumulated over blocks": "bbszbbbszbs",
-    "an overflow": "bszxszbszbs",
-    "two overflows without a step between": "bszxxszbszbs",
-    "an overflow before a clean block": "bszxbszbs",
-    "an overflow after a clean block": "bszbxs0bs",
-    "cleared after an overflow": "xzbszbs",
-    "cleared between blocks": "bzbsx0bs",
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_one_loss(program):
-    model, plain = net(), Plain(net(), sgd)
-    optimizer = sgd(model.parameters())
-    handle = amp.init()
-    for letter, (x, y) in zip(program, batches(len(program)), strict=True):
-        if letter in "bx":
-            loss = F.cross_entropy(model(x), y)
-            backward(handle.scale_loss(loss, optimizer), model, letter == "x")
-            plain.backward(x, y, bad=letter == "x")
-        elif letter == "s":
-            optimizer.step()
-            assert plain.step() != amp.stepped(optimizer)
-        else:
-            optimizer.zero_grad(set_to_none=letter == "z")
-            plain.zero_grad(letter == "z")
-        assert same(model.parameters(), plain.model.parameters())
-        assert scales(optimizer) in ([], plain.scales)
-        if letter in "bxs":
-            assert same(*([p.grad for p in m.parameters()] for m in (model, plain.model)))
-
 
 def test_one_loss_for_several_optimizers():
     """A loss for both, and one for each: the first one steps."""

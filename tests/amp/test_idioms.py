@@ -99,7 +99,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_program_equals_the_one_in_plain_torch(level, program):
     model = net()
     plain = Plain(model, program.make, level, window=2, scale=2.0**10)

@@ -398,12 +398,6 @@ def test_a_copy_runs_its_own_weights_at_its_level(level, duplicate):
     assert all(v.dtype == torch.float32 for v in twin.state_dict().values())
 
 
-PAIRS = [
-    *(("O0", "O2"), ("O2", "O1"), ("O1", "O2"), ("O2", "O2"), ("O2", "O5"), ("O5", "O0")),
-    *(("O1", "O3"), ("O3", "O2"), ("O1", "O4"), ("O4", "O1"), ("O4", "O5")),
-]
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")  # in torch 2.13
 @pytest.mark.parametrize("level", LEVELS)
 def test_traced(level):
@@ -427,43 +421,6 @@ def test_functional_call_uses_the_weights_it_is_given(level):
     assert torch.func.functional_call(model, zeros, (x,)).count_nonzero() == 0
 
 
-# -- initialised again ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_the_same_model_at_another_level(first, second):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    fresh = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for level in (first, second):
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if "O3" not in (first, second):  # which keeps no float32 values
-        assert_same_state(model.state_dict(), fresh.state_dict())
-    assert len(model._forward_pre_hooks) == 1
-    kept = second in ("O2", "O5")
-    assert model[0].weight.dtype == MODEL.get(second, torch.float32)
-    assert model[1].weight.dtype == (torch.float32 if kept else model[0].weight.dtype)
-    seen = []
-    model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    model(torch.randn(3, 4))
-    assert seen == [COMPUTES[second]]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_reset_gives_a_model_back(level):
-    """And takes its hooks off: see test_footprint.py."""
-    model = Zoo()
-    before, kinds = copy.deepcopy(model.state_dict()), dtypes(model)
-    names = [module.__dict__.keys() for module in model.modules()]
-    _, optimizer = start(level, model)
-    amp.reset()
-    assert not hasattr(optimizer, "_amp_stash")
-    if level != "O3":
-        assert_same_state(model.state_dict(), before)
-    assert dtypes(model) == kinds
-    assert [module.__dict__.keys() for module in model.modules()] == names
-
-
 # -- state dict -----------------------------------------------------------------------------------
 
 
@@ -481,20 +438,6 @@ def test_state_dict_holds_the_masters(level):
         assert same(model.state_dict().values(), masters)
         assert torch.equal(model.weight, masters[0].to(MODEL[level]))
         assert not torch.equal(model.weight.float(), masters[0])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_state_dict_goes_from_level_to_level(level):
-    def made():
-        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-
-    model, optimizer = start(level, made())
-    train_step(model, optimizer, torch.randn(4, 3))
-    state = model.state_dict()
-    targets = [start(other, made())[0] for other in LEVELS if other != "O3"]  # which rounds
-    for target in (*targets, made()):
-        target.load_state_dict(state)
-        assert_same_state(target.state_dict(), state)
 
 
 @pytest.mark.parametrize("level", MODEL)

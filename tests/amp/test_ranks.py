@@ -203,8 +203,8 @@ PROGRAMS = [
     functools.partial(programs.evaluated_first, level="O2", throughout=True),
     functools.partial(programs.a_scale_loaded_on_rank_0, level="O1", wrap="torch"),
     functools.partial(programs.a_scale_loaded_on_rank_0, level="O2", wrap="apex"),
-    functools.partial(programs.two_overflows_of_one_pass, level="O1", hysteresis=1),
-    functools.partial(programs.two_overflows_of_one_pass, level="O2", hysteresis=2),
+    functools.partial(programs.two_overflows_of_one_pass, level="O1"),
+    functools.partial(programs.two_overflows_of_one_pass, level="O2"),
     *(
         functools.partial(program, level="O2")
         for program in (

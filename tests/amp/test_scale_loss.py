@@ -1,84 +1,26 @@
-"""Scaling, skipping and accumulation; random sequences of them are in ``test_ledger.py``."""
+"""Scales and refusals; programs are in ``test_idioms.py``, sequences in ``test_ledger.py``."""
 
-import functools
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
 from tests.amp.training import (
-    Plain,
     backward,
     batches,
     block,
-    copies,
     initialized,
-    net,
     row,
-    same,
     scale_now,
     scaled_backward,
-    sgd,
+    spoil,
     step,
-    train,
     value,
 )
-from tests.amp.training import spoil as spoil_bias
 
-LEVELS = ["O0", "O1", "O2", "O4", "O5"]
 DYNAMIC = {"loss_scale": "dynamic", "init_scale": 8.0}
-
-
-make = functools.partial(sgd, momentum=0.9, weight_decay=1e-3)
-
-
-def start(level, window=2000, **options):
-    """With the same training in plain torch."""
-    plain = Plain(net(), make, level, window)
-    return *initialized(level, make, growth_interval=window, **options), plain
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_training_equals_the_one_in_plain_torch(level):
-    model, optimizer, plain = start(level, window=3)
-    for x, y in batches(8):
-        assert torch.equal(F.cross_entropy(model(x), y), plain.loss(x, y))
-        train(model, optimizer, [(x, y)])
-        plain.step((x, y))
-        assert same(amp.master_params(optimizer), plain.params)
-    if level in ("O1", "O2"):
-        assert scale_now() == plain.scale  # which has grown and backed off by then
-
-
-SPOILED = [  # level, value, its place in the gradient, number of the parameter
-    ("O1", math.inf, 0, "0.weight"),
-    ("O1", -math.inf, -1, "1.weight"),
-    ("O1", math.nan, 2, "4.bias"),
-    ("O2", math.nan, 18, "0.weight"),
-    ("O2", math.inf, 2, "1.weight"),
-    ("O2", -math.inf, -1, "4.bias"),
-]
-
-
-@pytest.mark.parametrize(("level", "number", "place", "name"), SPOILED)
-def test_a_spoiled_gradient_skips_exactly_that_step(level, number, place, name):
-    def spoil(model):
-        model.get_parameter(name).grad.view(-1)[place] = number
-
-    model, optimizer, plain = start(level)
-    for count, batch in enumerate(batches(4)):
-        spoiled = spoil if count == 2 else None
-        before = copies(amp.master_params(optimizer))
-        optimizer.zero_grad()
-        backward(model, optimizer, batch, spoiled)
-        optimizer.step()
-        assert plain.step(batch, spoil=spoiled) == amp.stepped(optimizer) == (count != 2)
-        assert same(before, amp.master_params(optimizer)) == (count == 2)
-        assert same(amp.master_params(optimizer), plain.params)
-    assert scale_now() == plain.scale == 2.0**15
 
 
 def test_finite_gradients_whose_sum_overflows_are_no_overflow():
@@ -104,10 +46,10 @@ def test_delay_overflow_check_keeps_the_scale_and_still_skips():
 
 
 def test_dead_training_says_who_is_to_blame():
-    model, optimizer, _ = start("O1", max_skipped_steps=3)
+    model, optimizer = initialized("O1", max_skipped_steps=3)
     ((x, y),) = batches(1)
     for attempt in range(3):
-        backward(model, optimizer, (x, y), spoil_bias)
+        backward(model, optimizer, (x, y), spoil)
         if attempt < 2:
             optimizer.step()
     with pytest.raises(RuntimeError, match=r"3 steps in a row.*'4.bias'.*loss itself was finite"):

@@ -297,6 +297,7 @@ def take_over(fresh, run):
 
 
 CHANGES = [("O0", "O1"), ("O1", "O2"), ("O2", "O5"), ("O5", "O3"), ("O3", "O4"), ("O2", "O1")]
+CHANGES += [("O1", "O4"), ("O2", "O2")]
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)

@@ -204,7 +204,7 @@ class Delayed:
     """Stands for AsyncCopy. ``arrived``: whether the numbers are there; None: every other time."""
 
     arrived = None
-    never_arrives = False
+    arrives = True
     looks = 0
 
     def __init__(self, values):

@@ -43,8 +43,11 @@ def _one_line(capsys):
     ("arguments", "message"),
     [
         ([], "arguments are required: COMMAND"),
-        (["nonsense"], "apex: argument COMMAND: invalid choice: 'nonsense'"),
-        (["kernel"], "apex: did you mean 'kernels'? argument COMMAND: invalid choice: 'kernel'"),
+        (["nonsense"], "apex: COMMAND nonsense is unknown: use info, bench, "),
+        (
+            ["kernel"],
+            "apex: COMMAND kernel is unknown: did you mean 'kernels'? (see 'apex --help')",
+        ),
         (["--nonsense"], "required: COMMAND"),
         (["info", "--nonsense"], "apex info: unrecognized arguments: --nonsense"),
         (["info", "more"], "apex info: unrecognized arguments: more"),

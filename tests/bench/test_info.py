@@ -15,9 +15,9 @@ import apex
 from apex.amp.casting import cpu_float16
 from apex.bench import cli
 from apex.bench.info import command as info
-from apex.bench.info import families, installs, machine, speeds
-from apex.bench.kernels.clocks import Lap
-from apex.bench.output.console import aligned
+from apex.bench.info import installs, machine, speeds
+from apex.bench.kernels.clocks import CallTime
+from apex.bench.output.tables import aligned
 
 PYPROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
 COMMAND = re.search('^apex = "(.+)"$', PYPROJECT.read_text(), re.MULTILINE).group(1)
@@ -247,7 +247,7 @@ def noted(monkeypatch):
         def time_once(call):
             call()
             dtype, under_amp, _ = calls[-1]
-            return Lap(1000.0 if (dtype, under_amp) == (torch.float16, False) else 2.0, 0.0)
+            return CallTime(1000.0 if (dtype, under_amp) == (torch.float16, False) else 2.0, 0.0)
 
         return time_once
 
@@ -309,7 +309,7 @@ def test_what_is_timed_is_of_the_dtype(monkeypatch):
 
 
 def test_every_family_is_live_on_the_cpu():
-    live = {line.family: line for line in families.live_paths(["cpu"])}
+    live = {line.family: line for line in info.live_paths(["cpu"])}
     first = ["casting", "float16 arithmetic", "gradient unscaling", "optimizers"]
     assert list(live) == [*first, "lists of tensors", "norms, losses, attention"]
     assert {line.path for line in live.values()} == {"torch fused"}
@@ -319,7 +319,7 @@ def test_every_family_is_live_on_the_cpu():
 def test_float16_on_the_cpu(monkeypatch):
     for native in (True, False):
         monkeypatch.setattr(cpu_float16, "has_float16_instructions", lambda native=native: native)
-        line = families.live_paths(["cpu"])[1]
+        line = info.live_paths(["cpu"])[1]
         assert ("matrix products" in line.why) is not native
         assert all(words in line.why for words in ("attention", "float32, rounded once"))
 
@@ -329,7 +329,7 @@ def test_unscaling_says_why_it_cannot_run(monkeypatch):
         raise NotImplementedError("not built for this device\nlong list")
 
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", fail)
-    line = families.live_paths(["cpu"])[2]
+    line = info.live_paths(["cpu"])[2]
     assert line.path == "unavailable"
     assert line.why.endswith("does not run here: not built for this device")
 
@@ -359,7 +359,7 @@ def _metadata(folder, version, *fields, entry=None):
 
 def test_alone_and_well_installed(tmp_path):
     site = _metadata(tmp_path, apex.__version__, entry=COMMAND)
-    found = installs.look([OURS, site])
+    found = installs.search([OURS, site])
     assert not found.shadowed
     assert [item.project for item in found.distributions] == [installs.OURS]
     assert found.advice == ()
@@ -368,25 +368,25 @@ def test_alone_and_well_installed(tmp_path):
 def test_a_clone_of_nvidia_s_apex_in_the_current_folder_shadows(tmp_path, monkeypatch):
     _package(tmp_path, "multi_tensor_apply/__init__.py")
     monkeypatch.chdir(tmp_path)
-    found = installs.look()
+    found = installs.search()
     assert found.shadowed
     assert found.packages[0].project == installs.NVIDIA
     assert found.advice[0].startswith(f"{tmp_path / 'apex'} (NVIDIA's Apex) is imported instead of")
 
 
 def test_what_does_not_shadow_and_a_single_file_that_does(tmp_path):
-    found = installs.look([OURS, _package(tmp_path / "behind", "models.py", "views.py")])
+    found = installs.search([OURS, _package(tmp_path / "behind", "models.py", "views.py")])
     assert not found.shadowed
     assert found.packages[1].project == installs.PYRAMID
     assert "but this one comes first" in found.advice[0]
 
     (tmp_path / "empty" / "apex").mkdir(parents=True)  # a folder without __init__
-    found = installs.look([str(tmp_path / "empty"), OURS])
+    found = installs.search([str(tmp_path / "empty"), OURS])
     assert not found.shadowed
     assert len(found.packages) == 1
 
     (tmp_path / "apex.py").write_text("")
-    found = installs.look([str(tmp_path), OURS])
+    found = installs.search([str(tmp_path), OURS])
     assert found.shadowed
     assert found.packages[0].where == str(tmp_path / "apex.py")
 
@@ -402,7 +402,7 @@ def test_what_does_not_shadow_and_a_single_file_that_does(tmp_path):
     ],
 )
 def test_foreign_metadata_is_named_with_the_remedy(tmp_path, fields, project):
-    found = installs.look([OURS, _metadata(tmp_path, "0.9.10.dev0", *fields)])
+    found = installs.search([OURS, _metadata(tmp_path, "0.9.10.dev0", *fields)])
     assert [item.project for item in found.distributions] == [project]
     assert "pip uninstall apex" in found.advice[0]
     assert project in found.advice[0]
@@ -411,20 +411,20 @@ def test_foreign_metadata_is_named_with_the_remedy(tmp_path, fields, project):
 def test_two_projects_installed_into_one_folder(tmp_path):
     _metadata(tmp_path, "0.1", "Summary: PyTorch Extensions written by NVIDIA")
     _metadata(tmp_path, apex.__version__, entry=COMMAND)
-    found = installs.look([OURS, str(tmp_path), str(tmp_path)])
+    found = installs.search([OURS, str(tmp_path), str(tmp_path)])
     assert {item.project for item in found.distributions} == {installs.NVIDIA, installs.OURS}
     assert len(found.advice) == 1
 
 
 def test_no_metadata_and_stale_metadata(tmp_path):
-    assert "do not find it" in installs.look([OURS]).advice[0]
+    assert "do not find it" in installs.search([OURS]).advice[0]
     site = _metadata(tmp_path, "0.0.1", entry=COMMAND)
-    assert "the metadata says 0.0.1" in installs.look([OURS, site]).advice[0]
+    assert "the metadata says 0.0.1" in installs.search([OURS, site]).advice[0]
 
 
 def test_half_removed_metadata_does_not_stop_the_report(tmp_path):
     (tmp_path / "apex-0.1.dist-info").mkdir()
-    found = installs.look([OURS, str(tmp_path)])
+    found = installs.search([OURS, str(tmp_path)])
     assert [item.project for item in found.distributions] == [installs.UNKNOWN]
 
 
@@ -432,7 +432,7 @@ def test_the_findings_are_drawn(tmp_path):
     clone = _package(tmp_path / "clone", "multi_tensor_apply/__init__.py")
     site = _metadata(tmp_path / "site", "0.1", "Summary: PyTorch Extensions written by NVIDIA")
     report = dataclasses.replace(
-        info.collect(), installs=installs.look([clone, OURS, site]), cuda=MISSING
+        info.collect(), installs=installs.search([clone, OURS, site]), cuda=MISSING
     )
     text = info.draw(report)
     assert "shadowed    yes" in text

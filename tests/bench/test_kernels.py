@@ -135,7 +135,7 @@ def test_a_triton_without_the_compiler_is_named(monkeypatch):
 
 def test_the_table(capsys, monkeypatch, found):
     pytest.importorskip("rich")
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("COLUMNS", "180")
     found()
     assert cli.main(["kernels"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -144,9 +144,9 @@ def test_the_table(capsys, monkeypatch, found):
 
 
 @NEEDS_TRITON
-def test_at_80_columns_no_number_is_cut(capsys, monkeypatch, found):
+def test_at_the_80_columns_of_a_pipe_no_number_is_cut(capsys, monkeypatch, found):
     pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("COLUMNS", raising=False)
     found(kernel="cross_entropy_backward", variant="bf16 bf16 fp32 fp32 writes gradients")
     assert cli.main(["kernels"]) == 0
     out = capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from apex.bench.output import figures, looks
+from apex.bench.output import figures
 from apex.bench.training import plots
 from apex.bench.training.precision import LEVELS
 from apex.bench.training.rows import rows
@@ -103,6 +103,22 @@ def test_a_busy_machine_has_no_interval_and_fewer_than_three_seeds_too():
     assert not axes.containers
 
 
+@pytest.mark.parametrize("accuracy", [True, False])
+def test_the_dots_of_a_quality_are_the_differences_from_o0_at_the_same_seed(accuracy):
+    cells = [made.cell(level, seed=seed) for seed in range(3) for level in ("O0", "O1", "O4")]
+    runs = [made.run(cell, **({} if accuracy else {"accuracy": ()})) for cell in cells]
+    axes, (base, *others) = _axes(), _lines(made.report(cells, runs))
+    plots._qualities(axes, [base, *others])
+    dots = [line.get_xdata() for line in axes.lines if line.get_marker() == "."]
+    for drawn, line in zip(dots, others, strict=True):
+        if accuracy:
+            pairs = zip(line.row.accuracies, base.row.accuracies, strict=True)
+            assert list(drawn) == [mine - theirs for mine, theirs in pairs]
+        else:
+            pairs = zip(line.row.test_losses, base.row.test_losses, strict=True)
+            assert list(drawn) == pytest.approx([100 * (1 - mine / its) for mine, its in pairs])
+
+
 def test_the_quality_of_a_level_that_trained_for_fewer_steps_is_not_drawn():
     runs = [made.run(made.cell(level, seed=s)) for level in ("O0", "O1") for s in range(3)]
     short = [
@@ -172,12 +188,12 @@ def test_names_of_tasks_cannot_break_a_plot(tmp_path):
         ET.parse(tmp_path / f"{name}.svg")
 
 
-def test_every_level_has_a_look_of_its_own():
-    found = [looks.look(level) for level in LEVELS]
-    found.append(looks.look("O0 TF32 on", {"O0 TF32 on", "O0 TF32 off"}))
-    assert len({look.colour for look in found}) == len(found)
-    assert len({look.marker for look in found}) == len(LEVELS)
-    assert looks.look("O4 TF32 on", {"O4 TF32 on"}) == looks.look("O4")
+def test_every_level_has_a_style_of_its_own():
+    found = [figures.style(level) for level in LEVELS]
+    found.append(figures.style("O0 TF32 on", {"O0 TF32 on", "O0 TF32 off"}))
+    assert len({style.colour for style in found}) == len(found)
+    assert len({style.marker for style in found}) == len(LEVELS)
+    assert figures.style("O4 TF32 on", {"O4 TF32 on"}) == figures.style("O4")
 
 
 def test_plots_leave_pyplot_alone(tmp_path):

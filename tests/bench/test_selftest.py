@@ -156,12 +156,11 @@ def test_a_wrong_kernel_is_exit_code_1(tmp_path, monkeypatch, capsys):
 
 
 def test_a_check_that_raises_is_a_failed_check_and_not_the_end(tmp_path, monkeypatch, capsys):
-    failing = [
-        dataclasses.replace(op, ours=_raising) if op.name == "cross_entropy" else op
-        for op in ops.CHECKED
-    ]
-    monkeypatch.setattr(ops, "CHECKED", failing)
-    assert _selftest(tmp_path / "f.json", "--only", "cross-entropy, fp32") == 1
+    names = {op.name: op for op in ops.CHECKED}
+    failing = dataclasses.replace(names["cross_entropy"], ours=_raising, dtypes=("fp32",))
+    linear = names["linear_cross_entropy, in chunks"]
+    monkeypatch.setattr(ops, "CHECKED", [failing, linear])
+    assert _selftest(tmp_path / "f.json", "--only", "cross entropy") == 1
     content = _read(tmp_path / "f.json")
     raised = [check for check in content["checks"] if check["status"] == "raised"]
     assert content["complete"]
@@ -323,7 +322,7 @@ def test_the_mode_in_which_waits_raise_is_given_back(before, monkeypatch):
 def test_the_command_shows_and_keeps_everything(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     file = tmp_path / "new" / "f.json"
-    assert _selftest(file, "--only", "RMS norm, bf16") == 0
+    assert _selftest(file, "--only", "rms norm, bf16") == 0
     content = _read(file)
     assert content["format"] == "apex selftest 1"
     assert content["complete"]
@@ -332,7 +331,7 @@ def test_the_command_shows_and_keeps_everything(tmp_path, monkeypatch, capsys):
     assert content["environment"]["variables"]["TRITON_INTERPRET"] == "1"
     assert {"driver", "torch_cuda", "why_not"} <= content["environment"]["tools"].keys()
     assert [(c["name"], c["path"]) for c in content["checks"]] == [
-        (f"RMS norm, bf16, {way}", path)
+        (f"rms norm, bf16, {way}", path)
         for way in ("forward", "backward")
         for path in ("as called", "definition", "kernels")
     ]
@@ -369,11 +368,11 @@ def test_an_interruption_keeps_and_shows_what_is_finished(tmp_path, monkeypatch,
 
     carry_out = command.carry_out
     monkeypatch.setattr(command, "carry_out", interrupted)
-    assert _selftest(tmp_path / "f.json", "--only", "RMS norm, bf16") == 130
+    assert _selftest(tmp_path / "f.json", "--only", "rms norm, bf16") == 130
     content = _read(tmp_path / "f.json")
     assert not content["complete"]
     assert len(content["checks"]) == 2
-    assert content["next"] == "RMS norm, bf16, forward (kernels)"
+    assert content["next"] == "rms norm, bf16, forward (kernels)"
     assert "INCOMPLETE: 2 of 6 checks" in capsys.readouterr().out
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from apex.amp.casting import cpu_float16, dispatcher, process_state
-from apex.bench.training import probe as probes
 from apex.bench.training import profiling, trainer, turns
 from apex.bench.training.precision import LEVELS, precision
 from apex.bench.training.results import Cell
@@ -33,12 +32,12 @@ def _one_thread():
 @pytest.fixture(autouse=True)
 def no_profiling(monkeypatch):
     """Leave memory and operators, which take a second, to the test of them."""
-    monkeypatch.setattr(profiling, "measure", lambda *args, **kwargs: profiling.Measured())
+    monkeypatch.setattr(profiling, "measure", lambda *args, **kwargs: {})
 
 
-def train(task, levels=("O0",), told=lambda share, line: None, budget_s=None, **changes):
+def train(task, levels=("O0",), on_progress=lambda share, line: None, budget_s=None, **changes):
     cells = [dataclasses.replace(CELL, level=level, **changes) for level in levels]
-    return turns.train(cells, complete(task), CPU, told, budget_s)
+    return turns.train(cells, complete(task), CPU, on_progress, budget_s)
 
 
 # --- as alone ------------------------------------------------------------------------------------
@@ -276,10 +275,10 @@ def test_turns_are_blocks_of_steps_in_pairs_of_opposite_order(monkeypatch):
     assert len(first.inference_ms) == len(other.inference_ms) == turns.INFERENCES - 1
 
 
-def test_the_share_that_is_told_ends_at_one_with_a_line_after_the_first_round():
-    told = []
-    train(user_task.Regression(), ["O0", "O4"], told=lambda *words: told.append(words))
-    shares, lines = [share for share, _ in told], [line for _, line in told if line]
+def test_the_share_that_is_reported_ends_at_one_with_a_line_after_the_first_round():
+    seen = []
+    train(user_task.Regression(), ["O0", "O4"], on_progress=lambda *words: seen.append(words))
+    shares, lines = [share for share, _ in seen], [line for _, line in seen if line]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     (line,) = lines
@@ -503,35 +502,6 @@ def test_compiled_levels_do_not_fall_back_in_silence(monkeypatch, epochs, status
     assert len(compiled) >= min(12, epochs)
     assert status == "ok" or "recompile" in run.error
     assert torch._dynamo.config.recompile_limit == 8
-
-
-# --- a batch to try ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["columns", "constant", "raises"])
-def test_a_batch_to_try_has_as_many_samples_as_it_says(monkeypatch, name):
-    """Wherever the dimension of the samples is; where there is none, every size would fit."""
-    seen = []
-
-    class Task(user_task.Regression):
-        def loader(self, batch_size, seed):
-            if name == "raises":
-                raise ValueError("no such size")
-            size = batch_size if name == "columns" else 1
-            yield {"x": torch.ones(user_task.FEATURES, size), "scalar": torch.tensor(1.0)}
-
-        def loss(self, model, batch):
-            seen.append((batch["x"].shape, batch["scalar"].shape))
-            return model(batch["x"].T).float().mean()
-
-    monkeypatch.setattr(probes, "_limit", lambda *_: None)  # it would be this process's own
-    run = probes.probe(dataclasses.replace(CELL, batch=5), complete(Task()), CPU, 0)
-    if name == "columns":
-        assert run.status == "ok"
-        assert set(seen) == {((user_task.FEATURES, 5), ())}
-    else:
-        assert (run.status, seen) == ("failed", [])
-        assert {"constant": "twice as long", "raises": "no such size"}[name] in run.error
 
 
 def test_losses_are_numbers_of_the_training():

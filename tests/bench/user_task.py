@@ -10,7 +10,6 @@ from torch import nn
 
 FEATURES = 16
 LOG = pathlib.Path(os.environ.get("USER_TASK_LOG", os.devnull))
-MIB = 2**20
 
 
 class Regression:
@@ -64,15 +63,6 @@ class Troubled(Regression):
         return super().loss(model, batch) * (float("nan") if seed == 2 else 1.0)
 
 
-class Wide(Regression):
-    """Keeps a mebibyte for every sample until the backward."""
-
-    def loss(self, model, batch):
-        x, y = batch
-        wide = model(x).float() * torch.ones(1, MIB // 4)
-        return nn.functional.mse_loss(wide.exp().mean(1, keepdim=True), y)
-
-
 class Loaded(Regression):
     """Its batches come from a process of a DataLoader's."""
 
@@ -106,10 +96,6 @@ def slow(options):
 
 def troubled(options):
     return Troubled()
-
-
-def wide(options):
-    return Wide()
 
 
 def broken(options):

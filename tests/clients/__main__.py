@@ -9,9 +9,9 @@ import tempfile
 from tests.clients.runner import SetUpError, build_wheel, clients, is_set_up, run, set_up
 
 DESCRIPTION = """\
-Run unmodified packages from the package index against the wheel of this tree, each in a virtual
-environment of its own (.clients/NAME). The first time that takes a network, minutes, and about
-1 GB of disk for each client."""
+Run unmodified packages from the package index against the wheel of this tree, each in its own
+environment (.clients/NAME). The first run needs a network, some minutes, and about 1 GB of disk
+for each client."""
 
 
 def main(arguments=None):

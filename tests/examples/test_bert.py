@@ -4,7 +4,6 @@ import functools
 import importlib
 import pathlib
 import re
-import sys
 from unittest import mock
 
 import pytest
@@ -12,11 +11,10 @@ import torch
 
 from apex import amp
 from tests.checkpoints import assert_equal
-from tests.examples.imported import program
+from tests.examples.imported import killed_at, program
 from tests.tolerance import BERT_ACCUMULATION, assert_close_to_largest
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("sklearn")
 
 TINY = "--hidden 32 --layers 1 --length 32 --limit 640 --batch-size 16 --lr 5e-3"
 THREE = ["combinatorics", "matrices", "stats"]  # classes of about the same size
@@ -63,17 +61,6 @@ def gradients_of_a_step(run):
     return torch.cat([grad.flatten() for grad in found])
 
 
-class Killed(BaseException):
-    """Ends a run; nothing may catch it."""
-
-
-def killed_after(steps):
-    """Let a run take so many steps."""
-    effects = [mock.DEFAULT] * steps + [Killed]
-    step = mock.Mock(wraps=finetune.train_step, side_effect=effects)
-    return mock.patch.object(finetune, "train_step", step)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_it_learns_and_goes_on_bit_for_bit(level, capsys):
     """Three epochs of 40 steps, killed in the second one.
@@ -86,7 +73,7 @@ def test_it_learns_and_goes_on_bit_for_bit(level, capsys):
     majority = float(re.search(r"largest class (.+?)%", lines[0])[1])
     assert float(re.search(r"files (.+)%", lines[-1])[1]) > majority + 10
 
-    with pytest.raises(Killed), killed_after(67):
+    with killed_at(finetune, "train_step", 68):
         run(f"{words} killed")
     amp.reset()
     assert torch.load("killed", weights_only=True)["step"] == 63
@@ -214,28 +201,6 @@ def test_wrong_input_is_one_line(words, text):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--accumulate 0", "--accumulate 0: it must be at least 1"),
-        ("--hidden 30", "--hidden 30: it must be a multiple of 4"),
-        ("--length 2", "--length 2: it must be at least 3"),
-        ("--warmup 1", "--warmup and --dropout are from 0 to below 1"),
-        ("--save-every 3", "--save-every needs --save FILE"),
-        ("--save missing/file", "--save missing/file: pass a file in a folder that can be written"),
-        ("--save .", "--save .: pass a file in a folder that can be written to"),
-        ("--seed -1", "--seed -1: it must be 0 to 2**32 - 1"),
-        ("--lr 0", "--lr 0.0: it must be above 0"),
-        ("--lr inf", "--lr inf: it must be above 0 and finite"),
-        ("--opt_level O3", "invalid choice: 'O3'"),
-    ],
-)
-def test_wrong_options(words, text, capsys):
-    with pytest.raises(SystemExit):
-        finetune.parse(words.split())
-    assert text in capsys.readouterr().err
-
-
 def test_interrupted():
     steps = mock.Mock(side_effect=[None, KeyboardInterrupt])
     with (
@@ -243,14 +208,3 @@ def test_interrupted():
         pytest.raises(SystemExit, match="interrupted after step 0"),
     ):
         run("--epochs 1")
-
-
-def test_progress_bar(monkeypatch, capsys):
-    """The steps are the same with it; it begins where the run was resumed."""
-    pytest.importorskip("rich")
-    assert list(finetune.with_bar(range(2, 5), 5)) == [2, 3, 4]
-    assert capsys.readouterr().out == ""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert list(finetune.with_bar(range(2, 4), 5)) == [2, 3]
-    assert "40%" in capsys.readouterr().out

@@ -5,11 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from apex import amp
+from tests.checkpoints import assert_equal
 from tests.examples.imported import program
 from tests.tolerance import assert_close_to_largest
-
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
 
 main_amp = program("dcgan", "main_amp")
 digits = main_amp.digits
@@ -36,17 +34,6 @@ def few(monkeypatch):
 
 def read(path):
     return torch.load(path, weights_only=True)
-
-
-def assert_equal(actual, expected):
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for key in expected:
-            assert_equal(actual[key], expected[key])
-    else:
-        assert actual == expected
 
 
 def test_it_learns(capsys, tmp_path):
@@ -173,24 +160,6 @@ def test_sizes(size):
     assert main_amp.discriminator(size, 2)(made).shape == (3,)
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--opt_level O6", "invalid choice: 'O6'"),
-        ("--batchSize 1", "--batchSize 1: it must be 2 to 1797"),
-        ("--ngf 0", "--ngf 0: it must be at least 1"),
-        ("--lr nan", "--lr is above 0 and finite, --beta1 is from 0 to below 1"),
-        ("--beta1 1", "--lr is above 0 and finite, --beta1 is from 0 to below 1"),
-        ("--manualSeed -1", "--manualSeed -1: it must be 0 to 2**32 - 1"),
-        ("--dataset cifar10", "unrecognized arguments: --dataset cifar10"),
-    ],
-)
-def test_bad_options(words, text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main_amp.main(words.split())
-    assert text in capsys.readouterr().err
-
-
 def test_what_cannot_be_resumed(few, tmp_path):
     words = f"{TINY} --niter 1 --opt_level O0"
     main_amp.main(words.split())
@@ -217,22 +186,6 @@ def test_images_that_are_not_finite_leave_the_last_checkpoint(few, tmp_path):
     with pytest.raises(SystemExit, match=r"epoch 1: generated images are not finite; pass less"):
         main_amp.main(f"{words} --lr 1e30".split())
     assert (tmp_path / "checkpoint.pth").read_bytes() == good
-
-
-def test_a_save_that_ends_midway_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    path = tmp_path / "checkpoint.pth"
-    main_amp.save({"epoch": 1}, path)
-    write = torch.save
-
-    def dying(state, file):
-        write(state, file)
-        file.truncate(100)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", dying)
-    with pytest.raises(KeyboardInterrupt):
-        main_amp.save({"epoch": 2}, path)
-    assert read(path) == {"epoch": 1}
 
 
 def test_an_interrupt_ends_it_without_a_traceback(few, monkeypatch, capsys):

@@ -1,31 +1,24 @@
 """The programs of examples/fp16_optimizer, each against its own float32 run."""
 
-import importlib
 import os
-import pathlib
 import re
-import runpy
-import sys
 
 import pytest
 import torch
 
 from tests.checkpoints import assert_equal
+from tests.examples import imported
 from tests.tolerance import MASTERS_REGRESSION, TWO_LOSSES_REGRESSION
 
-FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "fp16_optimizer"
-NAMES = ("common", "minimal", "closure", "multi_loss")
+NAMES = ("minimal", "closure", "multi_loss")
 
 
 @pytest.fixture
 def programs(monkeypatch, tmp_path):
-    """The modules of the folder, in an empty folder and on a CPU."""
+    """The programs of the folder, in an empty folder and on a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.syspath_prepend(FOLDER)
-    yield {name: importlib.import_module(name) for name in NAMES}
-    for name in NAMES:
-        del sys.modules[name]
+    return dict(zip(NAMES, imported.programs("fp16_optimizer", *NAMES), strict=True))
 
 
 @pytest.fixture
@@ -75,41 +68,3 @@ def test_multi_loss(losses):
 
 def test_bfloat16(losses):
     assert losses("closure", "--dtype", "bfloat16", "--steps", "2")[-1] < 1e-4  # 5e-6
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--dtype float64", "invalid choice: 'float64'"),
-        ("--steps 1", "--steps 1: pass 2 or more"),
-        ("--save no/saved.pth", "--save no/saved.pth: pass a file in a folder that can be written"),
-        ("--save .", "--save .: pass a file in a folder that can be written to"),
-    ],
-)
-def test_wrong_options(losses, words, text, capsys):
-    with pytest.raises(SystemExit):
-        losses("minimal", *words.split())
-    assert text in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("error", "text"), [(KeyboardInterrupt(), "stopped"), (OSError(28, "disk full"), "disk full")]
-)
-def test_ends_with_one_line(programs, monkeypatch, error, text):
-    def ended(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr("torch.nn.functional.mse_loss", ended)
-    monkeypatch.setattr(sys, "argv", ["closure.py"])
-    with pytest.raises(SystemExit, match=text):
-        runpy.run_path(str(FOLDER / "closure.py"), run_name="__main__")
-
-
-def test_a_bar_in_a_terminal(programs, monkeypatch, capsys):
-    pytest.importorskip("rich")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert list(programs["common"].progress(range(1, 8))) == list(range(1, 8))
-    shown = capsys.readouterr().out
-    assert "100%" in shown
-    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0  # the cursor is back

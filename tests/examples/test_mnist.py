@@ -2,9 +2,7 @@
 
 import argparse
 import gzip
-import importlib
 import os
-import pathlib
 import re
 import socket
 import subprocess
@@ -14,7 +12,10 @@ import time
 import pytest
 import torch
 
-FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "mnist"
+from tests.examples.imported import EXAMPLES, programs
+from tests.ranks import without_gloo
+
+FOLDER, NAMES = EXAMPLES / "mnist", ("common", "data")
 SECONDS = 600  # for all processes of a run together: a hang fails
 # 55 to 63 % right over four seeds on one device; at 1e-2 some orders of the images end at 10 %.
 TINY = ["--epochs", "1", "--lr", "3e-3", "--batch-size", "4", "--limit"]
@@ -46,7 +47,10 @@ def run(*commands):
     finally:
         for process in started:
             process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(started, found, strict=True)]
+    return [
+        (process.returncode, without_gloo(out), errors)
+        for process, (out, errors) in zip(started, found, strict=True)
+    ]
 
 
 def without_time(text):
@@ -91,13 +95,8 @@ def test_two_machines():
 
 
 @pytest.fixture
-def modules(monkeypatch):
-    """The modules of the folder, imported as the programs import them."""
-    monkeypatch.syspath_prepend(FOLDER)
-    names = ("common", "data")
-    yield argparse.Namespace(**{name: importlib.import_module(name) for name in names})
-    for name in names:
-        del sys.modules[name]
+def modules():
+    return argparse.Namespace(**dict(zip(NAMES, programs("mnist", *NAMES), strict=True)))
 
 
 def options(nodes=1, gpus=1, nr=0):
@@ -152,25 +151,6 @@ def test_what_cannot_be_started(modules, monkeypatch, asked, variables, gpus, te
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(SystemExit, match=text):
         modules.common.start(None, asked)
-
-
-def test_lines_in_a_terminal(modules, monkeypatch, capsys):
-    """The progress bar leaves the lines whole."""
-    pytest.importorskip("rich")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with modules.common.Report(2, 100) as report:
-        for step in range(200):
-            report.step(torch.tensor(step / 200))
-    shown = capsys.readouterr().out
-    # Each is alone on its line: the bar that was there is erased before.
-    lines = re.findall(r"(?:\n|\x1b\[2K)(Epoch .+)\n", shown)
-    assert lines == [
-        "Epoch [1/2], Step [100/100], Loss: 0.4950",
-        "Epoch [2/2], Step [100/100], Loss: 0.9950",
-    ]
-    assert "100%" in shown
-    assert re.search("Training complete in: 0:00:00.+\n$", shown)
 
 
 def test_digits(modules):

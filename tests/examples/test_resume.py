@@ -21,7 +21,7 @@ from tests.checkpoints import assert_equal
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "resume" / "train.py"
 STEPS, EVERY = 12, 4
-DONE, DISK_FULL, KILLED = 0, 1, -signal.SIGKILL  # how a child ends
+DONE, KILLED = 0, -signal.SIGKILL  # how a child ends
 SHORT = ["--steps", str(STEPS), "--save-every", str(EVERY)]
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills by SIGKILL, sits by fork")
@@ -71,9 +71,6 @@ def child(arguments, moment):
         example.open = lambda path, mode: (
             Torn(path, "w") if next(saves) == save else open(path, mode)
         )
-    elif moment and moment[0] == "full":
-        flush, calls = os.fsync, iter(range(1, 1000))
-        os.fsync = lambda file: flush(file) if next(calls) != moment[1] else os.write(-1, b"")
     elif moment:
         at_call(*moment)
     example.main(arguments)
@@ -84,11 +81,9 @@ for line in sys.stdin:
     if pid == 0:
         try:
             child(*json.loads(line))
-        except OSError:
-            os._exit(1)
         except BaseException:
             traceback.print_exc()
-            os._exit(2)
+            os._exit(1)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
@@ -183,11 +178,3 @@ def test_killed_again_and_again(run, untouched, level, tmp_path):
     assert len(steps) > 3
     assert run(path, level) == DONE
     assert_equal(load(path), untouched(level))
-
-
-def test_a_full_disk_leaves_the_old_checkpoint(run, untouched, tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    assert run(path, "O2", ["full", 2]) == DISK_FULL
-    assert step_of(path) == EVERY
-    assert run(path, "O2") == DONE
-    assert_equal(load(path), untouched("O2"))

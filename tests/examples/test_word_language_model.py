@@ -1,15 +1,12 @@
 """The word language model example, tiny, run in this process on a CPU."""
 
 import collections
-import importlib
 import itertools
 import math
 import os
 import pathlib
 import random
 import re
-import runpy
-import sys
 from unittest import mock
 
 import pytest
@@ -17,23 +14,16 @@ import torch
 
 from apex import amp
 from tests.checkpoints import assert_equal
+from tests.examples.imported import killed_at, programs
 from tests.tolerance import MEAN_LOSS
 
-FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "word_language_model"
 NAMES = ("data", "checkpoint", "model", "main", "generate")
 TINY = "--emsize 16 --nhid 16 --nlayers 1 --batch_size 8 --bptt 10 --lr 7 --dropout 0.1 --epochs 3"
 
 
 @pytest.fixture(scope="module")
 def modules():
-    """The modules of the folder, as its programs import them; other examples have such names."""
-    others = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    yield {name: importlib.import_module(name) for name in NAMES}
-    sys.path.remove(str(FOLDER))
-    for name in NAMES:
-        sys.modules.pop(name, None)
-    sys.modules.update(others)
+    return dict(zip(NAMES, programs("word_language_model", *NAMES), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +89,6 @@ def test_learns(run, kind, precision, tmp_path):
     assert os.listdir() == ["model.pt"]
 
 
-class Killed(BaseException):
-    """Ends a run; nothing may catch it."""
-
-
 KILLED = {2: 1, 4: 2, 5: 4}  # the epoch that is killed, and the last one saved before it
 # Which epoch is saved has nothing to do with the precision.
 CASES = [*(("O2 --tied", epoch) for epoch in KILLED), ("fp16_optimizer", 4)]
@@ -112,7 +98,7 @@ CASES = [*(("O2 --tied", epoch) for epoch in KILLED), ("fp16_optimizer", 4)]
 def test_a_killed_run_goes_on_bit_for_bit(run, modules, precision, epoch, monkeypatch):
     """The third of five epochs makes no progress: nothing is saved, the rate is lowered."""
     main, words = modules["main"], f"--epochs 5 --precision {precision}"
-    evaluate, take_step = main.evaluate, main.take_step
+    evaluate = main.evaluate
 
     def evaluations(start):
         found = iter([4.0, 3.0, 3.5, 2.0, 1.0][start:])
@@ -126,22 +112,12 @@ def test_a_killed_run_goes_on_bit_for_bit(run, modules, precision, epoch, monkey
     assert optimizer["param_groups"][0]["lr"] == 7 / 4
     os.remove("model.pt")
 
-    left = [24 * (epoch - 1) + 5]
-
-    def dying(*args):
-        left[0] -= 1
-        if left[0] == 0:
-            raise Killed
-        take_step(*args)
-
-    monkeypatch.setattr(main, "take_step", dying)
     monkeypatch.setattr(main, "evaluate", evaluations(0))
-    with pytest.raises(Killed):
+    with killed_at(main, "take_step", 24 * (epoch - 1) + 5):
         run(words)
     done = KILLED[epoch]
     assert read("model.pt")["epoch"] == done
 
-    monkeypatch.setattr(main, "take_step", take_step)
     monkeypatch.setattr(main, "evaluate", evaluations(done))
     assert f"resumed after epoch {done}\n" in run(f"{words} --resume")
     assert_equal(read("model.pt"), straight)
@@ -167,32 +143,9 @@ def test_resumes_that_are_refused(run, texts, tmp_path):
             run("--resume")
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--precision O6", "invalid choice: 'O6'"),
-        ("--batch-size 0", "--batch-size 0: pass more than 0"),
-        ("--lr nan", "--lr nan: pass more than 0"),
-        ("--dropout 1", "--dropout 1.0: pass 0 or more, and less than 1"),
-        ("--loss-scale much", "--loss-scale much: pass a number above 0, or dynamic"),
-        ("--loss-scale -1", "--loss-scale -1.0: pass a number above 0, or dynamic"),
-        ("--tied --nhid 24", "--tied: --emsize 16 and --nhid 24 must be equal"),
-        (
-            "--save no/model.pt",
-            "--save no/model.pt: pass a file in a folder that can be written to",
-        ),
-        ("--save ..", "--save ..: pass a file in a folder that can be written to"),
-        ("--seed 4294967296", "--seed 4294967296: pass 0 to 2**32 - 1"),
-        ("--data nowhere", "--data nowhere: there is no file *.txt in such a folder"),
-        ("--batch_size 1500", "a text of 1890 words is too short to be cut into 1500"),
-    ],
-)
-def test_wrong_options(run, words, text, capsys):
-    with pytest.raises(SystemExit) as error:
-        run(words)
-    message = str(error.value) if isinstance(error.value.code, str) else capsys.readouterr().err
-    assert text in message.splitlines()[-1]
-    assert os.listdir() == []
+def test_a_text_that_is_too_short(run):
+    with pytest.raises(SystemExit, match="a text of 1890 words is too short to be cut into 1500"):
+        run("--batch_size 1500")
 
 
 def test_a_loss_that_is_not_finite(run, modules, monkeypatch):
@@ -207,39 +160,6 @@ def test_loss_scales(run):
     assert read("model.pt")["optimizer"]["loss_scaler"]["cur_scale"] == 128.0
     run("--precision O1 --epochs 1 --loss-scale 64")
     assert read("model.pt")["amp"]["loss_scaler0"]["loss_scale"] == 64.0
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (KeyboardInterrupt(), "stopped; --resume goes on after the best epoch"),
-        (OSError(28, "disk full"), "disk full"),
-    ],
-)
-def test_ends_with_one_line(monkeypatch, error, text):
-    monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.setattr(sys, "argv", ["main.py"])
-    with (
-        mock.patch("re.split", side_effect=error),
-        pytest.raises(SystemExit, match=text),
-    ):
-        runpy.run_path(str(FOLDER / "main.py"), run_name="__main__")
-
-
-def test_a_bar_in_a_terminal(modules, monkeypatch, capsys):
-    """The bar leaves lines whole, and is gone in the end, also where the loop is left."""
-    pytest.importorskip("rich")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    pieces, long = modules["main"].with_bar(range(7), "epoch 1", 7), "word " * 30
-    for _ in pieces:
-        sys.stdout.write(f"{long}\n")
-        break
-    pieces.close()
-    shown = capsys.readouterr().out
-    assert f"{long}\n" in shown
-    assert "epoch 1" in shown
-    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0  # the cursor is back
 
 
 def test_generate(run, modules, capsys):
@@ -267,16 +187,6 @@ def test_unknown_words_are_not_drawn(modules):
     words = modules["generate"].draw(model, ["<unk>", "<eos>", "a"], 100, 1.0, torch.device("cpu"))
     assert collections.Counter(words).keys() == {"<eos>", "a"}
     model.rnn.reset_hidden.assert_called_once_with(1)
-
-
-def test_a_full_disk_leaves_the_old_checkpoint(modules, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    checkpoint = modules["checkpoint"]
-    checkpoint.save("file", {"vocabulary": 1})
-    monkeypatch.setattr(checkpoint.os, "fsync", lambda file: os.write(-1, b""))
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        checkpoint.save("file", {"vocabulary": 2})
-    assert checkpoint.load("file") == {"vocabulary": 1}
 
 
 def test_the_text_of_a_folder(modules, tmp_path):

@@ -244,11 +244,3 @@ def test_inside_of_what_is_compiled(path):
         norm = torch.compile(function, backend="eager")(x, out, no_flag())
     assert all(map(torch.equal, x, out))
     assert_one_rounding(norm, joined(exact(x)).norm().reshape(1) + 1)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["multi_tensor_scale", "multi_tensor_l2norm"])
-def test_a_thousand_tensors_in_the_interpreter(name):
-    x = tensors([1 + n % 40 for n in range(1000)])
-    with on("triton"):
-        call(name, [x] * NUMBERS[name][0])

@@ -601,25 +601,6 @@ def test_copies_and_pickles_train_on(scheduled):
     assert_equal(ends[1], ends[2])
 
 
-def test_an_optimizer_that_was_pickled_by_the_first_versions():
-    """Their groups were in one attribute."""
-    pair = start(lambda params: torch.optim.Adam(params), dynamic_loss_scale=True)
-    pair[1].backward(loss_of(pair[0]))
-    pair[1].step()
-    model, optimizer = copy.deepcopy(pair)
-    names = ("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups")
-    state = optimizer.__getstate__()
-    state |= {"_params": tuple(state.pop(name) for name in names), "dynamic_loss_scale": True}
-    optimizer = FP16_Optimizer.__new__(FP16_Optimizer)
-    optimizer.__setstate__(state)
-    for a_model, an_optimizer in (pair, (model, optimizer)):
-        an_optimizer.zero_grad()
-        an_optimizer.backward(loss_of(a_model, 2))
-        an_optimizer.step()
-    assert_equal([*model.parameters()], [*pair[0].parameters()])
-    assert optimizer.__getstate__().keys() == pair[1].__getstate__().keys()
-
-
 def test_errors_change_nothing():
     model = Mixed()
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)

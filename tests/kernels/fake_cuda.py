@@ -3,7 +3,7 @@
 torch's ``FakeTensorMode`` has tensors on ``cuda:0`` and ``cuda:1`` with shapes and no memory. What
 it lacks has stand-ins here: the guards, streams and properties of devices, addresses, pinned
 memory, whether a CUDA graph is being captured, and Triton's driver, which notes launches and
-computes nothing and refuses what is too large for CUDA (see launched.py). Noted as well are
+computes nothing and refuses what is too large for CUDA (see driver.py). Noted as well are
 
 * uploads: copies to a device from memory that is not pinned, which make the host wait and which a
   capture forbids; so are copies that index with a CPU tensor or a list, and
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
-from tests.kernels.launched import Hopper, Launcher
+from tests.kernels.driver import Hopper, Launcher
 
 aten = torch.ops.aten
 READS = (DataDependentOutputException, DynamicOutputShapeException)

@@ -68,20 +68,10 @@ def stepped(make, dtype=FLOAT, **attributes):
     return prepare
 
 
-def metered(device):
-    optimizer = FusedAdam(parameters(device, BRAIN))
-    optimizer.count_lost_updates()
-    return optimizer.step
-
-
 def with_tensor_lr(device):
     optimizer = FusedAdam(parameters(device), capturable=True)
     optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device=device)  # a constructor reads it
     return optimizer.step
-
-
-def of_several_dtypes(make):
-    return lambda device: make(mixed(device)).step
 
 
 def in_groups(make, lrs, **attributes):
@@ -114,24 +104,31 @@ def on_both_devices(make):
 def optimizers():
     scaler = {"grad_scale": 8.0, "found_inf": 0.0}
     for entry in OPTIMIZERS:
+        launches = entry.launches
+        apart = entry.shared_launches + 3 * (launches - entry.shared_launches)
         for variant in entry.variants:
             options = {"lr": 0.1, **entry.options, **variant.options}
             make = functools.partial(entry.make, **options)
             name, dtype = entry.called(variant), DTYPES[variant.dtypes[0]]
+            clips = 0 if entry.max_norm else 2 * bool(variant.options.get("max_grad_norm"))
             if not variant.larc and "apex.contrib" not in name:
-                yield name, stepped(make, dtype)
+                yield name, launches + clips, stepped(make, dtype)
             if variant.every_test and not variant.title:
-                yield f"{name}, scaled", stepped(make, HALF, **scaler)
-                yield f"{name}, dtypes", of_several_dtypes(make)
-                yield f"{name}, groups", in_groups(make, (0.1, 0.2, 0.3))
-                yield f"{name}, equal groups", in_groups(make, (0.1, 0.1, 0.1), **scaler)
-                yield f"{name}, gaps", with_gaps(make)
-                yield f"{name}, devices", on_both_devices(make)
+                equal = in_groups(make, (0.1, 0.1, 0.1), **scaler)
+                yield f"{name}, scaled", launches, stepped(make, HALF, **scaler)
+                yield (
+                    f"{name}, dtypes",
+                    3 * launches,
+                    lambda device, make=make: make(mixed(device)).step,
+                )
+                yield f"{name}, groups", apart, in_groups(make, (0.1, 0.2, 0.3))
+                yield f"{name}, equal groups", launches if make.func._joins_groups else apart, equal
+                yield f"{name}, gaps", launches, with_gaps(make)
+                yield f"{name}, devices", 2 * launches, on_both_devices(make)
     masters = functools.partial(FusedAdam, capturable=True, master_weights=True)
-    yield "adam, masters, scaled", stepped(masters, HALF, **scaler)
-    yield "adam, metered", metered
-    yield "adam, tensor lr", with_tensor_lr
-    yield "larc", stepped(lambda params: LARC(FusedSGD(params, lr=0.1, weight_decay=0.1)))
+    yield "adam, masters, scaled", 1, stepped(masters, HALF, **scaler)
+    yield "adam, tensor lr", 1, with_tensor_lr
+    yield "larc", 4, stepped(lambda params: LARC(FusedSGD(params, lr=0.1, weight_decay=0.1)))
 
 
 # -- lists ---------------------------------------------------------------------------------------
@@ -188,46 +185,51 @@ def unscaled(device):
 def lists():
     one, two, three, four, five = ([FLOAT] * number for number in range(1, 6))
     adam = (0.9, 0.99, 1e-8)
-    yield "scale", listed(amp_C.multi_tensor_scale, two, 0.5)
-    yield "scale, tensor", listed(amp_C.multi_tensor_scale, two, number)
-    yield "scale, dtypes", listed(amp_C.multi_tensor_scale, "mixed", 0.5)
+    yield "scale", 1, listed(amp_C.multi_tensor_scale, two, 0.5)
+    yield "scale, tensor", 1, listed(amp_C.multi_tensor_scale, two, number)
+    yield "scale, dtypes", 3, listed(amp_C.multi_tensor_scale, "mixed", 0.5)
     empty = (*SHAPES, (0,), (4,))
-    yield "scale, empty", listed(amp_C.multi_tensor_scale, two, 0.5, shapes=empty)
-    yield "axpby", listed(amp_C.multi_tensor_axpby, three, 1.0, 2.0, -1)
-    yield "l2norm", listed(amp_C.multi_tensor_l2norm, one, True)
-    yield "l2norm, dtypes", listed(amp_C.multi_tensor_l2norm, "mixed", True)
-    yield "l2norm, empty", listed(amp_C.multi_tensor_l2norm, one, True, shapes=empty)
-    yield "l2norm_scale", listed(amp_C.multi_tensor_l2norm_scale, two, 0.5, True)
-    yield "unscale_l2norm", listed(amp_C.multi_tensor_unscale_l2norm, one, number, True)
+    yield "scale, empty", 1, listed(amp_C.multi_tensor_scale, two, 0.5, shapes=empty)
+    yield "axpby", 1, listed(amp_C.multi_tensor_axpby, three, 1.0, 2.0, -1)
+    yield "l2norm", 2, listed(amp_C.multi_tensor_l2norm, one, True)
+    yield "l2norm, dtypes", 6, listed(amp_C.multi_tensor_l2norm, "mixed", True)
+    yield "l2norm, empty", 2, listed(amp_C.multi_tensor_l2norm, one, True, shapes=empty)
+    yield "l2norm_scale", 2, listed(amp_C.multi_tensor_l2norm_scale, two, 0.5, True)
+    yield "unscale_l2norm", 2, listed(amp_C.multi_tensor_unscale_l2norm, one, number, True)
     sgd = (0.1, 0.9, 0.0, 0.1, False, False, False, 1.0)
-    yield "amp_C sgd", listed(amp_C.multi_tensor_sgd, three, *sgd)
+    yield "amp_C sgd", 1, listed(amp_C.multi_tensor_sgd, three, *sgd)
     first = (*sgd[:5], True, *sgd[6:])
-    yield "amp_C sgd, first", listed(amp_C.multi_tensor_sgd, three, *first)
+    yield "amp_C sgd, first", 1, listed(amp_C.multi_tensor_sgd, three, *first)
     rest = (*adam, 1, 1, 1, 0.1)
-    yield "amp_C adam", listed(amp_C.multi_tensor_adam, four, 0.1, *rest)
+    yield "amp_C adam", 1, listed(amp_C.multi_tensor_adam, four, 0.1, *rest)
     rest = (*adam, count, 1, 1, 0.1, number)
-    yield "amp_C adam, capturable", listed(amp_C.multi_tensor_adam_capturable, four, number, *rest)
+    yield (
+        "amp_C adam, capturable",
+        1,
+        listed(amp_C.multi_tensor_adam_capturable, four, number, *rest),
+    )
     yield (
         "amp_C adam, masters",
+        1,
         listed(amp_C.multi_tensor_adam_capturable_master, [HALF, HALF, *three], number, *rest),
     )
-    yield "amp_C adagrad", listed(amp_C.multi_tensor_adagrad, three, 0.1, 1e-8, 0, 0.1)
+    yield "amp_C adagrad", 1, listed(amp_C.multi_tensor_adagrad, three, 0.1, 1e-8, 0, 0.1)
     rest = (0.1, *adam, 1, 1, 0.1, 1, 0, 2)
-    yield "amp_C novograd", listed(amp_C.multi_tensor_novograd, three, *rest, per_tensor=1)
+    yield "amp_C novograd", 3, listed(amp_C.multi_tensor_novograd, three, *rest, per_tensor=1)
     rest = (0.1, *adam, 1, 1, 0.1, 1, 1, number, 1.0, False)
-    yield "amp_C lamb", listed(amp_C.multi_tensor_lamb, four, *rest)
+    yield "amp_C lamb", 3, listed(amp_C.multi_tensor_lamb, four, *rest)
     rest = (number, *adam, count, 1, 0.1, 1, 1, number, number, False, None, number)
-    yield "amp_C lamb, masters", listed(amp_C.multi_tensor_lamb_mp, [*four, HALF], *rest)
+    yield "amp_C lamb, masters", 3, listed(amp_C.multi_tensor_lamb_mp, [*four, HALF], *rest)
     rest = (0, *adam, number, 1.0)
     stage1 = amp_C.multi_tensor_lamb_stage1_cuda
-    yield "lamb stage 1", listed(stage1, five, *rest, per_tensor=1)
+    yield "lamb stage 1", 1, listed(stage1, five, *rest, per_tensor=1)
     stage2 = amp_C.multi_tensor_lamb_stage2_cuda
-    yield "lamb stage 2", listed(stage2, two, 0.1, 0.1, False, per_tensor=2)
-    yield "hysteresis", hysteresis
-    yield "unscale, dtypes", unscaled
-    yield "clip", clipped(2.0)
-    yield "clip, largest", clipped(float("inf"))
-    yield "clip, dtypes", clipped(2.0, mixed)
+    yield "lamb stage 2", 1, listed(stage2, two, 0.1, 0.1, False, per_tensor=2)
+    yield "hysteresis", 0, hysteresis
+    yield "unscale, dtypes", 6, unscaled
+    yield "clip", 3, clipped(2.0)
+    yield "clip, largest", 3, clipped(float("inf"))
+    yield "clip, dtypes", 9, clipped(2.0, mixed)
 
 
 # -- tensors: forward and backward, without autograd ---------------------------------------------
@@ -334,17 +336,18 @@ def by_places(t, make):
 
 def tensors():
     for name, norm in (("layer norm", layer_norm), ("rms norm", rms_norm)):
-        yield name, norm(8192, 4096, HALF, False)
-        yield f"{name}, from output", norm(8192, 4096, BRAIN, True)
-        yield f"{name}, wide", norm(256, 65536, FLOAT, False)
-        yield f"{name}, very wide", norm(1, 3 * 2048 * 2048, HALF, False)
-    yield "fast_layer_norm", fast_norm
-    yield "group norm", group_norm
-    yield "cross-entropy", cross_entropy(4096, 32000)
-    yield "cross-entropy, few rows", cross_entropy(64, 256000)
-    yield "rotary", rotated((4096, 2, 32, 64), by_angles)
-    yield "rotary, packed", rotated((4096, 32, 64), by_sequences)
-    yield "rotary, images", rotated((4, 2048, 16, 64), by_places)
+        yield name, 3, norm(8192, 4096, HALF, False)  # one forward, two backward
+        yield f"{name}, from output", 3, norm(8192, 4096, BRAIN, True)
+        # gradients of the weight are a pass of their own
+        yield f"{name}, wide", 4, norm(256, 65536, FLOAT, False)
+        yield f"{name}, very wide", 4, norm(1, 3 * 2048 * 2048, HALF, False)
+    yield "fast_layer_norm", 3, fast_norm
+    yield "group norm", 6, group_norm
+    yield "cross-entropy", 3, cross_entropy(4096, 32000)
+    yield "cross-entropy, few rows", 3, cross_entropy(64, 256000)
+    yield "rotary", 2, rotated((4096, 2, 32, 64), by_angles)
+    yield "rotary, packed", 2, rotated((4096, 32, 64), by_sequences)
+    yield "rotary, images", 2, rotated((4, 2048, 16, 64), by_places)
 
 
 # -- what is planted -----------------------------------------------------------------------------
@@ -410,6 +413,7 @@ def unguarded(device):
 
 
 def cases():
+    """Name, launches of a call (the same on each device, and in a capture), and what makes it."""
     yield from optimizers()
     yield from lists()
     yield from tensors()
@@ -435,7 +439,7 @@ def noted(prepare, number, devices, log):
 
 
 def main(names):
-    every = [*cases(), *planted()]
+    every = [*((name, prepare) for name, _, prepare in cases()), *planted()]
     with fake_cuda() as (devices, log):
         for name, prepare in every:
             if name in names:

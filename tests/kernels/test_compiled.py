@@ -44,7 +44,7 @@ from apex.kernels.inspect import finding
 target, every = sys.argv[1], sys.argv[2:] == ["every"]
 cases = list(finding.cases())
 known = {(case.name, case.variant) for case in cases}
-rare = ("copies", "writes gradients", "kahan", "metered", "not aligned")
+rare = ("copies", "writes gradients", "kahan", "not aligned")
 
 
 def chosen(case):

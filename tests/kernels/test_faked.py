@@ -11,64 +11,17 @@ import sys
 
 import pytest
 
-from apex.bench.catalogue.optimizers import OPTIMIZERS
-
 pytest.importorskip("triton")
 if sys.platform != "linux":
     pytest.skip("needs libc10.so", allow_module_level=True)
+
+from tests.kernels import faked as program
 
 PROGRAM = pathlib.Path(__file__).with_name("faked.py")
 ROOT = PROGRAM.parents[2]
 
 
-def of_optimizers():
-    """Launches of a step, by the number that the catalogue declares."""
-    for entry in OPTIMIZERS:
-        launches, more = entry.launches, entry.launches - entry.shared_launches
-        apart = entry.shared_launches + 3 * more
-        for variant in entry.variants:
-            name = entry.called(variant)
-            clips = 0 if entry.max_norm else 2 * bool(variant.options.get("max_grad_norm"))
-            if not variant.larc and "apex.contrib" not in name:
-                yield name, launches + clips
-            if variant.every_test and not variant.title:
-                yield f"{name}, scaled", launches
-                yield f"{name}, dtypes", 3 * launches
-                yield f"{name}, groups", apart
-                yield f"{name}, equal groups", launches if entry.make._joins_groups else apart
-                yield f"{name}, gaps", launches
-                yield f"{name}, devices", 2 * launches
-
-
-# Launches of a call, the same on each device, for each call and in a capture.
-LAUNCHES = {
-    **dict(of_optimizers()),
-    "adam, masters, scaled": 1,
-    "adam, metered": 2,
-    "adam, tensor lr": 1,
-    "larc": 4,
-    **dict.fromkeys(("scale", "scale, tensor", "scale, empty", "axpby"), 1),
-    "scale, dtypes": 3,
-    **dict.fromkeys(("l2norm", "l2norm, empty", "l2norm_scale", "unscale_l2norm"), 2),
-    "l2norm, dtypes": 6,
-    **dict.fromkeys(("amp_C sgd", "amp_C sgd, first", "amp_C adagrad"), 1),
-    **dict.fromkeys(("amp_C adam", "amp_C adam, capturable", "amp_C adam, masters"), 1),
-    **dict.fromkeys(("amp_C novograd", "amp_C lamb", "amp_C lamb, masters"), 3),
-    **dict.fromkeys(("lamb stage 1", "lamb stage 2"), 1),
-    "hysteresis": 0,  # torch's functions
-    "unscale, dtypes": 6,
-    **dict.fromkeys(("clip", "clip, largest"), 3),
-    "clip, dtypes": 9,
-    **{  # one forward, two backward; a wide row's gradients of the weight are a pass of their own
-        f"{norm}{which}": 4 if "wide" in which else 3
-        for norm in ("layer norm", "rms norm")
-        for which in ("", ", from output", ", wide", ", very wide")
-    },
-    "fast_layer_norm": 3,
-    "group norm": 6,
-    **dict.fromkeys(("cross-entropy", "cross-entropy, few rows"), 3),
-    **dict.fromkeys(("rotary", "rotary, packed", "rotary, images"), 2),
-}
+LAUNCHES = {name: launches for name, launches, _ in program.cases()}
 
 
 def ran(names):
@@ -172,10 +125,3 @@ def test_what_is_planted_is_found(name, faked):
         elif number == 1:
             assert found == ({kind: word if kind == "freed" else [word]} if kind else {})
             assert kind != "launches" or not guarded(*word)
-
-
-def test_every_case_is_judged():
-    from tests.kernels import faked as program  # not above: it compiles kernels where it is run
-
-    names = [name for name, _ in (*program.cases(), *program.planted())]
-    assert sorted(names) == sorted([*LAUNCHES, *PLANTED])

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from apex.ops.lists.multi_tensor import run
+from apex.ops.lists.scale import SCALE, SQUARE, ScaleScalars
 from apex.ops.lists.tensor_norms import (
-    SQUARES,
-    NormScalars,
     l2_norm,
     l2_norms,
     max_norms,
@@ -146,7 +145,8 @@ def test_a_skipped_launch_sums_no_memory_that_nobody_wrote(sizes, monkeypatch):
     """A signalling nan there stopped a skipped step of FusedLAMB, by luck."""
     monkeypatch.setattr(torch, "empty", lambda shape, **how: torch.full(shape, torch.nan, **how))
     with on("triton"):
-        sums = run(SQUARES, [tensors(sizes)], (), NormScalars(1.0), noop=torch.ones(1), sums=(0,))
+        numbers = [tensors(sizes)], (), ScaleScalars(1.0)
+        sums = run(SCALE, *numbers, noop=torch.ones(1), sums=(SQUARE,))
     assert sums.shape == (1, len(sizes))
     assert not sums.any()
 

@@ -31,7 +31,7 @@ from tests.tolerance import assert_one_rounding
 MODULES = [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm]
 MIXED = [MixedFusedLayerNorm, MixedFusedRMSNorm]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-FUNCTIONS = [name for name in functions.__all__ if name.endswith("Function")]
+FUNCTIONS = [name for name in vars(functions) if name.endswith("Function")]
 
 
 @pytest.fixture(autouse=True)

@@ -187,19 +187,6 @@ def test_a_wide_bias_beside_a_narrow_weight_keeps_its_gradient(path):
     assert torch.equal(bias.grad, torch.full((8,), 102400.0))
 
 
-@paths
-@acts
-@dtypes
-@pytest.mark.parametrize("last", [True, False])
-def test_autocast_changes_nothing(last, dtype, act, path):
-    """As with the original's kernel: the output has the input's dtype."""
-    tensors, _ = _data((2, 8, 5, 3), dtype, torch.float32, last=last)
-    with _path(path):
-        y = group_norm(tensors[0], 4, *tensors[1:], act=act)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(group_norm(tensors[0], 4, *tensors[1:], act=act), y)
-
-
 @acts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(2, 8), (2, 8, 5), (2, 8, 5, 3)], ids=str)
@@ -263,22 +250,6 @@ def test_constant_groups_and_nan(path):
         y = group_norm(x, 2)
     assert y[0].abs().max() <= (0.0 if path == "triton" else 2e-4)  # torch rounds its mean
     assert y[1].isnan().flatten(1).all(1).tolist() == [False, False, True, True]
-
-
-@acts
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for jvp
-def test_forward_mode_derivatives(act):
-    """With channels last torch's own group norm has none."""
-    tensors, _ = _data((1, 4, 2, 3), torch.float64)
-
-    def call(*tensors):
-        return group_norm(tensors[0], 2, *tensors[1:], act=act)
-
-    assert torch.autograd.gradcheck(call, tensors, check_forward_ad=True)
-    x = tensors[0].detach()
-    found = torch.func.jacfwd(lambda x: call(x, *tensors[1:]))(x)
-    wanted = torch.autograd.functional.jacobian(lambda x: call(x, *tensors[1:]), x)
-    torch.testing.assert_close(found, wanted)
 
 
 @acts

@@ -17,7 +17,6 @@ from tests.tolerance import integers
 
 # Stands for a kernel file. It has a gradient for x alone.
 KERNELS = types.SimpleNamespace(
-    allocate=lambda x, factor: x.new_empty(x.shape[0], factor.shape[1]),
     forward=lambda x, factor: x @ factor,
     backward=lambda dy, needs, x, factor: [dy @ factor.t()],
 )
@@ -29,11 +28,7 @@ RULES = {
 
 
 # Its backward has a factor of 3, which the definition has not.
-PIECES = types.SimpleNamespace(
-    allocate=torch.empty_like,
-    forward=torch.clone,
-    backward=lambda dy, needs, x: [3 * dy],
-)
+PIECES = types.SimpleNamespace(forward=torch.clone, backward=lambda dy, needs, x: [3 * dy])
 IN_PIECES = op("in_pieces(Tensor x) -> Tensor y", torch.clone, grads=("x",), pieces=PIECES)
 
 # It keeps the result alone. The kernel's gradient has a factor of 3, which the definition has not.
@@ -75,9 +70,7 @@ def test_a_gradient_that_the_kernel_lacks(path):
 
 def test_an_operation_that_saves_its_result_alone(path, monkeypatch):
     """The kernel's gradient; gradients of gradients are those of the definition of the gradient."""
-    kernels = types.SimpleNamespace(
-        allocate=torch.empty_like, forward=torch.exp, backward=lambda dy, needs, y: [3 * dy * y]
-    )
+    kernels = types.SimpleNamespace(forward=torch.exp, backward=lambda dy, needs, y: [3 * dy * y])
     monkeypatch.setitem(sys.modules, "apex.kernels.from_result", kernels)
     x = torch.randn(4, requires_grad=True)
     factor = 3 if path == "triton" else 1
@@ -91,9 +84,7 @@ def test_an_operation_that_saves_its_result_alone(path, monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_kernel_that_takes_some_tensors(compiled, monkeypatch):
-    kernels = types.SimpleNamespace(
-        allocate=torch.empty_like, forward=lambda x: x - 1, backward=lambda dy, needs, x: [-dy]
-    )
+    kernels = types.SimpleNamespace(forward=lambda x: x - 1, backward=lambda dy, needs, x: [-dy])
     monkeypatch.setitem(sys.modules, "apex.kernels.if_dense", kernels)
     call = torch.compile(IF_DENSE, fullgraph=True, backend="aot_eager") if compiled else IF_DENSE
     with _runtime.use("triton"):
@@ -105,7 +96,7 @@ def test_a_kernel_that_takes_some_tensors(compiled, monkeypatch):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_pieces_without_pays_serve_every_call(path, compiled):
+def test_pieces_without_a_bound_serve_every_call(path, compiled):
     call = torch.compile(IN_PIECES, fullgraph=True, backend="aot_eager") if compiled else IN_PIECES
     for size, factor in ((5, 3.0), (0, 1.0)):
         x = torch.ones(size, requires_grad=True)

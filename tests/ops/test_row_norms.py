@@ -142,7 +142,7 @@ def test_large_inputs(name, shape, dtype, monkeypatch):
 
     2000 rows are what its sums lose bits over, 200,704 columns what its norm does.
     """
-    monkeypatch.setattr(row_norm_pieces, "LEAST", 1)
+    monkeypatch.setattr(row_norm_pieces, "above", 0)
     monkeypatch.setattr(row_norm_pieces, "BLOCK", 2**16)
     _check(name, None, _inputs(name, shape, shape[-1:], dtype), shape[-1:])
 
@@ -150,20 +150,11 @@ def test_large_inputs(name, shape, dtype, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [65536, 100_001])
-@pytest.mark.parametrize("name", NORMS)
-def test_very_wide_rows(name, columns, dtype, path):
-    _check(name, path, _inputs(name, (5, columns), (columns,), dtype), (columns,))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 17, 129, 1000])
-@pytest.mark.parametrize("columns", [2, 3, 16, 64, 255, 257, 1024, 4096, 4097, 8192, 8193, 16384])
+@pytest.mark.parametrize("columns", [2, 3, 64, 257, 1024, 4096, 8193, 16384, 65536, 100_001])
 @pytest.mark.parametrize("name", NORMS)
 def test_every_size(name, columns, rows, dtype, path):
-    if rows * columns > 2**20 and path == "triton":
+    if rows * columns > (2**20 if path == "triton" else 2**24):
         rows = 2
     if columns < 64 and path == "triton":  # the interpreter adds up a tile's rows one by one
         rows = min(rows, 129)

@@ -186,19 +186,16 @@ def test_a_state_without_its_keys_changes_nothing():
     good = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, [2])
     before = copy.deepcopy(optimizer.state_dict())
-    flat = {**good, "fp32_groups_flat": []}
     keys = {"dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict", "fp32_groups"}
     for key in keys:
-        for state in (good,) if key == "fp32_groups" else (good, flat):
-            with pytest.raises(ValueError, match=f"state_dict has no {key}; it has"):
-                optimizer.load_state_dict({k: v for k, v in state.items() if k != key})
-            checkpoints.assert_equal(optimizer.state_dict(), before)
+        with pytest.raises(ValueError, match=f"state_dict has no {key}; it has"):
+            optimizer.load_state_dict({k: v for k, v in good.items() if k != key})
+        checkpoints.assert_equal(optimizer.state_dict(), before)
     for key in ("state", "param_groups"):
         inner = {k: v for k, v in good["optimizer_state_dict"].items() if k != key}
-        for state in (good, flat):
-            with pytest.raises(ValueError, match=f"state_dict has no {key}; it has"):
-                optimizer.load_state_dict({**state, "optimizer_state_dict": inner})
-            checkpoints.assert_equal(optimizer.state_dict(), before)
+        with pytest.raises(ValueError, match=f"state_dict has no {key}; it has"):
+            optimizer.load_state_dict({**good, "optimizer_state_dict": inner})
+        checkpoints.assert_equal(optimizer.state_dict(), before)
     with pytest.raises(ValueError, match="it has a NoneType"):
         optimizer.load_state_dict(None)
 
@@ -214,46 +211,6 @@ def test_a_count_that_is_no_integer_changes_nothing(dynamic):
         with pytest.raises(ValueError, match=f"cur_iter was {wrong!r}; it must be an integer"):
             optimizer.load_state_dict({**good, "cur_iter": wrong})
         checkpoints.assert_equal(optimizer.state_dict(), before)
-
-
-def test_a_file_of_2018_loads():
-    """Then each group was one flat parameter; its steps were counted by parameter."""
-    old = {"adam": ADAMS["FusedAdam of contrib"], "dynamic_loss_scale": True}
-    model, optimizer = start(**old)
-    train(model, optimizer, range(2))
-    now = copy.deepcopy(optimizer.state_dict())
-    inner = now["optimizer_state_dict"]
-    flat = {"state": {}, "param_groups": []}
-    for key, group in zip((1001, 1002), inner["param_groups"], strict=True):
-        states = [inner["state"][place] for place in group["params"]]
-        names = ("exp_avg", "exp_avg_sq")
-        flat["state"][key] = {n: torch.cat([s[n].flatten() for s in states]) for n in names}
-        flat["state"][key]["step"] = states[0]["step"]
-        flat["param_groups"].append({**group, "params": [key]})
-    masters = now.pop("fp32_groups")
-    now["fp32_groups_flat"] = [torch.cat([m.flatten() for m in group]) for group in masters]
-    again, other = start(**old)
-    again.load_state_dict(model.state_dict())
-    other.load_state_dict({**now, "optimizer_state_dict": flat})
-    checkpoints.assert_equal(other.state_dict(), optimizer.state_dict())
-    before = copy.deepcopy(other.state_dict())
-    for change, text in [
-        (
-            {"fp32_groups_flat": [torch.zeros(3), now["fp32_groups_flat"][1]]},
-            "a saved group has 3 elements",
-        ),
-        (
-            {"fp32_groups_flat": now["fp32_groups_flat"][:1]},
-            "optimizer has 2 groups, and fp32_groups_flat 1; this optimizer has 2. Make the groups",
-        ),
-        (
-            {"optimizer_state_dict": {**flat, "param_groups": flat["param_groups"][:1]}},
-            "optimizer has 1 groups, and fp32_groups_flat 2; this optimizer has 2. Make the groups",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            other.load_state_dict({**now, "optimizer_state_dict": flat, **change})
-        checkpoints.assert_equal(other.state_dict(), before)
 
 
 def test_fused_norm():

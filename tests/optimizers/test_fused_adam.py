@@ -68,9 +68,6 @@ def test_different_steps_in_a_group_are_refused():
         FusedAdam(params).load_state_dict(theirs.state_dict())
 
 
-# -- state ---------------------------------------------------------------------------------------
-
-
 # -- capturable and masters ----------------------------------------------------------------------
 
 
@@ -117,20 +114,6 @@ def test_capturable_state_loads_from_either():
     back.load_state_dict(graph.state_dict())
     train(back, params, range(1))
     assert int(back.param_groups[0]["step"]) == 5
-
-
-def test_a_skipped_step_is_not_counted():
-    """The original looks at the flag of the step before."""
-    params = parameters(shapes=SMALL)
-    optimizer = FusedAdam(params, capturable=True)
-    optimizer.grad_scale = torch.tensor(2.0)
-    counts = []
-    for overflow in (0.0, 1.0, 0.0, 1.0, 1.0):
-        give_grads(params, 0)
-        optimizer.found_inf = torch.tensor(overflow)
-        optimizer.step()
-        counts.append(int(optimizer.param_groups[0]["step"]))
-    assert counts == [1, 1, 2, 2, 2]
 
 
 def masters(params, **more):

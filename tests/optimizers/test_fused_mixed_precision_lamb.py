@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 
-from apex.ops import _runtime
 from apex.optimizers import FusedLAMB, FusedMixedPrecisionLamb
 from tests.optimizers.common import PATHS, give_grads, on, parameters, same, train, values
 from tests.tolerance import CLIPPED, assert_close_to_largest
@@ -129,29 +128,6 @@ def test_grad_scaler(historic):
     assert int(mixed.param_groups[0]["step"]) == 2
     for param, exact in zip(params, values(wide), strict=True):
         assert_close_to_largest(mixed.state[param]["master_param"], exact, CLIPPED)
-
-
-def test_nothing_waits_for_the_device():
-    params = [torch.nn.Parameter(torch.empty(5, device="meta", dtype=torch.float16))]
-    optimizer = FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16)
-    for _ in range(2):
-        params[0].grad = torch.empty_like(params[0])
-        optimizer.grad_scale = torch.empty((), device="meta")
-        optimizer.found_inf = torch.empty((), device="meta")
-        optimizer.step()
-
-
-@pytest.mark.parametrize("flag", [0.0, 1.0])
-def test_a_flag_that_is_not_read(flag, monkeypatch):
-    params, mixed, wide, plain = pair(torch.float16)
-    give_both(params, wide, 0)
-    before = values(params)
-    mixed.found_inf = torch.tensor(flag)
-    with monkeypatch.context() as patch, on("reference"):
-        patch.setattr(_runtime, "waits", lambda device: True)
-        mixed.step()
-    assert int(mixed.param_groups[0]["step"]) == 1 - flag
-    assert same(before, values(params)) == bool(flag)
 
 
 def test_resuming_is_bit_exact():

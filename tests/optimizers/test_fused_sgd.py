@@ -38,9 +38,6 @@ def test_kernel_gives_the_bits_of_the_definition(options, dtype):
     assert same(*results)
 
 
-# -- torch's optimizer -----------------------------------------------------------------------------
-
-
 # -- buffers -------------------------------------------------------------------------------------
 
 

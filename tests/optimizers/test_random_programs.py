@@ -89,6 +89,10 @@ class Program:
     def add(self):
         group = self.group()
         self.theirs.add_param_group(copy.deepcopy(group))
+        if self.kind == "Adagrad":  # torch 2.9 makes no state of a group that is added
+            for weight in self.theirs.param_groups[-1]["params"]:
+                zeros = {"step": torch.tensor(0.0), "sum": torch.zeros_like(weight)}
+                self.theirs.state[weight] = self.theirs.state.get(weight) or zeros
         self.ours.add_param_group(group)
 
     def reload(self):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from apex.optimizers import FusedAdam
 from apex.optimizers._base import FusedOptimizer
 from tests.optimizers.common import give_grads, parameters, same, train
 
@@ -60,17 +59,3 @@ def test_other_data_with_the_old_state_are_refused():
     give_grads(params, 3)
     with pytest.raises(RuntimeError, match=r"the row of .* \(3,\) .* \(5,\)"):
         optimizer.step()
-
-
-def test_states_belong_to_parameters_in_whatever_order_they_are():
-    """A program may sort or rebuild ``optimizer.state``."""
-    results = []
-    for order in (list, reversed):
-        params = parameters(shapes=[(3,), (3,), (3,)])
-        optimizer = FusedAdam(params)
-        train(optimizer, params, range(2))
-        kept = dict(order([*optimizer.state.items()]))
-        optimizer.state.clear()
-        optimizer.state.update(kept)
-        results.append(train(optimizer, params, range(2, 4)))
-    assert same(*results)

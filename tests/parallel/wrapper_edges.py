@@ -134,15 +134,6 @@ def unfrozen_past_the_wrapper(rank):
     return _grads(model)
 
 
-def frozen_after_no_sync(rank):
-    model = Pair()
-    wrapper = DistributedDataParallel(model)
-    with wrapper.no_sync():
-        wrapper(torch.ones(4)).backward()
-    model.first.requires_grad_(False)
-    wrapper(torch.ones(4)).backward()
-
-
 def moved_to_another_wrapper(rank):
     """A layer is taken out of a wrapped model and wrapped for itself."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))

@@ -363,15 +363,6 @@ def loaded_by_rank_0_alone(rank):
     return [p.clone() for p in model.parameters()] + _grads(model)
 
 
-def loaded_by_rank_0_alone_in_eval(rank):
-    """Nothing may communicate in a forward in ``eval()``, so that the first backward tells."""
-    model = _normed(rank)
-    wrapper = DistributedDataParallel(model).eval()
-    if rank == 0:
-        model.load_state_dict(_normed(5).state_dict())
-    wrapper(_numbers(rank, 0, 4, 3)).sum().backward()
-
-
 def trained_in_eval(rank):
     model = _normed(rank)
     wrapper = DistributedDataParallel(model).eval()
@@ -602,16 +593,6 @@ def everything(model, optimizer):
     return [tensor.detach().clone() for tensor in tensors] + [scale]
 
 
-def trained_at_o2(rank, level, steps):
-    """Masters, weights and scale stay equal; an overflow on one rank skips the step on all."""
-    model, optimizer = begun(rank, level)
-    wrapper = DistributedDataParallel(model, message_size=40)
-    taken = train(rank, wrapper, optimizer, range(steps), overflow=10)
-    assert not taken[10]
-    assert taken[-1]
-    return everything(model, optimizer)
-
-
 def resumed(rank, level, who, when):
     """Ranks save after four steps; a new job that loads goes on as if it had not stopped."""
     options = {"init_scale": 2.0**10, "growth_interval": 3}
@@ -693,5 +674,4 @@ PROGRAMS = [
         for who in ("all", "rank 0")
         for when in ("before", "after")
     ),
-    *(functools.partial(trained_at_o2, level=level, steps=100) for level in ("O1", "O2", "O5")),
 ]

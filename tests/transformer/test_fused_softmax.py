@@ -176,7 +176,7 @@ each = pytest.mark.parametrize(
 @each
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
 def test_autograd_functions(cls, args, function, rest):
-    """The numbers of the functions; gradients of gradients; one node of a compiled graph."""
+    """The numbers of the functions; one node of a compiled graph."""
     causal = cls is ScaledUpperTriangMaskedSoftmax
     x = X.clone().requires_grad_()
     torch._dynamo.reset()
@@ -189,9 +189,6 @@ def test_autograd_functions(cls, args, function, rest):
         torch.testing.assert_close(
             dx, torch.func.grad(lambda x: reference(x, *rest, causal).tril().sum())(X)
         )
-    small = X[:1, :1, :4, :4].double().requires_grad_()
-    args = [arg[:1, :, :4, :4] if isinstance(arg, torch.Tensor) else arg for arg in args]
-    assert torch.autograd.gradgradcheck(lambda x: cls.apply(x, *args), small)
 
 
 @each

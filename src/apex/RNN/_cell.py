@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from apex.ops._check import ArgumentError
 from apex.ops._runtime import autocasts, not_compiled
 
-__all__ = ["RNNCell", "check_input", "lstm_update", "run_layer"]
-
 _Cell = TypeVar("_Cell", bound="RNNCell")
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from apex.RNN._cell import RNNCell, lstm_update
 
-__all__ = ["mLSTMCell", "mLSTMRNNCell"]
-
 
 class mLSTMRNNCell(RNNCell):
     """One step of a multiplicative LSTM; see :func:`mLSTMCell`.

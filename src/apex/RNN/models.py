@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 # Names, not torch.lstm_cell at each call: registrations of amp replace that attribute later.
 from torch import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
 
 from apex.RNN.cells import mLSTMRNNCell
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
-
-__all__ = ["GRU", "LSTM", "ReLU", "Tanh", "mLSTM", "toRNNBackend"]
 
 _Network: TypeAlias = "stackedRNN | bidirectionalRNN"
 
@@ -32,21 +30,7 @@ def toRNNBackend(
     return kind(inputRNN, num_layers, dropout, batch_first=batch_first)
 
 
-class _Builder(Protocol):
-    def __call__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0,
-        bidirectional: bool = False,
-        output_size: int | None = None,
-    ) -> _Network: ...
-
-
-def _network(cell: Callable[[int, int, bool, int | None], RNNCell]) -> _Builder:
+def _network(cell: Callable[[int, int, bool, int | None], RNNCell]) -> Callable[..., _Network]:
     """Make a function that builds networks out of one that makes their first cell."""
 
     def build(

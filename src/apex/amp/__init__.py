@@ -13,35 +13,10 @@ uses ``torch.autocast``, with a thin layer for functions that torch's lists lack
 its masters (:mod:`~apex.amp.gradients`, :mod:`~apex.amp.optimizer`). A loss scaler is a few numbers
 on the device (:mod:`~apex.amp.scaler`). ``_amp_state`` is a view for old programs.
 
-What ``initialize`` puts where, counted for a model of ten linear layers with its optimizer on a CPU
-(``tests/amp/test_footprint.py`` compares). ``amp.reset()`` takes all of it off. The last column
-says what else does: another ``initialize`` of the same objects (again), or of any objects in the
-same thread (next), also with ``enabled=False``.
-
-    ==================================================  ===  ===  ===  =====
-    what                                                 O0   O1   O2  ends
-    ==================================================  ===  ===  ===  =====
-    model: forward hooks, on the model itself             2    2    2  again
-    model: guards on layers, until its first forward      0    0   10  again
-    model: state-dict and loading hooks, on each layer    0    0   30  again
-    model: weights cast to 16 bits                        0    0   20  again
-    optimizer: methods replaced on the instance           3    3    3  again
-    optimizer: attributes added                           3    3    4  again
-    optimizer: group entries replaced by masters          0    0   20  again
-    thread: device types with autocast switched on        0    1    0  next
-    process: kernels under torch's AutocastCPU key        0  107    0  reset
-    process: functions wrapped                            0   11    7  reset
-    process: attributes set on _amp_state                 5    6    5  reset
-    ==================================================  ===  ===  ===  =====
-
-The functions are six of torch's that autocast cannot cast and two of ``torch.utils.checkpoint``
-(O1), or four of ``torch.distributed.checkpoint`` (O2), and torch's three ``matrix_exp``. An
-optimizer inside of a wrapper gets a step pre-hook where there are masters. An accelerator's
-autocast key gets kernels too. ``amp.init`` puts on thread and process what O1 does; its handle's
-``_deactivate`` switches the thread's autocast off again. ``verbosity=2`` adds a
-``TorchFunctionMode`` to the thread. A registration holds for each later O1, O4 or ``init``. A
-skipped step sets ``_opt_called`` on the optimizer, torch's own mark for its schedulers, which
-stays.
+``initialize`` puts hooks on models and replaces ``step``, ``zero_grad`` and ``add_param_group`` on
+each optimizer. Where functions are cast it switches autocast on in the thread and adds kernels to
+torch's autocast in the process (``tests/amp/test_footprint.py`` has the numbers). ``amp.reset()``
+takes all of it off, but for torch's own mark of a skipped step, ``_opt_called``.
 """
 
 from torch.amp import GradScaler

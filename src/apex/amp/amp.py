@@ -1,8 +1,4 @@
-"""Function annotations, and ``init``: casts for the thread without a model.
-
-A registration waits for the next training that casts functions and then belongs to it. A
-decorated function asks at each call whether casts are on.
-"""
+"""Function annotations, and ``init`` and ``autocast``: casts for the thread without a model."""
 
 from __future__ import annotations
 
@@ -167,18 +163,11 @@ def _in_either_order(function: _F) -> _F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("enable") is not None and (args or "enabled" in kwargs):
-            raise TypeError("amp.init: enabled and enable mean the same; pass one of them.")
         if len(args) < 2 or not isinstance(args[1], bool):
             return function(*args, **kwargs)
-        if len(args) > len(_ORDER_OF_2018):
-            raise TypeError(
-                f"amp.init: {len(args)} positional arguments, the second of them {args[1]}. With "
-                "True or False there the order is that of 2018, which has at most "
-                f"{len(_ORDER_OF_2018)}: {', '.join(_ORDER_OF_2018)}. Pass loss_scale by name."
-            )
+        # Python refuses a fifth argument, and a name that is in both.
         named = dict(zip(_ORDER_OF_2018, args, strict=False))
-        return function(**named, **kwargs)  # Python refuses a name that is in both
+        return function(*args[len(_ORDER_OF_2018) :], **named, **kwargs)
 
     return wrapper  # type: ignore[return-value]
 
@@ -190,8 +179,6 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
-    *,
-    enable: bool | None = None,
 ) -> AmpHandle | NoOpHandle:
     """Switch on O1's function casts for all that this thread runs, without a model.
 
@@ -207,7 +194,6 @@ def init(
             again; a block of ``amp.autocast()`` casts it once.
         verbose: Log each cast: a line on standard output, or to the ``apex.amp`` logger.
         allow_banned: Cast ``binary_cross_entropy`` to float32 instead of refusing it.
-        enable: The spelling of ``enabled`` in an early tutorial.
 
     Returns:
         The handle. Its ``_deactivate()`` switches the casts off again.
@@ -227,14 +213,8 @@ def init(
         >>> optimizer.step()
     """
     global _DECORATOR_HANDLE  # noqa: PLW0603  # programs read this name
-    enabled = enabled if enable is None else enable
-    flags = {
-        "enabled": enabled,
-        "enable_caching": enable_caching,
-        "verbose": verbose,
-        "allow_banned": allow_banned,
-    }
-    for name, flag in flags.items():
+    flags = enabled, enable_caching, verbose, allow_banned
+    for name, flag in zip(_ORDER_OF_2018, flags, strict=True):
         if not isinstance(flag, int):  # 0 and 1 may come from a command line
             raise TypeError(f"amp.init: {name} was {flag!r}; it must be True or False.")
     if isinstance(loss_scale, bool):
@@ -277,7 +257,7 @@ def autocast(
             f"amp.autocast: dtype was {dtype}; allowed are torch.float16, torch.bfloat16 and "
             "None (the type of the level)."
         )
-    casts = _wanted(dtype) if enabled else None
+    casts = _casts_of_block(dtype) if enabled else None
     if casts is None:
         with state.off():
             yield
@@ -291,8 +271,7 @@ def autocast(
         state.end_forward(key)
 
 
-def _wanted(dtype: torch.dtype | None) -> Casts | None:
-    """The casts that :func:`autocast` is to switch on; ``None`` for none."""
+def _casts_of_block(dtype: torch.dtype | None) -> Casts | None:
     casts = state.thread.casts
     if casts is None:
         options = getattr(_amp_state, "opt_properties", None)

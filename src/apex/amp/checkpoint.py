@@ -1,9 +1,8 @@
 """``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of a training.
 
 The format is NVIDIA's: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``,
-plain numbers that load under ``torch.load(weights_only=True)``. With a hysteresis above 1 each
-entry also has ``"overflows": int``, the non-finite passes in a row, which NVIDIA's loader passes
-over. Everything is checked before anything is changed.
+plain numbers that load under ``torch.load(weights_only=True)``. Everything is checked before
+anything is changed.
 
 An ``initialize`` with ``enabled=False`` makes no training: a program that only ever disables amp
 gets an empty dict, so that checkpoint code needs no branches, and one that trains a second model
@@ -22,7 +21,7 @@ from typing import Any
 
 from apex.amp._amp_state import _amp_state
 from apex.amp.optimizer import state_of
-from apex.amp.scaler import HITS, LossScaler
+from apex.amp.scaler import LossScaler
 from apex.amp.training import Training, is_disabled, managed
 
 _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
@@ -108,12 +107,7 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
     if destination is None:
         destination = OrderedDict()
     for index, scaler in enumerate(_scalers(optimizers, "state_dict")):
-        entry: dict[str, float] = {
-            "loss_scale": scaler.loss_scale(),
-            "unskipped": scaler._unskipped,
-        }
-        if scaler._hysteresis > 1:
-            entry["overflows"] = int(scaler._read()[HITS])
+        entry = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
         destination[f"loss_scaler{index}"] = entry
     return destination
 
@@ -162,7 +156,7 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
             "run that was saved.",
             stacklevel=2,
         )
-    for key, (scale, unskipped, overflows) in entries.items():
+    for key, (scale, unskipped) in entries.items():
         number = int(str(key).removeprefix("loss_scaler"))
         if number >= len(scalers):
             continue
@@ -170,28 +164,20 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
         if scaler.dynamic:
             scaler._loss_scale = scaler._bounded(scale)
             scaler._unskipped = unskipped
-            scaler._write(HITS, overflows)
 
 
-def _checked(key: str, entry: Any) -> tuple[float, int, int]:
+def _checked(key: str, entry: Any) -> tuple[float, int]:
     try:
-        scale = float(entry["loss_scale"])
-        unskipped, overflows = _whole(entry["unskipped"]), _whole(entry.get("overflows", 0))
+        scale, unskipped = float(entry["loss_scale"]), int(entry["unskipped"])
+        is_right = math.isfinite(scale) and scale > 0 and 0 <= unskipped == entry["unskipped"]
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise RuntimeError(
             f'amp.load_state_dict: the entry "{key}" was {entry!r}; it must hold a number '
             "loss_scale and an integer unskipped."
         ) from e
-    if not math.isfinite(scale) or scale <= 0 or unskipped < 0 or overflows < 0:
+    if not is_right:
         raise RuntimeError(
             f'amp.load_state_dict: the entry "{key}" was {entry!r}; loss_scale must be finite '
-            "and above 0, unskipped at least 0."
+            "and above 0, unskipped a whole number of at least 0."
         )
-    return scale, unskipped, overflows
-
-
-def _whole(value: Any) -> int:
-    number = int(value)
-    if number != float(value):
-        raise ValueError(f"{value} is not a whole number")
-    return number
+    return scale, unskipped

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,15 +22,6 @@ _SCALE_LOSSES = {
     "OptimWrapper": "scales losses itself, by its own scale_loss. Pass the optimizer that "
     "handle.wrap_optimizer was given",
 }
-
-
-def refuse_level_as(enabled: Any) -> None:
-    """Refuse ``initialize(model, optimizer, "O2")``: it would train at the default level."""
-    if isinstance(enabled, str):
-        raise TypeError(
-            f"amp.initialize: enabled, the third argument, was {enabled!r}; it must be True or "
-            "False. Pass the level by its name: opt_level=..."
-        )
 
 
 def options(opt_level: str, overrides: dict[str, Any], verbose: bool) -> Properties:
@@ -69,13 +59,12 @@ def optimizer_list(optimizers: Any, call: str = "amp.initialize") -> list[Any]:
         name = type(optimizer).__name__
         if name in _SCALE_LOSSES:
             raise RuntimeError(f"{call}: an {name} {_SCALE_LOSSES[name]} instead.")
-        needed = ("param_groups", "state", "step", "zero_grad", "add_param_group")
+        needed = ("param_groups", "state", "step", "zero_grad", "add_param_group", "__dict__")
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in needed):
             raise TypeError(
-                f"{call}: optimizers was or held a {name}; it must be "
-                "a single optimizer or a list or tuple of optimizers."
+                f"{call}: optimizers was or held a {name}; it must be a single optimizer or a list "
+                "or tuple of optimizers, without __slots__."
             )
-        _check_settable(optimizer, call)
         check_groups(optimizer, call=call)
     if len({id(optimizer) for optimizer in listed}) != len(listed):
         raise ValueError(f"{call}: the same optimizer was passed twice in optimizers.")
@@ -105,11 +94,6 @@ def check_groups(
                     f"{call}: 'params' in a group of the {name} was or held a "
                     f"{type(item).__name__}; a group must be a dict whose 'params' are tensors."
                 )
-            if param.is_inference():
-                raise RuntimeError(
-                    f"{call}: a weight of shape {tuple(param.shape)} in the {name} was made in "
-                    "torch.inference_mode, where nothing trains. Make the model outside of it."
-                )
             weight = _weight_of(param)
             if id(weight) in seen:
                 raise ValueError(
@@ -118,22 +102,6 @@ def check_groups(
                     "float32 master. Pass each weight once."
                 )
             seen.add(id(weight))
-
-
-def _check_settable(optimizer: Any, call: str) -> None:
-    """Refuse an optimizer whose methods cannot be replaced on the instance."""
-    for name in ("step", "zero_grad", "add_param_group"):
-        try:
-            if name not in vars(optimizer):
-                setattr(optimizer, name, getattr(optimizer, name))
-                delattr(optimizer, name)
-            weakref.ref(optimizer)
-        except (AttributeError, TypeError) as error:
-            raise TypeError(
-                f"{call}: '{name}' of {type(optimizer).__name__} cannot be set, which amp "
-                f"needs to skip steps: {error}. Pass an optimizer whose class has no __slots__ and "
-                f"no read-only property '{name}'."
-            ) from None
 
 
 def refuse_unfused(optimizers: Sequence[Any]) -> None:
@@ -182,9 +150,8 @@ def model_list(models: Any) -> list[torch.nn.Module]:
 def unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module:
     """The module whose forward is to compute at the level, without a parallel wrapper."""
     ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
-    if properties.cast_model_type in HALF_TYPES and any(
-        isinstance(m, ddp) for m in model.modules()
-    ):
+    casts_model = properties.cast_model_type in HALF_TYPES
+    if casts_model and any(isinstance(module, ddp) for module in model.modules()):
         raise RuntimeError(
             f"amp.initialize: a model, or a part of it, is wrapped in DistributedDataParallel "
             f"already. {properties.opt_level} casts its parameters, and the wrapper would still "
@@ -232,18 +199,6 @@ def _weight_of(param: torch.Tensor) -> torch.Tensor:
     """The weight whose master ``param`` is, or itself."""
     weight = None if isinstance(param, torch.nn.Parameter) else table.weight_of(param)
     return param if weight is None else weight
-
-
-def refuse_swapping(properties: Properties) -> None:
-    """Refuse torch's switch by which conversions swap weights, at levels that cast the model."""
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    if swaps and properties.cast_model_type in HALF_TYPES:
-        raise RuntimeError(
-            "amp.initialize: torch.__future__.set_swap_module_params_on_conversion is on, and at "
-            f"{properties.opt_level} amp has weak references to weights, which torch cannot swap. "
-            "Call torch.__future__.set_swap_module_params_on_conversion(False) first, or use O1 "
-            "or O4."
-        )
 
 
 def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> None:
@@ -322,18 +277,12 @@ def refuse_sharded(
             if isinstance(parameter, sharded)
         ]
         if found:
+            dtype = properties.cast_model_type
+            scale = ', loss_scale="dynamic"' if dtype == torch.float16 else ""
             raise RuntimeError(
                 f"amp.initialize: {found[0]}, and {properties.opt_level} casts parameters, which "
-                f"sharding does not allow. Use O1 or O4. {_fsdp_recipe(properties)}"
+                "sharding does not allow. Use O1 or O4. Or let FSDP2 cast, whose shards are "
+                "float32 masters: fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype="
+                f"{dtype}, reduce_dtype=torch.float32)), then "
+                f'amp.initialize(model, optimizer, opt_level="O0"{scale}).'
             )
-
-
-def _fsdp_recipe(properties: Properties) -> str:
-    """How FSDP2 trains in 16 bits with float32 masters: its shards are these masters."""
-    dtype = properties.cast_model_type
-    options = 'opt_level="O0"' + (', loss_scale="dynamic"' if dtype == torch.float16 else "")
-    return (
-        "Or let FSDP2 cast, whose shards are float32 masters: fully_shard(model, mp_policy="
-        f"MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)), then "
-        f"amp.initialize(model, optimizer, {options})."
-    )

@@ -22,7 +22,7 @@ from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
-from apex.amp.scaler import LossScaler
+from apex.amp.scaler import LossScaler, check
 from apex.amp.training import Training, disabled, managed
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ class _Options(TypedDict, total=False):
     growth_factor: float
     backoff_factor: float
     growth_interval: int
-    hysteresis: int
     max_skipped_steps: int
     fused_step: bool
     debug: bool
@@ -113,7 +112,6 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
-    hysteresis: int = 1,
     max_skipped_steps: int = 50,
     fused_step: bool = False,
     debug: bool = False,
@@ -143,7 +141,6 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         growth_factor: What it grows by.
         backoff_factor: What an overflow multiplies it by.
         growth_interval: Steps without an overflow after which it grows.
-        hysteresis: Non-finite passes in a row before it backs off.
         max_skipped_steps: Skipped steps in a row after which ``step`` raises.
         fused_step: Let gradients stay scaled until ``step``, which then reads each of them once
             less; for optimizers of :mod:`apex.optimizers`. Between the block and the step
@@ -153,11 +150,11 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         debug: Put a :func:`apex.debug.watch` on models and optimizers, which explains the first
             step that is not finite. ``apex.debug.watch_of(optimizer)`` gives it.
         process_group: For model parallelism: the ranks that hold parts of one model. An overflow
-            on one of them skips the step on all, and their scales stay equal; each ``step`` costs
-            an all-reduce of one number, for which a GPU does not wait. All of them have to enter
-            ``scale_loss``, and call ``step`` and ``zero_grad``, equally often and in the same
-            order, also where a rank has no gradients. ``None``: each rank decides for itself.
-            DTensors need no group: the ranks of their meshes decide together in any case.
+            on one of them skips the step on all; each ``step`` costs an all-reduce of one number,
+            for which a GPU does not wait. All of them have to enter ``scale_loss``, and call
+            ``step`` and ``zero_grad``, equally often and in the same order, also where a rank has
+            no gradients. ``None``: each rank decides for itself; the ranks of DTensors' meshes
+            decide together in any case.
 
     Returns:
         ``models`` when ``optimizers`` is ``None``, else ``(models, optimizers)``: the same
@@ -177,7 +174,12 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     """
     if not hasattr(verbosity, "__int__"):
         raise TypeError(f"amp.initialize: verbosity was {verbosity!r}; it must be 0, 1 or 2.")
-    checks.refuse_level_as(enabled)
+    flag: object = enabled
+    if isinstance(flag, str):  # initialize(model, optimizer, "O2")
+        raise TypeError(
+            f"amp.initialize: enabled, the third argument, was {flag!r}; it must be True or "
+            "False. Pass the level by its name: opt_level=..."
+        )
     if not enabled:
         return _disable(models, optimizers, verbosity)
     properties = checks.options(
@@ -191,12 +193,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         },
         verbosity > 0,
     )
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-        raise ValueError(f"amp.initialize: num_losses was {num_losses!r}; it must be at least 1.")
-    if max_skipped_steps < 1:
-        raise ValueError(
-            f"amp.initialize: max_skipped_steps was {max_skipped_steps}; it must be at least 1."
-        )
+    check("num_losses", num_losses, lambda x: type(x) is int and x >= 1, "an integer above 0")
+    check("max_skipped_steps", max_skipped_steps, lambda x: x >= 1, "at least 1")
     if cast_model_outputs is not None and not isinstance(cast_model_outputs, torch.dtype):
         raise TypeError(
             f"amp.initialize: cast_model_outputs was {cast_model_outputs!r}; it must be a dtype "
@@ -207,7 +205,6 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     if fused_step:
         checks.refuse_unfused(optimizer_list)
     model_list = [checks.unwrapped(model, properties) for model in checks.model_list(models)]
-    checks.refuse_swapping(properties)
     checks.refuse_copies(model_list, optimizer_list)
     checks.check_dtypes(model_list, properties)
     checks.refuse_sharded(model_list, properties, process_group)
@@ -221,7 +218,6 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             max_loss_scale=max_loss_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
-            hysteresis=hysteresis,
         )
         for _ in range(num_losses)
     ]
@@ -243,12 +239,14 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         state.disable_for_thread()
     else:
         newest.activate(tuple(device for device in known if device in devices) or known)
-    _amp_state.verbosity = verbosity
-    _amp_state.opt_properties = properties  # type: ignore[attr-defined]
-    _amp_state.min_loss_scale = min_loss_scale  # type: ignore[attr-defined]
-    _amp_state.max_loss_scale = max_loss_scale  # type: ignore[attr-defined]
-    _amp_state.loss_scalers = scalers  # type: ignore[attr-defined]
-    _amp_state.training = training  # type: ignore[attr-defined]
+    vars(_amp_state).update(
+        verbosity=verbosity,
+        opt_properties=properties,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+        loss_scalers=scalers,
+        training=training,
+    )
     if debug and optimizer_list:
         from apex.debug.watch import watch
 

@@ -26,8 +26,7 @@ from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.gradients.overflow import Overflow
-from apex.amp.gradients.parameters import Parameters
-from apex.amp.gradients.step_check import StepCheck
+from apex.amp.gradients.parameters import Parameters, StepCheck
 from apex.amp.replaced import Replaced
 from apex.amp.training import Training, managed
 from apex.ops.lists.storage import ScaledStep
@@ -60,7 +59,7 @@ class OptimizerState:
         self.superseded = False
         self.lazy_init_called = True
         self._optimizer = weakref.ref(optimizer)
-        changed = weakref.WeakMethod(self._find_models_and_sharers)
+        changed = weakref.WeakMethod(self._find_models_and_owners)
         self.params = params = Parameters(optimizer, use_masters, lambda: changed()())  # type: ignore[misc]
         asked = training.fused_step or not getattr(optimizer, "materialize_master_grads", True)
         self._is_fused = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
@@ -85,7 +84,7 @@ class OptimizerState:
         self._replaced.watch(optimizer, weakref.ref(self))
         managed.add(optimizer)
 
-    def _find_models_and_sharers(self) -> None:
+    def _find_models_and_owners(self) -> None:
         self.training.find_shared()
         records, is_all = self.training.records_of(self.params.targets)
         self.ledger.records, self.ledger.belongs_to_models = records, is_all
@@ -113,9 +112,9 @@ class OptimizerState:
 
     def _is_open(self) -> bool:
         """Whether a block is open, of this optimizer or of one that shares a parameter."""
-        if not self.training.sharing:
+        if not self.training.shared:
             return self.ledger.state is State.OPEN
-        return any([ledger.state is State.OPEN for ledger in self.ledger.with_sharers()])
+        return any([ledger.state is State.OPEN for ledger in self.ledger.with_co_owners()])
 
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
@@ -353,7 +352,7 @@ class OptimizerState:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, and the same for the model weights behind masters."""
         # Unscale first: if a delayed pass overflowed, its other optimizers must skip too.
-        for ledger in self.ledger.with_sharers() if self.training.sharing else (self.ledger,):
+        for ledger in self.ledger.with_co_owners() if self.training.shared else (self.ledger,):
             if ledger.scaled is not None:
                 ledger.unscale_delayed(check=False)
         if self.ledger.passes and self.ledger.state is not State.OPEN:

@@ -1,9 +1,9 @@
 """Loss scaling: the scale, its growth counter and its rules.
 
-The numbers that change (scale, clean steps since it last changed, non-finite passes in a row, steps
-ever counted) are one small float32 tensor on the gradients' device, replaced and never written in
-place: a pass that began keeps the scale it began with, whatever happens inside it, and nothing here
-waits for the device. The host learns them when a step reads whether to skip, in the same transfer.
+The numbers that change (scale, clean steps since it last changed, steps ever counted) are one small
+float32 tensor on the gradients' device, replaced and never written in place: a pass that began
+keeps the scale it began with, and nothing here waits for the device. The host learns them when a
+step reads whether to skip, in the same transfer.
 
 * A pass with a non-finite gradient multiplies the scale by ``backoff_factor``, at once.
 * A step that is taken counts one; ``growth_interval`` such steps multiply it by ``growth_factor``.
@@ -14,32 +14,28 @@ arXiv:1710.03740, section 3.2; names of the factors as in ``torch.amp.GradScaler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
 import torch
 
 from apex.amp._amp_state import _amp_state, master_params, maybe_print
-from apex.ops.lists.unscale import unscale_
 
 __all__ = [
     "LossScaler",
     "_amp_state",
     "axpby_check_overflow_python",
-    "iter_params",
     "master_params",
     "maybe_print",
-    "scale_check_overflow",
     "scale_check_overflow_python",
-    "unscale_",
 ]
 
 # Smallest normal float32: the reciprocal of the scale stays finite.
 TINY = torch.finfo(torch.float32).tiny
 HUGE = 2.0**127  # largest power of two in float32
 
-SCALE, CLEAN, HITS, STEPS = range(4)  # indices into a scaler's numbers, see the top of this file
+SCALE, CLEAN, STEPS = range(3)  # indices into a scaler's numbers, see the top of this file
 
 
 class LossScaler:
@@ -54,10 +50,9 @@ class LossScaler:
         max_loss_scale: Ceiling; ``None`` means none.
         growth_factor: What the scale grows by; ``None`` means ``scale_factor``.
         backoff_factor: What an overflow multiplies it by; ``None`` means ``1 / scale_factor``.
-        hysteresis: Non-finite passes in a row before the scale backs off.
 
     Raises:
-        ValueError: A factor, the window, the bounds or the hysteresis is out of range.
+        ValueError: A factor, the window or a bound is out of range.
     """
 
     # Read by old programs. Nothing here is a fallback, so nothing is warned about.
@@ -76,7 +71,6 @@ class LossScaler:
         *,
         growth_factor: float | None = None,
         backoff_factor: float | None = None,
-        hysteresis: int = 1,
     ) -> None:
         growth_factor = scale_factor if growth_factor is None else growth_factor
         backoff_factor = 1.0 / scale_factor if backoff_factor is None else backoff_factor
@@ -85,7 +79,6 @@ class LossScaler:
         check("backoff_factor", backoff_factor, lambda x: 0.0 < x <= 1.0, "in the range (0, 1]")
         check("growth_interval", scale_window, lambda x: x >= 1, "at least 1")
         check("growth_interval", scale_window, lambda x: type(x) is int, "an integer")
-        check("hysteresis", hysteresis, lambda x: x >= 1, "at least 1")
         check("init_scale", init_scale, lambda x: 0.0 < x <= HUGE, "above 0, at most 2**127")
         check("max_loss_scale", most, lambda x: x > 0.0, "above 0")
         if min_loss_scale is not None:
@@ -99,11 +92,10 @@ class LossScaler:
         self._scale_seq_len = scale_window
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
-        self._hysteresis = hysteresis
         self._found: torch.Tensor | None = None  # of the pass under way
         self._unchecked: torch.Tensor | None = None  # seen by delay_overflow_check passes
         start = self._bounded(init_scale) if dynamic else float(loss_scale)
-        self._state = torch.tensor([start, 0.0, 0.0, 0.0], dtype=torch.float32)
+        self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32)
         self._static = None if dynamic else start
 
     @property
@@ -193,12 +185,8 @@ class LossScaler:
             self._state = self._state.to(device, non_blocking=True)
         return self._state[SCALE]
 
-    def numbers(self) -> torch.Tensor:
-        """The numbers that change, for other ranks: float32, 4 elements."""
-        return self._state.clone()
-
     def take(self, numbers: torch.Tensor) -> None:
-        """Take the numbers of another rank, see :meth:`numbers`."""
+        """Take the numbers of another rank: float32, 3 elements."""
         self._state = numbers.to(self._state.device)
         if self._static is not None:
             self._static = float(numbers[SCALE])
@@ -224,16 +212,12 @@ class LossScaler:
             return
         if self._unchecked is not None:
             found, self._unchecked = torch.maximum(found, self._unchecked), None
-        is_clean = self._waits_for_nothing and not found.item()
-        if is_clean and (before is not None or not self._state[HITS].item()):
+        if self._waits_for_nothing and not found.item():
             return  # the usual case: nothing changes
-        scale, clean, hits, steps = self._state.unbind()
-        bad = found != 0
-        hits = torch.where(bad, hits + 1, 0.0)
+        scale, clean, steps = self._state.unbind()
         lower = (scale * self._backoff_factor).clamp_min(self._floor)
-        scale = torch.where(bad & (hits >= self._hysteresis), lower, scale)
-        state = torch.stack((scale, torch.where(bad, 0.0, clean), hits, steps))
-        self._state = state if before is None else torch.where(bad, state, self._state)
+        backed_off = torch.stack((lower, torch.zeros_like(clean), steps))
+        self._state = torch.where(found != 0, backed_off, self._state)
 
     @property
     def steps(self) -> torch.Tensor:
@@ -259,14 +243,14 @@ class LossScaler:
                 values[STEPS] += 1
                 self._state = torch.tensor(values, dtype=torch.float32)
                 return
-        scale, clean, hits, steps = self._state.unbind()
+        scale, clean, steps = self._state.unbind()
         counts = torch.ones_like(steps) if taken is None else taken.to(steps)
         if since is not None:
             counts = counts * (since.to(steps.device, non_blocking=True) == steps)
         clean = clean + counts
         full = (clean >= self._scale_seq_len) & (counts > 0)
         grown = (scale * self._growth_factor).clamp(self._floor, self._ceiling)
-        state = torch.where(full, grown, scale), torch.where(full, 0.0, clean), hits, steps + counts
+        state = torch.where(full, grown, scale), torch.where(full, 0.0, clean), steps + counts
         self._state = torch.stack(state)
 
     def update_scale(self) -> bool:
@@ -342,27 +326,15 @@ class LossScaler:
         scales = (1.0 / a, 1.0 / b, 1.0)
         self.unscale_with_stashed(model_grads, stashed_master_grads, master_grads, scales)
 
-    def unscale_and_update(self, param_groups: Iterable[dict[str, Any]], scale: float) -> bool:
-        """Unscale the gradients of ``param_groups`` in place, update, say whether to skip."""
-        grads = [param.grad for param in iter_params(param_groups) if param.grad is not None]
-        self.clear_overflow_state()
-        self.unscale_python(grads, grads, scale)
-        return self.update_scale()
-
 
 def check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) -> None:
+    """Raise ``ValueError`` unless ``value`` is right."""
     try:
         right = is_right(value)
     except TypeError:  # no number
         right = False
     if not right:
         raise ValueError(f"loss scaling: {name} was {value!r}; it must be {allowed}.")
-
-
-def iter_params(param_groups: Iterable[dict[str, Any]]) -> Iterator[torch.Tensor]:
-    """Yield every tensor of ``param_groups``."""
-    for group in param_groups:
-        yield from group["params"]
 
 
 @torch.no_grad()
@@ -389,9 +361,3 @@ def axpby_check_overflow_python(
     wide = torch.promote_types(master_grad.dtype, torch.float32)
     master_grad.copy_(a * model_grad.to(wide) + b * stashed_grad.to(wide))
     return False
-
-
-@torch.no_grad()
-def scale_check_overflow(d_grads: torch.Tensor, scale: float) -> bool:
-    """Multiply ``d_grads`` by ``scale`` in place; return whether an element is inf or nan."""
-    return bool(unscale_([d_grads], torch.tensor(1.0 / scale)))

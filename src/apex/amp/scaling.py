@@ -180,8 +180,8 @@ def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> Los
                     "amp.initialize(models, optimizers)."
                 )
     ledgers = [state.ledger for state in states]
-    if training.sharing:
-        ledgers += training.sharers(ledgers)
+    if training.shared:
+        ledgers += training.co_owners(ledgers)
     if any([ledger.state is State.OPEN for ledger in ledgers]):
         raise RuntimeError(
             "amp.scale_loss: this optimizer, or one that shares a parameter with it, is in "

@@ -21,7 +21,7 @@ from apex.amp.scaler import LossScaler
 class Training:
     """The models, optimizers, scalers and settings of one ``initialize`` call.
 
-    ``sharing`` has ids of ledgers, by the id of a tensor that several of them step.
+    ``shared`` has ids of ledgers, by the id of a tensor that several of them step.
     """
 
     properties: Properties
@@ -30,7 +30,7 @@ class Training:
     max_skipped_steps: int
     fused_step: bool = False
     process_group: Any = None
-    sharing: dict[int, set[int]] = field(default_factory=dict)
+    shared: dict[int, set[int]] = field(default_factory=dict)
     _models: list[tuple[weakref.ref[torch.nn.Module], weakref.ref[Any]]] = field(
         default_factory=list
     )
@@ -52,10 +52,10 @@ class Training:
         """The ledgers of the optimizers that are alive."""
         return [ledger for reference in self._ledgers if (ledger := reference()) is not None]
 
-    def sharers(self, listed: Sequence[Any]) -> list[Any]:
+    def co_owners(self, listed: Sequence[Any]) -> list[Any]:
         """The ledgers not listed whose optimizers share a parameter with one that is."""
         mine = set(map(id, listed))
-        ids = set[int]().union(*[ids for ids in self.sharing.values() if ids & mine])
+        ids = set[int]().union(*[ids for ids in self.shared.values() if ids & mine])
         return [one for one in self.ledgers() if id(one) in ids and one not in listed]
 
     def find_shared(self) -> None:
@@ -64,7 +64,7 @@ class Training:
         for ledger in self.ledgers():
             for param in ledger.params.in_groups():
                 owners.setdefault(id(param), set()).add(id(ledger))
-        self.sharing = {param: ids for param, ids in owners.items() if len(ids) > 1}
+        self.shared = {param: ids for param, ids in owners.items() if len(ids) > 1}
 
     def records_of(self, weights: Sequence[torch.Tensor]) -> tuple[list[Any], bool]:
         """The records of the models that ``weights`` belong to, and whether all belong to one."""

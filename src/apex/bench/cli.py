@@ -13,8 +13,9 @@ import importlib.util
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, NoReturn, Protocol, cast
+from typing import NamedTuple, NoReturn
 
 import apex
 
@@ -22,22 +23,11 @@ __all__ = ["UsageError", "main", "suggestion"]
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+MOST = 70  # characters of the choices that an error names
 
 
 class UsageError(Exception):
     """A request that cannot be met; the message is one line for the user."""
-
-
-class CommandModule(Protocol):
-    """What a module must offer to be a sub-command."""
-
-    HELP: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Do the work and return the exit code."""
 
 
 class Command(NamedTuple):
@@ -54,44 +44,45 @@ class Command(NamedTuple):
 RESULTS = ("jinja2", "matplotlib", "msgspec", "numpy", "rich", "scipy")
 COMMANDS = {
     "info": Command(
-        "apex.bench.info.command", "what is installed here and which code path runs it"
+        "apex.bench.info.command", "show what is installed and which code path runs"
     ),
     "bench": Command(
-        "apex.bench.training.command", "time, memory and accuracy of each precision level",
+        "apex.bench.training.command", "compare time, memory and accuracy of the levels",
         (*RESULTS, "sklearn"),
     ),
-    "bench compare": Command(
-        "apex.bench.training.compare", "what got slower between two results files", RESULTS
-    ),
     "bench plot": Command(
-        "apex.bench.training.plot_command", "the plots of earlier results, or of several", RESULTS
+        "apex.bench.training.report", "draw earlier results again", RESULTS
     ),
     "bench kernels": Command(
         "apex.bench.kernels.timing_command",
-        "times of each operation, ours and those of other packages", ("numpy", "rich", "scipy"),
+        "time each operation against those of other packages", ("numpy", "rich", "scipy"),
     ),
     "debug": Command(
         "apex.debug.command", "which operation of a training script made the first NaN, and why"
     ),
     "debug repro": Command("apex.debug.repro_command", "a saved report, shown again"),
     "selftest": Command(
-        "apex.bench.selftest.command", "whether this installation computes correct numbers here"
+        "apex.bench.selftest.command", "check that this installation computes correct numbers"
     ),
     "kernels": Command(
         "apex.bench.kernels.inspection_command",
-        "registers, spills and memory accesses of each Triton kernel", ("rich", "triton"),
+        "show registers, spills and accesses of each kernel", ("rich", "triton"),
     ),
 }  # fmt: skip
 INSTALLED_AS = {"sklearn": "scikit-learn"}  # where pip has another name
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, except that an error is exactly one line."""
+    """argparse, except that an error is exactly one line, with a long list of choices cut short."""
 
     def error(self, message: str) -> NoReturn:
-        choice = re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message)
-        hint = suggestion(choice[1], choice[2].replace("'", "").split(", ")) if choice else ""
-        self.exit(2, f"{self.prog}: {hint}{_one_line(message)} (see '{self.prog} --help')\n")
+        found = re.search(r"argument (.+?): invalid choice: '(.+?)' \(choose from (.+)\)", message)
+        if found:
+            known = found[3].replace("'", "").split(", ")
+            some = textwrap.shorten(", ".join(known), MOST, placeholder=" ...")
+            hint = suggestion(found[2], known) or f"use {some} "
+            message = f"{found[1]} {found[2]} is unknown: {hint}".rstrip()
+        self.exit(2, f"{self.prog}: {_one_line(message)} (see '{self.prog} --help')\n")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -120,8 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _Parser(prog=f"apex {chosen}").error(f"unrecognized arguments: {' '.join(unknown)}")
         if missing:
             raise UsageError(missing)
-        module: CommandModule = args.module
-        code = module.run(args)
+        code: int = args.module.run(args)
         sys.stdout.flush()
     except UsageError as error:
         return _complain(chosen, str(error), 2)
@@ -145,18 +135,13 @@ def _parser(chosen: str) -> _Parser:
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.summary)
         if name == chosen:
-            module = cast(CommandModule, importlib.import_module(command.module))
+            module = importlib.import_module(command.module)
             subparser.description = module.HELP
             module.add_arguments(subparser)
-            subparser.epilog = _further(name)
+            further = [f"apex {other}" for other in COMMANDS if other.startswith(f"{name} ")]
+            subparser.epilog = f"see also: {', '.join(further)}" if further else None
             subparser.set_defaults(module=module)
     return parser
-
-
-def _further(name: str) -> str | None:
-    """Name the commands that begin with this one's word."""
-    further = [f"apex {other}" for other in COMMANDS if other.startswith(f"{name} ")]
-    return f"see also: {', '.join(further)}" if further else None
 
 
 def _missing(chosen: str) -> str:

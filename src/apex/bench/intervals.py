@@ -1,4 +1,4 @@
-"""Confidence intervals of means, differences and ratios, by Student's t (`scipy.stats`).
+"""Confidence intervals of means and ratios, by Student's t (`scipy.stats`).
 
 `judge` is the rule by which a level loses accuracy, or does not: the paired differences of some
 seeds, an interval corrected for the number of levels (Bonferroni), and a margin that may be lost.
@@ -14,10 +14,8 @@ __all__ = [
     "LEAST",
     "Interval",
     "Judged",
-    "difference_interval",
     "interval",
     "judge",
-    "mean_interval",
     "percentile",
 ]
 
@@ -116,35 +114,12 @@ def _needed(distance: float, sd: float, error: float) -> int | None:
 
 def interval(log_ratios: Sequence[float]) -> Interval | None:
     """Estimate a ratio from the logarithms that pairs gave; ``None`` of fewer than three."""
-    found = mean_interval(log_ratios)
-    return None if found is None else found.exp
-
-
-def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Estimate a mean; ``None`` of fewer than three values."""
     import numpy as np
 
-    if len(values) < LEAST:
+    if (count := len(log_ratios)) < LEAST:
         return None
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return _around(float(np.mean(values)), error, len(values) - 1)
-
-
-def difference_interval(before: Sequence[float], after: Sequence[float]) -> Interval | None:
-    """Estimate the mean of ``after`` minus that of ``before``, which are not pairs, with Welch's t.
-
-    ``None`` where either has fewer than three values. Not `scipy.stats.ttest_ind`, which warns of
-    accuracies that are all the same.
-    """
-    import numpy as np
-
-    if min(len(before), len(after)) < LEAST:
-        return None
-    squares = [float(np.var(part, ddof=1)) / len(part) for part in (before, after)]
-    parts = zip(squares, (before, after), strict=True)
-    below = sum(square**2 / (len(part) - 1) for square, part in parts)
-    freedom = sum(squares) ** 2 / below if below else 1.0
-    return _around(float(np.mean(after) - np.mean(before)), math.sqrt(sum(squares)), freedom)
+    error = float(np.std(log_ratios, ddof=1)) / math.sqrt(count)
+    return _around(float(np.mean(log_ratios)), error, count - 1).exp
 
 
 def _around(value: float, error: float, freedom: float, confidence: float = CONFIDENCE) -> Interval:

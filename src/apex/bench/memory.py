@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["events_of", "peak_bytes", "silent_kineto", "source"]
+__all__ = ["events_of", "peak_bytes", "profiled", "source"]
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
@@ -31,8 +31,17 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
     """
     gc.collect()  # what earlier work left in cycles would be released in the middle of the record
     if device.type == "cuda":
-        return _cuda_peak(work, device)
-    return _cpu_peak(work) if device.type == "cpu" else None
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if device.type != "cpu":
+        return None
+    with profiled(profile_memory=True) as profile:
+        work()
+    return _peak_of_record(events_of(profile))
 
 
 def source(device: torch.device) -> str:
@@ -41,25 +50,6 @@ def source(device: torch.device) -> str:
         "cpu": "torch's CPU allocator, as the profiler records it",
         "cuda": "torch.cuda.max_memory_allocated",
     }.get(device.type, "not measured")
-
-
-def _cuda_peak(work: Callable[[], object], device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _cpu_peak(work: Callable[[], object]) -> int | None:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with (
-        silent_kineto(),
-        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
-    ):
-        work()
-    return _peak_of_record(events_of(profile))
 
 
 def events_of(profile: Any) -> list[dict[str, Any]]:
@@ -85,16 +75,20 @@ def _peak_of_record(events: list[dict[str, Any]]) -> int | None:
 
 
 @contextmanager
-def silent_kineto() -> Iterator[None]:
-    """Keep the profiler's engine from announcing its start and end on standard error.
+def profiled(*, cuda: bool = False, **options: Any) -> Iterator[Any]:
+    """Run torch's profiler without the words of its engine on standard error.
 
-    It reads the variable when it is first used in the process, and offers nothing else.
+    That reads a variable when it is first used in the process, and offers nothing else.
     """
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     name = "KINETO_LOG_LEVEL"
     before = os.environ.get(name)
     os.environ.setdefault(name, "99")
     try:
-        yield
+        with profile(activities=activities, **options) as found:
+            yield found
     finally:
         if before is None:
             del os.environ[name]

@@ -18,16 +18,25 @@ from apex.bench.cli import UsageError
 from apex.bench.info import machine
 
 __all__ = [
+    "add_device",
     "at_least",
     "check_file",
     "check_folder",
     "environment",
     "pick_device",
+    "positive",
     "terminated_like_interrupted",
     "unique",
 ]
 
 T = TypeVar("T")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--device``, for `pick_device`."""
+    parser.add_argument(
+        "--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)"
+    )
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -39,6 +48,17 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def positive(text: str) -> float:
+    """Read an option's number, above 0 and finite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def environment(device: torch.device) -> dict[str, Any]:

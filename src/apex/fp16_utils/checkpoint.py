@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.amp import scaler as amp_scaler
-from apex.fp16_utils.fp16util import split
 from apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, check_scale
 from apex.fp16_utils.masters import Groups, flat
 
@@ -47,18 +46,17 @@ def read(saved: Any, optimizer: Any) -> Saved:
     scaler = _scaler_from(saved["loss_scaler"])
     targets, masters = optimizer.fp32_from_fp16_groups, saved["fp32_from_fp16"]
     _check_masters(masters, targets)
-    inner = _in_group_order(saved["optimizer_state_dict"], optimizer)
+    inner = saved["optimizer_state_dict"]
+    _check_keys(inner, ("state", "param_groups"))
     return Saved(scaler, inner, targets, masters, {name: bool(saved[name]) for name in flags})
 
 
 def read_of_bert(saved: Any, optimizer: Any) -> Saved:
-    """Check a state of ``apex.optimizers.FP16_Optimizer``, of 2018 to 2025 or of ours."""
-    _check_keys(saved, ("dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict"))
+    """Check a state of ``apex.optimizers.FP16_Optimizer``, of 2019 to 2025 or of ours."""
+    keys = ("dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict", "fp32_groups")
+    _check_keys(saved, keys)
     _check_keys(saved["optimizer_state_dict"], ("state", "param_groups"))
     targets = optimizer.fp32_groups
-    if "fp32_groups_flat" in saved:
-        saved = _from_flat(saved, targets)
-    _check_keys(saved, ("fp32_groups",))
     attributes = {"cur_iter": _integer("cur_iter", saved["cur_iter"]), "overflow": False}
     numbers = saved if saved["dynamic_loss_scale"] else {"cur_scale": saved["cur_scale"]}
     scaler = _scaler_from(numbers)
@@ -151,71 +149,3 @@ def _check_masters(saved: Sequence[Sequence[torch.Tensor]], groups: Groups) -> N
             f"FP16_Optimizer: the saved masters have the shapes {found}, by group; this "
             f"optimizer's have {wanted}. Make model and groups as they were when it was saved."
         )
-
-
-def _in_group_order(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Bring the wrapped optimizer's state into the order of its groups.
-
-    NVIDIA's Apex of 2018 put the masters of a group before its float32 parameters and left out
-    frozen ones. State is taken for such where its shapes fit that order and not the groups'.
-    """
-    _check_keys(saved, ("state", "param_groups"))
-    groups, state, spare = list(saved["param_groups"]), saved["state"], 0
-    halves, wide = optimizer.fp32_from_fp16_groups, optimizer.fp32_from_fp32_groups
-    present = [group["params"] for group in optimizer.param_groups]
-    for number, params in enumerate(present[: len(groups)]):
-        keys, first = list(groups[number]["params"]), [*halves[number], *wide[number]]
-        if _fits(keys, params, state) or not _fits(keys, first, state):
-            continue
-        key_of = {id(param): key for param, key in zip(first, keys, strict=True)}
-        spare -= len(params)  # keys without state
-        ordered = [key_of.get(id(param), spare + i) for i, param in enumerate(params)]
-        groups[number] = {**groups[number], "params": ordered}
-    return {**saved, "param_groups": groups}
-
-
-def _fits(keys: Sequence[Any], params: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> bool:
-    return len(keys) == len(params) and all(
-        value.shape == param.shape
-        for key, param in zip(keys, params, strict=True)
-        for value in state.get(key, {}).values()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-    )
-
-
-def _from_flat(saved: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-    """Split what BERT's programs saved before spring 2019: each group as one flat parameter."""
-    inner, masters = saved["optimizer_state_dict"], saved["fp32_groups_flat"]
-    numbers = len(inner["param_groups"]), len(masters)
-    if numbers != (len(groups), len(groups)):
-        raise ValueError(
-            f"FP16_Optimizer: the saved optimizer has {numbers[0]} groups, and fp32_groups_flat "
-            f"{numbers[1]}; this optimizer has {len(groups)}. Make the groups as they were when it "
-            "was saved."
-        )
-    state: dict[int, Any] = {}
-    param_groups = []
-    for group, params in zip(inner["param_groups"], groups, strict=True):
-        keys = range(len(state), len(state) + len(params))
-        values = inner["state"].get(group["params"][0], {})
-        parts = {name: _split(value, params) for name, value in values.items()}
-        state.update((key, {n: part[i] for n, part in parts.items()}) for i, key in enumerate(keys))
-        param_groups.append({**group, "params": [*keys]})
-    pairs = zip(masters, groups, strict=True)
-    return {
-        **saved,
-        "fp32_groups": [_split(tensor, params) for tensor, params in pairs],
-        "optimizer_state_dict": {"state": state, "param_groups": param_groups},
-    }
-
-
-def _split(value: Any, params: Sequence[torch.Tensor]) -> list[Any]:
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return [value for _ in params]
-    size = sum(param.numel() for param in params)
-    if value.numel() != size:
-        raise ValueError(
-            f"FP16_Optimizer: a saved group has {value.numel()} elements, and the parameters of "
-            f"this group {size}. Make model and groups as they were when it was saved."
-        )
-    return split(value.reshape(-1), params)

@@ -10,7 +10,7 @@ Everything works on every device. The copies are one foreach call for each list.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,25 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from apex.amp._initialize import to_type
 from apex.amp.casting import cpu_float16
 from apex.amp.casting.containers import applier
-
-__all__ = [
-    "BN_convert_float",
-    "FP16Model",
-    "FP16_Module",
-    "backwards_debug_hook",
-    "clip_grad_norm",
-    "conversion_helper",
-    "convert_module",
-    "convert_network",
-    "fp16_to_fp32",
-    "fp32_to_fp16",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]
+from apex.ops.lists.flat import unflatten
 
 #: ``torch.nn.utils.clip_grad_norm_``, as it was called in old versions of torch.
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
@@ -319,7 +301,7 @@ def model_grads_to_master_grads(
             master.grad.zero_()
     if any(have):
         grads: list[Any] = [master.grad for master in masters]
-        parts = split(grads[0], params) if flat_master else grads
+        parts = unflatten(grads[0], params) if flat_master else grads
         both = [(to, p.grad) for to, p in zip(parts, params, strict=True) if p.grad is not None]
         torch._foreach_copy_(
             [to for to, _ in both], [x.to_dense() if x.is_sparse else x for _, x in both]
@@ -339,13 +321,7 @@ def master_params_to_model_params(
     params, masters = list(model_params), list(master_params)
     _check_lists("master_params_to_model_params", params, masters, flat_master)
     if params:
-        torch._foreach_copy_(params, split(masters[0], params) if flat_master else masters)
-
-
-def split(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of a flat tensor in the shapes of ``params``."""
-    pieces = torch.split(flat, [param.numel() for param in params])
-    return [piece.view(param.shape) for piece, param in zip(pieces, params, strict=True)]
+        torch._foreach_copy_(params, unflatten(masters[0], params) if flat_master else masters)
 
 
 def _check_lists(

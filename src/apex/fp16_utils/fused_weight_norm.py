@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from apex.ops._function import Applied
 from apex.ops.norms.weight_norm import weight_norm
-
-__all__ = ["Fused_Weight_Norm", "check_contig_cuda"]
 
 
 def check_contig_cuda(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -19,7 +17,11 @@ def check_contig_cuda(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> 
             raise RuntimeError(f"{name} is not contiguous. Pass {name}.contiguous().")
 
 
-class Fused_Weight_Norm(torch.autograd.Function):
+def _weight_norm(input: torch.Tensor, g: torch.Tensor, dim: int | None = 0) -> torch.Tensor:
+    return weight_norm(input, g, dim)
+
+
+class Fused_Weight_Norm(Applied):
     """``Fused_Weight_Norm.apply(v, g, dim)`` is :func:`apex.ops.norms.weight_norm.weight_norm`.
 
     Example:
@@ -27,17 +29,4 @@ class Fused_Weight_Norm(torch.autograd.Function):
         [[6.0, 8.0]]
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, g: torch.Tensor, dim: int | None = 0
-    ) -> torch.Tensor:
-        """Return the weight."""
-        ctx.save_for_backward(input, g)
-        ctx.dim = dim
-        return weight_norm(input, g, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of ``input`` and ``g``, each in the dtype of its tensor."""
-        found = torch.func.vjp(lambda v, g: weight_norm(v, g, ctx.dim), *ctx.saved_tensors)
-        return (*found[1](grad_output), None)
+    function = staticmethod(_weight_norm)

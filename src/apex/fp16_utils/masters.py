@@ -137,10 +137,6 @@ class MasterOptimizer(WrappedOptimizer):
         return {name: value for name, value in vars(self).items() if name not in made_again}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_params" in state:  # pickled by the first versions
-            names = ("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups")
-            state = {**state, **dict(zip(names, state["_params"], strict=True))}
-            del state["_params"], state["dynamic_loss_scale"]
         super().__setstate__(state)
         self._watch_and_pair()
 

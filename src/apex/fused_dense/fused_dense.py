@@ -16,17 +16,6 @@ from apex.ops._function import Applied
 from apex.ops.layers import dense
 from apex.ops.norms._scripted import left_to_python
 
-__all__ = [
-    "DenseNoBiasFunc",
-    "FusedDense",
-    "FusedDenseFunc",
-    "FusedDenseGeluDense",
-    "FusedDenseGeluDenseFunc",
-    "dense_no_bias_function",
-    "fused_dense_function",
-    "fused_dense_gelu_dense_function",
-]
-
 
 @left_to_python
 def _fused_dense(

@@ -160,17 +160,13 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def allocate(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and ``lse``, float32 ``(rows,)``, uninitialized."""
-    return empty(logits, len(logits)), empty(logits, len(logits))
-
-
 def forward(
     logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and ``lse`` of logits, which are copied unless the columns of a row are contiguous."""
     (rows, columns), smooth = logits.shape, smoothing != 0.0
-    logits, labels, outputs = _rows(logits), labels.contiguous(), allocate(logits)
+    logits, labels = _rows(logits), labels.contiguous()
+    outputs = empty(logits, rows), empty(logits, rows)
     width = _width(rows, columns, multiprocessors(logits.device))
     n_parts = cdiv(columns, width)
     sums = [empty(logits, rows, n_parts) for _ in range(3)]

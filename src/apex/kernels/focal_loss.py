@@ -130,11 +130,6 @@ def _focal_loss(
         tl.store(sums_ptr + tl.program_id(0), total)
 
 
-def allocate(logits: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Return the loss, uninitialized."""
-    return logits.new_empty((), dtype=torch.promote_types(logits.dtype, torch.float32))
-
-
 def _launch(
     logits: torch.Tensor, pointers: Any, classes: int, alpha: float, gamma: float, smoothing: float
 ) -> None:

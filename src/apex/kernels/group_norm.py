@@ -316,20 +316,17 @@ def tile_channels(channels: int) -> int:
     return 16
 
 
-def allocate(
-    x: torch.Tensor, weight: Any, bias: Any, groups: int, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``y`` like ``x``, and float32 ``(images, groups, 2)``: mean and 1 / std; uninitialized."""
-    return torch.empty_like(x), empty(x, x.shape[0], groups, 2)
-
-
 def forward(
     x: torch.Tensor, weight: Any, bias: Any, groups: int, eps: float, silu: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalize ``x``, not empty, whose channels are last in memory; results as `allocate` says."""
+    """Normalize ``x``, not empty, whose channels are last in memory.
+
+    Returns:
+        ``y`` like ``x``, and float32 ``(images, groups, 2)``: mean and 1 / std.
+    """
     weight, bias = _contiguous(weight), _contiguous(bias)
     shape = _Shape(x, groups)
-    y, stats = outputs = allocate(x, weight, bias, groups)
+    y, stats = torch.empty_like(x), empty(x, x.shape[0], groups, 2)
     rows, channels, _, parts = shape.sizes
     partial = empty(x, shape.images, parts, 2, channels)
     group_norm_moments[shape.grid](
@@ -341,7 +338,7 @@ def forward(
     group_norm_forward[shape.grid](
         x, weight, bias, stats, y, *shape.sizes, shape.step, silu, *shape.tile, **OPTIONS
     )
-    return outputs
+    return y, stats
 
 
 def backward(
@@ -366,18 +363,9 @@ def backward(
     if needs[0]:
         grads[0] = torch.empty_like(x)
         group_norm_backward[shape.grid](
-            dy,
-            x,
-            *kept,
-            stats,
-            means,
-            grads[0],
-            *shape.sizes,
-            shape.step,
-            silu,
-            *shape.tile,
+            dy, x, *kept, stats, means, grads[0], *shape.sizes, shape.step, silu, *shape.tile,
             **OPTIONS,
-        )
+        )  # fmt: skip
     of_images = sums.sum(0) if any(needs[1:]) else None
     for place, (of, row) in enumerate(((weight, 1), (bias, 0)), 1):
         if of_images is not None and of is not None and needs[place]:

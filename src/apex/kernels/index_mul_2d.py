@@ -60,11 +60,6 @@ def _sums(
     tl.store(out_ptr + segment * columns + column, out, mask=column < columns)
 
 
-def allocate(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the result, uninitialized."""
-    return torch.empty_like(in2)
-
-
 def _tile(columns: int) -> tuple[int, int]:
     width = min(COLUMNS, max(16, power_of_2(columns)))
     return TILE // width, width
@@ -72,7 +67,7 @@ def _tile(columns: int) -> tuple[int, int]:
 
 def forward(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Compute the result."""
-    y, (size, columns), (height, width) = allocate(in2, in1, index), in2.shape, _tile(in2.shape[1])
+    y, (size, columns), (height, width) = torch.empty_like(in2), in2.shape, _tile(in2.shape[1])
     grid = (cdiv(size, height), cdiv(columns, width))
     _products[grid](in2, in1, index, y, size, len(in1), columns, height, width, **OPTIONS)
     return y

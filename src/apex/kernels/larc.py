@@ -10,12 +10,6 @@ from apex.kernels.inspect.list_case import case
 
 
 @triton.jit
-def larc_squares(values, s):
-    """``(grad, param) -> (grad^2, param^2)``."""
-    return values[0] * values[0], values[1] * values[1]
-
-
-@triton.jit
 def larc(values, s):
     """``(grad, param) -> (grad,)``."""
     return ((values[0] + s.decay * values[1]) * s.rate,)
@@ -24,5 +18,4 @@ def larc(values, s):
 def cases() -> Iterator[Case]:
     """What is inspected."""
     for dtypes in ("fp32 fp32", "fp16 fp16", "bf16 bf16"):
-        yield case(larc_squares, dtypes, (), sums=(0, 1), noop=False)
         yield case(larc, dtypes, ((0, 0),), "rate decay", per_tensor="rate decay", noop=False)

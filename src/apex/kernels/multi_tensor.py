@@ -241,22 +241,10 @@ def launch(
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns in one launch.
 
-    Args:
-        layout: Of the columns' sizes; with at least one program.
-        tables: One for each column.
-        dtypes: Of the columns.
-        update: Jitted ``(values, scalars) -> new values``.
-        stores: Pairs (column, number of the new value).
-        names: Of the scalars.
-        scalars: Numbers, or tensors on the device with one element, or with one for each tensor of
-            a column.
-        noop: One-element tensor; a value other than 0 leaves everything as it is.
-        sums: Numbers of new values to sum over each tensor.
-        codec: Jitted functions: columns to values, new values to columns.
-        seed: int32, one element, on the device, for a codec that draws numbers.
-        largest: Take the largest of values of at least 0 instead of the sum; nan wins.
-        flag: One-element tensor of any dtype that becomes 1 where a new value is not finite.
-        flags: Numbers of the new values that are looked at for it.
+    Arguments are those of :func:`apex.ops.lists.multi_tensor.run`, but for these: ``layout``, of
+    the columns' sizes, has at least one program; there are a table and a dtype for each column;
+    ``update`` is jitted ``(values, scalars) -> new values``; ``names`` are those of the scalars;
+    ``codec`` are two jitted functions, columns to values and new values to columns.
 
     Returns:
         With ``sums``: float32 ``(len(sums), tensors)``; 0 where ``noop`` is set.

@@ -23,7 +23,7 @@ def momentum(values, s):
     grad, param, buffer = values[0] * s.factor, values[1], values[2]
     total = grad + s.l2 * param
     buffer = s.momentum * buffer + s.one_minus_dampening * total
-    buffer = tl.where(s.first != 0, total, buffer)
+    buffer = tl.where(s.first != 0, total + 0.0, buffer)  # never -0.0
     update = tl.where(s.lookahead != 0, total + s.lookahead * buffer, buffer)
     return param - s.lr * (update + s.late_decay * param), buffer, grad
 

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from apex.kernels.inspect.case import Case
 from apex.kernels.inspect.list_case import case
-from apex.kernels.multi_tensor import rounded, widened
+from apex.kernels.multi_tensor import rounded as rounded  # by its name, with the others
+from apex.kernels.multi_tensor import widened
 
 
 @triton.jit
@@ -79,41 +80,6 @@ def rounded_stochastically(raw, values, new, index, seed):
     return stored
 
 
-@triton.jit
-def _metered(raw, values, new, stored, BESIDE: tl.constexpr):
-    """``stored``, and whether a changed weight is stored as it was."""
-    kept = stored[0].to(raw[1].dtype) == raw[1]
-    if BESIDE:
-        last = len(stored) - 1
-        kept = kept & (stored[last].to(raw[len(raw) - 1].dtype) == raw[len(raw) - 1])
-    return stored + (tl.where(kept & (new[0] != values[1]), 1.0, 0.0),)
-
-
-@triton.jit
-def metered_rounded(raw, values, new, index, seed):
-    """Codec: as ``rounded``, and what was lost."""
-    return _metered(raw, values, new, rounded(raw, values, new, index, seed), False)
-
-
-@triton.jit
-def metered_low_bits(raw, values, new, index, seed):
-    """Codec: as ``split_low_bits``, and what was lost."""
-    return _metered(raw, values, new, split_low_bits(raw, values, new, index, seed), True)
-
-
-@triton.jit
-def metered_error(raw, values, new, index, seed):
-    """Codec: as ``keep_error``, and what was lost."""
-    return _metered(raw, values, new, keep_error(raw, values, new, index, seed), True)
-
-
-@triton.jit
-def metered_stochastically(raw, values, new, index, seed):
-    """Codec: as ``rounded_stochastically``, and what was lost."""
-    stored = rounded_stochastically(raw, values, new, index, seed)
-    return _metered(raw, values, new, stored, False)
-
-
 def optimizer_cases(
     update: Any, states: int, scalars: str, *, per_tensor: str = "", narrow_states: bool = False
 ) -> Iterator[Case]:
@@ -129,7 +95,7 @@ def optimizer_cases(
     all_states = " fp32" * states
     stores = tuple((1 + number, number) for number in range(1 + states))
     copy, beside, grad = (2 + states, 0), (2 + states, 2 + states), (0, 1 + states)
-    half, lost = "bf16 bf16" + all_states, 2 + states
+    half = "bf16 bf16" + all_states
 
     def one(variant: str, columns: str, *more: tuple[int, int], **others: Any) -> Case:
         return case(
@@ -146,7 +112,6 @@ def optimizer_cases(
     yield one("low bits", f"{half} i16", beside, codec=(join_low_bits, split_low_bits))
     yield one("kahan", f"{half} bf16", beside, codec=(add_error, keep_error))
     yield one("stochastic", half, codec=(widened, rounded_stochastically), seeded=True)
-    yield one("metered", half, codec=(widened, metered_rounded), sums=(lost,))
     yield one("gradients not aligned", "fp16 fp16" + all_states, unaligned=(0,))
     if states == 2:  # the most columns, and so the most registers: 94 for Adam, 80 if aligned
         yield one("not aligned", "fp16 fp16" + all_states, unaligned=tuple(range(2 + states)))

@@ -64,14 +64,9 @@ def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, size, BLOCK: tl.cons
         _backward_block(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, offsets, offsets < size)
 
 
-def allocate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the result, uninitialized."""
-    return torch.empty_like(gate)
-
-
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Compute the result."""
-    y = allocate(gate, up)
+    y = torch.empty_like(gate)
     _forward[(cdiv(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK, **OPTIONS)
     return y
 

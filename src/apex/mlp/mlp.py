@@ -13,8 +13,6 @@ from apex.ops._function import Applied
 from apex.ops.layers import dense
 from apex.ops.layers import mlp as ops
 
-__all__ = ["MLP", "MlpFunction", "mlp_function"]
-
 
 def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tensor:
     """Apply dense layers with an activation after each, the last included.

@@ -6,17 +6,18 @@ takes them, and messages hold its words, which callers match.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import flag_on, local, scalar_on, set_flag
+from apex.ops.lists import columns
+from apex.ops.lists.columns import flag_on, local, scalar_on
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -203,18 +204,12 @@ def one_each(name: str, numbers: torch.Tensor, column: Sequence[torch.Tensor]) -
     return numbers.to(device, torch.float32, non_blocking=device.type != "cpu")
 
 
-@contextlib.contextmanager
-def flag_to_set(flag: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+def flag_to_set(flag: torch.Tensor, device: torch.device) -> AbstractContextManager[torch.Tensor]:
     """A one-element flag on ``device``; what is set there in this block is set in ``flag``."""
     first = flag.detach().reshape(-1)[:1]
     if first.numel() != 1:
         raise RuntimeError("The noop_flag is empty; a tensor of one element is needed.")
-    if first.device == device:
-        yield first
-        return
-    there = torch.zeros_like(first, device=device)
-    yield there
-    set_flag(first, there)
+    return columns.flag_to_set(first, device)
 
 
 def flag_to_read(flag: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -19,57 +19,18 @@ that the output has 16 bits, unlike that of ``torch.nn.LayerNorm``. The function
 is 1e-6, the modules' 1e-5; both as in Apex.
 """
 
+import math
 import numbers
 import warnings
 from typing import Any
 
 import torch
 
-from apex.normalization._fakes import (
-    fused_layer_norm_affine_bwd_fake,
-    fused_layer_norm_affine_fwd_fake,
-    fused_layer_norm_bwd_fake,
-    fused_layer_norm_fwd_fake,
-    fused_rms_norm_affine_bwd_fake,
-    fused_rms_norm_affine_fwd_fake,
-    fused_rms_norm_bwd_fake,
-    fused_rms_norm_fwd_fake,
-    supports_custom_op,
-)
 from apex.ops._dtypes import NARROW, wide
 from apex.ops._function import Applied
 from apex.ops.norms import _scripted
 from apex.ops.norms._scripted import Shape, left_to_python
 from apex.ops.norms.row_norms import norm
-
-__all__ = [
-    "FusedLayerNorm",
-    "FusedLayerNormAffineFunction",
-    "FusedLayerNormAffineMixedDtypesFunction",
-    "FusedLayerNormFunction",
-    "FusedRMSNorm",
-    "FusedRMSNormAffineFunction",
-    "FusedRMSNormAffineMixedDtypesFunction",
-    "FusedRMSNormFunction",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_layer_norm_affine_bwd_fake",
-    "fused_layer_norm_affine_fwd_fake",
-    "fused_layer_norm_bwd_fake",
-    "fused_layer_norm_fwd_fake",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "fused_rms_norm_affine_bwd_fake",
-    "fused_rms_norm_affine_fwd_fake",
-    "fused_rms_norm_bwd_fake",
-    "fused_rms_norm_fwd_fake",
-    "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
-    "supports_custom_op",
-]
 
 fused_layer_norm_cuda = None  # programs look whether the name is here; nothing is compiled
 
@@ -339,3 +300,85 @@ class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
 
 class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
     """`FusedRMSNorm` with a weight always; keywords as for `MixedFusedLayerNorm`."""
+
+
+# -- outputs by shape alone ------------------------------------------------------------------------
+# Names that Apex's module has beside its custom operators. The operators here, ``apex::row_norm``
+# and its backward, have shape functions of their own.
+
+Tensor = torch.Tensor
+
+
+def supports_custom_op() -> bool:
+    """Whether torch can register operators: always."""
+    return True
+
+
+def _statistics(input: Tensor, normalized_shape: Shape) -> Tensor:
+    rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return input.new_empty(rows, dtype=dtype)
+
+
+def fused_rms_norm_fwd_fake(
+    input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+) -> tuple[Tensor, ...]:
+    """Output and inverse root mean square."""
+    return torch.empty_like(input), _statistics(input, normalized_shape)
+
+
+def fused_rms_norm_affine_fwd_fake(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float,
+    memory_efficient: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output and inverse root mean square."""
+    return fused_rms_norm_fwd_fake(input, normalized_shape, eps)
+
+
+def fused_layer_norm_fwd_fake(
+    input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+) -> tuple[Tensor, ...]:
+    """Output, mean and inverse deviation."""
+    y, mean = fused_rms_norm_fwd_fake(input, normalized_shape, eps)
+    return y, mean, torch.empty_like(mean)
+
+
+def fused_layer_norm_affine_fwd_fake(
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float,
+    memory_efficient: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output, mean and inverse deviation."""
+    return fused_layer_norm_fwd_fake(input, normalized_shape, eps)
+
+
+def fused_layer_norm_bwd_fake(
+    grad_output: Tensor, mean: Tensor | None, invvar: Tensor, input_or_output: Tensor,
+    normalized_shape: Shape, eps: float, memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
+    """Gradient of the input."""
+    return torch.empty_like(input_or_output)
+
+
+def fused_layer_norm_affine_bwd_fake(
+    grad_output: Tensor, mean: Tensor | None, invvar: Tensor, input_or_output: Tensor,
+    normalized_shape: Shape, weight: Tensor, bias: Tensor, eps: float,
+    memory_efficient: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of input, weight and bias."""
+    return torch.empty_like(input_or_output), torch.empty_like(weight), torch.empty_like(bias)
+
+
+def fused_rms_norm_bwd_fake(
+    grad_output: Tensor, invvar: Tensor, input_or_output: Tensor, normalized_shape: Shape,
+    eps: float, memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
+    """Gradient of the input."""
+    return torch.empty_like(input_or_output)
+
+
+def fused_rms_norm_affine_bwd_fake(
+    grad_output: Tensor, invvar: Tensor, input_or_output: Tensor, normalized_shape: Shape,
+    weight: Tensor, eps: float, memory_efficient: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of input and weight."""
+    return torch.empty_like(input_or_output), torch.empty_like(weight)

@@ -39,9 +39,7 @@ class op:  # lower case, like torch.autocast: used as a function
 
     A kernel file, and ``pieces``, offer::
 
-        allocate(*args) -> (y, *more)          uninitialized, also of fake tensors; not asked for
-                                               if there is nothing more
-        forward(*args) -> (y, *more)           the same, computed; y alone is no tuple
+        forward(*args) -> (y, *more)           the results; y alone is no tuple
         backward(dy, needs, **saved) -> [...]  gradients in the order of grads; None where the
                                                tensor is absent, anything where needs is False.
                                                saved: the tensors in saves and all arguments that
@@ -62,9 +60,12 @@ class op:  # lower case, like torch.autocast: used as a function
         gradient: ``gradient(dy, **saved) -> [...]`` in the order of ``grads``: defines the backward
             and gradients of gradients of operations that save less than their arguments. No
             argument outside of ``grads`` may require a gradient then.
-        pieces: Forward and backward where no kernel runs, for calls that are faster on a CPU, as
-            ``pieces.pays(*args)`` says; for all that need them (see ``saves``); for operators with
-            results besides ``y``. Without ``pays`` for all calls: then there is no kernel.
+        allocate: ``allocate(*args) -> (y, *more)``, uninitialized: of operations with results
+            besides ``y``.
+        pieces: Forward and backward where no kernel runs: on a CPU for a first argument of more
+            than ``above`` elements, if there is no ``serves(*args)`` that is False; and for all
+            that need them (see ``saves``). Without ``above`` for all calls, and no kernel is there.
+            Operators with several results compute by them, too.
         autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``) or not at all
             (``"leave"``). float64 is never cast.
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
@@ -82,6 +83,7 @@ class op:  # lower case, like torch.autocast: used as a function
         kernel: str = "",
         saves: Sequence[str] | None = None,
         gradient: Callable[..., Sequence[torch.Tensor | None]] | None = None,
+        allocate: Callable[..., Any] | None = None,
         pieces: Any = None,
         autocast: Literal["half", "leave"] = "leave",
         contiguous: bool = True,
@@ -90,18 +92,17 @@ class op:  # lower case, like torch.autocast: used as a function
     ) -> None:
         self.name, arguments, self.results = _parsed(schema)
         self.definition, self.gradient, self.pieces = definition, gradient, pieces
+        self.allocate = allocate
         self.grads, self.autocast, self.contiguous = grads, autocast, contiguous
         self.takes, self.compiles_to_operator = takes, compiles_to_operator
         self.names = list(arguments)
         self.tensors = [name for name, kind in arguments.items() if kind.startswith("Tensor")]
         self.constants = [name for name in arguments if name not in self.tensors]
         self.saves = list(saves or [*self.tensors, *self.results[1:]])
-        always = pieces is not None and not hasattr(pieces, "pays")
+        always = pieces is not None and not hasattr(pieces, "above")
         self._kernel_file = "" if always else f"apex.kernels.{kernel or self.name}"
         #: Whether every call needs the kernel or pieces.
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
-        #: What an operator without a kernel computes by, if not by the definition.
-        self._fallback = pieces if self.own_backward or len(self.results) > 1 else None
         self.least = 1 if self.own_backward else LEAST.get(self.name, sys.maxsize)
         # Positions among the arguments, and results behind them.
         known = [*self.names, *self.results]
@@ -187,8 +188,10 @@ class op:  # lower case, like torch.autocast: used as a function
             return self._kernels()
         if self.own_backward:
             return self.pieces
-        pays = x.is_cpu and self.pieces is not None and forced is None
-        return self.pieces if pays and self.pieces.pays(*args) else None
+        pieces = self.pieces if x.is_cpu and forced is None else None
+        if pieces is None or size <= pieces.above:
+            return None
+        return pieces if getattr(pieces, "serves", None) is None or pieces.serves(*args) else None
 
     def _fuses(self, x: torch.Tensor) -> bool:
         """Whether there is a kernel for ``x``, and can run."""
@@ -202,14 +205,16 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def implementation(self, x: torch.Tensor) -> Any:
         """What computes ``forward`` and ``backward`` of an operator: kernels, pieces, or None."""
-        return self._kernels() if self._fuses(x) else self._fallback
+        if self._fuses(x):
+            return self._kernels()
+        return self.pieces if self.own_backward or self.allocate else None
 
     def run(self, *args: Any) -> Any:
         """Compute ``y`` and what the backward needs, as an operator."""
         implementation = self.implementation(args[0])
         if implementation is not None and args[0].numel():
             return _call(implementation.forward, args[0], *self._dense(args, self._at_tensors))
-        if len(self.results) == 1:
+        if self.allocate is None:
             return self._defined(args)
         y, *more = self._allocate(*args)
         with torch.no_grad():
@@ -218,10 +223,9 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def _allocate(self, *args: Any) -> Any:
         """What :meth:`run` returns, for fake tensors."""
-        if len(self.results) == 1:
+        if self.allocate is None:
             return self._defined(args)
-        dense = self._dense(args, self._at_tensors)
-        return (self.pieces or self._kernels()).allocate(*dense)
+        return self.allocate(*self._dense(args, self._at_tensors))
 
     def _defined(self, args: Sequence[Any]) -> torch.Tensor:
         """The definition, with the strides of the kernel's result."""

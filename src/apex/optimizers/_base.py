@@ -26,7 +26,7 @@ from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous
 from apex.ops.lists.placements import placed
-from apex.ops.lists.storage import LostUpdates, ScaledStep, StepOptions
+from apex.ops.lists.storage import ScaledStep, StepOptions
 from apex.optimizers._buckets import Bucket, GroupGrads, count_steps, counted, joined, split
 from apex.optimizers._state import StatefulOptimizer
 
@@ -88,20 +88,7 @@ class FusedOptimizer(StatefulOptimizer):
                 f"{self._name} does not support the AMSGrad variant; leave amsgrad=False."
             )
         self.set_grad_none = set_grad_none
-        self.lost_updates: LostUpdates | None = None
         super().__init__(params, defaults, storage)
-
-    def count_lost_updates(self, on: bool = True) -> LostUpdates | None:
-        """Switch on (or off) a meter of updates that round to nothing.
-
-        Args:
-            on: Whether steps count from now on.
-
-        Returns:
-            The meter, with ``share`` and ``reset()``; also ``self.lost_updates``.
-        """
-        self.lost_updates = LostUpdates() if on else None
-        return self.lost_updates
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> torch.Tensor:
@@ -179,7 +166,7 @@ class FusedOptimizer(StatefulOptimizer):
 
     @_runtime.not_compiled
     @torch.no_grad()
-    def step_scaled(  # noqa: C901
+    def step_scaled(
         self,
         factor: Scalar = 1.0,
         noop: torch.Tensor | None = None,
@@ -236,15 +223,11 @@ class FusedOptimizer(StatefulOptimizer):
                     noop=None if noop is None else noop.to(device, non_blocking=True),
                     write_grads=write_grads,
                     storage=self._storage,
-                    meter=self.lost_updates,
                     dense=dense,
                 )
             options = everywhere[device]
             if bucket.extra is not None:
                 options = options._replace(extra=bucket.extra)
-            if self.lost_updates is not None:
-                weights = sum(weight.numel() for weight in bucket.columns[1])
-                self.lost_updates.add(0.0, weights, options.noop)
             group = together[number][0].group
             if counters is not None:
                 group = counted(together[number], bucket, counters)

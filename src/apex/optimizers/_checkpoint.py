@@ -138,7 +138,7 @@ class SavedOptimizer(GroupedOptimizer):
                     f"{', '.join(tensors)}, and this optimizer keeps {', '.join(shapes)}. Load the "
                     "state into the kind of optimizer that saved it."
                 )
-            for key in tensors.keys() & known - {"first"}:
+            for key in tensors.keys() & known:
                 shape = tuple(tensors[key].shape)
                 if shape not in [tuple(shapes.get(key, _SHAPE)(x)) for x in both]:
                     raise ValueError(

@@ -67,6 +67,16 @@ class FusedAdagrad(FusedOptimizer):
             group.pop("initial_accumulator_value", None)  # it is in the sums
         return super()._from_torch({**state_dict, "param_groups": groups})
 
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The state for ``torch.optim.Adagrad``: of every parameter, as torch 2.9 needs it."""
+        found = super().torch_state_dict()
+        for saved, group in zip(found["param_groups"], self.param_groups, strict=True):
+            for number, param in zip(saved["params"], group["params"], strict=True):
+                if number not in found["state"]:
+                    zeros = torch.zeros_like(param, requires_grad=False)
+                    found["state"][number] = self._torch_state({"sum": zeros})
+        return found
+
     def _torch_state(self, state: dict[str, Any]) -> dict[str, Any]:
         # torch uses the step with lr_decay only; FusedAdagrad counts no steps.
         return {"step": torch.tensor(0.0), **state}

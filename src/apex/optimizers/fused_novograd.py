@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +20,10 @@ class FusedNovoGrad(FusedOptimizer):
     """NovoGrad: Adam with one second moment, a norm, for each tensor.
 
     See :mod:`apex.ops.updates.novograd` for the formula. Moments are kept in the parameter's dtype,
-    as in the original; float32 with a ``storage``. ``group["exp_avg_sq"]`` holds the norms (not
-    their squares): a float32 vector for the float16 parameters that were stepped so far, one for
-    the float32 ones, then, if there are any, for bfloat16 and float64. A checkpoint has them there;
-    the state of a parameter has its own as ``"norm"``.
+    as in the original; float32 with a ``storage``. The state of a parameter has its norm as
+    ``"norm"``. ``group["exp_avg_sq"]`` shows copies (of norms, not their squares): a float32 vector
+    for the float16 parameters that were stepped so far, one for the float32 ones, then, if there
+    are any, for bfloat16 and float64. A checkpoint has them there alone.
 
     The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
 
@@ -51,7 +51,6 @@ class FusedNovoGrad(FusedOptimizer):
     slot_shapes: ClassVar[dict[str, Any]] = {"norm": lambda param: ()}
     narrow_slots = ("exp_avg",)
     _algorithm, _numbers = staticmethod(novograd_), NovoGrad
-    _shows_norms = True  # whether the norms are elements of those in the groups
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
 
@@ -97,61 +96,36 @@ class FusedNovoGrad(FusedOptimizer):
         return torch.float32 if slot == "norm" else super()._slot_dtype(slot, param)
 
     def _new_slot(self, slot: str, param: torch.Tensor) -> torch.Tensor:
-        if slot != "norm":
-            return super()._new_slot(slot, param)
-        self._shows_norms = False
-        return torch.full((), UNSET, dtype=torch.float32, device=param.device)
+        found = super()._new_slot(slot, param)
+        return found.fill_(UNSET) if slot == "norm" else found
 
     def step_scaled(
         self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
     ) -> None:
         """Take one step, see the base."""
         super().step_scaled(factor, noop, **options)
-        if not self._shows_norms:
-            self._show_norms()
+        self._show_norms()
 
     def _show_norms(self) -> None:
-        """Make the norms elements of vectors in the groups; what is so already stays.
-
-        A CUDA graph may have been captured with it. Of a norm on another device there is a copy.
-        """
+        """Copy the norms to the groups, where the original has them."""
         for group in self.param_groups:
-            states: dict[torch.dtype, list[Any]] = {kind: [] for kind in KINDS}
-            for param in group["params"]:
-                if "norm" in self.state.get(param, {}):
-                    states[param.dtype].append(self.state[param])
-            kinds = KINDS if states[KINDS[2]] or states[KINDS[3]] else KINDS[:2]
-            listed = [state for kind in kinds for state in states[kind]]
-            if not listed:
-                if not any("exp_avg" in self.state.get(param, {}) for param in group["params"]):
-                    group.pop("exp_avg_sq", None)  # the state was cleared
-                continue
-            sizes, device = [len(states[kind]) for kind in kinds], group["params"][0].device
-            vectors = group.get("exp_avg_sq", ())
-            if [*map(len, vectors)] != sizes or not all(
-                map(_is, _elements(vectors), [state["norm"] for state in listed])
-            ):
-                vectors = group["exp_avg_sq"] = [
-                    torch.zeros(size, dtype=torch.float32, device=device) for size in sizes
-                ]
-            for state, norm in zip(listed, _elements(vectors), strict=True):
-                if state["norm"].device != device:
-                    norm.copy_(state["norm"], non_blocking=True)
-                elif state["norm"].data_ptr() != norm.data_ptr():
-                    state["norm"] = norm.copy_(state["norm"])
-        self._shows_norms = True
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._shows_norms = False  # a pickled element is no longer one
-        for group in self.param_groups:
+            norms: dict[torch.dtype, list[torch.Tensor]] = {kind: [] for kind in KINDS}
             states = [self.state.get(param, {}) for param in group["params"]]
-            # pickled when norms were in the groups alone
-            if any("exp_avg" in kept and "norm" not in kept for kept in states):
-                _hand_out(group, self.state, {param: param.dtype for param in group["params"]})
-                for param, kept in zip(group["params"], states, strict=True):
-                    if "norm" in kept:
-                        kept["norm"] = kept["norm"].to(param.device)
+            for param, state in zip(group["params"], states, strict=True):
+                if "norm" in state:
+                    norms[param.dtype].append(state["norm"])
+            kinds = KINDS if norms[KINDS[2]] or norms[KINDS[3]] else KINDS[:2]
+            if any(norms.values()):
+                device = group["params"][0].device
+                none = torch.zeros(0, dtype=torch.float32, device=device)
+                group["exp_avg_sq"] = [
+                    torch.stack([x.to(device, non_blocking=True) for x in norms[kind]])
+                    if norms[kind]
+                    else none
+                    for kind in kinds
+                ]
+            elif not any("exp_avg" in state for state in states):  # the state was cleared
+                group.pop("exp_avg_sq", None)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch saves it; norms are in the groups, as in the original."""
@@ -196,12 +170,3 @@ def _hand_out(
             )
         for number, norm in zip(mine, norms.unbind(), strict=True):
             states[number]["norm"] = norm
-
-
-def _elements(vectors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [number for vector in vectors for number in vector.unbind()]
-
-
-def _is(element: torch.Tensor, norm: torch.Tensor) -> bool:
-    """Whether an element is this norm, or cannot be, because that is on another device."""
-    return element.device != norm.device or element.data_ptr() == norm.data_ptr()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch.optim.optimizer import required
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops import _runtime
-from apex.ops.lists.columns import Scalar, local
+from apex.ops.lists.columns import Scalar
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.sgd import SGD, sgd_
 from apex.optimizers._base import FusedOptimizer
-from apex.optimizers._buckets import Bucket, GroupGrads
+from apex.optimizers._buckets import Bucket
 from apex.optimizers._checkpoint import TORCH_ONLY
 
 
@@ -22,7 +22,8 @@ class FusedSGD(FusedOptimizer):
     """SGD, with momentum, dampening and Nesterov's variant, in one launch for all parameters.
 
     Drop-in for ``torch.optim.SGD``; see :mod:`apex.ops.updates.sgd` for the formula. Momentum
-    buffers are kept in the parameter's dtype, as in the original; float32 with a ``storage``.
+    buffers are kept in the parameter's dtype, as in the original; float32 with a ``storage``. A new
+    one holds -0.0, which a step makes 0.0 or another number.
 
     The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
 
@@ -55,9 +56,6 @@ class FusedSGD(FusedOptimizer):
     slots = ("momentum_buffer",)
     _numbers = SGD
     narrow_slots = ("momentum_buffer",)
-    # "first": not 0 on the device while the buffer has no history, see `_prepare_step`.
-    _more_state = (*FusedOptimizer._more_state, "first")
-    _marks = False  # whether a state may have a "first"
     _counts_steps = False
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_sgd = staticmethod(list_functions.multi_tensor_sgd)
@@ -84,7 +82,6 @@ class FusedSGD(FusedOptimizer):
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale: float | torch.Tensor = 1.0
         self.scale_set_by_backward = False
-        self._begun: set[torch.Tensor] = set()  # whose buffers are known to have a history
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -116,9 +113,13 @@ class FusedSGD(FusedOptimizer):
         # As in torch: no buffers where no group has momentum.
         return self.slots if any(group["momentum"] for group in self.param_groups) else ()
 
+    def _new_slot(self, slot: str, param: torch.Tensor) -> torch.Tensor:
+        return super()._new_slot(slot, param).fill_(-0.0)
+
     def _is_fresh(self, param: torch.Tensor) -> bool:
         return "momentum_buffer" not in self.state.get(param, {})
 
+    @_runtime.not_compiled  # torch 2.9: Dynamo fails on what is assigned to an optimizer
     def step_scaled(
         self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
     ) -> None:
@@ -132,64 +133,28 @@ class FusedSGD(FusedOptimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
-    def _prepare_step(
-        self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
-    ) -> None:
-        """Mark the buffers that become their first gradient, whole in spite of dampening.
-
-        On the device, because a step that is skipped there does not begin their history. A buffer
-        of zeros, made by steps without momentum, has none; but see `_begun`: it is looked at once.
-        """
-        for group, params, _ in active:
-            if group["momentum"] and group["dampening"]:
-                for param in params:
-                    if param not in self._begun or self._is_fresh(param):
-                        self._mark_first(param)
-                self._begun.update(params)
-
-    def _mark_first(self, param: torch.Tensor) -> None:
-        self._marks = True
-        state = self.state[param]
-        buffer = state.get("momentum_buffer")
-        if buffer is None:
-            state["first"] = torch.ones((), dtype=torch.float32, device=param.device)
-        elif buffer.numel():
-            is_zero = local(buffer).any().logical_not()
-            if _runtime.waits(is_zero.device) or is_zero:
-                state["first"] = is_zero.float()
-
-    def _restore(self, loaded: dict[str, Any]) -> None:
-        super()._restore(loaded)
-        # A buffer that was saved with momentum has a history, if only of zeros; or it is marked.
-        having = [group["params"] for group in self.param_groups if group["momentum"]]
-        self._begun = {param for params in having for param in params if not self._is_fresh(param)}
-        self._marks = any("first" in self.state.get(p, {}) for params in having for p in params)
-
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.device
-        numbers = self._numbers_of(group, device)
-        columns = bucket.columns if numbers.momentum else bucket.columns[:2]
-        begins = self._marks and numbers.momentum
-        states = [self.state[param] for param in bucket.params] if begins else []
-        if not any("first" in state for state in states):
-            sgd_(columns, numbers, options)
-            return
-        zero = torch.zeros((), dtype=torch.float32, device=device)
-        first = torch.stack([state.get("first", zero) for state in states])
+        numbers = self._numbers_of(group, bucket.device)
+        columns, first = bucket.columns, None
+        if not numbers.momentum:
+            columns = columns[:2]
+        elif numbers.dampening:
+            # The first gradient enters whole, in spite of dampening. Looked at is the buffer, on
+            # its device, because a step that is skipped there does not begin a history.
+            first = torch.stack([*map(_is_new, columns[2])]).float()
+            if not _runtime.waits(bucket.device) and not first.any():
+                first = None
         sgd_(columns, numbers, options, first)
-        for state in states:
-            if options.noop is None:
-                state.pop("first", None)
-            elif "first" in state:
-                state["first"] = torch.where(options.noop.reshape(()) != 0, state["first"], 0.0)
 
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        states = {
-            number: {key: value for key, value in state.items() if value is not None}
-            if isinstance(state, Mapping)  # else a user's own
-            else state
-            for number, state in state_dict["state"].items()
-        }
+        theirs = any("foreach" in group for group in state_dict["param_groups"])
+        states = {}
+        for number, state in state_dict["state"].items():
+            if isinstance(state, Mapping):  # else a user's own
+                state = {key: value for key, value in state.items() if value is not None}
+                if theirs and "momentum_buffer" in state:  # -0.0 would be taken for a new one
+                    state["momentum_buffer"] = state["momentum_buffer"] + 0.0
+            states[number] = state
         return super()._from_torch({**state_dict, "state": states})
 
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -199,3 +164,8 @@ class FusedSGD(FusedOptimizer):
                 "wd_after_momentum=True it would compute something else."
             )
         return {**group, **TORCH_ONLY}
+
+
+def _is_new(buffer: torch.Tensor) -> torch.Tensor:
+    """Whether a buffer has elements and no history: all are -0.0."""
+    return (buffer.eq(0) & buffer.signbit()).all() & bool(buffer.numel())

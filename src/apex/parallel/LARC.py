@@ -115,10 +115,9 @@ class LARC(WrappedOptimizer):
     @contextmanager
     def _without_decay(self) -> Iterator[list[Any]]:
         """Set the groups' weight decay to 0 in this block; yields what it was."""
-        groups = list(self.param_groups)
-        decays = [group.get("weight_decay", 0.0) for group in groups]
-        having = [group for group in groups if "weight_decay" in group]
+        having = [group for group in self.param_groups if "weight_decay" in group]
         kept = [group["weight_decay"] for group in having]
+        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group in having:
                 group["weight_decay"] = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,12 @@ _TORCHS = {  # arguments of torch's wrapper: what is to be done without them
     "static_graph": "it needs no option",
     "gradient_as_bucket_view": "use retain_allreduce_buffers=True",
     "bucket_cap_mb": "use message_size, a number of elements",
+}
+
+_IDLE: dict[str, tuple[Any, str]] = {  # default, and why it is not needed
+    "shared_param": (None, "parameters used twice need no option"),
+    "num_allreduce_streams": (1, "torch.distributed has streams of its own"),
+    "prof": (False, "torch.profiler records collectives"),
 }
 
 
@@ -40,28 +46,11 @@ def refuse(module: Any, others: Mapping[str, Any], message_size: Any) -> None:
         )
 
 
-def warn_of_idle(shared_param: bool | None, streams: int, prof: bool) -> None:
-    """Warn of arguments that have no effect."""
-    idle = {
-        "shared_param": shared_param is not None and "parameters used twice need no option",
-        "num_allreduce_streams": streams != 1 and "torch.distributed has streams of its own",
-        "prof": prof and "torch.profiler records collectives",
-    }
-    for name, reason in idle.items():
-        if reason:
+def warn_of_idle(given: Mapping[str, Any]) -> None:
+    """Warn of arguments that tuned the original's streams and profiler, and do nothing here."""
+    for name, (default, reason) in _IDLE.items():
+        if given[name] != default:
             warnings.warn(f"DistributedDataParallel: {name} has no effect: {reason}.", stacklevel=3)
-
-
-def first_group(communicators: tuple[Sequence[Any], Sequence[Any]], streams: int) -> Any:
-    """Return the process group of ``allreduce_communicators``, checked."""
-    groups, their_streams = communicators
-    if streams < 2 or len(groups) != streams or len(their_streams) != streams:
-        raise ValueError(
-            f"DistributedDataParallel: allreduce_communicators has {len(groups)} groups and "
-            f"{len(their_streams)} streams, and num_allreduce_streams is {streams}. It must be 2 "
-            "or more, and as many of each."
-        )
-    return groups[0]
 
 
 def check_tensors(module: torch.nn.Module, group: Any, *, buffers: bool) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex.ops.lists.flat import broadcast, by_kind, flatten, unflatten
+from apex.ops.lists.flat import broadcast, unflatten
 from apex.parallel._bucket import AllReduce, Bucket, Options, Pass, group_by_size
 
 # Parameter -> a weak reference to the reduction whose hook it has. A parameter has one hook.
@@ -53,7 +53,6 @@ class Reduction:
     Attributes:
         enabled: Whether passes are to reduce now.
         starts_equal: Whether the wrapper has made parameters equal since they could be loaded.
-        has_changed: Whether there were other parameters then: ranks have to be compared again.
         retained: The reduced buckets of the last pass, with ``options.retain``.
     """
 
@@ -64,7 +63,7 @@ class Reduction:
         self.group = group
         self.options = options
         self.enabled = True
-        self.starts_equal = self.has_changed = False
+        self.starts_equal = False
         self.retained: list[torch.Tensor] = []
         self.world = torch.distributed.get_world_size(group)
         self.all_reduce = AllReduce(gradient_group, options)
@@ -76,7 +75,6 @@ class Reduction:
         self._overlaps = True
         self._pass: Pass | None = None
         self._has_failed = False
-        self._unreduced: set[int] = set()  # indices that passes in no_sync() have left
         self._sums: dict[int, weakref.ref[torch.Tensor]] = {}  # by the id of a parameter
         weakref.finalize(self, _remove, self._hooks)
         self.refresh()
@@ -93,8 +91,6 @@ class Reduction:
         if list(map(id, params)) != list(map(id, self._params)):
             _remove(self._hooks)
             self._params, self.buckets = params, None
-            self._unreduced = set()
-            self.has_changed |= self.starts_equal
             self.starts_equal = False
         for index, param in enumerate(params):
             if id(param) not in self._hooks and param.requires_grad:
@@ -183,7 +179,6 @@ class Reduction:
                 "after the step."
             )
         if not one.reduces:
-            self._unreduced.add(index)
             return
         one.arrived.append(index)
         if not one.missing:
@@ -220,36 +215,8 @@ class Reduction:
         for bucket in one.started:
             if bucket is not None:
                 self._end(bucket)
-        frozen = [self._params[index] for index in self._unreduced if not self._is_trained(index)]
-        local = [param for param in frozen if param.grad is not None and param.grad.any()]
-        if local:
-            raise RuntimeError(
-                f"DistributedDataParallel: {self._name(local[0])} was frozen with a "
-                "gradient from no_sync() that was never reduced. Zero it, or freeze parameters "
-                "after a backward pass that reduces."
-            )
-        self._unreduced = set()
         if self.options.broadcast_buffers:
             broadcast(list(self.module.buffers()), self.group)
-        if not self.starts_equal:
-            self._check_equal()
-
-    def _check_equal(self) -> None:
-        """Compare parameters with rank 0's, once, where no training forward was first."""
-        self.starts_equal = True
-        same = torch.ones((), dtype=torch.int32, device=self.device())
-        for alike in by_kind([param.data for param in self._params]):
-            mine = flatten(alike)
-            first = mine.clone()
-            broadcast([first], self.group)
-            same *= int(torch.equal(first.view(torch.uint8), mine.view(torch.uint8)))
-        torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN, group=self.group)
-        if not same.item():
-            raise RuntimeError(
-                "DistributedDataParallel: parameters differ between ranks. Load a checkpoint on "
-                "all ranks, or before wrapping; what rank 0 alone loads later is sent with the "
-                "first forward in train(), and there was none."
-            )
 
     # -- buckets -------------------------------------------------------------------------------
 

@@ -14,8 +14,6 @@ from apex.parallel.sync_batchnorm import SyncBatchNorm
 if TYPE_CHECKING:  # a torch without torch.distributed imports this file too
     from torch.distributed import ProcessGroup
 
-__all__ = ["convert_syncbn_model", "create_syncbn_process_group"]
-
 
 def convert_syncbn_model(
     module: torch.nn.Module,

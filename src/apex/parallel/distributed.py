@@ -32,7 +32,6 @@ from apex.ops.lists.flat import broadcast
 from apex.parallel._arguments import (
     EXCLUDE,
     check_tensors,
-    first_group,
     gradient_group,
     indices,
     refuse,
@@ -89,8 +88,7 @@ class DistributedDataParallel(torch.nn.Module):
             pass; gradients are views of them.
         allreduce_always_fp32: Reduce 16-bit gradients in float32.
         num_allreduce_streams: Has no effect: ``torch.distributed`` has its own streams.
-        allreduce_communicators: ``(groups, streams)``, as many as ``num_allreduce_streams``. The
-            first group is used.
+        allreduce_communicators: ``(groups, streams)``; the first group is used.
         gradient_average: Divide by the number of ranks; ``False`` leaves sums, divided by
             ``gradient_predivide_factor``.
         gradient_predivide_factor: Divide by this before the reduction, and for an average multiply
@@ -101,7 +99,7 @@ class DistributedDataParallel(torch.nn.Module):
         broadcast_buffers: Keep buffers equal to rank 0's.
 
     Raises:
-        RuntimeError: No process group was made, or parameters or buffers differ from rank 0's.
+        RuntimeError: No process group was made, or ranks differ in names, shapes or options.
         ValueError: Arguments that exclude each other, or parameters that cannot be reduced.
         TypeError: ``module`` is not a module, ``message_size`` is not a number, or an argument is
             unknown.
@@ -135,11 +133,17 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         check_process_group("DistributedDataParallel")
         refuse(module, others, message_size)
-        warn_of_idle(shared_param, num_allreduce_streams, prof)
+        warn_of_idle(
+            {
+                "shared_param": shared_param,
+                "num_allreduce_streams": num_allreduce_streams,
+                "prof": prof,
+            }
+        )
         if allreduce_communicators is not None:
             if process_group is not None:
                 raise ValueError(EXCLUDE.format("allreduce_communicators", "process_group"))
-            process_group = first_group(allreduce_communicators, num_allreduce_streams)
+            process_group = allreduce_communicators[0][0]
         if gradient_average_split_factor is not None:
             if gradient_predivide_factor != 1.0:
                 raise ValueError(
@@ -195,10 +199,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._reduction.refresh()
         reduction = self._reduction
         if self.training and not reduction.starts_equal:
-            if reduction.has_changed:
-                self._ranks_agree()
+            self._ranks_agree()
             self._broadcast()
-            reduction.starts_equal, reduction.has_changed = True, False
+            reduction.starts_equal = True
 
     @_disable_dynamo
     def _watch(self, output: Any) -> None:

@@ -15,8 +15,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-__all__ = ["Environment", "environment", "master_address"]
-
 _Names = tuple[str, str, str, str]  # in the order of the fields of Environment
 _VARIABLES: dict[str, _Names] = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),

@@ -38,8 +38,6 @@ import torch
 
 from apex.parallel.launch import Environment, environment, master_address
 
-__all__ = ["main"]
-
 _STYLES = {  # what --pass allows: options that old scripts declare together
     "rank,world-size": ("--rank", "--world-size"),
     "rank,world_size": ("--rank", "--world_size"),
@@ -91,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     size = "how many processes (default: one per visible GPU, or one)"
     add("--world-size", type=_at_least_1, metavar="N", help=size)
-    passed = "what to append to the script's arguments (default: what it declares)"
-    add("--pass", dest="passed", choices=_STYLES, help=passed)
+    passed = f"what to append to its arguments (default: what it declares): {'; '.join(_STYLES)}"
+    add("--pass", dest="passed", choices=_STYLES, metavar="OPTIONS", help=passed)
     logs = "where to put the standard output of rank 1 and above (default: it is shown)"
     add("--log-dir", metavar="FOLDER", help=logs)
     add("script", help="path of a Python program")

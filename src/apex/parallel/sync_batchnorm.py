@@ -28,8 +28,6 @@ from apex.ops.norms.batch_norm import gradient_sums, input_gradient, merge, mome
 if TYPE_CHECKING:  # a torch without torch.distributed imports this file too
     from torch.distributed import ProcessGroup
 
-__all__ = ["SyncBatchNorm"]
-
 Tensor = torch.Tensor
 
 

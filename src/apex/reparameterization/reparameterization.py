@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Reparameterization"]
-
 
 class Reparameterization:
     """Base class: how to compute a parameter from others.

@@ -9,8 +9,6 @@ import torch
 from apex.ops.norms.weight_norm import norm_except, weight_norm
 from apex.reparameterization.reparameterization import Reparameterization
 
-__all__ = ["WeightNorm"]
-
 
 class WeightNorm(Reparameterization):
     """``weight = g * v / ||v||``, with one norm for each index of ``dim``.

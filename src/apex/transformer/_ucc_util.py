@@ -2,6 +2,4 @@
 
 import torch
 
-__all__ = ["HAS_UCC"]
-
 HAS_UCC = torch.distributed.is_available() and torch.distributed.is_ucc_available()

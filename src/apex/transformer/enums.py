@@ -2,8 +2,6 @@
 
 import enum
 
-__all__ = ["AttnMaskType", "AttnType", "LayerType", "ModelType"]
-
 
 class LayerType(enum.Enum):
     """Side of the model that a layer belongs to."""

@@ -148,13 +148,8 @@ def build_num_microbatches_calculator(
 ) -> ConstantNumMicroBatches | RampupBatchsizeNumMicroBatches:
     """Make a calculator; rank 0 logs which one, at level INFO.
 
-    Args:
-        rank: Of this process.
-        rampup_batch_size: ``(start_batch_size, batch_size_increment, ramup_samples)`` if the global
-            batch grows.
-        global_batch_size: As for the classes, like those after it.
-        micro_batch_size: The same.
-        data_parallel_size: The same.
+    ``rampup_batch_size`` is ``(start_batch_size, batch_size_increment, ramup_samples)`` if the
+    global batch grows. The sizes are those of the classes.
     """
     sizes = (global_batch_size, micro_batch_size, data_parallel_size)
     if rampup_batch_size is None:

@@ -15,25 +15,13 @@ __all__ = [
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Check that a number is a multiple of another.
-
-    Raises:
-        AssertionError: It is not.
-    """
+    """Raise ``AssertionError`` unless a number is a multiple of another."""
     if denominator == 0 or numerator % denominator:
         raise AssertionError(f"{numerator} is not divisible by {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Return ``numerator / denominator``, a whole number.
-
-    Raises:
-        AssertionError: It is none.
-
-    Example:
-        >>> divide(12, 4)
-        3
-    """
+    """Return ``numerator / denominator``, a whole number; ``AssertionError`` if it is none."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -89,10 +77,9 @@ def _size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def check_member(name: str, group: Any) -> None:
-    """Check that this process is in a group; a collective of others only warns, or returns garbage.
+    """Raise ``ArgumentError`` unless this process is in a group.
 
-    Raises:
-        ArgumentError: It is not.
+    A collective of others only warns, or returns garbage.
     """
     if torch.distributed.get_rank(group) < 0:
         raise ArgumentError(

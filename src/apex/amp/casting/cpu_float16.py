@@ -1,22 +1,19 @@
 """float16 on a CPU: operands in float16, products and sums in float32, results rounded once.
 
 This is what a tensor core with float32 accumulation computes. torch's own float16 kernels for a CPU
-are slow. With float16 instructions the gradient of a convolution takes oneDNN's reference code (16
-to 32 channels, 16x16, batch 128: 856 ms for the weight, float32 takes 3.1 ms), and ``addbmm``
-rounds its sum after each matrix. Without them matrix products and forward convolutions take 40 to
-60 times float32's time, too.
+are slow: with float16 instructions the gradient of a convolution takes oneDNN's reference code (16
+to 32 channels, 16x16, batch 128: 856 ms for the weight, float32 takes 3.1 ms), without them matrix
+products and convolutions take 40 to 60 times float32's time.
 
-The kernels here stand under dispatch key ``CPU``, below autograd, so they serve the forward and the
-backward pass and what autograd saves stays float16. They widen the operands, call torch's own
-kernel, and round its result. What is not float16 is passed on to torch's kernel unchanged.
-Recurrent layers are taken whole, above autograd: states between time steps stay float32, and
-float32 is saved for the backward pass. In ``inference_mode`` and in forward-mode derivatives torch
-decomposes them, and each product rounds.
+The kernels here stand under dispatch key ``CPU``, below autograd, so they serve both passes, and
+what autograd saves stays float16. They widen the operands, call torch's own kernel, and round its
+result; other dtypes are passed on. Recurrent layers are taken whole, above autograd: float32
+between time steps, and saved for the backward pass. In ``inference_mode`` and in forward-mode
+derivatives torch decomposes them, and each product rounds. Not covered are in-place and ``out=``
+variants, which ``torch.compile`` calls for matrix products.
 
 Registered once in a process and, by amp, never taken off: torch frees a kernel that is taken off,
 even while another thread runs it. :func:`switch` has all of them pass their calls on.
-
-Not covered: in-place and ``out=`` variants, which ``torch.compile`` calls for matrix products.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Autocast kernels for functions that torch's autocast does not cast on a device.
 
-``torch.autocast`` has a list of functions per device. NVIDIA's Apex had one list. What torch
-does not cast on a device and Apex did (softmax and its family on the CPU, ``gelu`` and ``std``
-everywhere, recurrent layers on the CPU) is registered here under the same dispatch key that
-autocast itself uses. So the casts need no Python on functions that are not listed, and follow
-autocast's own state into ``torch.compile``, checkpoint recomputation and other threads.
-In-place functions of Apex's float list cannot give float32: on 16-bit tensors they are refused
-under O1's casts, as in Apex.
+What torch does not cast on a device and Apex did (softmax and its family on the CPU, ``gelu`` and
+``std`` everywhere, recurrent layers on the CPU) is registered here under the same dispatch key that
+autocast itself uses. So functions that are not listed need no Python, and casts follow autocast's
+own state into ``torch.compile``, checkpoint recomputation and other threads. In-place functions of
+Apex's float list cannot give float32: on 16-bit tensors O1 refuses them, as Apex did.
 
 A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
 not amp's (:func:`apex.amp.casting.state.current`). Apex's lists were made for float16; bfloat16 is
@@ -22,13 +20,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from apex.amp.casting import state
 from apex.amp.policy import HALF_TYPES
+
+CASTABLE = (torch.float32, *HALF_TYPES)
 
 _Cast = Callable[[Any], Any]
 _Convert = Callable[[Any], _Cast]  # from all arguments, what converts one
@@ -150,7 +150,7 @@ def _casting(
         # In a trace this thread's casts may be another model's; autocast's type is the traced one.
         dtype = None if state.current() is None else torch.get_autocast_dtype(device)
         if dtype in dtypes:
-            convert = cast((args, kwargs.values()))
+            convert = cast((args, tuple(kwargs.values())))
             args = tuple([convert(value) for value in args])
             kwargs = {name: convert(value) for name, value in kwargs.items()}
         if dtype is not torch.float16 and is_composite:  # torch still casts its parts
@@ -194,23 +194,30 @@ def _is_refused(name: str) -> bool:
     return not state.in_users_block() and torch._C._current_graph_task_id() == -1
 
 
-def _floating_tensors(value: Any) -> Iterable[torch.Tensor]:
+def tensors_in(value: Any, among: tuple[torch.dtype, ...] = CASTABLE) -> Iterator[torch.Tensor]:
+    """Tensors of a type ``among`` these, in lists and tuples too."""
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
+        if value.dtype in among:
             yield value
-    elif isinstance(value, Iterable) and not isinstance(value, str):
+    elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _floating_tensors(item)
+            yield from tensors_in(item, among)
 
 
-def caster(dtype: torch.dtype, among: tuple[torch.dtype, ...]) -> _Cast:
-    """What converts tensors of a type ``among`` these to ``dtype``, in lists and tuples too."""
+def caster(
+    dtype: torch.dtype, among: tuple[torch.dtype, ...] = CASTABLE, devices: Sequence[str] = ()
+) -> _Cast:
+    """What converts :func:`tensors_in` a value to ``dtype``: on ``devices``, or on any."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.to(dtype) if value.dtype in among else value
+            takes_part = value.dtype in among and (not devices or value.device.type in devices)
+            return value.to(dtype) if takes_part else value
         if isinstance(value, (list, tuple)):
-            return [convert(item) for item in value]
+            items = [convert(item) for item in value]
+            if all([new is old for new, old in zip(items, value, strict=True)]):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
 
     return convert
@@ -223,14 +230,13 @@ def _to_float(arguments: Any) -> _Cast:
 
 
 def _to_half(arguments: Any) -> _Cast:
-    device = next((t.device.type for t in _floating_tensors(arguments)), "cpu")
-    return caster(torch.get_autocast_dtype(device), (torch.float32, *HALF_TYPES))
+    device = next((tensor.device.type for tensor in tensors_in(arguments)), "cpu")
+    return caster(torch.get_autocast_dtype(device))
 
 
 def _to_widest(arguments: Any) -> _Cast:
-    dtypes = {tensor.dtype for tensor in _floating_tensors(arguments)}
-    widest = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-    return caster(widest, (torch.float32, *HALF_TYPES))
+    dtypes = {tensor.dtype for tensor in tensors_in(arguments, (torch.float64, *CASTABLE))}
+    return caster(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
 
 
 def skip_frames(*functions: Any) -> None:

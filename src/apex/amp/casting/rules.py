@@ -314,7 +314,9 @@ def apply(
     tuples are entered, other containers are not. A ``native`` function, of torch, is run without
     further casts. A banned one raises ``NotImplementedError`` if an argument is 16-bit.
     """
-    tensors = list(_eligible((args, tuple(kwargs.values()))))
+    devices = [name for name in state.device_types() if torch.is_autocast_enabled(name)]
+    found = dispatcher.tensors_in((args, tuple(kwargs.values())))
+    tensors = [tensor for tensor in found if tensor.device.type in devices]
     if not tensors:
         return function(*args, **kwargs)
     device = tensors[0].device.type
@@ -322,8 +324,9 @@ def apply(
     if target is not None:
         if casts.log is not None:
             casts.log.note(name, tensors, target)
-        args = _convert(args, target)
-        kwargs = {key: _convert(value, target) for key, value in kwargs.items()}
+        convert = dispatcher.caster(target, devices=devices)
+        args = convert(args)
+        kwargs = {key: convert(value) for key, value in kwargs.items()}
     if rule.kind == "float" or native:
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
@@ -342,30 +345,3 @@ def _target(rule: Rule, tensors: list[torch.Tensor], half: torch.dtype) -> torch
     if rule.kind == "promote":
         return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     return None
-
-
-def _takes_part(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and value.dtype != torch.float64
-        and value.device.type in state.device_types()
-        and torch.is_autocast_enabled(value.device.type)
-    )
-
-
-def _eligible(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _eligible(item)
-    elif _takes_part(value):
-        yield value
-
-
-def _convert(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, (list, tuple)):
-        items = [_convert(item, dtype) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value.to(dtype) if _takes_part(value) else value

@@ -101,8 +101,6 @@ class _Thread(threading.local):
         before: The state before :func:`enable_for_thread`.
         forwards: The states before the forwards under way.
         blocks: What the blocks of :func:`off` under way will put back, by device type.
-        traced: Changes of autocast's state under way in Dynamo's trace, where it cannot trace
-            ``torch.set_autocast_enabled``.
     """
 
     def __init__(self) -> None:
@@ -112,7 +110,6 @@ class _Thread(threading.local):
         self.before: _Saved | None = None
         self.forwards: list[_Saved] = []
         self.blocks: list[dict[str, bool]] = []
-        self.traced: list[Iterator[None]] = []
 
 
 thread = _Thread()
@@ -221,39 +218,16 @@ def _switch(casts: Casts | None, devices: tuple[str, ...]) -> None:
 
 def _put_back(saved: _Saved) -> None:
     thread.casts, thread.backward, thread.nesting = saved.casts, saved.backward, saved.nesting
-    _undo_change(saved.autocast)
+    _change(saved.autocast)
 
 
 def _change(states: _States) -> None:
-    """Set autocast's state; each call has its :func:`_undo_change`, in reversed order."""
-    if not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
-        change = _traced_change(states)
-        next(change)
-        thread.traced.append(change)
-        return
+    """Set autocast's state."""
+    if states and not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()
     for device, enabled, dtype in states:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
-
-
-def _undo_change(before: _States) -> None:
-    """Put back the state that was in force before a :func:`_change`."""
-    if not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
-        next(thread.traced.pop(), None)
-        return
-    for device, enabled, dtype in before:
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-
-
-def _traced_change(states: _States) -> Iterator[None]:
-    """Have ``states`` in force until the second ``next``."""
-    if not states:
-        yield
-        return
-    device, enabled, dtype = states[0]
-    with torch.autocast(device, dtype, enabled):
-        yield from _traced_change(states[1:])
 
 
 def _states(enabled: dict[str, bool]) -> _States:
@@ -322,9 +296,10 @@ def begin_forward(
     ]
     nested = casts is not None and (frame is not None or not torch.compiler.is_compiling())
     cache, own = torch.is_autocast_cache_enabled(), (thread.casts, thread.backward, thread.nesting)
-    thread.forwards.append(_Saved(key, *own, before, cache, nested, frame))
     is_on = thread.casts is not None or any([enabled for _, enabled, _ in before])
-    if casts is not None or is_on or not _compat.TRACES_SET_AUTOCAST:  # else nothing changes
+    changes = casts is not None or is_on
+    thread.forwards.append(_Saved(key, *own, before if changes else [], cache, nested, frame))
+    if changes:
         _switch(casts, devices)
     if nested:
         thread.nesting = torch.autocast_increment_nesting()
@@ -385,14 +360,14 @@ class off:  # in lower case, as torch.no_grad
         saved = {d: torch.is_autocast_enabled(d) for d in _device_types or device_types()}
         self.saved = saved
         thread.blocks.append(saved)
-        if True in saved.values() or not _compat.TRACES_SET_AUTOCAST:
+        if True in saved.values():
             _change(_states(dict.fromkeys(saved, False)))
 
     def __exit__(self, *error: object) -> None:
         saved = self.saved
         thread.blocks[:] = [other for other in thread.blocks if other is not saved]
-        if True in saved.values() or not _compat.TRACES_SET_AUTOCAST:
-            _undo_change(_states(saved))
+        if True in saved.values():
+            _change(_states(saved))
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -401,4 +376,4 @@ class off:  # in lower case, as torch.no_grad
         try:
             yield
         finally:
-            _undo_change(_states(dict.fromkeys(self.saved, False)))
+            _change(_states(dict.fromkeys(self.saved, False)))

@@ -16,6 +16,9 @@ Stash = dict[torch.Tensor, torch.Tensor]  # stashed gradients, by the tensor the
 
 IS_SPARSE = operator.attrgetter("is_sparse")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
+# Elements up to which the memory of a master's gradient is kept between steps. To allocate it costs
+# 1.3 us a tensor, as much as to fill 2**14 elements; larger ones would only cost memory.
+_MOST_KEPT = 2**14
 
 
 def stored_values(grad: torch.Tensor) -> torch.Tensor:
@@ -77,11 +80,6 @@ def any_nonzero(values: Sequence[torch.Tensor]) -> bool:
     """Whether an element of ``values`` is not zero; waits for a device."""
     flags = [value.any() for value in values]
     return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
-
-
-# Elements up to which the memory of a master's gradient is kept between steps. To allocate it costs
-# 1.3 us a tensor, as much as to fill 2**14 elements; larger ones would only cost memory.
-_MOST_KEPT = 2**14
 
 
 class KeptGradients:

@@ -1,19 +1,16 @@
 """What amp knows of forwards and of other ranks: who reduces gradients, and who decides together.
 
 **Ranks start equal.** Torch's wrapper copies the 16-bit weights of rank 0 to all ranks when it is
-made. Ranks whose masters were different (other seeds, a checkpoint on rank 0 alone) would keep
-other low bits. So the masters of rank 0 are broadcast at the first training forward inside a
-wrapper, with them the float32 weights, and the loss scales at every level.
+made; masters could still differ in their low bits. So the masters of rank 0, float32 weights and
+the loss scales are broadcast at the first training forward inside a wrapper.
 
-**One decision on an overflow** for all ranks that hold parts of one model. With tensor, pipeline or
-sharded parallelism an overflow may be in the gradients of one rank alone. So the flag of a pass is
-reduced, MAX, before the scaler and the step read it: over the process group of
-``amp.initialize(process_group=...)``, and over the mesh of every parameter that is a DTensor. It
-stays on its device, so on a GPU nothing waits. Ranks whose numbers of collectives differ wait for
-each other forever. Therefore, with a process group, no reduction depends on which gradients a rank
-has, but on the calls of the program alone: one in each ``step`` or ``zero_grad`` after a
-``scale_loss`` block, one more at the end of a block with ``delay_overflow_check``. Of DTensors the
-ranks of a mesh have gradients of the same parameters.
+**One decision on an overflow** for all ranks that hold parts of one model, where it may be in the
+gradients of one rank alone. The flag of a pass is reduced, MAX, before the scaler and the step read
+it: over the process group of ``amp.initialize(process_group=...)``, and over the mesh of every
+parameter that is a DTensor. It stays on its device, so on a GPU nothing waits. Ranks whose numbers
+of collectives differ wait for each other forever. So with a process group reductions depend on the
+calls of the program alone, not on which gradients a rank has: one in each ``step`` or ``zero_grad``
+after a ``scale_loss`` block, one more at the end of a block with ``delay_overflow_check``.
 """
 
 from __future__ import annotations
@@ -31,11 +28,7 @@ from apex.amp.gradients.pairs import Pairs
 from apex.ops.lists import flat
 from apex.ops.lists.columns import OWN_MEMORY
 
-
-class _Active:
-    """The wrapper of apex whose forward runs now; torch's keeps its own."""
-
-    wrapper: Any = None
+_active: list[Any] = []  # the wrappers of apex whose forwards run now; torch keeps its own
 
 
 def is_initialized() -> bool:
@@ -68,19 +61,19 @@ def is_wrapper(module: Any) -> bool:
 @contextlib.contextmanager
 def inside(wrapper: Any) -> Iterator[None]:
     """Make ``wrapper``, of apex, the active one while its module's forward runs."""
-    before, _Active.wrapper = _Active.wrapper, wrapper
+    _active.append(wrapper)
     try:
         yield
     finally:
-        _Active.wrapper = before
+        _active.pop()
 
 
 def _active_wrapper() -> Any:
     """The wrapper whose forward runs now, if any."""
     if not is_initialized():
         return None
-    if _Active.wrapper is not None:
-        return _Active.wrapper
+    if _active:
+        return _active[-1]
     wrapper = torch.nn.parallel.DistributedDataParallel
     return wrapper._get_active_ddp_module()  # type: ignore[no-untyped-call]
 
@@ -117,15 +110,7 @@ def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
 
 def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) -> None:
     """Give all ranks of ``group`` the first one's loss scales and their counts."""
-    number = torch.tensor([len(scalers), -len(scalers)], device=device)
-    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
-    most, least = number[0].item(), -number[1].item()
-    if most != least:
-        raise RuntimeError(
-            f"amp: ranks passed different num_losses to amp.initialize: {least} to {most}; here it "
-            f"was {len(scalers)}. Pass the same on every rank."
-        )
-    numbers = [scaler.numbers().to(device) for scaler in scalers]
+    numbers = [scaler._state.clone().to(device) for scaler in scalers]
     flat.broadcast(numbers, group)
     for scaler, received in zip(scalers, numbers, strict=True):
         scaler.take(received)
@@ -264,9 +249,8 @@ class ForwardRecord:
     def begin_compiled(self, model: torch.nn.Module) -> None:
         """The same where Dynamo traces the forward; only what must run as Python breaks the graph.
 
-        Nothing is read here that passes change, so that no forward is compiled again for it.
-        Masters are not reconciled and scaled gradients not cleared: the next ``zero_grad``, block
-        or step does it.
+        Nothing is read here that passes change, so that no forward is compiled again for it. The
+        next ``zero_grad``, block or step reconciles masters and clears scaled gradients.
         """
         self.is_compiled = True
         wrapper = _active_wrapper()

@@ -13,8 +13,7 @@ of Adam, clipped or not: 32 with float32 gradients, 30 with 16-bit ones and floa
 default moves 36, and 48 with clipping; so does torch's own scaler.
 
 It holds for one optimizer of :mod:`apex.optimizers` in a block, with dense gradients and none from
-before. Else, and when a second pass would have to add up in 16 bits what masters add up in float32,
-gradients are unscaled when the block ends.
+before. Else, and where a second pass would add up in 16 bits, the block's end unscales.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from apex.amp.gradients.accumulation import any_grad, grads_of
 from apex.amp.gradients.parameters import Parameters
 from apex.ops.lists.multi_tensor import FUSABLE
 from apex.ops.lists.storage import ScaledStep
@@ -46,15 +46,17 @@ class FusedGradients:
         self._norm: torch.Tensor | None = None
         self.found_inf: torch.Tensor | None = None
 
-    def takes(self) -> bool:
-        """Whether the gradients in memory are such that a fused step can read them scaled."""
-        if self._params.has_grads():
+    def try_to_keep(self, scale: Factor) -> bool:
+        """Leave the gradients scaled, if they are such that a fused step can read them so."""
+        if any_grad(self._params.tensors):
             return False
         grads = self._grads().values()
-        return bool(grads) and all(
-            type(grad) is torch.Tensor and grad.dtype in FUSABLE and grad.layout == torch.strided
-            for grad in grads
-        )
+        kinds = {(type(grad), grad.layout) for grad in grads}
+        is_fusable = FUSABLE.issuperset([grad.dtype for grad in grads])
+        if kinds != {(torch.Tensor, torch.strided)} or not is_fusable:
+            return False
+        self.keep(scale)
+        return True
 
     def keep(self, scale: Factor) -> None:
         """Leave the gradients scaled by ``scale``."""
@@ -123,9 +125,9 @@ class FusedGradients:
     def apply_clip(self) -> None:
         """Multiply unscaled gradients by what :meth:`clip` left to the step."""
         clip, self._clip = self._clip, None
-        for tensor in self._params.stepped if clip is not None else ():
-            if tensor.grad is not None and clip is not None:
-                tensor.grad.mul_(clip.to(tensor.grad.device, non_blocking=True))
+        if clip is not None:
+            for grad in grads_of(self._params.stepped):
+                grad.mul_(clip.to(grad.device, non_blocking=True))
 
     def options_of_step(self, *, compare: bool) -> tuple[ScaledStep, torch.Tensor | None]:
         """Hand the gradients to the step as they are; ``compare`` all weights with their masters.

@@ -20,25 +20,8 @@
 A pass is delayed by ``delay_unscale=True``, or by ``no_sync()`` of DistributedDataParallel. The
 next pass continues it if it has the same optimizers and the same scaler or static scale: it uses
 the scale of the first one and accumulates in ``.grad`` in place, so that a reducer, hooks and an
-``all_reduce`` in the last block see the whole sum. An error in its body leaves what backward has
-added so far, as without amp.
-
-A pass belongs to all optimizers of its block: an overflow in one skips the step of all. Where
-gradients are reduced by hand after the block, each optimizer goes by its own.
-
-What else is remembered, from when until when:
-
-| | set | cleared |
-|---|---|---|
-| ``Ledger.stash``: gradients from before the pass | pass begins | pass ends, ``zero_grad`` |
-| ``Ledger.passes``: for the step to look at | pass is unscaled | step, ``zero_grad`` |
-| ``Ledger.is_unreduced``: has passes of ``no_sync()`` | these are unscaled | step, ``zero_grad`` |
-| ``Ledger.had_grads``: the last pass left some | pass is unscaled | next pass |
-| ``Pass.is_final``: nobody reduces after the block | pass ends | |
-| ``Pass.outcome``: of ``check_again`` by another optimizer | its step | |
-| ``Master.taken``: this gradient is in the master's, too | unscaled | ``zero_grad``, next forward |
-| ``Master.waiting``: optimizers that have yet to step it | unscaled | each one's step |
-| ``Pairs.are_freed``: no master has a gradient | step | a gradient is widened |
+``all_reduce`` in the last block see the whole sum. An overflow in one optimizer of a block skips
+the step of all; where gradients are reduced by hand after the block, each goes by its own.
 """
 
 from __future__ import annotations
@@ -62,7 +45,7 @@ _MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
 
 
 class State(enum.Enum):
-    """See the module's docstring."""
+    """See the top of this file."""
 
     UNSCALED = enum.auto()
     OPEN = enum.auto()
@@ -80,8 +63,10 @@ class Pass:
         loss: Of the last pass, to tell whether it was finite.
         scale: What the loss was multiplied by: float32, 0-dim, or a float.
         synchronised: Whether the last pass was outside of ``no_sync()``.
+        is_final: Whether nobody reduces the gradients after the block.
         found_inf: float32, 0-dim, after unscaling; ``None`` for a static scale.
         counted: How many steps the scaler had counted when the gradients were unscaled: 0-dim.
+        outcome: What ``check_again`` has found for another optimizer of the block.
     """
 
     scaler: LossScaler
@@ -111,7 +96,8 @@ class Pass:
                 ledger.open(stash=False)
             return before
         training = self.ledgers[0].training
-        for ledger in (*self.ledgers, *training.sharers(self.ledgers)):
+        others = training.co_owners(self.ledgers) if training.shared else ()
+        for ledger in (*self.ledgers, *others):
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
         for ledger in self.ledgers:
@@ -148,13 +134,9 @@ class Pass:
     def _try_to_keep_scaled(self) -> bool:
         """Whether the gradients stay scaled until the step, see :mod:`~.fused`."""
         ledger = self.ledgers[0]
-        fused = ledger.fused
-        if fused is None or len(self.ledgers) > 1 or ledger.training.sharing or ledger.stash:
+        if ledger.fused is None or len(self.ledgers) > 1 or ledger.training.shared or ledger.stash:
             return False
-        if not fused.takes():
-            return False
-        fused.keep(self.scale)
-        return True
+        return ledger.fused.try_to_keep(self.scale)
 
     def unscale(self, *, check: bool = True, also: torch.Tensor | None = None) -> None:
         """Unscale; ``also`` is another flag, of gradients that may have been cleared since."""
@@ -165,19 +147,17 @@ class Pass:
             self.finish(found[0] if len(found) == 1 else torch.stack(found).amax(), check=check)
 
     def finish(self, found_inf: torch.Tensor, *, check: bool = True) -> None:
-        """Note the flag of the whole pass for the step, and let the scale back off.
-
-        Where gradients can be reduced after the block, ``overflow.check_again`` does the latter.
-        """
+        """Note the flag for the step; let the scale back off, if ``check_again`` does not later."""
         self.found_inf, self.counted = found_inf, self.scaler.steps
         training = self.ledgers[0].training
         for ledger in self.ledgers:
             ledger.passes.append(self)
         # One that shares a parameter may not step for a long time.
-        for ledger in training.sharers(self.ledgers) if training.sharing else ():
+        for ledger in training.co_owners(self.ledgers) if training.shared else ():
             ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
         if self.is_final or not check:
-            self.scaler.finish_pass(distributed.agree_(found_inf, self.ledgers), check=check)
+            flag = found_inf if self.is_final else distributed.agree_(found_inf, self.ledgers)
+            self.scaler.finish_pass(flag, check=check)
 
 
 @dataclass(eq=False)
@@ -189,9 +169,13 @@ class Ledger:
         before: The state before the block.
         scaled: The pass that the gradients are scaled by, in the states ``DELAYED`` and
             ``FOR_STEP`` and in a block that continues it.
+        stash: Gradients from before the open pass.
+        passes: Unscaled ones since the last step, for the next one to look at.
         records: Of the forwards of the models that the parameters belong to.
         belongs_to_models: Whether all parameters belong to these models.
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
+        had_grads: Whether the last pass left gradients.
+        is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
     """
 
     params: Parameters
@@ -209,9 +193,9 @@ class Ledger:
     is_unreduced: bool = False
     _warned: bool = False
 
-    def with_sharers(self) -> list[Ledger]:
+    def with_co_owners(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""
-        return [self, *self.training.sharers([self])] if self.training.sharing else [self]
+        return [self, *self.training.co_owners([self])] if self.training.shared else [self]
 
     # -- one pass ------------------------------------------------------------------------------
 
@@ -226,7 +210,7 @@ class Ledger:
         """Forget an overflow whose gradients the program has cleared itself."""
         params = self.params
         params.drop_cleared()
-        is_cleared = not (params.has_grads() or params.has_new() or grads_of(params.plain))
+        is_cleared = not (params.has_grads() or any_grad(params.plain))
         if is_cleared and distributed.may_forget(self):
             for one in self.passes:
                 if not one.is_final and one.found_inf is not None:  # no step will lower the scale
@@ -242,7 +226,7 @@ class Ledger:
                     weight.grad = None
         if self.params.weights and self.params.stash(stash):
             self._warn_of_edits()
-        has_unreduced = self.is_unreduced and (stash or self.params.has_grads())
+        has_unreduced = self.is_unreduced and (stash or any_grad(self.params.tensors))
         if has_unreduced and any([record.synchronises for record in self.records]):
             for target, grad in stash.items():
                 target.grad = grad
@@ -268,15 +252,14 @@ class Ledger:
     def unscale(self, scale: torch.Tensor | float, done: set[int]) -> torch.Tensor | None:
         """Unscale what backward left, and add the stash; return the non-finite flag.
 
-        ``done`` has the ids of tensors that other optimizers of this pass have dealt with, and gets
-        more.
+        ``done`` has the ids of what other optimizers of this pass have dealt with, and gets more.
         """
-        params, sharing = self.params, self.training.sharing
+        params, shared = self.params, self.training.shared
         plain, pairs = params.plain, params if not done else params.without(done)
         if done:
             plain = [tensor for tensor in plain if id(tensor) not in done]
         done |= params.ids
-        found_inf, widened = unscale_into(grads_of(plain), pairs, sharing, scale)
+        found_inf, widened = unscale_into(grads_of(plain), pairs, shared, scale)
         if widened:
             accumulate(widened)
         if params.weights:
@@ -284,18 +267,15 @@ class Ledger:
             self.clear_before_next_forward()
         if self.stash:
             accumulate(params.for_stepped(self.stash))
-            if sharing:
-                params.wait(sharing, self.stash)
+            if shared:
+                params.wait(shared, self.stash)
             self.stash = {}
         self.had_grads = any_grad(params.stepped)
         self.scaled, self.state = None, State.UNSCALED
         return found_inf
 
     def clear_before_next_forward(self) -> None:
-        """Have the scaled gradients on 16-bit weights cleared when the next forward begins.
-
-        They are there to be read. A backward outside of a block must not add to them.
-        """
+        """Have the scaled gradients on 16-bit weights, to which none may add, cleared then."""
         for record in self.records:
             record.has_taken[id(self)] = self.params
 
@@ -327,14 +307,14 @@ class Ledger:
 
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
-        for ledger in self.with_sharers():
+        for ledger in self.with_co_owners():
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
         params = self.params
         params.sync()
         if params.weights:
             params.reconcile(compare=not self.has_stepped)
-            if params.take_new(self.training.sharing):
+            if params.take_new(self.training.shared):
                 self._warn_of_edits()
             self.clear_before_next_forward()
 
@@ -354,7 +334,7 @@ class Ledger:
         self.is_unreduced = False
         self.has_stepped = True
         if self.params.weights:
-            self.params.free_grads(self.training.sharing, id(self))
+            self.params.free_grads(self.training.shared, id(self))
 
     def clear(self, *, set_to_none: bool) -> None:
         """Forget all gradients, of which the optimizer has cleared its own."""
@@ -374,5 +354,5 @@ class Ledger:
         self.clear_before_next_forward()
         if found_inf is not None:
             scaled.is_final = True  # the gradients were read just now
-            scaled.finish(found_inf)
+            scaled.finish(distributed.agree_(found_inf, scaled.ledgers))
         return options

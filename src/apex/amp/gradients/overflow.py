@@ -30,27 +30,23 @@ def runs_behind(device: torch.device) -> bool:
 
 
 class AsyncCopy:
-    """A copy of a few numbers from a device to the host, which does not wait for it."""
+    """A copy of a few numbers from a device to the host, which does not wait for it.
+
+    It never ``arrives`` from a graph that is captured: its replay runs no host code.
+    """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._host: torch.Tensor | None = None
-        if values.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return  # no copy will arrive: the replay of a graph runs no host code
+        self.arrives = values.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        if not self.arrives:
+            return
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(values.device))
 
-    @property
-    def never_arrives(self) -> bool:
-        """Whether there is nothing to wait for."""
-        return self._host is None
-
     def read(self) -> list[float] | None:
         """The numbers, or ``None`` as long as they have not arrived."""
-        if self._host is None or torch.cuda.is_current_stream_capturing():
-            return None
-        if not self._event.query():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_current_stream_capturing() or not self._event.query():  # type: ignore[no-untyped-call]
             return None
         values: list[float] = self._host.tolist()
         return values
@@ -62,6 +58,14 @@ class Report(NamedTuple):
     skipped: int
     loss_id: int
     scale: float
+
+    def describe(self, cause: str) -> str:
+        """The text of the error after too many skipped steps."""
+        return (
+            f"amp: {self.skipped} steps in a row were skipped because of non-finite gradients; the "
+            f"loss scale is now {self.scale}. {cause} (initialize(max_skipped_steps=...) sets the "
+            "limit.)"
+        )
 
 
 @dataclass
@@ -117,7 +121,7 @@ class Overflow:
         self._skips = torch.where(noop == 0, 0.0, skips.to(device) + 1)
         scales = [one.scaler._state[SCALE].to(device, non_blocking=True) for one in passes]
         copy = AsyncCopy(torch.stack([self._skips, *flags, *scales]))
-        if not copy.never_arrives:
+        if copy.arrives:
             self.sent.append(([one.index for one in passes], copy))
         self._taken = noop == 0
         for one in passes:
@@ -141,11 +145,7 @@ class Overflow:
             report = Report(self.skipped, loss_id, scale)
             self.log(report)
             if report.skipped >= self.limit:
-                raise RuntimeError(
-                    f"amp: {report.skipped} steps in a row were skipped because of non-finite "
-                    f"gradients; the loss scale is now {report.scale}. (The flags of a GPU arrive "
-                    "some steps late. initialize(max_skipped_steps=...) sets the limit.)"
-                )
+                raise RuntimeError(report.describe("(The flags of a GPU arrive some steps late.)"))
 
     def log(self, report: Report) -> None:
         """Log a skipped step."""
@@ -164,10 +164,9 @@ def check_again(ledger: Ledger) -> None:
     """Look at gradients that may have been reduced after the block, and let scales back off.
 
     With several ranks and no DistributedDataParallel around the forward, nothing says when a
-    program reduces: an inf may have come from another rank since, or be in another optimizer's
-    gradients on this rank alone. So that all ranks do the same, each optimizer goes by what is in
-    its own gradients now, here and on the ranks that share its model, and the scale backs off here
-    and not in the passes: once for each scaler and block.
+    program reduces. So that all ranks do the same, each optimizer goes by what is in its own
+    gradients now, here and on the ranks that share its model, and the scale backs off here: once
+    for each scaler and block.
     """
     late = [one for one in ledger.passes if not one.is_final]
     if not late:
@@ -192,13 +191,13 @@ def check_again(ledger: Ledger) -> None:
 
 def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -> str:
     """The text of the error after too many skipped steps: who was not finite."""
-    where = "all gradients of this optimizer on this rank are finite"
+    where = "All gradients of this optimizer on this rank are finite."
     params = ledger.params
     for tensor, target in zip(params.stepped, params.targets, strict=True):
         grad = target.grad if tensor.grad is None else tensor.grad
         if grad is not None and not bool(torch.isfinite(stored_values(local(grad))).all()):
             name = ledger.training.name_of(target)
-            where = f"the first non-finite gradient is that of parameter {name}"
+            where = f"The first non-finite gradient is that of parameter {name}."
             break
     cause = (
         "The loss itself was finite: gradients overflow even at this scale, or backward "
@@ -208,8 +207,4 @@ def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -
         "loss is not finite there either, look at the data and the learning rate; else a function "
         "of the forward leaves the range of 16 bits (docs/nan.md finds it)."
     )
-    return (
-        f"amp: {report.skipped} steps in a row were skipped because of non-finite gradients; "
-        f"{where}; the loss scale is now {report.scale}. {cause} "
-        "(initialize(max_skipped_steps=...) sets the limit.)"
-    )
+    return report.describe(f"{where} {cause}")

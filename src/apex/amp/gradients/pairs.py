@@ -1,7 +1,4 @@
-"""Pairs of master and model parameters, in columns, and what happens to both.
-
-They are those of an optimizer, in whose ``param_groups`` masters stay, as in Apex, or those of a
-model.
+"""Pairs of master and model parameters, of an optimizer or a model, and what happens to both.
 
 **Whoever writes to a master so that its** ``_version`` **or its memory changes writes to its
 weight.** Each write of amp's own is noted: both versions and both addresses. The notes are compared
@@ -14,10 +11,8 @@ at each forward of the model, at each step and by ``state_dict``:
   master. Of the others the weight is taken, with a warning.
 
 A write through ``.data``, NumPy or a collective into a master taken from the groups changes neither
-version nor address. docs/recipes.md has the line that works.
-
-With many small weights Python overhead dominates a step. So each operation on all of them is one
-comprehension or C loop here, without a call for each tensor.
+version nor address. docs/recipes.md has the line that works. As Python overhead dominates a step of
+many small weights, each operation on all of them is one comprehension or C loop here.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ from apex.amp.gradients.accumulation import (
 from apex.amp.gradients.masters import Master, table
 from apex.ops.lists.columns import OWN_MEMORY
 
-Sharers = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
+Owners = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
 
 _VERSION = operator.attrgetter("_version")
 _GRAD = operator.attrgetter("grad")
@@ -161,7 +156,7 @@ class Pairs:
     # -- gradients -----------------------------------------------------------------------------
 
     def widen(
-        self, sharers: Sharers, *, fill: bool
+        self, owners: Owners, *, fill: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Make float32 copies of the weights' gradients; a master without a gradient gets its copy.
 
@@ -180,8 +175,8 @@ class Pairs:
             grads = grads_of([weight for weight, _, _ in rows])
             copies = [grad.float() for grad in grads]
         else:
-            owners = table.changes, [master for _, _, master in rows]
-            copies = self._kept.like(grads, owners)
+            masters = table.changes, [master for _, _, master in rows]
+            copies = self._kept.like(grads, masters)
             if fill and copies:
                 torch._foreach_copy_(copies, grads)
         more = []
@@ -193,9 +188,9 @@ class Pairs:
                 tensor.grad = copy
             else:
                 more.append((tensor, copy))
-        if sharers:
+        if owners:
             for _, tensor, master in rows:
-                master.waiting = set(sharers.get(id(tensor), ()))
+                master.waiting = set(owners.get(id(tensor), ()))
         if rows:
             self.are_freed = False
         return grads, copies, more
@@ -252,7 +247,7 @@ class Pairs:
             weight.grad = tensor.grad = master.taken = None
         return False
 
-    def take_new(self, sharers: Sharers) -> bool:
+    def take_new(self, owners: Owners) -> bool:
         """Add to the masters what a backward outside of ``scale_loss`` has left on weights.
 
         It is what is there after a training forward has cleared the gradients of passes. What is
@@ -270,22 +265,19 @@ class Pairs:
                 new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
                 accumulate([(tensor, new.float())])
                 master.taken, master.taken_version = grad, grad._version
-                master.waiting = set(sharers.get(id(tensor), ()))
+                master.waiting = set(owners.get(id(tensor), ()))
         return is_changed and self.drop_cleared(zeros=False)
 
-    def wait(self, sharers: Sharers, weights: Container[torch.Tensor]) -> None:
+    def wait(self, owners: Owners, weights: Container[torch.Tensor]) -> None:
         """Keep the gradients of ``weights`` until every optimizer that shares them has stepped."""
         for weight, tensor, master in self._rows:
             if weight in weights:
-                master.waiting = set(sharers.get(id(tensor), ()))
+                master.waiting = set(owners.get(id(tensor), ()))
 
     def has_grads(self) -> bool:
-        """Whether a master has a gradient."""
-        return any_grad(self.tensors)
-
-    def has_new(self) -> bool:
-        """Whether a weight has a gradient that its master has not taken."""
-        return any([w.grad is not None and m.taken is None for w, _, m in self._rows])
+        """Whether a master has a gradient, or a weight one that its master has not taken."""
+        new = [w.grad is not None and m.taken is None for w, _, m in self._rows]
+        return any(new) or any_grad(self.tensors)
 
     def match_requires_grad(self) -> None:
         """Let masters require gradients where their weights do."""
@@ -312,9 +304,9 @@ class Pairs:
             if weight.grad is not None:
                 write_zeros(weight.grad)
 
-    def free_grads(self, sharers: Sharers, stepped: int) -> None:
+    def free_grads(self, owners: Owners, stepped: int) -> None:
         """Free the masters' gradients that no ledger but ``stepped``, an id, has yet to step."""
-        if not sharers:
+        if not owners:
             for tensor in self.tensors:
                 tensor.grad = None
             self.are_freed = True

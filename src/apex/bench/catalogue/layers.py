@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex.bench import tolerance
-from apex.bench.catalogue.entry import Checked, Leaf, Op, Shape, Timed
-from apex.bench.catalogue.sizes import (
+from apex.bench.catalogue.entry import (
     ATTENTION,
     CAUSAL,
     HEAD,
@@ -23,6 +22,11 @@ from apex.bench.catalogue.sizes import (
     ROTARY,
     ROWS,
     SCORES,
+    Checked,
+    Leaf,
+    Op,
+    Shape,
+    Timed,
 )
 from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.multihead_attn import SelfMultiheadAttn
@@ -46,14 +50,6 @@ MASKED = -10000.0  # what the softmaxes put instead of a masked logit
 # --- elementwise ----------------------------------------------------------------------------------
 
 
-def _gated(shape: Shape) -> Sequence[Leaf]:
-    return [Leaf(shape, 2.0), Leaf(shape)]
-
-
-def _torchs_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
 def _picked(shape: Shape) -> Sequence[Leaf]:
     """A matrix, and one whose rows are picked, about four times each."""
     return [Leaf(shape), Leaf((max(4, shape[0] // 4), shape[1]))]
@@ -63,10 +59,6 @@ def _index(in2: Tensor) -> tuple[Tensor]:
     """Rows in no order, the last of them left out."""
     rows = torch.arange(len(in2), device=in2.device)
     return ((7 * rows + 2) % (max(4, len(in2) // 4) - 1),)
-
-
-def _torchs_index_mul_2d(in2: Tensor, in1: Tensor, index: Tensor) -> Tensor:
-    return in1[index] * in2
 
 
 def _freqs(part: float, t: Tensor) -> tuple[Tensor]:
@@ -97,10 +89,6 @@ def _ligers_rotary(liger: Any, t: Tensor, freqs: Tensor) -> Tensor:
 # --- softmaxes ------------------------------------------------------------------------------------
 
 
-def _scores(shape: Shape) -> Sequence[Leaf]:
-    return [Leaf(shape, 2.0)]
-
-
 def _mask(empty: bool, x: Tensor) -> tuple[Tensor, float]:
     """A mask that the heads share, and a scale.
 
@@ -126,14 +114,6 @@ def _torchs_emptied_softmax(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return _torchs_masked_softmax(x, masked, scale).masked_fill(masked.all(-1, keepdim=True), 0.0)
 
 
-def _later(x: Tensor) -> tuple[Tensor]:
-    return (torch.ones(x.shape[1:], dtype=torch.bool, device=x.device).triu(1),)
-
-
-def _torchs_causal_softmax(x: Tensor, later: Tensor) -> Tensor:
-    return torch.softmax((x * SCALE).masked_fill(later, -math.inf), dim=-1)
-
-
 # --- products of matrices -------------------------------------------------------------------------
 
 
@@ -146,25 +126,9 @@ def _two_layers(shape: Shape) -> Sequence[Leaf]:
     ]  # fmt: skip
 
 
-def _torchs_dense(x: Tensor, weight1: Tensor, bias1: Tensor, *second: Tensor) -> Tensor:
-    return F.linear(F.gelu(F.linear(x, weight1, bias1), approximate="tanh"), *second)
-
-
-def _mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
-    return mlp_function(True, 1, x, weight1, weight2, bias1, bias2)
-
-
-def _torchs_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, *second: Tensor) -> Tensor:
-    return F.linear(F.linear(x, weight1, bias1).relu(), *second).relu()
-
-
 def _weights(shape: Shape) -> Sequence[Leaf]:
     """Weights for queries, keys, values and the result."""
     return [Leaf(shape), *[Leaf(shape[2:] * 2, shape[2] ** -0.5)] * 4]
-
-
-def _heads(x: Tensor) -> tuple[int]:
-    return (math.gcd(HEADS, x.shape[2]),)
 
 
 @functools.cache
@@ -201,24 +165,34 @@ def _attention_written_out(x: Tensor, *inputs: Any) -> Tensor:
     return F.linear((scores @ value).transpose(0, 1).reshape(length, batch, features), out)
 
 
+def _scores(shape: Shape) -> Sequence[Leaf]:
+    return [Leaf(shape, 2.0)]
+
+
 OPS: tuple[Op, ...] = (
     Op(
-        "swiglu", "SwiGLU", swiglu, _torchs_swiglu, _gated, checked=ROWS,
+        "swiglu", swiglu, lambda gate, up: F.silu(gate) * up,
+        lambda shape: [Leaf(shape, 2.0), Leaf(shape)], checked=ROWS,
         operator=swiglu_op.OP, fused_by="compiler",
     ),
     Op(
-        "dense_gelu_dense", "dense, GELU, dense", _fused_dense_gelu_dense, _torchs_dense,
+        "dense_gelu_dense", _fused_dense_gelu_dense,
+        lambda x, weight, bias, *second: F.linear(
+            F.gelu(F.linear(x, weight, bias), approximate="tanh"), *second
+        ),
         _two_layers, timed=Timed(MATRICES, None),
     ),
-    Op("mlp", "MLP", _mlp, _torchs_mlp, _two_layers, timed=Timed(MATRICES, None)),
     Op(
-        "masked_softmax", "masked softmax, keys for all",
-        scaled_masked_softmax, _torchs_masked_softmax, _scores,
+        "mlp", lambda x, w1, b1, w2, b2: mlp_function(True, 1, x, w1, w2, b1, b2),
+        lambda x, weight, bias, *second: F.linear(F.linear(x, weight, bias).relu(), *second).relu(),
+        _two_layers, timed=Timed(MATRICES, None),
+    ),
+    Op(
+        "masked_softmax", scaled_masked_softmax, _torchs_masked_softmax, _scores,
         partial(_mask, False), timed=Timed(SCORES, (2, 3)),
     ),
     Op(
-        "masked_softmax, no key", "masked softmax",
-        scaled_masked_softmax, _torchs_emptied_softmax, _scores,
+        "masked_softmax, no key", scaled_masked_softmax, _torchs_emptied_softmax, _scores,
         partial(_mask, True), in_eps=tolerance.FROM_RESULT,
         checked=Checked(
             ((1, 2, 7, 123), (1, 2, 4, 4097)), ((1, 2, 4096, 1024), (1, 2, 1027, 4096))
@@ -227,32 +201,35 @@ OPS: tuple[Op, ...] = (
         of_matrix=lambda shape: (*(1,) * (4 - len(shape)), *shape), terms=512,
     ),
     Op(
-        "causal_softmax", "causal softmax",
+        "causal_softmax",
         lambda x, later: scaled_upper_triang_masked_softmax(x, None, SCALE),
-        _torchs_causal_softmax, _scores, _later, dtypes=("bf16",), in_eps=tolerance.FROM_RESULT,
+        lambda x, later: torch.softmax((x * SCALE).masked_fill(later, -math.inf), dim=-1), _scores,
+        lambda x: (torch.ones(x.shape[1:], dtype=torch.bool, device=x.device).triu(1),),
+        dtypes=("bf16",), in_eps=tolerance.FROM_RESULT,
         checked=Checked(((3, 33, 33),), ((8, 2048, 2048),)),
         # Half of what is read lies above the diagonal and is left out.
         timed=Timed(CAUSAL, (1.5, 2)),
     ),
     Op(
-        "rotary", "rotary embedding, all channels", fused_apply_rotary_pos_emb, _torchs_rotary,
+        "rotary", fused_apply_rotary_pos_emb, _torchs_rotary,
         lambda shape: [Leaf(shape)], partial(_freqs, 1.0),
         timed=Timed(ROTARY, (2, 2), liger=_ligers_rotary),
     ),
     Op(
-        "rotary, three quarters", "rotary embedding", fused_apply_rotary_pos_emb, _torchs_rotary,
+        "rotary, three quarters", fused_apply_rotary_pos_emb, _torchs_rotary,
         lambda shape: [Leaf(shape)], partial(_freqs, 0.75), operator=rotary.OP,
         checked=Checked(((5, 2, 3, 16), (9, 1, 20, 128)), ((4096, 1, 32, 128),)),
         arguments=lambda t, freqs: (t, freqs[:, 0, 0].cos(), freqs[:, 0, 0].sin(), None, 0),
         of_matrix=lambda shape: (2, 1, math.prod(shape[:-1]), shape[-1]), fused_by="compiler",
     ),
     Op(
-        "attention", "self-attention", _attention, _torchs_attention, _weights, _heads,
+        "attention", _attention, _torchs_attention, _weights,
+        lambda x: (math.gcd(HEADS, x.shape[2]),),
         timed=Timed(ATTENTION, None, _attention_written_out),
     ),
     Op(
-        "index_mul_2d", "index_mul_2d", lambda in2, in1, index: index_mul_2d(in1, in2, index),
-        _torchs_index_mul_2d, _picked, _index, checked=ROWS,
+        "index_mul_2d", lambda in2, in1, index: index_mul_2d(in1, in2, index),
+        lambda in2, in1, index: in1[index] * in2, _picked, _index, checked=ROWS,
         timed=Timed(MATRICES, (3, 5.25)), operator=index_mul_2d_op.OP,
         of_matrix=lambda shape: (math.prod(shape[:-1]) if shape[-1] else 0, shape[-1]),
     ),

@@ -48,13 +48,20 @@ class ListOp:
     flags: bool = True
 
 
-def _amp_c(name: str, flag: torch.Tensor, lists: list[Tensors], *arguments: Any) -> Any:
+def _amp_c(name: str, *arguments: Any) -> Any:
     """Call what users import; a check of it fails where it is not installed."""
-    return getattr(importlib.import_module("amp_C"), name)(CHUNK, flag, lists, *arguments)
+    return getattr(importlib.import_module("amp_C"), name)(CHUNK, *arguments)
 
 
-def _like(listed: Tensors) -> Tensors:
-    return [torch.empty_like(x) for x in listed]
+def _call(name: str, *arguments: Any, writes: bool, norms: int) -> Callable[..., Written]:
+    """A function of `amp_C` that ``writes`` a list behind those it reads, and returns ``norms``."""
+
+    def call(flag: torch.Tensor, *lists: Tensors) -> Written:
+        out = [torch.empty_like(x) for x in lists[0]]
+        found = _amp_c(name, flag, [*lists, out] if writes else [*lists], *arguments)
+        return Written(out if writes else (), found[:norms] if norms else ())
+
+    return call
 
 
 def _norms(listed: Tensors) -> torch.Tensor:
@@ -63,32 +70,6 @@ def _norms(listed: Tensors) -> torch.Tensor:
 
 def _norm(listed: Tensors) -> torch.Tensor:
     return _norms(listed).square().sum().sqrt().reshape(1)
-
-
-def _scale(flag: torch.Tensor, x: Tensors) -> Written:
-    out = _like(x)
-    _amp_c("multi_tensor_scale", flag, [x, out], 0.37)
-    return Written(out)
-
-
-def _axpby(flag: torch.Tensor, x: Tensors, y: Tensors) -> Written:
-    out = _like(x)
-    _amp_c("multi_tensor_axpby", flag, [x, y, out], 0.37, -1.5, -1)
-    return Written(out)
-
-
-def _l2norm(flag: torch.Tensor, x: Tensors) -> Written:
-    return Written((), list(_amp_c("multi_tensor_l2norm", flag, [x], True)))
-
-
-def _l2norm_scale(flag: torch.Tensor, x: Tensors) -> Written:
-    out = _like(x)
-    norm, _ = _amp_c("multi_tensor_l2norm_scale", flag, [x, out], 0.37, False)
-    return Written(out, [norm])
-
-
-def _unscale_l2norm(flag: torch.Tensor, x: Tensors) -> Written:
-    return Written((), [_amp_c("multi_tensor_unscale_l2norm", flag, [x], 0.25, False)[0]])
 
 
 def _clip(norm_type: float, flag: torch.Tensor, grads: Tensors) -> Written:
@@ -112,7 +93,11 @@ def _lamb_stages(
     flag: torch.Tensor, grads: Tensors, params: Tensors, mean: Tensors, roots: Tensors
 ) -> Written:
     """LAMB in the two calls of BERT's time, with a weight decay for each tensor."""
-    params, mean, terms = [x.clone() for x in params], [x.clone() for x in mean], _like(params)
+    params, mean, terms = (
+        [x.clone() for x in params],
+        [x.clone() for x in mean],
+        [*map(torch.empty_like, params)],
+    )
     decays = torch.linspace(0.0, 0.1, len(params)).to(flag.device)
     columns = [grads, params, mean, [x.square() for x in roots], terms]
     stage1, stage2 = (f"multi_tensor_lamb_stage{n}_cuda" for n in (1, 2))
@@ -136,18 +121,27 @@ def _exact_lamb_stages(grads: Tensors, params: Tensors, mean: Tensors, roots: Te
 
 
 LISTS: tuple[ListOp, ...] = (
-    ListOp("multi_tensor_scale", 1, _scale, lambda x: Written([0.37 * one for one in x])),
     ListOp(
-        "multi_tensor_axpby", 2, _axpby,
+        "multi_tensor_scale", 1, _call("multi_tensor_scale", 0.37, writes=True, norms=0),
+        lambda x: Written([0.37 * one for one in x]),
+    ),
+    ListOp(
+        "multi_tensor_axpby", 2,
+        _call("multi_tensor_axpby", 0.37, -1.5, -1, writes=True, norms=0),
         lambda x, y: Written([0.37 * a - 1.5 * b for a, b in zip(x, y, strict=True)]),
     ),
-    ListOp("multi_tensor_l2norm", 1, _l2norm, lambda x: Written((), [_norm(x), _norms(x)])),
     ListOp(
-        "multi_tensor_l2norm_scale", 1, _l2norm_scale,
+        "multi_tensor_l2norm", 1, _call("multi_tensor_l2norm", True, writes=False, norms=2),
+        lambda x: Written((), [_norm(x), _norms(x)]),
+    ),
+    ListOp(
+        "multi_tensor_l2norm_scale", 1,
+        _call("multi_tensor_l2norm_scale", 0.37, False, writes=True, norms=1),
         lambda x: Written([0.37 * one for one in x], [_norm(x)]),
     ),
     ListOp(
-        "multi_tensor_unscale_l2norm", 1, _unscale_l2norm,
+        "multi_tensor_unscale_l2norm", 1,
+        _call("multi_tensor_unscale_l2norm", 0.25, False, writes=False, norms=1),
         lambda x: Written((), [0.25 * _norm(x)]),
     ),
     ListOp("clip_grad_norm_", 1, partial(_clip, 2.0), partial(_exact_clip, 2.0), flags=False),

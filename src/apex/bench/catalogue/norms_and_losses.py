@@ -12,8 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex.bench import tolerance
-from apex.bench.catalogue.entry import Checked, Function, Leaf, Op, Shape, Timed
-from apex.bench.catalogue.sizes import IMAGES, MATRICES, ROWS
+from apex.bench.catalogue.entry import (
+    IMAGES,
+    MATRICES,
+    ROWS,
+    Checked,
+    Function,
+    Leaf,
+    Op,
+    Shape,
+    Timed,
+)
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
@@ -53,19 +62,22 @@ def _logits(shape: Shape) -> Sequence[Leaf]:
     return [Leaf(shape, 2.0)]
 
 
-def _rows_of_a_matrix(shape: Shape) -> Shape:
-    return (math.prod(shape[:-1]) if shape[-1] else 0, shape[-1])
-
-
 # --- norms ----------------------------------------------------------------------------------------
 
 
-def _layer_norm(function: Any, thrifty: bool = False) -> Function:
-    return lambda x, weight, bias: function(x, weight, bias, weight.shape, EPS, thrifty)
+def _norm(function: Any, memory_efficient: bool = False) -> Function:
+    return lambda x, *params: function(x, *params, params[0].shape, EPS, memory_efficient)
 
 
-def _rms_norm(thrifty: bool) -> Function:
-    return lambda x, weight: norms.fused_rms_norm_affine(x, weight, weight.shape, EPS, thrifty)
+def _of_operator(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *more: torch.dtype
+) -> tuple[Any, ...]:
+    """The operator's arguments; ``more`` is what the memory-efficient one takes besides."""
+    return x, weight, bias, x.shape[-1:], EPS, bias is not None, x.dtype, *more
+
+
+def _of_memory_efficient(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+    return _of_operator(x, weight, bias, x.dtype)
 
 
 def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -102,10 +114,6 @@ def _torchs_group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> 
     # What F.group_norm calls after it has refused the single element of the host's cost.
     # torch 2.14 refuses images without elements.
     return torch.group_norm(x, groups, weight, bias, EPS) if x.numel() else torch.empty_like(x)
-
-
-def _torchs_group_norm_silu(*inputs: Any) -> Tensor:
-    return F.silu(_torchs_group_norm(*inputs))
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -184,63 +192,62 @@ def _torchs_focal_loss(
 
 
 _LAYER_NORM = norms.fused_layer_norm_affine
-_NORM_IN_EPS = {torch.float32: tolerance.GROUP_NORM}
+_RMS_NORM = norms.fused_rms_norm_affine
+_ONE_WEIGHT = partial(_rows, params=1)
+# What the variants of an op share.
+_OF_GROUP_NORM: dict[str, Any] = {
+    "checked": PICTURES, "in_eps": {torch.float32: tolerance.GROUP_NORM},
+    "layout": torch.channels_last,
+}  # fmt: skip
+_OF_LOSS: dict[str, Any] = {
+    "of_matrix": lambda shape: (math.prod(shape[:-1]) if shape[-1] else 0, shape[-1]),
+    "widens": True, "terms": 512,
+}  # fmt: skip
 
 OPS: tuple[Op, ...] = (
     Op(
-        "layer_norm", "layer norm", _layer_norm(_LAYER_NORM), _torchs_layer_norm, _rows,
-        checked=ROWS,
+        "layer_norm", _norm(_LAYER_NORM), _torchs_layer_norm, _rows, checked=ROWS,
         timed=Timed(
             MATRICES, (2, 3), liger=lambda liger, *inputs: liger.liger_layer_norm(*inputs, EPS)
         ),
-        operator=row_norms.OP,
-        arguments=lambda x, weight, bias: (x, weight, bias, x.shape[-1:], EPS, True, x.dtype),
+        operator=row_norms.OP, arguments=_of_operator,
     ),
     Op(
-        "layer_norm, wide rows", "layer norm, wide rows", _layer_norm(_LAYER_NORM),
-        _torchs_layer_norm, _rows, checked=WIDE, dtypes=("fp32",),
+        "layer_norm, wide rows", _norm(_LAYER_NORM), _torchs_layer_norm, _rows, checked=WIDE,
+        dtypes=("fp32",),
     ),
     Op(
-        "layer_norm, mixed", "layer norm, fp32 weights",
-        _layer_norm(norms.mixed_dtype_fused_layer_norm_affine), _torchs_layer_norm,
-        _float32_weights, checked=ROWS, dtypes=("bf16",),
+        "layer_norm, fp32 weights", _norm(norms.mixed_dtype_fused_layer_norm_affine),
+        _torchs_layer_norm, _float32_weights, checked=ROWS, dtypes=("bf16",),
     ),
     Op(
-        "layer_norm, from the output", "layer norm, memory-efficient",
-        _layer_norm(_LAYER_NORM, thrifty=True), _torchs_layer_norm, _rows, checked=ROWS,
-        dtypes=("fp32",), operator=row_norms.MEMORY_EFFICIENT,
-        arguments=lambda x, weight, bias: (
-            x, weight, bias, x.shape[-1:], EPS, True, x.dtype, x.dtype,
-        ),
+        "layer_norm, memory-efficient", _norm(_LAYER_NORM, memory_efficient=True),
+        _torchs_layer_norm, _rows, checked=ROWS, dtypes=("fp32",),
+        operator=row_norms.MEMORY_EFFICIENT, arguments=_of_memory_efficient,
     ),
     Op(
-        "layer_norm, fast", "fast layer norm", _fast_layer_norm, _torchs_layer_norm, _rows,
-        checked=ROWS, dtypes=("fp16",),
+        "layer_norm, fast", _fast_layer_norm, _torchs_layer_norm, _rows, checked=ROWS,
+        dtypes=("fp16",),
     ),
     Op(
-        "rms_norm", "RMS norm", _rms_norm(False), _torchs_rms_norm, partial(_rows, params=1),
-        checked=ROWS,
+        "rms_norm", _norm(_RMS_NORM), _torchs_rms_norm, _ONE_WEIGHT, checked=ROWS,
         timed=Timed(
             MATRICES, (2, 3), _rms_norm_written_out,
             lambda liger, *inputs: liger.liger_rms_norm(*inputs, EPS, in_place=False),
         ),
-        operator=row_norms.OP,
-        arguments=lambda x, weight: (x, weight, None, x.shape[-1:], EPS, False, x.dtype),
-        fused_by="compiler",
+        operator=row_norms.OP, arguments=_of_operator, fused_by="compiler",
     ),
     Op(
-        "rms_norm, wide rows", "RMS norm, wide rows", _rms_norm(False), _torchs_rms_norm,
-        partial(_rows, params=1), checked=WIDE, dtypes=("bf16",),
+        "rms_norm, wide rows", _norm(_RMS_NORM), _torchs_rms_norm, _ONE_WEIGHT, checked=WIDE,
+        dtypes=("bf16",),
     ),
     Op(
-        "rms_norm, from the output", "RMS norm, memory-efficient", _rms_norm(True),
-        _torchs_rms_norm, partial(_rows, params=1), checked=ROWS, dtypes=("fp32",),
-        operator=row_norms.MEMORY_EFFICIENT,
-        arguments=lambda x, weight: (x, weight, None, x.shape[-1:], EPS, False, x.dtype, x.dtype),
+        "rms_norm, memory-efficient", _norm(_RMS_NORM, memory_efficient=True), _torchs_rms_norm,
+        _ONE_WEIGHT, checked=ROWS, dtypes=("fp32",), operator=row_norms.MEMORY_EFFICIENT,
+        arguments=_of_memory_efficient,
     ),
     Op(
-        "group_norm", "group norm", _group_norm(""), _torchs_group_norm, _images, _groups,
-        checked=PICTURES, in_eps=_NORM_IN_EPS, layout=torch.channels_last,
+        "group_norm", _group_norm(""), _torchs_group_norm, _images, _groups, **_OF_GROUP_NORM,
         timed=Timed(
             IMAGES, (2, 3),
             liger=lambda liger, x, weight, bias, groups: liger.liger_group_norm(
@@ -249,15 +256,14 @@ OPS: tuple[Op, ...] = (
         ),
     ),
     Op(
-        "group_norm, SiLU", "group norm with SiLU", _group_norm("silu"), _torchs_group_norm_silu,
-        _images, _groups, checked=PICTURES, in_eps=_NORM_IN_EPS,
-        layout=torch.channels_last, operator=group_norm.OP,
-        arguments=lambda *inputs: (*inputs, EPS, True),
+        "group_norm, SiLU", _group_norm("silu"),
+        lambda *inputs: F.silu(_torchs_group_norm(*inputs)), _images, _groups,
+        **_OF_GROUP_NORM, operator=group_norm.OP, arguments=lambda *inputs: (*inputs, EPS, True),
         of_matrix=lambda shape: (2, 3 * -(-math.prod(shape[1:]) // 4), shape[0], 2),
     ),
     Op(
-        "cross_entropy", "cross-entropy", SoftmaxCrossEntropyLoss.apply, _torchs_cross_entropy,
-        _logits, partial(_labels, 0.0), checked=CLASSES,
+        "cross_entropy", SoftmaxCrossEntropyLoss.apply, _torchs_cross_entropy, _logits,
+        partial(_labels, 0.0), checked=CLASSES,
         timed=Timed(
             MATRICES, (1, 2),
             liger=lambda liger, x, labels, *_: liger.liger_cross_entropy(
@@ -266,31 +272,30 @@ OPS: tuple[Op, ...] = (
         ),
     ),
     Op(
-        "cross_entropy, smoothed", "cross-entropy, smoothed", SoftmaxCrossEntropyLoss.apply,
-        _torchs_cross_entropy, _logits, partial(_labels, SMOOTHING), checked=CLASSES,
-        dtypes=("bf16",), operator=cross_entropy.OP,
-        of_matrix=_rows_of_a_matrix, widens=True, terms=512,
+        "cross_entropy, smoothed", SoftmaxCrossEntropyLoss.apply, _torchs_cross_entropy, _logits,
+        partial(_labels, SMOOTHING), checked=CLASSES, dtypes=("bf16",),
+        operator=cross_entropy.OP, **_OF_LOSS,
     ),
     Op(
-        "linear_cross_entropy", "linear cross-entropy, one chunk", _linear_cross_entropy(None),
-        _torchs_linear_cross_entropy, _before_logits, _classes,
+        "linear_cross_entropy", _linear_cross_entropy(None), _torchs_linear_cross_entropy,
+        _before_logits, _classes,
         timed=Timed(
             MATRICES, None,
             liger=lambda liger, *inputs: liger.liger_fused_linear_cross_entropy(*inputs),
         ),
     ),
     Op(
-        "linear_cross_entropy, in chunks", "linear cross-entropy", _linear_cross_entropy(3),
-        _torchs_linear_cross_entropy, _before_logits, _classes,
-        checked=Checked(((33, 100),), ((1024, 32_768),)), in_eps=tolerance.PRODUCTS,
+        "linear_cross_entropy, in chunks", _linear_cross_entropy(3), _torchs_linear_cross_entropy,
+        _before_logits, _classes, checked=Checked(((33, 100),), ((1024, 32_768),)),
+        in_eps=tolerance.PRODUCTS,
     ),
     Op(
-        "focal_loss", "focal loss, no padding", focal_loss, _torchs_focal_loss, _logits, _targets,
+        "focal_loss", focal_loss, _torchs_focal_loss, _logits, _targets,
         timed=Timed(MATRICES, (1, 2)),
     ),
     Op(
-        "focal_loss, smoothed", "focal loss", focal_loss, _torchs_focal_loss, _logits,
-        _smooth_targets, checked=Checked(ROWS.small, CLASSES.busy), operator=focal_loss_op.OP,
-        of_matrix=_rows_of_a_matrix, widens=True, terms=512, fused_by="compiler",
+        "focal_loss, smoothed", focal_loss, _torchs_focal_loss, _logits, _smooth_targets,
+        checked=Checked(ROWS.small, CLASSES.busy), operator=focal_loss_op.OP,
+        fused_by="compiler", **_OF_LOSS,
     ),
 )  # fmt: skip

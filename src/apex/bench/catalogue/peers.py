@@ -16,17 +16,14 @@ Peer = Callable[..., Callable[[], object]]  # from parameters and numbers to wha
 
 def of_torch(name: str) -> dict[str, Peer]:
     """An optimizer of torch's: its fused kernel, and foreach functions."""
-    ways = {"torch fused": {"fused": True}, "torch foreach": {"foreach": True}}
-    return {way: partial(_torchs, name, implementation) for way, implementation in ways.items()}
 
+    def peer(way: str, params: Params, **numbers: Any) -> Callable[[], object]:
+        step: Callable[[], object] = getattr(torch.optim, name)(
+            params, **numbers, **{way: True}
+        ).step
+        return step
 
-def _torchs(
-    name: str, implementation: dict[str, bool], params: Params, **numbers: Any
-) -> Callable[[], object]:
-    step: Callable[[], object] = getattr(torch.optim, name)(
-        params, **numbers, **implementation
-    ).step
-    return step
+    return {f"torch {way}": partial(peer, way) for way in ("fused", "foreach")}
 
 
 def foreach_lamb(params: Params, *, lr: float, weight_decay: float) -> Callable[[], object]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import apex
 
-__all__ = ["Found", "Installs", "look"]
+__all__ = ["Found", "Installs", "search"]
 
 OURS = "this project"
 NVIDIA = "NVIDIA's Apex"
@@ -49,7 +49,7 @@ class Installs:
     advice: tuple[str, ...]
 
 
-def look(path: Sequence[str] | None = None) -> Installs:
+def search(path: Sequence[str] | None = None) -> Installs:
     """Search an import path for everything called apex.
 
     Args:
@@ -72,11 +72,13 @@ def _distribution(item: importlib.metadata.Distribution) -> Found:
 
     where = str(Path(str(item.locate_file(""))).resolve())
     try:
-        said = f"{field('Summary')} {field('Author')} {item.requires or ''}".lower()
+        words = f"{field('Summary')} {field('Author')} {item.requires or ''}".lower()
         version, ours = field("Version"), any(e.value in COMMANDS for e in item.entry_points)
     except (AttributeError, OSError, TypeError):  # half removed: older Pythons take it amiss
-        version, said, ours = "", "", False
-    known = OURS if ours else PYRAMID if "pyramid" in said else NVIDIA if "nvidia" in said else None
+        version, words, ours = "", "", False
+    known = (
+        OURS if ours else PYRAMID if "pyramid" in words else NVIDIA if "nvidia" in words else None
+    )
     return Found(known or UNKNOWN, where, version or "of unknown version")
 
 
@@ -114,5 +116,5 @@ def _distribution_advice(distributions: Sequence[Found]) -> Iterator[str]:
     if not distributions:
         yield f"programs that check whether apex is installed do not find it: {INSTALL}"
     elif distributions[0].project == OURS and distributions[0].version != apex.__version__:
-        said = f"the metadata says {distributions[0].version} but the code is {apex.__version__}"
-        yield f"{said}: {INSTALL} again"
+        words = f"the metadata says {distributions[0].version} but the code is {apex.__version__}"
+        yield f"{words}: {INSTALL} again"

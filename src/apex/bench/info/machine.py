@@ -4,13 +4,13 @@ Everything is looked up, nothing is required: what is missing comes back as ``No
 reason beside it where one is known. Triton is not imported, and no option of the process changes.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +29,14 @@ TOOL_TIMEOUT_S = 10.0  # a wedged driver makes nvidia-smi hang
 # Instruction sets that multiply this type directly; without one, torch goes through float32.
 # The names are those of torch.cpu.get_capabilities() and, where it is older, /proc/cpuinfo.
 CPU_HALF_FLAGS = {
-    "float16": ("amx_fp16", "avx512_fp16", "fp16_arith", "asimdhp"),
-    "bfloat16": ("amx_bf16", "avx512_bf16", "sve_bf16", "svebf16", "bf16"),
-}
-CPU_WITHOUT = {
-    "float16": "slow in torch alone, computed in float32 under amp",
-    "bfloat16": "correct, but slow",
-}
+    "float16": (
+        ("amx_fp16", "avx512_fp16", "fp16_arith", "asimdhp"),
+        "slow in torch alone, computed in float32 under amp",
+    ),
+    "bfloat16": (
+        ("amx_bf16", "avx512_bf16", "sve_bf16", "svebf16", "bf16"), "correct, but slow",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,24 +109,32 @@ def busy() -> str | None:
 
 
 def _cpu() -> Device:
+    memory = None
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
         device="cpu",
         name=next(_cpuinfo("model name"), "") or platform.processor() or platform.machine(),
-        memory_bytes=_physical_memory(),
+        memory_bytes=memory,
         cores=os.cpu_count(),
         capability=torch.backends.cpu.get_cpu_capability(),
-        half_types=_cpu_half_types(_cpu_flags()),
+        half_types=_cpu_half_types(),
     )
 
 
-def _cpu_half_types(flags: frozenset[str]) -> tuple[HalfType, ...]:
+def _cpu_half_types() -> tuple[HalfType, ...]:
+    capabilities = _compat.cpu_capabilities()
+    if capabilities is None:
+        flags = {word for line in _cpuinfo("flags", "Features") for word in line.split()}
+    else:
+        flags = {name for name, present in capabilities.items() if present is True}
     if not flags:
         return _unknown_half_types("this system does not say what its CPU can do")
-    present = {dtype: flags.intersection(wanted) for dtype, wanted in CPU_HALF_FLAGS.items()}
-    return tuple(
-        HalfType(dtype, bool(found), ", ".join(sorted(found)) or f"no such instructions: {without}")
-        for (dtype, found), without in zip(present.items(), CPU_WITHOUT.values(), strict=True)
-    )
+    found = []
+    for dtype, (wanted, without) in CPU_HALF_FLAGS.items():
+        present = ", ".join(sorted(flags.intersection(wanted)))
+        found.append(HalfType(dtype, bool(present), present or f"no such instructions: {without}"))
+    return tuple(found)
 
 
 def _gpu(index: int) -> Device:
@@ -133,8 +142,8 @@ def _gpu(index: int) -> Device:
     try:
         properties = torch.cuda.get_device_properties(index)
     except (AssertionError, RuntimeError) as error:  # fallen off the bus, or in use by one process
-        said, *_ = str(error).splitlines() or [type(error).__name__]
-        return Device(name, f"unusable: {said}", None, None, None, ())
+        reason, *_ = str(error).splitlines() or [type(error).__name__]
+        return Device(name, f"unusable: {reason}", None, None, None, ())
     rocm = torch.version.hip is not None
     capability = (properties.major, properties.minor)
     return Device(
@@ -189,8 +198,8 @@ def _why_no_gpu(driver: str | None) -> str:
 
 def _driver() -> tuple[str | None, str | None]:
     """Ask nvidia-smi for the driver's version and the newest CUDA that it serves."""
-    said = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    version = _search(r"^\s*(\d+\.[\d.]+)\s*$", said)
+    answer = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    version = _search(r"^\s*(\d+\.[\d.]+)\s*$", answer)
     if version is None:
         return None, None
     return version, _search(r"CUDA[^:|]*Version\s*:\s*([\d.]+)", _output_of("nvidia-smi"))
@@ -224,14 +233,6 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def _cpu_flags() -> frozenset[str]:
-    """Collect the names of what the CPU can do; empty where nobody says."""
-    capabilities = _compat.cpu_capabilities()
-    if capabilities is not None:
-        return frozenset(name for name, present in capabilities.items() if present is True)
-    return frozenset(word for line in _cpuinfo("flags", "Features") for word in line.split())
-
-
 def _cpuinfo(*fields: str) -> Iterator[str]:
     """Yield the values of some fields of Linux's CPU list, in order; none on other systems."""
     try:
@@ -242,12 +243,3 @@ def _cpuinfo(*fields: str) -> Iterator[str]:
         field, _, value = line.partition(":")
         if field.strip() in fields:
             yield value.strip()
-
-
-def _physical_memory() -> int | None:
-    if sys.platform == "win32":
-        return None
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None

@@ -7,13 +7,14 @@ instructions the gradient of a convolution takes torch up to 270 times float32's
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch.nn.functional import conv2d
 
 from apex.amp.casting import cpu_float16
-from apex.bench.catalogue.entry import Shape, random
+from apex.bench.catalogue.entry import random
 from apex.bench.kernels.clocks import Call, clock
 
 __all__ = ["OPERATIONS", "Speed", "speeds", "times_of_float32"]
@@ -48,35 +49,25 @@ class Speed:
 
 def _product(dtype: torch.dtype, device: torch.device) -> Call:
     size, _ = SIZES[device.type]
-    a, b = _random(dtype, device, (size, size), (size, size))
+    a, b = (random((size, size), dtype, device, seed=seed) for seed in range(2))
     return lambda: a @ b
 
 
-def _forward(dtype: torch.dtype, device: torch.device) -> Call:
-    x, weight = _convolution(dtype, device)
-    return lambda: conv2d(x, weight, padding=1)
-
-
-def _backward(dtype: torch.dtype, device: torch.device) -> Call:
-    x, weight = (tensor.requires_grad_() for tensor in _convolution(dtype, device))
-    y = conv2d(x, weight, padding=1)
+def _convolution(dtype: torch.dtype, device: torch.device, *, backward: bool) -> Call:
+    _, images = SIZES[device.type]
+    shapes = (images, 32, 32, 32), (64, 32, 3, 3)
+    x, weight = (random(shape, dtype, device, seed=seed) for seed, shape in enumerate(shapes))
+    if not backward:
+        return lambda: conv2d(x, weight, padding=1)
+    y = conv2d(x.requires_grad_(), weight.requires_grad_(), padding=1)
     grad = torch.ones_like(y)
     return lambda: torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
 
 
-def _convolution(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    _, images = SIZES[device.type]
-    return _random(dtype, device, (images, 32, 32, 32), (64, 32, 3, 3))
-
-
-def _random(dtype: torch.dtype, device: torch.device, *shapes: Shape) -> list[torch.Tensor]:
-    return [random(shape, dtype, device, seed=n) for n, shape in enumerate(shapes)]
-
-
 OPERATIONS: dict[str, Callable[[torch.dtype, torch.device], Call]] = {
     "matrix product": _product,
-    "convolution forward": _forward,
-    "convolution backward": _backward,
+    "convolution forward": partial(_convolution, backward=False),
+    "convolution backward": partial(_convolution, backward=True),
 }
 
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from apex.bench.catalogue.entry import Function, Inputs, Op, Sizes, Timed
+from apex.bench.catalogue.entry import LISTS, Function, Inputs, Op, Sizes, Timed
 from apex.bench.catalogue.ops import OPS
 from apex.bench.catalogue.optimizers import OPTIMIZERS, Optimizer, TimedStep
 from apex.bench.catalogue.peers import Peer
-from apex.bench.catalogue.sizes import LISTS
 from apex.bench.kernels.clocks import Call
 from apex.ops.lists.scale import axpby_, scale_
 from apex.ops.lists.tensor_norms import l2_norm

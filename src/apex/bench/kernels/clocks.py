@@ -5,22 +5,20 @@ times holds where neither time does.
 """
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Call", "Lap", "clock", "copy_gb_s", "launches", "take_turns"]
+__all__ = ["Call", "CallTime", "clock", "launches", "take_turns"]
 
 Call = Callable[[], object]
 
-COPY_BYTES = 2**30  # of the copy that bytes per second are compared with
 FLUSH_BYTES = 2**28  # more than any L2 cache has
 
 
-class Lap(NamedTuple):
+class CallTime(NamedTuple):
     """One timed call; ``host_ms`` until it returned."""
 
     ms: float
@@ -29,55 +27,45 @@ class Lap(NamedTuple):
 
 def take_turns(
     calls: Mapping[str, Call], repeats: int, device: torch.device
-) -> dict[str, list[Lap]]:
+) -> dict[str, list[CallTime]]:
     """Time every call ``repeats`` times, one after the other and not one many times.
 
     The order is drawn anew for each turn: who follows a provider of small needs finds the tensors
     in the cache, and memory that was just given back.
     """
     time_once = clock(device)
-    laps: dict[str, list[Lap]] = {name: [] for name in calls}
+    taken: dict[str, list[CallTime]] = {name: [] for name in calls}
     draw = random.Random(0)  # the same order in each run
     for _ in range(repeats):
         for name in draw.sample(list(calls), len(calls)):
-            laps[name].append(time_once(calls[name]))
-    return laps
+            taken[name].append(time_once(calls[name]))
+    return taken
 
 
-def clock(device: torch.device) -> Callable[[Call], Lap]:
+def clock(device: torch.device) -> Callable[[Call], CallTime]:
     """What times a call: the host's clock; CUDA events, with the L2 cache overwritten before."""
     if device.type != "cuda":
-        return _host_lap
+        return _time_on_host
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
-    def cuda_lap(call: Call) -> Lap:
+    def time_on_gpu(call: Call) -> CallTime:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         flush.zero_()  # also keeps the GPU at work until the call's first launch has arrived
         start.record()
-        host_ms = _host_lap(call).ms
+        host_ms = _time_on_host(call).ms
         stop.record()
         stop.synchronize()
-        return Lap(start.elapsed_time(stop), host_ms)
+        return CallTime(start.elapsed_time(stop), host_ms)
 
-    return cuda_lap
+    return time_on_gpu
 
 
-def _host_lap(call: Call) -> Lap:
+def _time_on_host(call: Call) -> CallTime:
     begin = time.perf_counter()
     call()
     ms = 1000 * (time.perf_counter() - begin)
-    return Lap(ms, ms)
-
-
-def copy_gb_s(device: torch.device, repeats: int) -> float:
-    """Measure a copy from memory to memory: gigabytes read and written per second."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
-    target.copy_(source)
-    laps = take_turns(calls, repeats, device)["copy"]
-    return 2 * COPY_BYTES / statistics.median(lap.ms for lap in laps) / 1e6
+    return CallTime(ms, ms)
 
 
 def launches(call: Call) -> int:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from apex.bench.cli import UsageError, suggestion
 from apex.bench.options import unique
-from apex.bench.output.columns import Column, fitted
-from apex.bench.output.console import NOTHING, console
+from apex.bench.output.tables import NOTHING, Column, console, fitted
 
 if TYPE_CHECKING:
     from apex.kernels.inspect.finding import Finding
@@ -80,7 +79,7 @@ def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Findin
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    to = console(180)
+    to = console()
     table, left_out = fitted(COLUMNS, findings, to)
     to.print(table)
     to.print(
@@ -102,20 +101,16 @@ def _show(findings: Sequence[Finding]) -> None:
             to.print(f"{where}: {advice}", markup=False, style="yellow")
 
 
-def _instructions(finding: Finding) -> str:
-    return f"{sum(finding.instructions.values()):.2f}" if finding.instructions else NOTHING
-
-
-def _pipes(finding: Finding) -> str:
-    pipes = sorted((finding.instructions or {}).items(), key=lambda pair: -pair[1])
+def _pipes(instructions: dict[str, float] | None) -> str:
+    pipes = sorted((instructions or {}).items(), key=lambda pair: -pair[1])
     return " ".join(f"{pipe} {number:.2f}" for pipe, number in pipes if number >= 0.005)
 
 
 def _limits(finding: Finding) -> str:
-    said = finding.limits
-    if len(set(said.values())) == 1:
-        return next(iter(said.values()))
-    return ", ".join(f"{gpu} {limit}" for gpu, limit in said.items()) or NOTHING
+    limits = finding.limits
+    if len(set(limits.values())) == 1:
+        return next(iter(limits.values()))
+    return ", ".join(f"{gpu} {limit}" for gpu, limit in limits.items()) or NOTHING
 
 
 def _widths(counts: dict[int, int] | None) -> str:
@@ -130,7 +125,7 @@ def _column(
     heading: str, name: str, text: Callable[[Any], str] = str, drop: int = 0
 ) -> Column[Finding]:
     """A field of a finding."""
-    left = text in (str, _widths)
+    left = text in (str, _widths, _pipes)
     return Column(heading, lambda finding: text(getattr(finding, name)), {}, drop=drop, left=left)
 
 
@@ -146,7 +141,12 @@ COLUMNS = (
     _column("all\nloads", "loads", _widths, 4),
     _column("all\nstores", "stores", _widths, 4),
     _column("bytes per\nelement", "bytes_per_element", _plain, 3),
-    Column("instructions\nper byte", _instructions, {}, drop=1),
-    Column("by pipe", _pipes, {}, drop=5, left=True),
+    _column(
+        "instructions\nper byte",
+        "instructions",
+        lambda pipes: f"{sum(pipes.values()):.2f}" if pipes else NOTHING,
+        1,
+    ),
+    _column("by pipe", "instructions", _pipes, 5),
     Column("limit", _limits, {}, drop=2, left=True),
 )

@@ -7,7 +7,7 @@ be moved, as declared, not those that a provider moves.
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from apex.bench.kernels.cases import DTYPES, Call, Case, Provider, Shapes
 from apex.bench.kernels.clocks import launches, take_turns
 from apex.bench.memory import peak_bytes, source
 
-__all__ = ["Measured", "Row", "how_measured", "measure"]
+__all__ = ["Row", "how_measured", "measure"]
 
 WARM_UP = 3  # calls; the first makes an optimizer's state, and compiles kernels
 
@@ -26,7 +26,7 @@ class Row:
     """One provider of one operation on one set of tensors; what was not measured is ``None``.
 
     ``times`` are of each turn, in ms, and ``our_times`` ours in the same turns. The columns of
-    `timing_report` say what the other numbers mean.
+    `timing_command` say what the other numbers mean.
     """
 
     op: str
@@ -39,7 +39,6 @@ class Row:
     times: tuple[float, ...] = ()
     our_times: tuple[float, ...] = ()
     bytes_per_element: float | None = None
-    copy_gb_s: float | None = None
     peak_mib: float | None = None
     host_ms: float | None = None
     launches: int | None = None
@@ -66,11 +65,6 @@ class Row:
         moved, ms = self.bytes_per_element, self.p50_ms
         return moved * self.elements / ms / 1e6 if moved and ms else None
 
-    @property
-    def of_copy(self) -> float | None:
-        """The same divided by that of a copy."""
-        return self.gb_s / self.copy_gb_s if self.gb_s and self.copy_gb_s else None
-
     def _log_ratios(self) -> list[float]:
         """Compare neighbours: what disturbs the machine disturbs both."""
         pairs = zip(self.our_times, self.times, strict=False)  # one of the two may have failed
@@ -90,13 +84,6 @@ def how_measured(device: torch.device) -> dict[str, str]:
     }
 
 
-class Measured(NamedTuple):
-    """The rows of a case, and the providers that are not installed, with the missing package."""
-
-    rows: list[Row]
-    missing: dict[str, str]
-
-
 def measure(
     op: Case,
     name: str,
@@ -104,9 +91,12 @@ def measure(
     dtype: str,
     device: torch.device,
     repeats: int,
-    copy_gb_s: float | None = None,
-) -> Measured:
-    """Time all providers of an operation on tensors of ``shapes``, a set of that ``name``."""
+) -> tuple[list[Row], dict[str, str]]:
+    """Time all providers of an operation on tensors of ``shapes``, a set of that ``name``.
+
+    Returns:
+        The rows, and the providers that are not installed with the missing package.
+    """
     torch.manual_seed(0)
     inputs = op.make(shapes, DTYPES[dtype], device)
     providers = [one for one in op.providers if one.only_on in (None, device.type)]
@@ -120,8 +110,8 @@ def measure(
             missing[provider.name] = error.name or str(error)
         except Exception as error:  # noqa: BLE001  what one provider cannot do is a result
             problems[provider.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    laps = take_turns(calls, repeats, device)
-    times = {who: tuple(lap.ms for lap in laps[who]) for who in calls}
+    taken = take_turns(calls, repeats, device)
+    times = {who: tuple(one.ms for one in taken[who]) for who in calls}
     first = op.providers[0].name
     cuda = device.type == "cuda"
 
@@ -140,14 +130,13 @@ def measure(
             times=times.get(who, ()),
             our_times=() if who == first else times.get(first, ()),
             bytes_per_element=moved(DTYPES[dtype]) if moved else None,
-            copy_gb_s=copy_gb_s,
             peak_mib=None if peak is None else peak / 2**20,
-            host_ms=percentile([lap.host_ms for lap in laps[who]], 50) if call and cuda else None,
+            host_ms=percentile([one.host_ms for one in taken[who]], 50) if call and cuda else None,
             launches=launches(call) if call and cuda else None,
             problem=problems.get(who),
         )
 
-    return Measured([row(one) for one in providers if one.name not in missing], missing)
+    return [row(one) for one in providers if one.name not in missing], missing
 
 
 def _ready(provider: Provider, inputs: Any, device: torch.device) -> Call:

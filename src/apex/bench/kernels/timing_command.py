@@ -1,25 +1,26 @@
 """``apex bench kernels``: times of each operation, ours and those of other packages.
 
-What is timed is in `cases`; one row is measured in `timing` by the clocks of `clocks`;
-`timing_report` shows the rows.
+What is timed is in `cases`; one row is measured in `timing` by the clocks of `clocks`. Here are the
+options, the columns of the table, and the files.
 """
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from apex.bench.cli import UsageError
 from apex.bench.info import machine
-from apex.bench.kernels import timing_report
 from apex.bench.kernels.cases import DTYPES, OF_LAYERS, OF_LISTS, Case
-from apex.bench.kernels.clocks import copy_gb_s
-from apex.bench.kernels.timing import how_measured, measure
-from apex.bench.kernels.timing_report import Report
+from apex.bench.kernels.timing import Row, how_measured, measure
 from apex.bench.options import (
+    add_device,
     at_least,
     check_file,
     environment,
@@ -27,11 +28,23 @@ from apex.bench.options import (
     terminated_like_interrupted,
     unique,
 )
-from apex.bench.output.files import save
 from apex.bench.output.progress import Bar, progress
+from apex.bench.output.tables import (
+    NOTHING,
+    Column,
+    Value,
+    console,
+    fitted,
+    number,
+    save,
+    span,
+    three,
+    write_csv,
+)
 
-__all__ = ["HELP", "OPS", "add_arguments", "run"]
+__all__ = ["COLUMNS", "HELP", "OPS", "Report", "add_arguments", "content", "run", "show"]
 
+FORMAT = "apex bench kernels 4"
 HELP = (
     "Time each optimizer step, each operation on lists of tensors, each norm and each loss beside "
     "the same of torch and Liger-Kernel, on the same tensors, taking turns."
@@ -73,13 +86,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=at_least(1), metavar="N",
         help="threads that torch may use on the CPU (default: torch's choice)",
     )  # fmt: skip
-    parser.add_argument(
-        "--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)"
-    )
+    add_device(parser)
     parser.add_argument(
         "--json", type=Path, default=Path("apex-bench", "kernels.json"), metavar="PATH",
         help="file to write, with a CSV file beside it (default: %(default)s)",
     )  # fmt: skip
+
+
+@dataclass
+class Report:
+    """What `apex bench kernels` has measured so far.
+
+    Attributes:
+        environment: Of `apex.bench.options.environment`, with ``huge_pages``, whether torch asks
+            Linux for them.
+        options: What was asked for.
+        notes: How the numbers were taken.
+        complete: Whether everything that was asked for was timed.
+        missing: Packages that are not installed, with what was not timed for that.
+        rows: What was timed.
+    """
+
+    environment: dict[str, Any]
+    options: dict[str, Any]
+    notes: dict[str, str]
+    complete: bool = False
+    missing: dict[str, list[str]] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,10 +134,18 @@ def run(args: argparse.Namespace) -> int:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(args.threads or torch.get_num_threads())
         stack.enter_context(terminated_like_interrupted())
-        report = _nothing_yet(args, device)
+        here = environment(device)
+        here["versions"]["liger_kernel"] = machine.version_of("liger_kernel")
+        here |= {
+            "huge_pages": os.environ.get(HUGE_PAGES) == "1",
+        }
+        named = {name: unique(getattr(args, name)) for name in ("op", "shapes", "dtype")}
+        numbers = {"repeats": args.repeats, "full": args.full or device.type == "cuda"}
+        options = {**named, **numbers, "device": str(device)}
+        report = Report(environment=here, options=options, notes=how_measured(device))
         with suppress(KeyboardInterrupt), progress(len(plan), TIMED) as bar:
             _measure_all(report, plan, device, args.json, bar)
-        timing_report.show(report, args.json)
+        show(report, args.json)
     if not report.complete:
         return INTERRUPTED
     return FAILED if any(row.problem and row.ours for row in report.rows) else OK
@@ -126,23 +167,6 @@ def _plan(args: argparse.Namespace) -> list[tuple[Case, str, str]]:
     return found
 
 
-def _nothing_yet(args: argparse.Namespace, device: torch.device) -> Report:
-    found = environment(device)
-    found["versions"]["liger_kernel"] = machine.version_of("liger_kernel")
-    return Report(
-        environment={**found, "huge_pages": os.environ.get(HUGE_PAGES) == "1", "copy_gb_s": None},
-        options={
-            "op": unique(args.op),
-            "shapes": unique(args.shapes),
-            "dtype": unique(args.dtype),
-            "repeats": args.repeats,
-            "full": args.full or device.type == "cuda",
-            "device": str(device),
-        },
-        notes=how_measured(device),
-    )
-
-
 def _measure_all(
     report: Report,
     plan: Sequence[tuple[Case, str, str]],
@@ -151,16 +175,136 @@ def _measure_all(
     bar: Bar,
 ) -> None:
     repeats, full = report.options["repeats"], report.options["full"]
-    copy = copy_gb_s(device, repeats) if device.type == "cuda" else None
-    report.environment["copy_gb_s"] = copy
-    for number, (op, name, dtype) in enumerate(plan, 1):
+    for place, (op, name, dtype) in enumerate(plan, 1):
         case = f"{op.name}, {name}, {dtype}"
-        bar.doing(case)
-        found = measure(op, name, op.shapes[name](full), dtype, device, repeats, copy)
-        for provider, package in found.missing.items():
-            said = [*report.missing.get(package, []), f"{op.name}: {provider}"]
-            report.missing[package] = unique(said)
-        report.rows += found.rows
-        report.complete = number == len(plan)
-        save(timing_report.content(report), file)
-        bar.done(case)
+        bar.describe(case)
+        rows, missing = measure(op, name, op.shapes[name](full), dtype, device, repeats)
+        for provider, package in missing.items():
+            without = [*report.missing.get(package, []), f"{op.name}: {provider}"]
+            report.missing[package] = unique(without)
+        report.rows += rows
+        report.complete = place == len(plan)
+        save(content(report), file)
+        bar.finish(case)
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def content(report: Report) -> dict[str, Any]:
+    """Make what the JSON file has: the fields of the report, and of each row what the CSV has."""
+    numbers = {name: of for column in COLUMNS for name, of in column.numbers.items()}
+    rows = [{name: of(row) for name, of in numbers.items()} for row in report.rows]
+    return {"format": FORMAT, **vars(report), "rows": rows}
+
+
+def show(report: Report, file: Path) -> None:
+    """Print the tables, and write the CSV file beside ``file``."""
+    to = console()
+    if not report.rows:
+        to.print("Interrupted before the first case was finished: nothing to show.")
+        return
+    to.print(_source(report), style="bold", markup=False)
+    for mark in _marks(report):
+        to.print(mark, style="bold red")
+
+    def style(row: Row) -> str | None:
+        return "red" if row.problem else "bold" if row.ours else None
+
+    for shapes, dtype in dict.fromkeys((row.shapes, row.dtype) for row in report.rows):
+        rows = [row for row in report.rows if (row.shapes, row.dtype) == (shapes, dtype)]
+        table, left_out = fitted(COLUMNS, rows, to, style)
+        count = f"{rows[0].tensors:,} tensor{'s' * (rows[0].tensors > 1)}"
+        title = f"{shapes}: {count}, {rows[0].elements:,} elements, {dtype}"
+        to.print(f"\n{title}", style="italic", markup=False)
+        to.print(table)
+        if left_out:
+            names = f"{', '.join(left_out)} ({file.stem}.csv has all)"
+            to.print(f"Columns left out, too wide: {names}.", style="dim", markup=False)
+    for where, text in (*_problems(report), *report.notes.items()):
+        to.print(f"{where}: {text.rstrip('.')}.", markup=False, style="dim")
+    write_csv(COLUMNS, report.rows, file.with_suffix(".csv"))
+    to.print(f"In {file.parent}: {file.name}, {file.stem}.csv", markup=False)
+
+
+def _source(report: Report) -> str:
+    """Say what the numbers depend on."""
+    here, turns = report.environment, report.options["repeats"]
+    threads, versions = here["threads"], here["versions"]
+    found = [
+        here["device"]["name"],
+        f"torch {versions['torch']}, apex {versions['apex']}",
+        f"{threads} thread{'s' * (threads > 1)}",
+        f"{turns} turn{'s' * (turns > 1)}",
+        "THP_MEM_ALLOC_ENABLE=1" if here["huge_pages"] else "",
+    ]
+    return ", ".join(filter(None, found))
+
+
+def _marks(report: Report) -> list[str]:
+    found = [] if report.complete else ["INCOMPLETE: interrupted"]
+    timed = [row for row in report.rows if row.times]
+    unsteady = [row for row in timed if (row.p80_ms or 0) > 2 * (row.p20_ms or 0)]
+    if unsteady:
+        found.append(f"BUSY MACHINE: {len(unsteady)} of {len(timed)} times vary a lot")
+    return found
+
+
+def _problems(report: Report) -> list[tuple[str, str]]:
+    """List what failed, and what is not installed."""
+    failed = [
+        (f"{row.op}, {row.shapes}, {row.dtype}, {row.provider}", row.problem)
+        for row in report.rows
+        if row.problem
+    ]
+    absent = [
+        (name, f"not installed (pip install --no-deps {name}); not timed: {', '.join(what)}")
+        for name, what in report.missing.items()
+    ]
+    return failed + absent
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+def _column(heading: str, name: str, text: Callable[[Any], str], drop: int = 0) -> Column[Row]:
+    """A number of a row."""
+    of = attrgetter(name)
+    return Column(heading, lambda row: text(of(row)), {name: of}, drop=drop)
+
+
+def _word(name: str, *, group: bool = False) -> Column[Row]:
+    of = attrgetter(name)
+    return Column(name, lambda row: str(of(row)), {name: of}, left=True, group=group)
+
+
+def _end(name: str) -> Callable[[Row], Value]:
+    """An end of the interval."""
+    return lambda row: getattr(row.bounds, name, None)
+
+
+COLUMNS: tuple[Column[Row], ...] = (
+    *(_word(name, group=True) for name in ("shapes", "dtype", "tensors", "elements")),
+    _word("op"),
+    _word("provider"),
+    _column("ms", "p50_ms", three),
+    Column(
+        "p20–p80", lambda row: span(row.p20_ms, row.p80_ms),
+        {"p20_ms": attrgetter("p20_ms"), "p80_ms": attrgetter("p80_ms")}, drop=4,
+    ),
+    _column("our time\n/ its", "ratio", lambda value: number(value, ".2f", "×")),
+    Column(
+        "95 %\ninterval",
+        lambda row: f"{row.bounds.low:.2f}–{row.bounds.high:.2f}" if row.bounds else NOTHING,
+        {"ratio_low": _end("low"), "ratio_high": _end("high")}, drop=2,
+    ),
+    _column("B per\nelement", "bytes_per_element", lambda value: number(value, "g"), 6),
+    _column("GB/s", "gb_s", three, 5),
+    _column("peak\nMiB", "peak_mib", three, 3),  # of a call, beyond its inputs: modes "both"
+    _column("host\nms", "host_ms", three, 7),  # until the call returns, on a GPU
+    _column("launches", "launches", lambda value: number(value, "d"), 6),
+    Column(
+        "problem", lambda row: (row.problem or "").partition(":")[0],
+        {"problem": attrgetter("problem")}, left=True, wraps=True,
+    ),
+)  # fmt: skip

@@ -1,7 +1,11 @@
-"""What the figures of reports share: panels, axes that a person reads, files.
+"""What the figures of reports share: styles of levels, panels, axes that a person reads, files.
 
 Figures are made without pyplot: there is no display to need and no global state to leave behind.
-Matplotlib comes with the ``bench`` extra and is imported where it is used.
+
+The colours are Okabe and Ito's, which colour-blind readers can tell apart, two violets and a brown:
+as protanopes, deuteranopes and tritanopes see them, any two are at least 16 apart in CIELAB. A
+bfloat16 level has the lighter shade of its float16 level, and every level has a marker of its own,
+so that no reader depends on colours. They name levels; none means good or bad.
 """
 
 import io
@@ -13,25 +17,59 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from apex.bench.output.looks import INK
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = [
-    "PANEL",
-    "Drawn",
-    "log_axis",
-    "new_figure",
-    "plain",
-    "save",
-    "tidy",
-]
+__all__ = ["INK", "PANEL", "Drawn", "Style", "log_axis", "new_figure", "plain", "save", "style"]
+__all__ += ["tidy"]
 
+INK = "#333333"  # text and axes too; a page on a dark background replaces it
 PANEL = (4.6, 3.3)  # inches: readable on a phone
 STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2, 3, 5, 7, 9))
+
+
+class Style(NamedTuple):
+    """Of one line, bar or point.
+
+    Curves often lie on top of each other: wide ones are below, thin ones above. A ``hollow`` marker
+    has no filling.
+    """
+
+    colour: str
+    marker: str
+    width: float
+    hollow: bool = False
+
+
+STYLES = {
+    "O0": Style(INK, "o", 3.6),
+    "O1": Style("#0072B2", "s", 3.0),
+    "O2": Style("#D55E00", "^", 2.6),
+    "O3": Style("#009E73", "D", 2.2),
+    "O4": Style("#56B4E9", "v", 1.8),
+    "O5": Style("#E69F00", "P", 1.6),
+    "native-fp16": Style("#7722EE", "<", 1.6),
+    "native-bf16": Style("#BB66FF", ">", 1.4),
+    "FP16": Style("#884422", "X", 1.4),
+}
+TF32_ON = "#858585"  # O0 with TF32, beside O0 without
+
+
+def style(label: str, among: Collection[str] = ()) -> Style:
+    """Find the style of a level, with TF32 where that is a choice.
+
+    Args:
+        label: `apex.bench.training.results.Cell.label`.
+        among: All labels of the plot: only a level that is there with and without TF32 needs two
+            styles.
+    """
+    level, _, tf32 = label.partition(" TF32 ")
+    found = STYLES[level]
+    if tf32 != "on" or f"{level} TF32 off" not in among:
+        return found
+    return found._replace(hollow=True, colour=TF32_ON if level == "O0" else found.colour)
 
 
 class Drawn(NamedTuple):
@@ -43,37 +81,37 @@ class Drawn(NamedTuple):
 
 
 def save(
-    made: "dict[str, Callable[[], Figure | None]]", folder: Path, said: Sequence[str], below: str
+    made: "dict[str, Callable[[], Figure | None]]", folder: Path, marks: Sequence[str], source: str
 ) -> dict[str, Drawn]:
     """Write the files; a plot without numbers has none, and those of an earlier run go away.
 
     Args:
         made: What makes the figure of each name.
         folder: For the files.
-        said: What keeps the numbers from being a full result: the words before the colon go below
+        marks: What keeps the numbers from being a full result: the words before the colon go below
             the figure in its file. A page has them once.
-        below: Where the numbers are from, below the figure in its file.
+        source: Where the numbers are from, below the figure in its file.
 
     Returns:
         Each plot for a page.
     """
-    words = [*(mark.partition(":")[0].lower() for mark in said), below]
+    words = [*(mark.partition(":")[0].lower() for mark in marks), source]
     drawn = {}
     for name, make in made.items():
-        with _style(name):
+        with _settings(name):
             figure = make()
             if figure is None:
                 for suffix in ("png", "svg"):
                     (folder / f"{name}.{suffix}").unlink(missing_ok=True)
                 continue
-            source = figure.supxlabel(plain(" · ".join(words), 400), fontsize=7.5, alpha=0.75)
+            below = figure.supxlabel(plain(" · ".join(words), 400), fontsize=7.5, alpha=0.75)
             _legend(figure)
             figure.savefig(folder / f"{name}.png", dpi=150)
             text = _svg(figure).replace("<svg ", '<svg style="background: white" ', 1)
             (folder / f"{name}.svg").write_text(text, encoding="utf-8")
-            source.remove()
+            below.remove()
             wide = _svg(figure)
-            with _style(f"{name} narrow"):
+            with _settings(f"{name} narrow"):
                 drawn[name] = Drawn(wide, _svg(figure) if _stack(figure) else None)
     return drawn
 
@@ -85,7 +123,7 @@ def _svg(figure: "Figure") -> str:
 
 
 @contextmanager
-def _style(salt: str) -> Iterator[None]:
+def _settings(salt: str) -> Iterator[None]:
     import matplotlib as mpl
 
     settings: dict[str, Any] = {
@@ -140,7 +178,7 @@ def _stack(figure: "Figure") -> bool:
 
 
 def _legend(figure: "Figure") -> None:
-    """Name every look of the figure once, above its panels."""
+    """Name every style of the figure once, above its panels."""
     for old in figure.legends:
         old.remove()
     by_name: dict[str, Any] = {}

@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from apex.bench.output.columns import Column, filled
-from apex.bench.output.console import NOTHING
-from apex.bench.output.figures import PANEL, Drawn
-from apex.bench.output.files import jsonable
-from apex.bench.output.looks import INK
+from apex.bench.output.figures import INK, PANEL, Drawn
+from apex.bench.output.tables import NOTHING, Column, filled, jsonable
 
 __all__ = ["Cell", "about_columns", "column_table", "flat", "join", "plot", "render", "table"]
 
@@ -63,13 +60,9 @@ def plot(drawn: Drawn, caption: str) -> dict[str, Any]:
 
     width = re.search(r'<svg [^>]*?width="([\d.]+)pt"', drawn.wide)
     panels = max(1, round(float(width[1]) / 72 / PANEL[0])) if width else 1
-    svgs = [Markup(_for_a_page(svg)) for svg in drawn if svg is not None]
+    bare = [re.sub(r' id="[\w.]+_\d+"', "", svg[svg.index("<svg") :]) for svg in drawn if svg]
+    svgs = [Markup(svg.replace(INK, "currentColor")) for svg in bare]
     return {"svgs": svgs, "panels": panels, "caption": caption}
-
-
-def _for_a_page(svg: str) -> str:
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg[svg.index("<svg") :])  # figure_1 is in each
-    return svg.replace(INK, "currentColor")
 
 
 def table(of: Sequence[tuple[str, dict[str, Cell]]]) -> dict[str, Any]:
@@ -88,24 +81,24 @@ def column_table(
     columns: Sequence[Column[T]], of: Sequence[T], label: Callable[[T], str]
 ) -> dict[str, Any]:
     """Make a table of what columns say; ``label`` gives what `render`'s ``colour`` takes."""
-    found = filled(columns, of)
-    return table([(label(x), {_flatten(c.heading): _cell(c, x) for c in found}) for x in of])
+    found = {
+        _flatten(c.heading): (c.text, next(iter(c.numbers.values()))) for c in filled(columns, of)
+    }
+    return table(
+        [(label(x), {head: (text(x), n(x)) for head, (text, n) in found.items()}) for x in of]
+    )
 
 
 def about_columns(columns: Sequence[Column[T]], of: Sequence[T]) -> dict[str, list[Cell]]:
     """Say what the columns mean, and why numbers are missing where some are."""
     return {
         "meanings": [(_flatten(c.heading), c.meaning) for c in columns if c.meaning],
-        "absent": [(_flatten(c.heading), c.absent) for c in columns if _has_gap(c, of)],
+        "absent": [
+            (_flatten(c.heading), c.absent)
+            for c in columns
+            if c.absent and any(c.text(line) == NOTHING for line in of)
+        ],
     }
-
-
-def _cell(column: Column[T], line: T) -> Cell:
-    return column.text(line), next(iter(column.numbers.values()))(line)
-
-
-def _has_gap(column: Column[T], of: Sequence[T]) -> bool:
-    return bool(column.absent) and any(column.text(line) == NOTHING for line in of)
 
 
 def _flatten(heading: str) -> str:

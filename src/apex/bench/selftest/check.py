@@ -129,10 +129,10 @@ def carry_out(check: Check, setting: Setting) -> Result:
                 torch.cuda.synchronize(setting.device)
         except Exception:  # noqa: BLE001  a failed check is a result
             error = traceback.format_exc()
-    said = dict.fromkeys(" ".join(str(one.message).split()) for one in caught)
+    messages = dict.fromkeys(" ".join(str(one.message).split()) for one in caught)
     seconds = time.perf_counter() - started
     return Result(
-        check.area, check.name, setting.path, tuple(measured), seconds, error, tuple(said)
+        check.area, check.name, setting.path, tuple(measured), seconds, error, tuple(messages)
     )
 
 

@@ -7,10 +7,11 @@ has to be chosen before triton is imported.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,25 @@ import torch
 
 from apex.bench.cli import UsageError
 from apex.bench.info import machine
-from apex.bench.options import check_file, environment, pick_device, terminated_like_interrupted
-from apex.bench.output.files import save
-from apex.bench.selftest import gpu, ops, optimizers, report, training
-from apex.bench.selftest.check import Check, Result, Setting, carry_out, is_lost
+from apex.bench.options import (
+    add_device,
+    check_file,
+    environment,
+    pick_device,
+    terminated_like_interrupted,
+    unique,
+)
+from apex.bench.output.tables import NOTHING, aligned, save
+from apex.bench.selftest import gpu, ops, optimizers, training
+from apex.bench.selftest.check import (
+    PATHS,
+    Check,
+    Measured,
+    Result,
+    Setting,
+    carry_out,
+    is_lost,
+)
 from apex.ops import _runtime
 
 __all__ = ["HELP", "add_arguments", "every_check", "plan", "run"]
@@ -37,13 +53,12 @@ HELP = (
 INTERPRET = "TRITON_INTERPRET"
 VARIABLES = ("TRITON_", "CUDA_", "PYTORCH_", "TORCH_", "NVIDIA_", "OMP_", "THP_")  # beginnings
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
+CLEAR = "\r\x1b[K"  # of a terminal's line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``apex selftest``."""
-    parser.add_argument(
-        "--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)"
-    )
+    add_device(parser)
     parser.add_argument(
         "--json", type=Path, default=Path("apex-bench", "selftest.json"), metavar="FILE",
         help="file to write, after each check (default: %(default)s)",
@@ -72,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         "planned": len(planned),
         "complete": False,
     }
+    if why_not is None:  # now: Triton makes an ImportError of a Ctrl-C, and stays half imported
+        importlib.import_module("triton.language")
     results: list[Result] = []
     with terminated_like_interrupted():
         interrupted = True
@@ -80,10 +97,10 @@ def run(args: argparse.Namespace) -> int:
                 # The check that runs while a file is the newest: what a crash leaves.
                 content["next"] = f"{check.name} ({setting.path})"
                 save({**content, "checks": [one.as_json() for one in results]}, args.json)
-                report.say_running(f"{number + 1}/{len(planned)}  {check.area}: {content['next']}")
+                show_running(f"{number + 1}/{len(planned)}  {check.area}: {content['next']}")
                 results.append(carry_out(check, setting))
                 if results[-1].status != "right":
-                    report.say_failed(results[-1])
+                    show_failed(results[-1])
                 if results[-1].status == "raised" and is_lost(device):
                     break
             interrupted = False
@@ -91,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             if len(results) == len(planned):
                 content.update(complete=True, next=None)
             save({**content, "checks": [one.as_json() for one in results]}, args.json)
-            report.show(results, content, gpu=device.type == "cuda")
+            show(results, content, gpu=device.type == "cuda")
             print(f"In {args.json}; it has all that a report of a problem needs.")
     right = content["complete"] and all(result.status == "right" for result in results)
     return INTERRUPTED if interrupted else OK if right else FAILED
@@ -129,3 +146,65 @@ def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[tuple[C
         for path in check.paths
         if path != "kernels" or kernels
     ]
+
+
+# --- output: torch is enough for it ---------------------------------------------------------------
+
+
+def show_running(what: str) -> None:
+    """Name the check that runs, or clear the line; a log file gets nothing."""
+    if sys.stderr.isatty():
+        print(f"{CLEAR}{what[:79]}", end="", file=sys.stderr, flush=True)
+
+
+def show_failed(result: Result) -> None:
+    """Say at once that a check has failed."""
+    show_running("")
+    print(_failure(result), file=sys.stderr)
+
+
+def show(results: Sequence[Result], content: dict[str, Any], *, gpu: bool) -> None:
+    """Print where it ran, a table of each area, everything that failed, and what was not run."""
+    show_running("")
+    here = content["environment"]
+    versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("apex", "torch", "triton"))
+    print(f"{here['device']['name']} ({here['device']['device']}), {versions}")
+    for area in unique(result.area for result in results):
+        print("", area, *aligned(_rows([r for r in results if r.area == area], gpu)), sep="\n")
+    failed = [result for result in results if result.status != "right"]
+    print("", *map(_failure, failed), sep="\n")
+    if not content["complete"]:
+        print(f"INCOMPLETE: {len(results)} of {content['planned']} checks")
+    seconds = sum(result.seconds for result in results)
+    print(f"{len(results)} checks in {seconds:.0f} s, {len(failed)} failed.")
+    print(f"Kernels: {content['kernels']}.")
+    if not gpu:
+        print("No GPU was used: nothing was compiled, and CUDA graphs and waits were not checked.")
+
+
+def _rows(results: Sequence[Result], gpu: bool) -> Iterator[list[str]]:
+    paths = [path for path in PATHS if any(result.path == path for result in results)]
+    yield ["check", *(p if gpu or p != "kernels" else "kernels, interpreted" for p in paths)]
+    for name in unique(result.name for result in results):
+        found = {result.path: result for result in results if result.name == name}
+        yield [name, *(_cell(found[path]) if path in found else NOTHING for path in paths)]
+
+
+def _cell(result: Result) -> str:
+    number = NOTHING if result.worst is None else _number(result.worst)
+    return {"raised": "RAISED", "right": number, "wrong": f"WRONG: {number}"}[result.status]
+
+
+def _number(one: Measured) -> str:
+    """Show the value, what is allowed and the unit; a count of nothing is number in one word."""
+    if one.allowed == 0 and one.right:
+        return "exact"
+    return f"{one.value:.3g} of {one.allowed:.3g} {one.unit}".rstrip()
+
+
+def _failure(result: Result) -> str:
+    name = f"{result.area}: {result.name} ({result.path})"
+    if result.error:
+        return f"RAISED  {name}: {result.error.strip().splitlines()[-1]}"
+    wrong = [f"{one.what}: {_number(one)}" for one in result.measured if not one.right]
+    return f"WRONG  {name}: {'; '.join(wrong) or 'nothing was measured'}"

@@ -21,7 +21,6 @@ from apex.bench.catalogue.optimizers import OPTIMIZERS, TRUST, Optimizer, State,
 from apex.bench.selftest.check import Check, Measured, Pair, Setting, joined, one_rounding, same
 from apex.bench.selftest.ops import tensors
 from apex.ops.lists.storage import join
-from apex.optimizers import FusedAdam
 from apex.parallel import LARC
 
 __all__ = ["EVERY", "checks", "give", "gradients", "made", "parameters", "tell"]
@@ -40,7 +39,6 @@ def checks() -> Iterator[Check]:
         for dtype in variant.dtypes:
             run = partial(_compared, optimizer, variant, DTYPES[dtype])
             yield Check(AREA, f"{optimizer.called(variant)}, {dtype}", run)
-    yield Check(AREA, "FusedAdam, lost updates, bf16", _lost_updates)
 
 
 def made(optimizer: Optimizer, variant: Variant, params: Params) -> Any:
@@ -151,20 +149,6 @@ def _weight(optimizer: Any, param: torch.Tensor) -> torch.Tensor:
     if "error" in state:
         return param.detach().double() + state["error"].double()
     return state.get("master_param", param).detach()
-
-
-def _lost_updates(setting: Setting) -> Iterator[Measured]:
-    """The meter counts the weights that a step leaves as they were."""
-    params = parameters(setting, torch.bfloat16)
-    optimizer = FusedAdam(params, lr=1e-3)
-    meter = optimizer.count_lost_updates()
-    assert meter is not None  # asked for
-    before = [param.detach().clone() for param in params]
-    give(params, gradients(params, setting, 1))
-    optimizer.step()
-    total, moved = sum(param.numel() for param in params), same("", before, params).value
-    off = abs(round(meter.share * total) - (total - moved))
-    yield Measured("lost updates counted and expected", off, 0, "off")
 
 
 def _normed(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured]:

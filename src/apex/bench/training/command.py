@@ -1,8 +1,8 @@
 """``apex bench``: is lower precision worth it, on my model, on my machine?
 
-The command. The levels of each task, batch size and seed are trained by turns (`turns`) in a
-process of their own (`plan`, `worker`); `verdict` compares them, `answer` says which to take, and
-they are shown as sentences, tables, a page and pictures. Tasks are in `apex.bench.training.tasks`.
+The levels of each task, batch size and seed are trained by turns (`turns`) in a process of their
+own (`plan`, `worker`). `verdict` compares them, `sentences` says which to take, and the report is
+written as text, tables, a page and pictures.
 """
 
 import argparse
@@ -17,25 +17,25 @@ from typing import Any
 import torch
 
 from apex.bench.cli import UsageError
+from apex.bench.info import machine
 from apex.bench.options import (
+    add_device,
     at_least,
     check_file,
     check_folder,
     environment,
     pick_device,
+    positive,
     terminated_like_interrupted,
     unique,
 )
 from apex.bench.output.progress import Bar, progress
-from apex.bench.training import jobs, plan, report, tasks
-from apex.bench.training.largest import largest
-from apex.bench.training.methods import how_measured
-from apex.bench.training.optimizers import OPTIMIZERS
+from apex.bench.training import plan, report, tasks
+from apex.bench.training.notes import how_measured
 from apex.bench.training.precision import ALIASES, LEVELS
-from apex.bench.training.results import Cell, Largest, Report, Run, write
+from apex.bench.training.results import Cell, Report, write
 from apex.bench.training.tasks.task import TaskOptions
-from apex.bench.training.verdict import verdicts
-from apex.bench.training.worker import Died, in_a_process
+from apex.bench.training.trainer import OPTIMIZERS
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -48,13 +48,13 @@ MARGIN = 0.5
 DEFAULT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "native-fp16", "native-bf16")
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 TRAINED = "{task.completed:.1f} of {task.total} trainings"  # beside the progress bar
-FOR_THE_REST = 0.12  # of a budget: memory of the two models, plots and page
+FOR_THE_REST = 0.12  # of a budget: plots and page
 
 
 # fmt: off
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``apex bench``."""
-    named = "; ".join(f"{name}: {task.summary}" for name, task in tasks.TASKS.items())
+    named = "; ".join(f"{name}: {summary}" for name, (_, summary) in tasks.TASKS.items())
     add = parser.add_argument
     add("--task", nargs="+", default=["digits-cnn"], metavar="TASK",
         help=f"{named}; or file.py:function, see the docs (default: digits-cnn)")
@@ -62,15 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LEVEL",
         help="O0 to O5, native-fp16 and native-bf16 (torch.autocast), FP16 (FP16_Optimizer, static "
         "scale); FP32 is O0 and amp is O1 (default: all but FP16)")
-    add("--batch", nargs="+", type=_batch, default=[BATCH], metavar="N",
-        help=f"samples per step; max finds the largest that fits (default: {BATCH})")
-    add("--memory-limit", type=_bytes, metavar="SIZE",
-        help="memory a training may take with --batch max, such as 2GiB; required on a CPU")
+    add("--batch", nargs="+", type=at_least(1), default=[BATCH], metavar="N",
+        help=f"samples per step (default: {BATCH})")
     add("--seeds", type=at_least(1), default=3, metavar="N",
         help="train all with N seeds; below 3 there are no intervals (default: %(default)s)")
     add("--budget", type=_seconds, metavar="TIME",
         help="stop slow levels and cut trainings so that all takes so long: 90s, 10m, 2h")
-    add("--margin", type=_positive, default=MARGIN, metavar="POINTS",
+    add("--margin", type=positive, default=MARGIN, metavar="POINTS",
         help="points of accuracy that a level may lose, three test samples at least "
         "(default: %(default)s)")
     add("--target", type=_share, metavar="PERCENT", help="report the time to this accuracy")
@@ -78,14 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="passes through the data (default: the task's)")
     add("--optimizer", choices=list(OPTIMIZERS), metavar="NAME",
         help=f"which of {' '.join(OPTIMIZERS)}; lower case is torch's (default: the task's)")
-    add("--lr", type=_positive, help="learning rate (default: the task's)")
+    add("--lr", type=positive, help="learning rate (default: the task's)")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--tf32", choices=["on", "off", "both"],
         help="TF32 for float32 products, on a GPU that has it; O0 always runs both (default: off)")
     add("--quick", action="store_true", help="less data; marked in all output")
     add("--data", type=Path, metavar="FOLDER", help="files of the task")
-    add("--download", action="store_true", help="let the task fetch its files into --data")
-    add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one, else cpu)")
+    add_device(parser)
     add("--out", type=Path, default=Path("apex-bench"), metavar="FOLDER",
         help="folder of all files; a run that was stopped goes on there (default: %(default)s)")
     add("--fresh", action="store_true", help="train all again, even if --out has it already")
@@ -96,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry out ``apex bench``.
 
     Returns:
-        0, or 1 if a cell failed, diverged or ran out of memory, or a search failed, or 130 if the
-        run was interrupted; what was finished until then is shown and kept.
+        0, or 1 if a cell failed, diverged or ran out of memory, or 130 if the run was interrupted;
+        what was finished until then is shown and kept.
 
     Raises:
         UsageError: An option asks for what cannot be done, and nothing was trained; or files
@@ -106,44 +103,39 @@ def run(args: argparse.Namespace) -> int:
     bench = _Bench(args)
     with terminated_like_interrupted():
         try:
-            with suppress(KeyboardInterrupt):  # the report says by itself that it is incomplete
+            with suppress(KeyboardInterrupt):  # the report says that it is incomplete
                 bench.run_all()
             finished = bench.report
-            report.show(finished, verdicts(finished), args.out)
+            report.show(finished, args.out)
         except BrokenPipeError:  # of standard output
             raise
         except OSError as error:
             raise UsageError(
                 f"--out {args.out}: {error}; what was written before is kept"
             ) from error
-    if not (finished.complete and bench.searched):
+    if not finished.complete:
         return INTERRUPTED
-    well = all(run.status in ("ok", "stopped") for run in finished.runs)
-    return OK if well and all(found.error is None for found in finished.largest) else FAILED
+    return OK if all(run.status in ("ok", "stopped") for run in finished.runs) else FAILED
 
 
 class _Bench:
-    """All that the options ask for, and what has come of it so far."""
+    """All that the options ask for, and what has been measured so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._began = time.monotonic()
         device = pick_device(args.device)
-        self._options = TaskOptions(device, args.quick, args.data, args.download)
-        self._limit: int | None = args.memory_limit
-        batches: list[int] = unique(size for size in args.batch if size is not MAX)
-        self.searched = MAX not in args.batch
-        if not self.searched and self._limit is None and device.type == "cpu":
-            raise UsageError("--batch max: needs --memory-limit on a CPU, for instance 2GiB")
-        if self.searched and self._limit is not None:
-            raise UsageError("--memory-limit: works only with --batch max")
+        self._options = TaskOptions(device, args.quick, args.data)
+        batches = unique(args.batch)
         levels = _levels(args.levels, args.tf32, device)
-        described = [_described(name, args, self._options) for name in unique(args.task)]
-        for task, loads in described:
-            _check_batches(task["task"], loads, batches)
-        kinds = [task for task, _ in described]
+        described = [_described(name, args, self._options, batches) for name in unique(args.task)]
         ways = {"compile": args.compile, "quick": args.quick}
-        cells = plan.plan(kinds, levels, batches, args.seeds, **ways)
-        self._search = () if self.searched else plan.plan(kinds, levels, [1], 1, **ways)
+        cells = tuple(
+            Cell(level=level, tf32=tf32, batch=batch, seed=seed, **task, **ways)
+            for seed in range(args.seeds)
+            for task in described
+            for batch in batches
+            for level, tf32 in levels
+        )
         self._file = args.out / "results.json"
         check_folder("--out", args.out / "cells")
         check_file("--out", self._file)
@@ -159,23 +151,19 @@ class _Bench:
             target=args.target,
             budget_s=args.budget,
             notes=how_measured(device),
+            busy=machine.busy(),
         )
 
     def run_all(self) -> None:
         groups = plan.groups(self.report.plan)
-        total = len(self.report.plan) + len(self._search)
-        with progress(total, TRAINED) as bar:
-            if self._options.device.type == "cuda":  # events are recorded on the current one
-                torch.cuda.set_device(self._options.device.index or 0)
-            self._measure_speeds()
+        with progress(len(self.report.plan), TRAINED) as bar:
+            if self.report.busy:
+                bar.print(f"{self.report.busy}.")
+            device = self._options.device
+            if device.type == "cuda":  # events are recorded on the current one
+                torch.cuda.set_device(device.index or 0)
             for place, group in enumerate(groups):
                 self._train(group, len(groups) - place, bar)
-            if groups and self._left() > 0:
-                bar.doing("memory of two models")
-                self._measure_models()
-            for cell in self._search:
-                self._find_largest(cell, bar)
-            self.searched = True
 
     def _left(self) -> float:
         """Seconds of the budget that trainings may still take."""
@@ -184,26 +172,27 @@ class _Bench:
             return float("inf")
         return budget * (1 - FOR_THE_REST) - (time.monotonic() - self._began)
 
-    def _train(self, group: Sequence[Cell], to_come: int, bar: Bar) -> None:
+    def _train(self, group: Sequence[Cell], groups_left: int, bar: Bar) -> None:
         cell = group[0]
         name = f"{cell.task}, batch {cell.batch}, seed {cell.seed}"
-        bar.doing(name)
-        kept = self._store.get(group)
+        bar.describe(name)
+        kept, ended = self._store.get(group), "kept from an earlier run"
         if kept is None:
             begin = time.monotonic()
-            budget = None if self.report.budget_s is None else max(1.0, self._left() / to_come)
+            budget = None if self.report.budget_s is None else max(1.0, self._left() / groups_left)
 
-            def told(share: float, line: str | None) -> None:
-                bar.told(share * len(group))
+            def on_progress(share: float, line: str | None) -> None:
+                bar.update(share * len(group))
                 if line:
-                    bar.say(line)
+                    bar.print(line)
 
-            runs = plan.run_group(group, self._options, told, budget)
+            runs = plan.run_group(group, self._options, on_progress, budget)
             kept = plan.Kept(tuple(runs), time.monotonic() - begin)
             self._store.put(group, kept)
-            bar.done(f"{name}: {_said(runs)}", len(group))
-        else:
-            bar.done(f"{name}: kept from an earlier run", len(group))
+            troubled = [run for run in runs if run.status != "ok"]
+            each = [f"{run.cell.label} {run.error or run.status}" for run in troubled]
+            ended = "; ".join(each) or "ok"
+        bar.finish(f"{name}: {ended}", len(group))
         self._update(
             runs=(*self.report.runs, *kept.runs), seconds=self.report.seconds + kept.seconds
         )
@@ -212,52 +201,15 @@ class _Bench:
         self.report = replace(self.report, **changes)
         write(self.report, self._file)
 
-    def _measure_speeds(self) -> None:
-        device = self._options.device
-        with suppress(Died):
-            found = in_a_process(jobs.speeds, device, device=device)
-            self.report = replace(self.report, speeds=found)
-
-    def _measure_models(self) -> None:
-        """One after the other, in a process that has trained nothing."""
-        labels = {cell.label: cell for cell in self.report.plan}
-        cells = [
-            replace(cell, optimizer="adam", lr=1e-3, compile=False) for cell in labels.values()
-        ]
-        with suppress(Died):
-            device = self._options.device
-            found = in_a_process(jobs.model_bytes, cells, self._options, device=device)
-            self._update(model_bytes=found)
-
-    def _find_largest(self, cell: Cell, bar: Bar) -> None:
-        limit = self._limit
-        if limit is None:  # a GPU: all of it
-            limit = torch.cuda.get_device_properties(self._options.device).total_memory
-        name = f"{cell.task}, {cell.label}"
-        batch, error = largest(
-            cell, self._options, limit, lambda size: bar.doing(f"{name}: does {size} fit?")
-        )
-        found = Largest(cell.task, cell.label, batch, limit, error)
-        self._update(largest=(*self.report.largest, found))
-        bar.done(f"{name}: the largest batch that fits is {batch}")
-
-
-def _said(runs: Sequence[Run]) -> str:
-    """Say how the trainings of a group ended, those that went well without words."""
-    troubled = [run for run in runs if run.status != "ok"]
-    return "; ".join(f"{run.cell.label} {run.error or run.status}" for run in troubled) or "ok"
-
 
 # --- what the options mean -----------------------------------------------------------------------
-
-MAX = -1  # --batch max
 
 
 def _levels(
     asked: Sequence[str], tf32: str | None, device: torch.device
 ) -> list[tuple[str, bool | None]]:
     names = unique(ALIASES.get(name, name) for name in asked)
-    if not plan.has_tf32(device):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         if tf32 is not None:
             raise UsageError(f"--tf32 {tf32}: {device} has no TF32")
         return [(name, None) for name in names]
@@ -266,9 +218,12 @@ def _levels(
 
 
 def _described(
-    name: str, args: argparse.Namespace, options: TaskOptions
-) -> tuple[dict[str, Any], Any]:
-    """Load a task once, so that what is wrong with it is said now, and ask for its defaults."""
+    name: str, args: argparse.Namespace, options: TaskOptions, batches: Sequence[int]
+) -> dict[str, Any]:
+    """Load a task once, so that its mistakes are reported now, and ask for its defaults.
+
+    It is asked for a batch of each size, too: it knows which are too large.
+    """
     task = tasks.load(name, options)
     optimizer = args.optimizer or task.optimizer
     if optimizer not in OPTIMIZERS:
@@ -279,51 +234,29 @@ def _described(
             f"--task {name}: has epochs {task.epochs} and lr {task.lr}; epochs of 1 or more and an "
             "lr above 0, or None, are needed"
         )
+    for size in batches:
+        try:
+            first = next(iter(task.loader(size, 0)), None)
+        except UsageError:
+            raise
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+            raise UsageError(f"--task {name}: loader({size}, 0) raised {raised}") from error
+        if first is None:
+            raise UsageError(f"--batch {size}: {name} has fewer samples")
     own = task.lr if optimizer == task.optimizer else None
-    described = {
+    return {
         "task": name,
         "optimizer": optimizer,
         "lr": args.lr or own or OPTIMIZERS[optimizer]["lr"],
         "epochs": args.epochs or task.epochs,
     }
-    return described, task.loader
-
-
-def _check_batches(name: str, loader: Any, batches: Sequence[int]) -> None:
-    """Ask the task for a batch of each size: it knows which are too large."""
-    for size in batches:
-        try:
-            first = next(iter(loader(size, 0)), None)
-        except UsageError:
-            raise
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            raise UsageError(f"--task {name}: loader({size}, 0) raised {said}") from error
-        if first is None:
-            raise UsageError(f"--batch {size}: {name} has not so many samples")
-
-
-def _batch(text: str) -> int:
-    return MAX if text == "max" else at_least(1)(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
 
 
 def _share(text: str) -> float:
-    if _positive(text) > 100:
+    if positive(text) > 100:
         raise argparse.ArgumentTypeError(f"{text!r} is more than 100 %")
     return float(text)
-
-
-TIMES = {"s": 1, "m": 60, "h": 3600}
 
 
 def _seconds(text: str) -> float:
@@ -331,17 +264,5 @@ def _seconds(text: str) -> float:
     found = re.fullmatch(r"([\d.]+)([smh]?)", text)
     with suppress(argparse.ArgumentTypeError):
         if found:
-            return _positive(found[1]) * TIMES[found[2] or "s"]
+            return positive(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
     raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 10m or 2h")
-
-
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def _bytes(text: str) -> int:
-    """Read a size such as 512MiB or 1.5GB."""
-    for unit, factor in UNITS.items():
-        if text.endswith(unit):
-            with suppress(argparse.ArgumentTypeError):
-                return int(_positive(text.removesuffix(unit)) * factor)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 1.5GB")

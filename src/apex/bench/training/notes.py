@@ -1,15 +1,20 @@
-"""What stands beside the numbers of a report: warnings, notes, problems."""
+"""What stands beside the numbers of a report: warnings, notes, problems, how it was measured."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from apex.bench.training.results import Largest, Report
-from apex.bench.training.rows import Row, rows
-from apex.bench.training.verdict import BUSY, Verdict, same_arithmetic
+import torch
 
-__all__ = ["largest_said", "marks", "notes", "problems", "source"]
+from apex.bench import memory
+from apex.bench.training.profiling import FEW_STEPS
+from apex.bench.training.results import Report
+from apex.bench.training.rows import Row, rows
+from apex.bench.training.turns import BLOCK
+from apex.bench.training.verdict import BUSY, LOSS_MARGIN, NOISY, Verdict, same_arithmetic
+
+__all__ = ["how_measured", "marks", "notes", "problems", "source"]
 
 
 def source(environment: dict[str, Any]) -> str:
@@ -25,7 +30,9 @@ def marks(report: Report) -> list[str]:
         found.append(f"INCOMPLETE: {len({r.cell for r in report.runs})} of {len(report.plan)} runs")
     if report.quick:
         found.append("QUICK: less data")
-    if any(row.unsteady for row in made):
+    if report.busy:
+        found.append(report.busy.replace("busy machine", "BUSY MACHINE"))
+    elif any(row.unsteady for row in made):
         found.append(f"BUSY MACHINE: {BUSY}")
     if cut := _cut(made):
         found.append(f"CUT to {report.budget_s:g} s: {cut}")
@@ -36,12 +43,12 @@ def _cut(made: Sequence[Row]) -> str:
     """Say what a time budget has left out."""
     stopped = [row.label for row in made if row.stopped]
     trained = [run for row in made for run in row.finished if run.planned_steps]
-    said = [f"{', '.join(dict.fromkeys(stopped))} stopped"] if stopped else []
+    parts = [f"{', '.join(dict.fromkeys(stopped))} stopped"] if stopped else []
     if any(row.cut for row in made):
         share = statistics.fmean(len(run.losses) / run.planned_steps for run in trained)
         who = "the others" if stopped else "all"
-        said.append(f"{who} trained for {100 * share:.0f} % of their steps on average")
-    return "; ".join(said)
+        parts.append(f"{who} trained for {100 * share:.0f} % of their steps on average")
+    return "; ".join(parts)
 
 
 def notes(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
@@ -50,7 +57,11 @@ def notes(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
     for task in dict.fromkeys(row.task for row in made):
         here = [row for row in made if row.task == task]
         found += [*_same(here), *_of_test_set(here)]
-    apart = [v.row.label for v in verdicts if _apart(v)]
+    apart = []
+    for v in verdicts:
+        sizes = {len(run.together) for run in (*v.row.runs, *v.other.runs) if run.together}
+        if len(sizes) > 1 and any(len(run.together) == min(sizes) for run in v.row.runs):
+            apart.append(v.row.label)
     if apart:
         found.append(
             f"{', '.join(dict.fromkeys(apart))}: trained again with O0 alone, or alone (then the "
@@ -88,11 +99,6 @@ def _of_test_set(here: Sequence[Row]) -> list[str]:
     return []
 
 
-def _apart(verdict: Verdict) -> bool:
-    sizes = {len(run.together) for run in (*verdict.row.runs, *verdict.other.runs) if run.together}
-    return len(sizes) > 1 and any(len(run.together) == min(sizes) for run in verdict.row.runs)
-
-
 def problems(report: Report) -> list[tuple[str, str]]:
     """List where something went wrong, and what; the same at several batch sizes is one line."""
     found: dict[tuple[str, str, str], list[str]] = {}
@@ -105,8 +111,30 @@ def problems(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def largest_said(found: Largest) -> str:
-    """Say what ``--batch max`` found of a level."""
-    said = f"{found.task}, {found.level}: the largest batch that fits into "
-    said += f"{found.limit_bytes / 2**20:,.0f} MiB is {found.batch}"
-    return f"{said}, where the search ended: {found.error}" if found.error else said
+def how_measured(device: torch.device) -> dict[str, str]:
+    """Say how the numbers of a `Run` and a `Verdict` are measured and computed."""
+    clock = "CUDA events" if device.type == "cuda" else "the host's clock"
+    return {
+        "time of a step": "milliseconds from zero_grad to the end of step (forward, loss, "
+        f"backward, optimizer) by {clock}, without the time for data",
+        "turns": "the levels of a seed train by turns in one process, "
+        f"{BLOCK} steps or more each, in an order drawn from the seed and then its reverse; the "
+        "first round and the first step of each turn do not count",
+        "speed": "of each seed the median over pairs of rounds of O0's median step time over the "
+        "level's; the interval over the seeds is Student's t, each with 95 %. There is no "
+        "verdict where one step in ten takes twice the median, or the interval spans a factor of "
+        f"{NOISY:g}",
+        "accuracy": "after the last epoch, on data that were not trained on. Differences are "
+        "paired by seed, with Student's t. The interval is corrected for the number of levels "
+        "(Bonferroni): all differences from O0 on a page hold together with 95 %. "
+        "Their standard deviation is not taken below one sample of the test set divided by the "
+        "root of 2. A level is within the margin if its interval is",
+        "loss": "mean loss on the same data, finer than an accuracy, by the same rule with a 95 % "
+        f"of its own and a margin of {100 * LOSS_MARGIN:g} %; the training loss of the last epoch "
+        "where there is none",
+        "memory": f"peak bytes of tensors in a separate training of {FEW_STEPS} steps, above what "
+        "was in use before it: weights, masters, gradients, optimizer state, activations, batch "
+        f"(from {memory.source(device)}; scratch space of libraries is not in it)",
+        "operators": "by torch's profiler, one step apart, each without the operators it calls",
+        "inference": "forward and loss of a training batch in evaluation mode, by turns as well",
+    }

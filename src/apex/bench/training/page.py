@@ -2,24 +2,20 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apex.bench.info.speeds import times_of_float32
-from apex.bench.intervals import Interval
+from apex.bench.options import unique
 from apex.bench.output import html
-from apex.bench.output.columns import three
-from apex.bench.output.console import NOTHING, number
-from apex.bench.output.figures import Drawn
+from apex.bench.output.figures import Drawn, style
 from apex.bench.output.html import Cell
-from apex.bench.output.looks import look
+from apex.bench.output.tables import NOTHING, filled, number
 from apex.bench.training.notes import marks, notes, problems, source
-from apex.bench.training.recommendation import answers
 from apex.bench.training.results import FORMAT, Report
 from apex.bench.training.results import Cell as PlannedCell
 from apex.bench.training.rows import BASELINE, Row
-from apex.bench.training.sentences import sentences
+from apex.bench.training.sentences import answers, sentences
 from apex.bench.training.table import COLUMNS, Line, lines
 from apex.bench.training.verdict import Verdict, baseline_of
 
@@ -55,100 +51,67 @@ def write(report: Report, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], 
         drawn = {
             name: plot for name, plot in drawn.items() if name in ("overview", "loss", "scale")
         }
+    groups: dict[str, list[Verdict]] = {}  # against O0, of a task and batch size
+    for verdict in verdicts:
+        if verdict.other.level == BASELINE:
+            where = f"{verdict.row.task}, batch size {verdict.row.batch}"
+            groups.setdefault(where, []).append(verdict)
     html.render(
         "report.html.j2",
         path,
         environment=report.environment,
         content={"format": FORMAT, **dataclasses.asdict(report)},
-        colour=lambda label: look(label).colour,
+        colour=lambda label: style(label).colour,
         report=report,
-        title=", ".join(_tasks(report)),
+        title=", ".join(unique(cell.task for cell in report.plan)),
         source=source(report.environment),
         marks=marks(report),
-        answers=answers(report, verdicts) if report.plan else [],
+        answers=answers(report, verdicts),
         statuses=Counter(run.status for run in report.runs),
-        groups=_groups(verdicts),
+        groups=groups,
         sentences=sentences,
-        said_once=notes(report, verdicts),
+        remarks=notes(report, verdicts),
         plots={name: html.plot(plot, CAPTIONS[name]) for name, plot in drawn.items()},
         questions=_questions(report, verdicts, made),
         tables=_tables(made),
-        largest=html.table([(f.level, _record(dataclasses.asdict(f))) for f in report.largest]),
         problems=problems(report),
         notes=report.notes,
-        settings=_settings(report) if report.plan else [],
-        **html.about_columns(COLUMNS if report.plan else (), made),
+        settings=_settings(report),
+        **html.about_columns(COLUMNS, made),
     )
-
-
-def _tasks(report: Report) -> list[str]:
-    searched = [found.task for found in report.largest]
-    return list(dict.fromkeys([*(cell.task for cell in report.plan), *searched]))
-
-
-def _groups(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
-    """Put the verdicts against O0 of a task and batch size together."""
-    groups: dict[str, list[Verdict]] = {}
-    for verdict in verdicts:
-        if verdict.other.level == BASELINE:
-            where = f"{verdict.row.task}, batch size {verdict.row.batch}"
-            groups.setdefault(where, []).append(verdict)
-    return groups
 
 
 def _tables(made: Sequence[Line]) -> list[dict[str, Any]]:
     """Make the table of all levels, in two parts where it has many columns."""
-    filled = [
-        column for column in COLUMNS if any(column.text(x) not in ("", NOTHING) for x in made)
-    ]
-    names = [column for column in filled if column.group or column.heading == "level"]
-    others = sorted((c for c in filled if c not in names), key=lambda column: column.drop)
-    parts = [set(map(id, part)) for part in (others[: MAIN - 2], others[MAIN - 2 :]) if part]
+    columns = filled(COLUMNS, made)
+    names = [column for column in columns if column.group or column.heading == "level"]
+    others = sorted((c for c in columns if c not in names), key=lambda column: column.drop)
     return [
         html.column_table(
-            [c for c in filled if c in names or id(c) in part], made, lambda line: line.row.label
+            [c for c in columns if c in names or c in part], made, lambda line: line.row.label
         )
-        for part in parts
+        for part in (others[: MAIN - 2], others[MAIN - 2 :])
+        if part
     ]
-
-
-# --- what is asked next --------------------------------------------------------------------------
 
 
 def _questions(
     report: Report, verdicts: Sequence[Verdict], made: Sequence[Line]
 ) -> dict[str, tuple[str, Any]]:
-    """Make a small table for each question that was measured, with a sentence on it."""
+    """Make small tables for what is asked next, with a sentence on each."""
     table = [line.row for line in made]
     found = {
         "Ours beside torch's autocast": (
             "Each level against torch.autocast in the same dtype.",
             [(v.row.label, _beside(v)) for v in verdicts if v.other.level != BASELINE],
         ),
-        f"Time to {report.target:g} % accuracy" if report.target else "": (
-            "Training time, data included, until an epoch ended with this accuracy: the median "
-            "over the seeds, where all reached it.",
-            [(r.label, _to_target(r, table)) for r in table if report.target and r.accuracies],
-        ),
-        "Inference": (
-            "Forward and loss of a training batch in evaluation mode.",
-            [(line.row.label, _inference(line)) for line in made if line.row.inference_ms],
-        ),
         "Where the time of a step goes": (
             f"The {LONGEST} operators that take longest at each level: share of the step, and the "
             "time of all its dtypes relative to O0's (one step under torch's profiler).",
             [(row.label, _operators(row, table)) for row in table if row.operators],
         ),
-        "How fast each dtype is on this machine": (
-            "Times of one operation alone, relative to float32's.",
-            list(_speeds(report)),
-        ),
-        "Memory of two kinds of models": (
-            "Peak memory of a training with Adam, and relative to O0.",
-            list(_models(report)),
-        ),
     }  # fmt: skip
-    return {name: (said, html.table(of)) for name, (said, of) in found.items() if of}
+    return {name: (about, html.table(of)) for name, (about, of) in found.items() if of}
 
 
 def _where(row: Row) -> dict[str, Cell]:
@@ -160,83 +123,39 @@ def _where(row: Row) -> dict[str, Cell]:
 
 
 def _beside(verdict: Verdict) -> dict[str, Cell]:
-    points = verdict.accuracy.interval if verdict.accuracy else None
+    known, judged = verdict.speed, verdict.accuracy
+    ends = f"× ({known.low:.2f} to {known.high:.2f})" if known else "×"
+    speed = "too noisy" if verdict.noise else number(verdict.ratio, ".2f", ends)
+    points: Cell = (NOTHING, None)
+    if verdict.same:
+        points = ("same arithmetic", None)
+    elif judged:
+        found = judged.interval
+        points = (f"{found.low:+.2f} to {found.high:+.2f}", found.value)
     return {
         **_where(verdict.row),
         "against": (verdict.other.label, None),
-        "speed": ("too noisy", None) if verdict.noise else _ratio(verdict.ratio, verdict.speed),
+        "speed": (speed, None if verdict.noise else verdict.ratio),
         "memory": (number(verdict.memory, ".2f", "×"), verdict.memory),
-        "points of accuracy": (
-            ("same arithmetic", None)
-            if verdict.same
-            else (f"{points.low:+.2f} to {points.high:+.2f}", points.value)
-            if points
-            else (NOTHING, None)
-        ),
-    }
-
-
-def _ratio(value: float | None, known: Interval | None) -> Cell:
-    ends = f" ({known.low:.2f} to {known.high:.2f})" if known else ""
-    return number(value, ".2f", f"×{ends}"), value
-
-
-def _to_target(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
-    base, mine = baseline_of(row, table), row.seconds_to_target
-    theirs = base.seconds_to_target if base else None
-    share = mine / theirs if mine and theirs else None
-    return {
-        **_where(row),
-        "seconds": (three(mine) if mine else "not by all seeds", mine),
-        "/ O0": (number(share, ".2f", "×"), share),
-    }
-
-
-def _inference(line: Line) -> dict[str, Cell]:
-    known, ms = line.verdict.inference if line.verdict else None, line.row.inference_ms
-    return {
-        **_where(line.row),
-        "ms": (three(ms), ms),
-        "speed / O0 (95 %)": _ratio(known.value if known else None, known),
+        "points of accuracy": points,
     }
 
 
 def _operators(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
     base, total = baseline_of(row, table), sum(one.ms for one in row.operators)
-    theirs, said = base.operators if base and base != row else (), []
+    theirs, each = base.operators if base and base is not row else (), []
     for one in sorted(row.operators, key=lambda one: -one.ms)[:LONGEST]:
         before = sum(other.ms for other in theirs if other.name == one.name)
         mine = sum(other.ms for other in row.operators if other.name == one.name)
         grown = f" ({mine / before:.2f}×)" if before else ""
-        said.append(f"{one.name} {one.dtype} {one.ms / total:.0%}{grown}")
-    return {**_where(row), "operators": ("; ".join(said), None)}
-
-
-def _speeds(report: Report) -> Iterator[tuple[str, dict[str, Cell]]]:
-    for (dtype, under), times in times_of_float32(report.speeds).items():
-        name = f"{dtype}, amp" if under == "amp" else dtype
-        ratios = {of: (number(ratio, ".2f", "×"), ratio) for of, ratio in times.items()}
-        yield name, {"dtype": (name, None), **ratios}
-
-
-def _models(report: Report) -> Iterator[tuple[str, dict[str, Cell]]]:
-    base = next((of for label, of in report.model_bytes.items() if label.startswith(BASELINE)), {})
-    for label, of in report.model_bytes.items():
-        cells: dict[str, Cell] = {"level": (label, None)}
-        for name, mine in of.items():
-            share = f" ({mine / base[name]:.2f}×)" if mine and base.get(name) else ""
-            cells[name] = (f"{three(mine / 2**20)} MiB{share}" if mine else NOTHING, mine)
-        yield label, cells
-
-
-def _record(fields: dict[str, Any]) -> dict[str, Cell]:
-    return {name.replace("_", " "): (html.join([value]), value) for name, value in fields.items()}
+        each.append(f"{one.name} {one.dtype} {one.ms / total:.0%}{grown}")
+    return {**_where(row), "operators": ("; ".join(each), None)}
 
 
 def _settings(report: Report) -> list[tuple[str, str]]:
     """List the values that the cells of the plan have, and what holds for all."""
     names = [field.name for field in dataclasses.fields(PlannedCell)]
-    found = [(n, html.join(dict.fromkeys(getattr(c, n) for c in report.plan))) for n in names]
+    found = [(n, html.join(unique(getattr(c, n) for c in report.plan))) for n in names]
     found += [("margin", f"{report.margin:g} points of accuracy, and at least three test samples")]
     if report.budget_s is not None:
         found += [("budget", f"{report.budget_s:g} s")]

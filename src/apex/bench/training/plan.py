@@ -14,51 +14,24 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from apex.bench.cli import UsageError
-from apex.bench.output.files import save
-from apex.bench.training import jobs
+from apex.bench.output.tables import save
+from apex.bench.training import tasks, turns
 from apex.bench.training.results import Cell, Run, decode
 from apex.bench.training.tasks.task import TaskOptions
 from apex.bench.training.worker import Died, in_a_process
 
-__all__ = ["Kept", "Store", "groups", "has_tf32", "plan", "run_group"]
+__all__ = ["Kept", "Store", "groups", "run_group"]
 
 FORMAT = "apex bench group 1"
+REPORT_AFTER = 0.01  # of the trainings: a message costs them some microseconds
 
-
-def plan(
-    tasks: Sequence[dict[str, Any]],
-    levels: Sequence[tuple[str, bool | None]],
-    batches: Sequence[int],
-    seeds: int,
-    *,
-    compile: bool,
-    quick: bool,
-) -> tuple[Cell, ...]:
-    """Make the cells in the order in which they run.
-
-    Args:
-        tasks: ``task``, ``optimizer``, ``lr``, ``epochs`` of each.
-        levels: Each with whether TF32 is on.
-        batches: Batch sizes.
-        seeds: How many.
-        compile: Whether models are compiled.
-        quick: Whether the tasks take less data.
-    """
-    return tuple(
-        Cell(level=level, tf32=tf32, batch=batch, seed=seed, compile=compile, quick=quick, **task)
-        for seed in range(seeds)
-        for task in tasks
-        for batch in batches
-        for level, tf32 in levels
-    )
+OnProgress = Callable[[float, str | None], None]
 
 
 def groups(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:
@@ -141,7 +114,7 @@ def _text(task: str) -> str:
 def run_group(
     group: Sequence[Cell],
     options: TaskOptions,
-    told: Callable[[float, str | None], None],
+    on_progress: OnProgress,
     budget_s: float | None,
 ) -> list[Run]:
     """Train a group in a process of its own; what does not fit into it, in others.
@@ -150,16 +123,17 @@ def run_group(
         A run of each cell, and of O0 for each level that had to be trained beside it alone.
     """
     end = None if budget_s is None else time.monotonic() + budget_s
-    runs = _together(group, options, told, budget_s)
+    runs = _together(group, options, on_progress, budget_s)
     found = [run for run in runs if not _again(run)]
     base = next((cell for cell in group if cell.level == "O0"), None)
     for run in runs:
         if not _again(run):
             continue
         tried = [run]
-        for cells in _smaller(run.cell, base, len(group)):
+        beside = [(base, run.cell)] if base and base != run.cell and len(group) > 2 else []
+        for cells in (*beside, *([(run.cell,)] if len(group) > 1 else [])):
             left = None if end is None else max(1.0, end - time.monotonic())
-            tried = _together(cells, options, told, left)
+            tried = _together(cells, options, on_progress, left)
             if not any(_again(one) and one.cell == run.cell for one in tried):
                 break
         found += tried
@@ -172,22 +146,15 @@ def _again(run: Run) -> bool:
     return died or run.status == "out of memory"
 
 
-def _smaller(cell: Cell, base: Cell | None, size: int) -> Iterator[tuple[Cell, ...]]:
-    if base is not None and cell != base and size > 2:
-        yield (base, cell)
-    if size > 1:
-        yield (cell,)
-
-
 def _together(
     cells: Sequence[Cell],
     options: TaskOptions,
-    told: Callable[[float, str | None], None],
+    on_progress: OnProgress,
     budget_s: float | None,
 ) -> list[Run]:
     try:
         found: list[Run] = in_a_process(
-            jobs.train, cells, options, budget_s, device=options.device, told=told
+            _train, cells, options, budget_s, device=options.device, on_progress=on_progress
         )
     except Died as error:
         together = tuple(cell.label for cell in cells)
@@ -195,6 +162,20 @@ def _together(
     return found
 
 
-def has_tf32(device: torch.device) -> bool:
-    """Whether a device has TF32, so that it is a choice there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+def _train(
+    cells: Sequence[Cell], options: TaskOptions, budget_s: float | None, on_progress: OnProgress
+) -> list[Run]:
+    """Train cells of one task, batch size and seed by turns, in the process of `_together`."""
+    last = 0.0
+
+    def report(share: float, line: str | None) -> None:
+        nonlocal last
+        if line or share - last >= REPORT_AFTER:
+            last = share
+            on_progress(share, line)
+
+    try:
+        task = tasks.load(cells[0].task, options)
+    except UsageError as error:
+        return [Run(cell, "failed", str(error)) for cell in cells]
+    return turns.train(cells, task, options.device, report, budget_s)

@@ -10,26 +10,29 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from apex.bench.intervals import Interval, percentile
-from apex.bench.output.columns import three
-from apex.bench.output.figures import PANEL, Drawn, log_axis, new_figure, plain, save, tidy
-from apex.bench.output.looks import INK, Look, look
+from apex.bench.output.figures import (
+    INK,
+    PANEL,
+    Drawn,
+    Style,
+    log_axis,
+    new_figure,
+    plain,
+    save,
+    style,
+    tidy,
+)
+from apex.bench.output.tables import three
 from apex.bench.training.notes import marks, source
 from apex.bench.training.results import Report, Run
 from apex.bench.training.rows import Row, rows
 from apex.bench.training.table import Line, lines
-from apex.bench.training.verdict import (
-    LOSS_MARGIN,
-    Verdict,
-    as_long,
-    paired,
-    paired_ratio,
-    same_arithmetic,
-)
+from apex.bench.training.verdict import LOSS_MARGIN, Verdict, same_arithmetic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,15 +53,15 @@ def draw(report: Report, verdicts: Sequence[Verdict], folder: Path) -> dict[str,
     of = rows(report)
     made: dict[str, Callable[[], Figure | None]] = {
         "overview": partial(_overview, lines(report, verdicts)),
-        **{name: partial(_view, of, view) for name, view in VIEWS.items()},
+        **{name: partial(_against_batch, of, *view) for name, view in VIEWS.items()},
         "loss": partial(_curves, of, "Training loss", lambda run: run.losses, _draw_losses),
         "scale": partial(_curves, of, "Loss scale", _moving_scale, _draw_scales),
     }
     return save(made, folder, marks(report), source(report.environment))
 
 
-def _look(row: Row) -> Look:
-    return look(row.label, {cell.label for cell in row.report.plan})
+def _style(row: Row) -> Style:
+    return style(row.label, {cell.label for cell in row.report.plan})
 
 
 def _same_as(of: Sequence[Row]) -> dict[str, str]:
@@ -66,8 +69,39 @@ def _same_as(of: Sequence[Row]) -> dict[str, str]:
     return {row.label: same[0].label for same in same_arithmetic(of) for row in same[1:]}
 
 
-def _place(row: Row, *, several: bool) -> str:
+def _title(row: Row, *, several: bool) -> str:
     return f"{plain(row.task)}, batch size {row.batch}" if several else plain(row.task)
+
+
+def _finite(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+Points = list[tuple[float, float]]
+
+
+def _draw_lines(
+    axes: "Axes", of: Sequence[Row], points: dict[str, Points], thin: float = 0.7, **options: Any
+) -> None:
+    """Draw a line for each level; those of the same numbers are dashed, each in the others' gaps.
+
+    ``points`` and what ``options`` has are by label.
+    """
+    groups: dict[str, list[str]] = {}
+    for row in of:
+        groups.setdefault(repr(points[row.label]), []).append(row.label)
+    for row in of:
+        same, own = groups[repr(points[row.label])], _style(row)
+        dashes: Any = (DASH * same.index(row.label), (DASH, DASH * (len(same) - 1)))
+        axes.plot(
+            *zip(*points[row.label], strict=True), color=own.colour, linewidth=own.width * thin,
+            linestyle=dashes if len(same) > 1 else "-",
+            **{name: value(row, own) for name, value in options.items()},
+        )  # fmt: skip
+
+
+def _filling(row: Row, own: Style) -> str:
+    return "none" if own.hollow else own.colour
 
 
 # --- the overview --------------------------------------------------------------------------------
@@ -89,7 +123,7 @@ def _overview(of: Sequence[Line]) -> "Figure | None":
         _speeds(first, here)
         _memories(others[0], here)
         _qualities(others[1], here)
-        first.set_title(f"{_place(here[0].row, several=len(shown) > 1)}\n{first.get_title()}")
+        first.set_title(f"{_title(here[0].row, several=len(shown) > 1)}\n{first.get_title()}")
         for axes in (first, *others):
             axes.set_yticks(range(len(here)), [line.row.label for line in here])
             axes.set_ylim(len(here) - 0.5, -0.5)
@@ -106,12 +140,7 @@ def _speeds(axes: "Axes", of: Sequence[Line]) -> None:
         if line.verdict is None:
             _write(axes, place, f"{three(line.row.ms)} ms" if line.row.ms else "")
             continue
-        logs = [
-            found[0]
-            for pair in paired(line.verdict.row, line.verdict.other)
-            if (found := paired_ratio(*pair))
-        ]
-        seeds, known = [math.exp(log) for log in logs], line.verdict.speed
+        seeds, known = [math.exp(log) for log in line.verdict.each_speed], line.verdict.speed
         _dots(axes, place, line.row, seeds, known)
         shown += [*seeds, *([known.low, known.high] if known else [])]
         value = f"{line.ratio:.2f}×" if line.ratio else "not measured"
@@ -124,10 +153,10 @@ def _speeds(axes: "Axes", of: Sequence[Line]) -> None:
 
 def _memories(axes: "Axes", of: Sequence[Line]) -> None:
     for place, line in enumerate(of):
-        known, found = line.row.peak_bytes, _look(line.row)
+        known, own = line.row.peak_bytes, _style(line.row)
         if known is None:
             continue
-        axes.barh(place, known / 2**20, height=0.6, color=found.colour, linewidth=0)
+        axes.barh(place, known / 2**20, height=0.6, color=own.colour, linewidth=0)
         share = line.verdict.memory if line.verdict else None
         mib = f"{three(known / 2**20)} MiB"
         _write(axes, place, f"{share:.2f}×" if share else mib)
@@ -148,19 +177,14 @@ def _qualities(axes: "Axes", of: Sequence[Line]) -> None:
                 axes, place, "" if value is None else f"{value:.1f} %" if points else f"{value:.3g}"
             )
             continue
-        pairs = paired(line.verdict.row, line.verdict.other)
-        pairs = [both for both in pairs if as_long(*both)]
         judged = line.verdict.accuracy if points else line.verdict.loss
         known = judged.interval if judged else None
         if points:
-            both = [(m.accuracy, t.accuracy) for m, t in pairs]
-            seeds = [m[-1] - t[-1] for m, t in both if m and t]
+            seeds: Sequence[float] = line.verdict.each_accuracy
             margin = judged.margin if judged else margin
         else:
-            losses = [(_loss(m), _loss(t)) for m, t in pairs]
-            seeds = [100 * (1 - m / t) for m, t in losses if m and t and 0 < m / t < math.inf]
-            ends = vars(known).values() if known else ()
-            known = known and Interval(*(-100 * math.expm1(min(-x, 99.0)) for x in ends))
+            seeds = [_per_cent(x) for x in line.verdict.each_loss if math.isfinite(x)]
+            known = known and Interval(*map(_per_cent, vars(known).values()))
         _dots(axes, place, line.row, seeds, known)
         value = statistics.fmean(seeds) if seeds else None
         text = "" if value is None else f"{value:+.2f}" if points else f"{value:+.1f} %"
@@ -176,22 +200,23 @@ def _qualities(axes: "Axes", of: Sequence[Line]) -> None:
     axes.set_xlabel(f"{unit}, right is better (dotted: margin)")
 
 
-def _loss(run: Run) -> float | None:
-    return run.test_loss[-1] if run.test_loss else run.final_loss
+def _per_cent(log: float) -> float:
+    """How much lower a loss is, of the logarithm of the other's over this one's."""
+    return -100 * math.expm1(min(-log, 99.0))
 
 
 def _dots(
     axes: "Axes", place: float, row: Row, seeds: Sequence[float], known: Interval | None
 ) -> None:
     """Draw the seeds as dots, and the mean with its interval."""
-    found = _look(row)
+    own = _style(row)
     if known:
         ends = [[known.value - known.low], [known.high - known.value]]
         axes.errorbar(
-            known.value, place, xerr=ends, color=found.colour, marker=found.marker, markersize=7,
-            capsize=3, linewidth=1.6, markerfacecolor="none" if found.hollow else found.colour,
+            known.value, place, xerr=ends, color=own.colour, marker=own.marker, markersize=7,
+            capsize=3, linewidth=1.6, markerfacecolor=_filling(row, own),
         )  # fmt: skip
-    axes.plot(seeds, [place + 0.24] * len(seeds), ".", color=found.colour, alpha=0.8, markersize=5)
+    axes.plot(seeds, [place + 0.24] * len(seeds), ".", color=own.colour, alpha=0.8, markersize=5)
 
 
 def _write(axes: "Axes", place: float, text: str) -> None:
@@ -202,94 +227,53 @@ def _write(axes: "Axes", place: float, text: str) -> None:
 
 # --- against batch size --------------------------------------------------------------------------
 
-
-class View(NamedTuple):
-    """A number of each run against the batch size."""
-
-    title: str
-    unit: str
-    of: Callable[[Run], float | None]
-    log: bool = False
-
-
-VIEWS = {
-    "time": View(
-        "Time of a step", "ms (median of a seed)", lambda run: percentile(run.counted_ms, 50), True
+Value = Callable[[Run], float | None]
+VIEWS: dict[str, tuple[str, str, Value]] = {  # title, unit and number of a run
+    "time": ("Time of a step", "ms (median of a seed)", lambda run: percentile(run.counted_ms, 50)),
+    "memory": (
+        "Peak memory", "MiB of tensors", lambda run: run.peak_bytes and run.peak_bytes / 2**20,
     ),
-    "memory": View(
-        "Peak memory", "MiB of tensors", lambda run: run.peak_bytes and run.peak_bytes / 2**20
+    "accuracy": (
+        "Test accuracy", "% right", lambda run: run.accuracy[-1] if run.accuracy else None,
     ),
-    "accuracy": View(
-        "Test accuracy", "% right", lambda run: run.accuracy[-1] if run.accuracy else None
-    ),
-}
+}  # fmt: skip
 
 
-def _view(of: Sequence[Row], view: View) -> "Figure | None":
+def _against_batch(of: Sequence[Row], title: str, unit: str, value: Value) -> "Figure | None":
     """Draw a panel for each task: the mean of a level as a line, its seeds as dots."""
-    values = {_key(row): _finite([view.of(run) for run in row.finished]) for row in of}
-    tasks = list(dict.fromkeys(row.task for row in of if values[_key(row)]))
+    seeds = {id(row): _finite([value(run) for run in row.finished]) for row in of}
+    of = [row for row in of if seeds[id(row)]]
+    tasks = list(dict.fromkeys(row.task for row in of))
     if not tasks:
         return None
     figure, panels = new_figure(len(tasks))
     for axes, task in zip(panels, tasks, strict=True):
-        here = [row for row in of if row.task == task and values[_key(row)]]
+        here = [row for row in of if row.task == task]
         batches = sorted({row.batch for row in here})
-        labels = list(dict.fromkeys(row.label for row in here))
-        series = {}
-        for label in labels:
-            mine = sorted((row for row in here if row.label == label), key=lambda r: r.batch)
-            series[label] = [
-                (float(row.batch), statistics.fmean(values[_key(row)])) for row in mine
-            ]
-        alike = _alike(series)
-        for label in labels:
-            mine = [row for row in here if row.label == label]
-            at, mean = map(list, zip(*series[label], strict=True))
-            if not batches[1:]:
-                at = [labels.index(label)]
-            found = _look(mine[0])
-            axes.plot(
-                at, mean, color=found.colour, marker=found.marker, linewidth=found.width * 0.7,
-                linestyle=alike[label], label=label if batches[1:] else None,
-                markerfacecolor="none" if found.hollow else found.colour,
-            )  # fmt: skip
-            for row in mine:
-                x = row.batch if batches[1:] else labels.index(label)
-                seeds = values[_key(row)]
-                axes.plot([x] * len(seeds), seeds, ".", color=found.colour, alpha=0.6, markersize=4)
-        if batches[1:]:
+        firsts = {row.label: row for row in reversed(here)}  # one row of each label
+        labels, several = list(dict.fromkeys(row.label for row in here)), len(batches) > 1
+        points: dict[str, Points] = {label: [] for label in labels}
+        for row in sorted(here, key=lambda row: row.batch):
+            x = row.batch if several else labels.index(row.label)
+            points[row.label].append((x, statistics.fmean(seeds[id(row)])))
+            dots, colour = [x] * len(seeds[id(row)]), _style(row).colour
+            axes.plot(dots, seeds[id(row)], ".", color=colour, alpha=0.6, markersize=4)
+        _draw_lines(
+            axes, [firsts[label] for label in labels], points, markerfacecolor=_filling,
+            marker=lambda _, own: own.marker, label=lambda row, _: row.label if several else None,  # noqa: B023
+        )  # fmt: skip
+        if several:
             log_axis(axes, "x", batches)
             axes.set_xticks(batches, map(str, batches))
             axes.set_xlabel("batch size")
         else:
             axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
-        if view.log:
+        if unit.startswith("ms"):
             log_axis(axes)
-        axes.set_ylabel(view.unit)
-        axes.set_title(f"{view.title}: {_place(here[0], several=not batches[1:])}")
+        axes.set_ylabel(unit)
+        axes.set_title(f"{title}: {_title(here[0], several=not several)}")
         tidy(axes)
     return figure
-
-
-def _key(row: Row) -> tuple[str, int, str]:
-    return row.task, row.batch, row.label
-
-
-def _finite(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
-
-
-def _alike(lines_of: "dict[str, list[tuple[float, float]]]") -> dict[str, object]:
-    """Choose line styles: lines of the same numbers take turns along their way."""
-    groups: dict[str, list[str]] = {}
-    for label, line in lines_of.items():
-        groups.setdefault(repr(line), []).append(label)
-    return {
-        label: (DASH * i, (DASH, DASH * (len(same) - 1))) if len(same) > 1 else "-"
-        for same in groups.values()
-        for i, label in enumerate(same)
-    }
 
 
 # --- over the steps ------------------------------------------------------------------------------
@@ -311,7 +295,7 @@ def _curves(
     figure, panels = new_figure(len(places))
     for axes, here in zip(panels, places.values(), strict=True):
         drawing(axes, here)
-        axes.set_title(f"{title}: {_place(here[0], several=True)}")
+        axes.set_title(f"{title}: {_title(here[0], several=True)}")
         axes.set_xlabel("training step")
         tidy(axes)
     return figure
@@ -319,11 +303,11 @@ def _curves(
 
 def _draw_losses(axes: "Axes", of: list[Row]) -> None:
     """Draw the mean over the seeds, and a band from the lowest to the highest of them."""
-    series, bands = {}, {}
+    of = [row for row in of if any(run.losses for run in row.runs)]
+    points: dict[str, Points] = {}
+    same = _same_as(of)
     for row in of:
         curves = [np.array(run.losses) for run in row.runs if run.losses]
-        if not curves:
-            continue
         steps = min(map(len, curves))
         parts = np.array_split(np.arange(steps), min(POINTS, steps))
         with np.errstate(all="ignore"):  # inf - inf in a training that diverged
@@ -331,20 +315,13 @@ def _draw_losses(axes: "Axes", of: list[Row]) -> None:
             seeds = np.where(np.isfinite(seeds), seeds, np.nan)
             mean = seeds.mean(0)
         at = [statistics.fmean(part) + 1 for part in parts]
-        series[row.label] = list(zip(at, map(float, mean), strict=True))
-        bands[row.label] = (seeds.min(0), seeds.max(0)) if len(curves) > 1 else None
-    alike, same = _alike(series), _same_as(of)
-    for row in (row for row in of if row.label in series):
-        at, mean = map(list, zip(*series[row.label], strict=True))
-        found, band = _look(row), bands[row.label]
-        as_other = f", same as {same[row.label]}" if row.label in same else ""
-        axes.plot(
-            at, mean, color=found.colour, linewidth=found.width * 0.7, label=row.label + as_other,
-            linestyle=alike[row.label],
-        )  # fmt: skip
-        if band and not as_other:
-            axes.fill_between(at, *band, color=found.colour, alpha=0.12, linewidth=0)
-    drawn = [value for line in series.values() for _, value in line if math.isfinite(value)]
+        points[row.label] = list(zip(at, map(float, mean), strict=True))
+        if len(curves) > 1 and row.label not in same:
+            band, colour = (seeds.min(0), seeds.max(0)), _style(row).colour
+            axes.fill_between(at, *band, color=colour, alpha=0.12, linewidth=0)
+    names = {label: f"{label}, same as {other}" for label, other in same.items()}
+    _draw_lines(axes, of, points, label=lambda row, _: names.get(row.label, row.label))
+    drawn = [value for line in points.values() for _, value in line if math.isfinite(value)]
     if drawn and min(drawn) > 0:
         log_axis(axes)
     axes.set_ylabel("loss (mean; band: all seeds)")
@@ -357,22 +334,16 @@ def _moving_scale(run: Run) -> Sequence[float]:
 
 def _draw_scales(axes: "Axes", of: list[Row]) -> None:
     """Draw the scale of the first seed of each level whose scale moved."""
-    traces = {}
+    points: dict[str, Points] = {}
     for row in of:
-        run = next(run for run in row.runs if _moving_scale(run))
-        scales = np.array(run.scales)
-        turns = np.flatnonzero(np.diff(scales)) + 1  # between them nothing happens
-        at = np.concatenate([[0], turns, [len(scales) - 1]])
-        traces[row.label] = [(float(x) + 1, float(scales[x])) for x in at]
-    alike = _alike(traces)
-    for row in of:
-        steps, scale = map(list, zip(*traces[row.label], strict=True))
-        found = _look(row)
-        axes.plot(
-            steps, scale, drawstyle="steps-post", color=found.colour, label=row.label,
-            linewidth=found.width * 0.8, linestyle=alike[row.label],
-        )  # fmt: skip
-    seen = sorted({scale for trace in traces.values() for _, scale in trace})
+        scales = np.array(next(run for run in row.runs if _moving_scale(run)).scales)
+        changes = np.flatnonzero(np.diff(scales)) + 1  # between them nothing happens
+        at = np.concatenate([[0], changes, [len(scales) - 1]])
+        points[row.label] = [(float(x) + 1, float(scales[x])) for x in at]
+    _draw_lines(
+        axes, of, points, 0.8, drawstyle=lambda *_: "steps-post", label=lambda row, _: row.label
+    )
+    seen = sorted({scale for line in points.values() for _, scale in line})
     ticks = seen[:: math.ceil(len(seen) / 6)]
     axes.set_yscale("log", base=2)
     axes.set_yticks(ticks, [f"{scale:,g}" for scale in ticks])

@@ -12,7 +12,7 @@ O0 to O5 are `apex.amp`; ``native-fp16`` and ``native-bf16`` are what torch itse
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,30 +31,35 @@ STATIC_SCALE = 128.0  # of T2's FP16
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-class Precision(Protocol):
-    """One way to train in lower precision, for a training of one or more models."""
+class Precision:
+    """One way to train, for one or more models: here plain float32, elsewhere what differs."""
 
     def start(
         self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
     ) -> tuple[Sequence[nn.Module], Optimizers]:
         """Take models in float32 and their optimizers; return what the loop uses."""
+        return models, optimizers
 
     def forward(self) -> AbstractContextManager[Any]:
         """Surround the forward and the loss, in training and in evaluation."""
+        return nullcontext()
 
     def backward(
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, loss_id: int = 0
     ) -> None:
         """Compute gradients of the scaled loss."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale and step, or skip."""
+        optimizer.step()
 
     def scale(self) -> float | torch.Tensor:
         """Return the loss scale that the next step uses, of the first loss, without waiting."""
+        return 1.0
 
 
-class _Amp:
+class _Amp(Precision):
     def __init__(self, level: str, growth_interval: int) -> None:
         self._level = level
         self._scaler: Any = None
@@ -74,17 +79,11 @@ class _Amp:
         self._scaler = made[1][0]._amp_stash.training.loss_scalers[0]
         return cast("tuple[Sequence[nn.Module], Optimizers]", made)
 
-    def forward(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
     def backward(
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, loss_id: int = 0
     ) -> None:
         with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
-            scaled.backward()  # type: ignore[no-untyped-call]
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
+            super().backward(scaled, optimizer)
 
     def scale(self) -> float | torch.Tensor:
         scaler = self._scaler  # amp.state_dict() would wait for a GPU
@@ -92,7 +91,7 @@ class _Amp:
         return scale.clone() if isinstance(scale, torch.Tensor) else scale
 
 
-class _Native:
+class _Native(Precision):
     """torch.autocast; float16 needs the scaler, and with bfloat16 it is off."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, growth_interval: int) -> None:
@@ -102,18 +101,13 @@ class _Native:
             self._device, growth_interval=growth_interval, enabled=dtype == torch.float16
         )
 
-    def start(
-        self, models: Sequence[nn.Module], optimizers: Optimizers, losses: int
-    ) -> tuple[Sequence[nn.Module], Optimizers]:
-        return models, optimizers
-
     def forward(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device, self._dtype)
 
     def backward(
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, loss_id: int = 0
     ) -> None:
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        super().backward(self._scaler.scale(loss), optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._scaler.step(optimizer)
@@ -124,7 +118,7 @@ class _Native:
         return self._scaler.get_scale() if scale is None else scale.clone()
 
 
-class _Legacy:
+class _Legacy(Precision):
     """T2's FP16: a 16-bit network, float32 masters, a static scale that skips no step."""
 
     def start(
@@ -137,16 +131,10 @@ class _Legacy:
         ]
         return halves, cast(Optimizers, wrapped)
 
-    def forward(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
     def backward(
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, loss_id: int = 0
     ) -> None:
         cast(fp16_utils.FP16_Optimizer, optimizer).backward(loss.float())
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
 
     def scale(self) -> float:
         return STATIC_SCALE

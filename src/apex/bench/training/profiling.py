@@ -8,19 +8,19 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from apex import amp
 from apex.bench import memory
 from apex.bench.training.results import Cell, Operator
 from apex.bench.training.tasks.task import Task
-from apex.bench.training.trainer import Trainer, few_steps, mapped
+from apex.bench.training.trainer import Trainer, mapped
 
-__all__ = ["MODELS", "Measured", "measure", "model_bytes", "operators"]
+__all__ = ["FEW_STEPS", "measure", "operators"]
 
+FEW_STEPS = 3  # the first makes the optimizer's state; from the second on all is in place
 HOST_STEPS = 20
 PROFILED_STEPS = 5
 MOST_OPERATORS = 24
@@ -28,41 +28,43 @@ DTYPES = {"float": "float32", "c10::Half": "float16", "c10::BFloat16": "bfloat16
           "double": "float64"}  # fmt: skip
 
 
-class Measured(NamedTuple):
-    """Fields of a `Run`."""
-
-    host_ms: float | None = None
-    peak_bytes: int | None = None
-    operators: tuple[Operator, ...] = ()
-
-
 def measure(
     cell: Cell, task: Task, device: torch.device, batch: Any, *, stopped: bool = False
-) -> Measured:
+) -> dict[str, Any]:
     """Measure in trainings of a few steps, beside which nothing else runs.
 
     Of a level that was stopped because it is slow, only the operators, which say why.
+
+    Returns:
+        Fields of `Run`.
     """
+
+    def begun() -> Callable[[], object]:
+        """A step of a training that has made the optimizer's state."""
+        trainer = Trainer(cell, task, device)
+        trainer.step(mapped(batch, torch.Tensor.clone))
+        return lambda: trainer.step(mapped(batch, torch.Tensor.clone))
+
+    def train() -> None:
+        step = begun()
+        for _ in range(FEW_STEPS - 1):
+            step()
+
     if stopped:
-        return Measured(operators=operators(_step(cell, task, device, batch), device))
-    peak = memory.peak_bytes(lambda: few_steps(cell, task, device, batch), device)
+        return {"operators": operators(begun(), device)}
+    peak = memory.peak_bytes(train, device)
     amp.reset()
-    step = _step(cell, task, device, batch)
-    return Measured(
-        host_ms=_host_ms(step, device),
-        peak_bytes=peak,
-        operators=operators(step, device),
-    )
-
-
-def _step(cell: Cell, task: Task, device: torch.device, batch: Any) -> Callable[[], object]:
-    """Make a step of a training that has made the optimizer's state."""
-    trainer = Trainer(cell, task, device)
-    trainer.step(mapped(batch, torch.Tensor.clone))
-    return lambda: trainer.step(mapped(batch, torch.Tensor.clone))
-
-
-# --- operators -----------------------------------------------------------------------------------
+    step, times = begun(), []
+    for _ in range(HOST_STEPS if device.type == "cuda" else 0):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        step()
+        times.append(1000 * (time.perf_counter() - begin))
+    return {
+        "host_ms": statistics.median(times) if times else None,
+        "peak_bytes": peak,
+        "operators": operators(step, device),
+    }
 
 
 def operators(step: Callable[[], object], device: torch.device) -> tuple[Operator, ...]:
@@ -75,13 +77,7 @@ def operators(step: Callable[[], object], device: torch.device) -> tuple[Operato
     Returns:
         At most `MOST_OPERATORS`, the longest first.
     """
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with (
-        memory.silent_kineto(),
-        torch.profiler.profile(activities=kinds, record_shapes=True) as profile,
-    ):
+    with memory.profiled(cuda=device.type == "cuda", record_shapes=True) as profile:
         for _ in range(PROFILED_STEPS):
             step()
         if device.type == "cuda":
@@ -108,17 +104,16 @@ def _of_their_own(calls: Sequence[dict[str, Any]]) -> dict[Any, float]:
     around: list[int] = []
     for place in order:
         call = calls[place]
-        while around and not _contains(calls[around[-1]], call):
+        while around:
+            outer = calls[around[-1]]
+            end = float(outer["ts"]) + float(outer["dur"])
+            if outer["tid"] == call["tid"] and float(call["ts"]) < end:
+                break
             around.pop()
         if around:
             own[around[-1]] -= times[place]
         around.append(place)
     return own
-
-
-def _contains(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
-    end = float(outer["ts"]) + float(outer["dur"])
-    return bool(outer["tid"] == inner["tid"] and float(inner["ts"]) < end)
 
 
 def _of_kernels(events: Sequence[dict[str, Any]]) -> dict[Any, float]:
@@ -128,60 +123,3 @@ def _of_kernels(events: Sequence[dict[str, Any]]) -> dict[Any, float]:
         if event.get("cat") == "kernel":
             times[event["args"].get("External id")] += float(event["dur"])
     return times
-
-
-# --- time of the host ----------------------------------------------------------------------------
-
-
-def _host_ms(step: Callable[[], object], device: torch.device) -> float | None:
-    """On a GPU: the median time until a step's calls have returned."""
-    if device.type != "cuda":
-        return None
-    times = []
-    for _ in range(HOST_STEPS):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        step()
-        times.append(1000 * (time.perf_counter() - begin))
-    return statistics.median(times)
-
-
-# --- two models ----------------------------------------------------------------------------------
-
-
-class _Model(Task):
-    """A model whose memory says what a level does to weights, or to activations."""
-
-    def __init__(self, make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-        self.model = make  # type: ignore[method-assign]
-        self.shape = shape
-
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(batch).float().square().mean()
-        return loss
-
-
-def _many_parameters() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
-
-
-def _many_activations() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-MODELS = {
-    "four linear layers of 1024, batch 16": (_many_parameters, (16, 1024)),
-    "two transformer layers of 128, 16 sequences of 128": (_many_activations, (16, 128, 128)),
-}
-
-
-def model_bytes(cell: Cell, device: torch.device) -> dict[str, int | None]:
-    """Measure the peak memory of a level on two models, with Adam: parameters and activations."""
-    found = {}
-    for name, (make, shape) in MODELS.items():
-        of = _Model(make, shape)
-        batch = torch.randn(shape, device=device)
-        found[name] = memory.peak_bytes(lambda: few_steps(cell, of, device, batch), device)  # noqa: B023
-        amp.reset()
-    return found

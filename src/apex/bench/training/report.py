@@ -1,91 +1,132 @@
 """Output of `apex bench`: the answer, the table and the sentences in the terminal, and all files.
 
-It takes a finished `Report` and shows it; it never trains.
+As a command it is `apex bench plot`, which makes the files of earlier results again.
 """
 
+import argparse
+import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from apex.bench.output.columns import fitted, write_csv
-from apex.bench.output.console import console
+from apex.bench.cli import UsageError
+from apex.bench.options import check_folder, unique
+from apex.bench.output.tables import console, fitted, write_csv
 from apex.bench.training import page, plots
-from apex.bench.training.notes import largest_said, marks, notes, problems, source
-from apex.bench.training.recommendation import answers
-from apex.bench.training.results import Report
+from apex.bench.training.notes import marks, notes, problems, source
+from apex.bench.training.precision import ALIASES, LEVELS
+from apex.bench.training.results import Cell, Report, read
 from apex.bench.training.rows import BASELINE
-from apex.bench.training.sentences import beside, sentence
-from apex.bench.training.table import COLUMNS, lines, write_runs_csv
-from apex.bench.training.verdict import Verdict
+from apex.bench.training.sentences import answers, beside, sentences
+from apex.bench.training.table import COLUMNS, lines
+from apex.bench.training.verdict import Verdict, verdicts
 
-__all__ = ["show", "write_all"]
+__all__ = ["HELP", "add_arguments", "run", "show", "write_all"]
 
-WIDTH = 120  # columns, where the output is no terminal
+HELP = "Draw what `apex bench` has measured again: page, CSV file and plots of each results file."
 
 
-def show(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
+def show(report: Report, folder: Path) -> None:
     """Print answer, tables and sentences on standard output, and write every file into ``folder``.
 
-    Args:
-        report: What was measured, perhaps in part.
-        verdicts: What `apex.bench.training.verdict.verdicts` says of it.
-        folder: Where ``results.json`` is already; it has to be there.
+    ``results.json`` is there already.
     """
-    to = console(WIDTH)
-    if not (report.runs or report.largest):
+    to = console()
+    if not report.runs:
         to.print("Interrupted before the first run was finished: there is nothing to show.")
         return
-    if report.plan:
-        for answer in answers(report, verdicts):
-            to.print(answer, style="bold", markup=False)
-    to.print(", ".join([source(report.environment), *_settings(report)]), markup=False)
+    found = verdicts(report)
+    for answer in answers(report, found):
+        to.print(answer, style="bold", markup=False)
+    optimizers = unique(cell.optimizer for cell in report.plan)
+    seeds = len({cell.seed for cell in report.plan})
+    settings = [source(report.environment), *optimizers, f"{seeds} seed{'s' * (seeds > 1)}"]
+    to.print(", ".join(settings), markup=False)
     for mark in marks(report):
         to.print(mark, style="bold", markup=False)
-    made = lines(report, verdicts)
+    made = lines(report, found)
     for task, batch in dict.fromkeys((line.row.task, line.row.batch) for line in made):
         here = [line for line in made if (line.row.task, line.row.batch) == (task, batch)]
         table, _ = fitted(COLUMNS, here, to)
         to.print(f"\n{task}, batch size {batch}", style="bold", markup=False)
         to.print(table)
-        for said in _sentences([v for v in verdicts if _place(v) == (task, batch)]):
-            to.print(f"- {said}", markup=False)
+        compared = [v for v in found if (v.row.task, v.row.batch) == (task, batch)]
+        for sentence in _sentences(compared):
+            to.print(f"- {sentence}", markup=False)
     to.print()
-    for line in _remarks(report, verdicts):
+    went_wrong = [f"{where}: {problem}" for where, problem in problems(report)]
+    for line in [*went_wrong, *notes(report, found)]:
         to.print(line, markup=False)
-    write_all(report, verdicts, folder)
-    said = "All of it, with plots and how it was measured:"
-    to.print(f"{said} {folder / 'report.html'}", markup=False, soft_wrap=True)
+    write_all(report, folder)
+    to.print("All of it, with plots and how it was measured:")
+    to.print(str(folder / "report.html"), markup=False, soft_wrap=True)  # one word, to be copied
 
 
-def write_all(report: Report, verdicts: Sequence[Verdict], folder: Path) -> None:
-    """Write everything that is made from a report: the page, CSV files, plots."""
-    write_csv(COLUMNS, lines(report, verdicts), folder / "results.csv")
-    write_runs_csv(report, folder / "runs.csv")
-    page.write(report, verdicts, plots.draw(report, verdicts, folder), folder / "report.html")
-
-
-def _place(verdict: Verdict) -> tuple[str, int]:
-    return verdict.row.task, verdict.row.batch
+def write_all(report: Report, folder: Path) -> None:
+    """Write everything that is made from a report: the page, the CSV file, plots."""
+    found = verdicts(report)
+    write_csv(COLUMNS, lines(report, found), folder / "results.csv")
+    page.write(report, found, plots.draw(report, found, folder), folder / "report.html")
 
 
 def _sentences(here: Sequence[Verdict]) -> list[str]:
     """Say of each level what it is beside O0; of torch's autocast beside ours, the speeds alone."""
-    said = [sentence(verdict) for verdict in here if verdict.other.level == BASELINE]
+    found = [" ".join(sentences(v)) for v in here if v.other.level == BASELINE]
     natives = [verdict for verdict in here if verdict.other.level != BASELINE]
     if natives:
         each = [f"{v.row.label} {beside(v)} {v.other.label}'s" for v in natives]
-        said.append(f"Speed beside torch's own autocast: {', '.join(each)}.")
-    return said
+        found.append(f"Speed beside torch's own autocast: {', '.join(each)}.")
+    return found
 
 
-def _remarks(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
-    return [
-        *(f"{largest_said(found)}." for found in report.largest),
-        *(f"{where}: {problem}" for where, problem in problems(report)),
-        *notes(report, verdicts),
-    ]
+# --- apex bench plot -----------------------------------------------------------------------------
 
 
-def _settings(report: Report) -> list[str]:
-    optimizers = sorted({cell.optimizer for cell in report.plan})
-    seeds = len({cell.seed for cell in report.plan})
-    return [*optimizers, f"{seeds} seed{'s' * (seeds > 1)}"] if report.plan else []
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "results", nargs="+", type=Path, metavar="RESULTS", help="results.json of `apex bench`"
+    )
+    parser.add_argument(
+        "--levels", nargs="+", choices=[*LEVELS, *ALIASES], metavar="LEVEL",
+        help="which levels to draw (default: all); FP32 is O0 and amp is O1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", nargs="+", type=int, metavar="N", help="which batch sizes to draw (default: all)"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER",
+        help="where to write; several files get a folder each in it, named after their own",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read every file, then draw."""
+    found = [_load(path, args.levels, args.batch) for path in args.results]
+    names = [re.sub(r"[^A-Za-z0-9.-]+", "-", path.resolve().parent.name) for path in args.results]
+    for place, (name, each) in enumerate(zip(names, found, strict=True)):
+        own = f"{name}-{names[: place + 1].count(name)}" if names.count(name) > 1 else name
+        folder = args.out / own if len(found) > 1 else args.out
+        check_folder("--out", folder)
+        write_all(each, folder)
+        print(f"The page, CSV file and plots: {folder / 'report.html'}")
+    return 0
+
+
+def _load(path: Path, levels: Sequence[str] | None, batches: Sequence[int] | None) -> Report:
+    """Read a file and leave out what was not asked for.
+
+    Raises:
+        UsageError: It cannot be read, is no report, or has nothing that was asked for.
+    """
+    report = read(path)
+    names = LEVELS if levels is None else [ALIASES.get(level, level) for level in levels]
+
+    def wanted(cell: Cell) -> bool:
+        return cell.level in names and (batches is None or cell.batch in batches)
+
+    plan = tuple(cell for cell in report.plan if wanted(cell))
+    runs = tuple(run for run in report.runs if wanted(run.cell))
+    if not runs:
+        raise UsageError(f"{path}: there is no run of these --levels and --batch in it")
+    return dataclasses.replace(report, plan=plan, runs=runs)

@@ -1,9 +1,4 @@
-"""What `apex bench` measured, as plain data, and the file that it is kept in.
-
-A `Cell` is one training, named by everything that decides its numbers but the machine. A `Run` is
-what was measured of it. A `Report` is all runs with the machine they ran on. Nothing here trains,
-computes statistics or draws.
-"""
+"""What `apex bench` measured, as plain data, and the file that it is kept in."""
 
 import dataclasses
 import math
@@ -13,19 +8,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from apex.bench.cli import UsageError
-from apex.bench.info.speeds import Speed
-from apex.bench.output.files import save
+from apex.bench.output.tables import save
+from apex.bench.training.precision import LEVELS
 
-__all__ = ["FORMAT", "Cell", "Largest", "Operator", "Report", "Run", "decode", "read", "write"]
+__all__ = ["FORMAT", "Cell", "Operator", "Report", "Run", "decode", "read", "write"]
 
-FORMAT = "apex bench 3"
+FORMAT = "apex bench 4"
 
 Status = Literal["ok", "diverged", "stopped", "out of memory", "failed"]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training of the matrix."""
+    """One training of the matrix: everything that decides its numbers but the machine."""
 
     task: str
     level: str
@@ -44,7 +39,9 @@ class Cell:
     @property
     def label(self) -> str:
         """The level as tables and plots name it, with TF32 where that is a choice."""
-        return self.level if self.tf32 is None else f"{self.level} TF32 {_on_off(self.tf32)}"
+        return (
+            self.level if self.tf32 is None else f"{self.level} TF32 {'on' if self.tf32 else 'off'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -136,18 +133,6 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Largest:
-    """The largest batch of a level that ``--batch max`` found."""
-
-    task: str
-    level: str
-    batch: int
-    limit_bytes: int
-    error: str | None
-    """Why the search ended early."""
-
-
-@dataclass(frozen=True)
 class Report:
     """All runs of a matrix, with what is needed to read and to repeat them."""
 
@@ -168,12 +153,8 @@ class Report:
     """That the trainings took."""
     notes: dict[str, str] = field(default_factory=dict)
     """How the numbers were taken: a sentence each."""
-    largest: tuple[Largest, ...] = ()
-    speeds: tuple[Speed, ...] = ()
-    """Of single operations in each dtype on this machine."""
-    model_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Peak bytes of tensors: of each level, for a model with many parameters and one with many
-    activations."""
+    busy: str | None = None
+    """That other programs used this machine when it began."""
 
     @property
     def complete(self) -> bool:
@@ -206,8 +187,11 @@ def read(path: Path) -> Report:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise UsageError(f"{path} is not a report that apex bench writes ({error})") from None
-    if not {"device", "versions"} <= found.environment.keys():
+    names = found.environment.get("device", {}), found.environment.get("versions", {})
+    if not ("name" in names[0] and {"torch", "apex"} <= {*names[1]}):
         raise UsageError(f"{path} is not a report that apex bench writes (no machine is named)")
+    if unknown := {cell.level for cell in found.plan} - {*LEVELS}:
+        raise UsageError(f"{path}: has the unknown level {unknown.pop()!r}")
     return found
 
 
@@ -226,7 +210,3 @@ def decode(content: bytes, kind: Any, file_format: str) -> Any:
     if not isinstance(found, dict) or found.get("format") != file_format:
         raise ValueError(f"no format {file_format!r}")
     return msgspec.convert(found, kind, strict=False)  # not strict: "nan" is a float
-
-
-def _on_off(flag: bool) -> str:
-    return "on" if flag else "off"

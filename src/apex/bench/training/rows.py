@@ -6,13 +6,11 @@ Tables, CSV, plots and the page show these rows, and `verdict` compares them.
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 from apex.bench.intervals import percentile
 from apex.bench.training.precision import LEVELS
-from apex.bench.training.results import Cell, Operator, Report, Run
+from apex.bench.training.results import Cell, Report, Run
 
 __all__ = ["BASELINE", "Row", "mean", "rows"]
 
@@ -22,141 +20,77 @@ BASELINE = "O0"
 UNSTEADY = 2.0  # times the median: a machine on which one step in ten takes longer is busy
 
 
-@dataclass(frozen=True)
 class Row:
-    """One level of a task at one batch size. A number is ``None`` where nothing was measured."""
+    """One level of a task at one batch size. A number is ``None`` where nothing was measured.
 
-    cells: tuple[Cell, ...]
-    """Planned, a seed each."""
-    runs: tuple[Run, ...]
-    """By ascending seed; O0 has several of a seed where not all levels fit in memory together."""
-    report: Report
+    Attributes:
+        cells: Planned, a seed each. Their ``task``, ``batch``, ``label`` (`Cell.label`) and
+            ``level`` (without TF32) are the row's.
+        runs: By ascending seed; O0 has several of a seed where not all levels fit in memory
+            together.
+        report: That they are from.
+        dtype: What most matrix products compute in.
+        finished: Runs that came to their end, one of a seed.
+        stopped: A run that the time budget stopped.
+        timed: Runs whose times count: those that finished, and those that were stopped.
+        ms: The median of every step that counts, all seeds together, also of runs that were
+            stopped.
+        unsteady: Whether steps take twice their median now and then.
+        data_ms: The median time for a batch.
+        inference_ms: The median time of forward and loss in evaluation mode.
+        samples_s: Samples a second in whole epochs, data included.
+        host_ms, peak_bytes, operators: Of the first run that has them.
+        accuracies, test_losses: After the last epoch, a seed each.
+        final_losses: Mean training loss of the last epoch, a seed each.
+        skipped: Skipped steps, all seeds together.
+        scale_ends: Loss scales of the first and the last steps: different values, ascending.
+        cut: Whether the time budget left steps out.
+        seconds_to_target: Training time until the accuracy of ``--target``, the median over the
+            seeds; ``None`` where a seed did not reach it.
+        problem: What is wrong with these runs, or ``None`` if all went well.
+    """
 
-    @property
-    def task(self) -> str:
-        """The task's name."""
-        return self.cells[0].task
+    def __init__(self, cells: Sequence[Cell], runs: Sequence[Run], report: Report) -> None:
+        first = cells[0]
+        self.cells, self.runs, self.report = tuple(cells), tuple(runs), report
+        self.task, self.batch, self.label, self.level = (
+            first.task, first.batch, first.label, first.level,
+        )  # fmt: skip
+        self.dtype = LEVELS[self.level]
+        self.finished = tuple({run.cell.seed: run for run in runs if run.finished}.values())
+        self.stopped = next((run for run in runs if run.status == "stopped"), None)
+        self.timed = tuple(run for run in runs if run.finished or run.status == "stopped")
 
-    @property
-    def batch(self) -> int:
-        """Samples in a step."""
-        return self.cells[0].batch
-
-    @property
-    def label(self) -> str:
-        """`Cell.label`."""
-        return self.cells[0].label
-
-    @property
-    def level(self) -> str:
-        """The level without TF32."""
-        return self.cells[0].level
-
-    @property
-    def dtype(self) -> str:
-        """What most matrix products compute in."""
-        return LEVELS[self.level]
-
-    @cached_property
-    def finished(self) -> tuple[Run, ...]:
-        """Runs that came to their end, one of a seed."""
-        return tuple({run.cell.seed: run for run in self.runs if run.finished}.values())
-
-    @property
-    def stopped(self) -> Run | None:
-        """A run that the time budget stopped."""
-        return next((run for run in self.runs if run.status == "stopped"), None)
-
-    @property
-    def timed(self) -> tuple[Run, ...]:
-        """Runs whose times count: those that finished, and those that were stopped."""
-        return tuple(run for run in self.runs if run.finished or run.status == "stopped")
-
-    @cached_property
-    def step_ms(self) -> tuple[float, ...]:
-        """Every step that counts, all seeds together, also of runs that were stopped."""
-        return tuple(ms for run in self.timed for ms in run.counted_ms)
-
-    @property
-    def ms(self) -> float | None:
-        """The median step time."""
-        return percentile(self.step_ms, 50)
-
-    @property
-    def unsteady(self) -> bool:
-        """Whether steps take twice their median now and then."""
-        slow = percentile(self.step_ms, 90)
-        return bool(self.ms and slow and slow > UNSTEADY * self.ms)
-
-    @property
-    def data_ms(self) -> float | None:
-        """The median time for a batch."""
-        return percentile([ms for run in self.finished for ms in run.data_ms], 50)
-
-    @property
-    def inference_ms(self) -> float | None:
-        """The median time of forward and loss in evaluation mode."""
-        return percentile([ms for run in self.finished for ms in run.inference_ms], 50)
-
-    @property
-    def samples_s(self) -> float | None:
-        """Samples a second in whole epochs, data included."""
+        steps = [ms for run in self.timed for ms in run.counted_ms]
+        self.ms, slow = percentile(steps, 50), percentile(steps, 90)
+        self.unsteady = bool(self.ms and slow and slow > UNSTEADY * self.ms)
+        self.data_ms = self._median(lambda run: run.data_ms)
+        self.inference_ms = self._median(lambda run: run.inference_ms)
         seconds = sum(sum(run.epoch_seconds) for run in self.finished)
         samples = sum(len(run.losses) for run in self.finished) * self.batch
-        return samples / seconds if seconds else None
+        self.samples_s = samples / seconds if seconds else None
+        self.host_ms = self._first(lambda run: run.host_ms)
+        self.peak_bytes = self._first(lambda run: run.peak_bytes)
+        self.operators = self._first(lambda run: run.operators or None) or ()
 
-    @property
-    def host_ms(self) -> float | None:
-        """On a GPU: until the calls of a step had returned."""
-        return self._first(lambda run: run.host_ms)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Of tensors."""
-        return self._first(lambda run: run.peak_bytes)
-
-    @property
-    def operators(self) -> tuple[Operator, ...]:
-        """What a step consists of."""
-        return self._first(lambda run: run.operators or None) or ()
-
-    @property
-    def accuracies(self) -> tuple[float, ...]:
-        """After the last epoch, a seed each."""
-        return tuple(run.accuracy[-1] for run in self.finished if run.accuracy)
-
-    @property
-    def test_losses(self) -> tuple[float, ...]:
-        """The same of the mean loss on the test set."""
-        return tuple(run.test_loss[-1] for run in self.finished if run.test_loss)
-
-    @property
-    def final_losses(self) -> tuple[float, ...]:
-        """Mean training loss of the last epoch, a seed each."""
-        return tuple(run.final_loss for run in self.finished if run.final_loss is not None)
-
-    @property
-    def skipped(self) -> int | None:
-        """Skipped steps, all seeds together."""
-        return sum(run.skipped for run in self.runs) if self.runs else None
-
-    @property
-    def scale_ends(self) -> tuple[float, ...]:
-        """Loss scales of the first and the last steps: different values, ascending."""
+        self.accuracies = tuple(run.accuracy[-1] for run in self.finished if run.accuracy)
+        self.test_losses = tuple(run.test_loss[-1] for run in self.finished if run.test_loss)
+        losses = (run.final_loss for run in self.finished)
+        self.final_losses = tuple(loss for loss in losses if loss is not None)
+        self.skipped = sum(run.skipped for run in runs) if runs else None
         ends = {s for run in self.finished for s in (*run.scales[:1], *run.scales[-1:])}
-        return tuple(sorted(ends))
+        self.scale_ends = tuple(sorted(ends))
+        self.cut = any(len(run.losses) < run.planned_steps for run in self.finished)
+        self.seconds_to_target = self._seconds_to_target()
+        self.problem = self._problem()
 
-    @property
-    def cut(self) -> bool:
-        """Whether the time budget left steps out."""
-        return any(len(run.losses) < run.planned_steps for run in self.finished)
+    def _median(self, of: Callable[[Run], Sequence[float]]) -> float | None:
+        return percentile([ms for run in self.finished for ms in of(run)], 50)
 
-    @cached_property
-    def seconds_to_target(self) -> float | None:
-        """Training time until the accuracy of ``--target``: the median over the seeds.
+    def _first(self, of: Callable[[Run], T | None]) -> T | None:
+        return next((value for run in self.runs if (value := of(run)) is not None), None)
 
-        ``None`` where a seed did not reach it.
-        """
+    def _seconds_to_target(self) -> float | None:
         target, times = self.report.target, []
         if len(self.finished) < len({run.cell for run in self.runs}):
             return None
@@ -167,9 +101,7 @@ class Row:
             times.append(sum(run.epoch_seconds[: reached.index(True) + 1]))
         return statistics.median(times) if times else None
 
-    @property
-    def problem(self) -> str | None:
-        """What is wrong with these runs, or ``None`` if all went well."""
+    def _problem(self) -> str | None:
         found = []
         for status in ("failed", "out of memory", "diverged", "stopped"):
             such = [run for run in self.runs if run.status == status]
@@ -183,9 +115,6 @@ class Row:
             found.append(f"{len(self.cells) - missing} of {len(self.cells)} runs")
         return "; ".join(found) or None
 
-    def _first(self, of: Callable[[Run], T | None]) -> T | None:
-        return next((value for run in self.runs if (value := of(run)) is not None), None)
-
 
 def rows(report: Report) -> list[Row]:
     """Put the runs together, in the order of the plan: a row per task, batch size and label."""
@@ -195,7 +124,7 @@ def rows(report: Report) -> list[Row]:
         cells.setdefault((cell.task, cell.batch, cell.label), []).append(cell)
     for run in sorted(report.runs, key=lambda run: run.cell.seed):
         runs.setdefault((run.cell.task, run.cell.batch, run.cell.label), []).append(run)
-    return [Row(tuple(of), tuple(runs.get(key, ())), report) for key, of in cells.items()]
+    return [Row(of, runs.get(key, ()), report) for key, of in cells.items()]
 
 
 def mean(values: Sequence[float]) -> float | None:

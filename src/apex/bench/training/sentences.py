@@ -1,4 +1,4 @@
-"""What a verdict says, in plain sentences.
+"""What verdicts say, in plain sentences, and first of all which level to take.
 
 "1.2 times the speed": 1.2 times as many steps in the same time.
 """
@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from apex.bench.intervals import LEAST, Interval, Judged
-from apex.bench.training.results import Operator
+from apex.bench.training.results import Operator, Report
 from apex.bench.training.rows import BASELINE
 from apex.bench.training.verdict import Verdict
 
-__all__ = ["ALIKE", "alike", "beside", "sentence", "sentences", "times"]
+__all__ = ["answers", "beside", "sentences"]
 
+WORTH = 1.05  # times the speed, at least, of a level to take
+LESS = 0.9  # times the memory, at most
 LAUNCH_BOUND = 0.9  # share of the step in which the host is still launching kernels
 SAME_MEMORY = 0.005  # relative; less is not worth a word
 MOST_LOSS = 10_000  # times as high: more is said as "or more"
@@ -30,11 +32,6 @@ REMEDIES = {
 CASTS = ("copy_", "_to_copy", "to")
 
 
-def sentence(of: Verdict) -> str:
-    """All that is said, in one paragraph."""
-    return " ".join(sentences(of))
-
-
 def sentences(of: Verdict) -> tuple[str, ...]:
     """Say what a level is beside the other: speed, reasons, memory, quality."""
     return tuple(" ".join(f"{part.rstrip('.')}.".split()) for part in _parts(of) if part)
@@ -42,17 +39,20 @@ def sentences(of: Verdict) -> tuple[str, ...]:
 
 def _parts(of: Verdict) -> list[str | None]:
     row, other = of.row, of.other
-    said: list[str | None] = [_speed(of), *_reasons(of)]
+    found: list[str | None] = [_speed(of), *_reasons(of)]
     if row.problem and not row.stopped:
-        said.append(f"{row.label}: {row.problem}")
-    said.append(_memory(of.memory))
+        found.append(f"{row.label}: {row.problem}")
+    if of.memory is not None:
+        same = abs(of.memory - 1) < SAME_MEMORY
+        how = "as much memory" if same else f"{of.memory:.2f} times the memory"
+        found.append(f"It needs {how}")
     if of.same:
-        said.append(f"Its losses are those of {other.label} to the last bit: the same arithmetic")
+        found.append(f"Its losses are those of {other.label} to the last bit: the same arithmetic")
     elif of.same_as:
-        said.append(f"Its losses are those of {of.same_as} to the last bit: see there")
+        found.append(f"Its losses are those of {of.same_as} to the last bit: see there")
     elif row.finished:
-        said += [_accuracy(of), _loss_said(of)]
-    return said
+        found += [_accuracy(of), _loss(of)]
+    return found
 
 
 def _speed(of: Verdict) -> str:
@@ -64,19 +64,19 @@ def _speed(of: Verdict) -> str:
         )
         return f"{name} was{where} {of.row.stopped.error}"
     if of.other.stopped and of.ratio:
-        return f"{name}: about {times(of.ratio)} the speed of {other}, which was stopped"
+        return f"{name}: about {_times(of.ratio)} times the speed of {other}, which was stopped"
     if of.noise:
         return f"{name} against {other}: no verdict on speed ({of.noise})"
     if of.ratio is None:
         return f"{name}: its speed is not compared with {other}'s"
     if of.speed is None:
         count = "1 seed" if seeds == 1 else f"{seeds} seeds"
-        found = f"about {times(of.ratio)} the speed of {other}"
+        found = f"about {_times(of.ratio)} times the speed of {other}"
         if seeds >= LEAST:
             return f"{name}: {found} ({count}, their first steps alone: too few for an interval)"
         return f"{name}: {found} ({count}; {LEAST} are needed for an interval)"
     ends = f"95 %, {seeds} seeds: {_times(of.speed.low)} to {_times(of.speed.high)}"
-    if of.speed.low <= 1 <= of.speed.high and not alike(of.speed):
+    if of.speed.low <= 1 <= of.speed.high and not _alike(of.speed):
         return f"{name} may be faster or slower than {other} ({ends} times the speed)"
     if of.speed.low <= 1 <= of.speed.high:
         return f"{name} is about as fast as {other} ({ends} times the speed)"
@@ -86,17 +86,12 @@ def _speed(of: Verdict) -> str:
             f"{name} is slower than {other}: a step takes {slower[0]} times as long (95 %, {seeds} "
             f"seeds: {slower[1]} to {slower[2]})"
         )
-    return f"{name} has {times(of.speed.value)} the speed of {other} ({ends})"
+    return f"{name} has {_times(of.speed.value)} times the speed of {other} ({ends})"
 
 
-def alike(speed: Interval) -> bool:
+def _alike(speed: Interval) -> bool:
     """Whether a level is proved to be about as fast: an interval around 1 may be wide."""
     return speed.low >= 1 / ALIKE and speed.high <= ALIKE
-
-
-def times(ratio: float | None) -> str:
-    """Write a ratio for people."""
-    return "" if ratio is None else f"{_times(ratio)} times"
 
 
 def beside(of: Verdict) -> str:
@@ -137,17 +132,21 @@ def _grown(of: Verdict) -> str:
     grown = {name: one.ms - before.get(name, 0.0) for name, one in mine.items()}
     worst = [n for n in sorted(grown, key=lambda n: -grown[n])[:3] if grown[n] > GREW * base]
     device = of.row.report.environment["device"]["device"].partition(":")[0]
-    said = []
+    each = []
     for name in worst:
         one = mine[name]
-        how = f", {times(one.ms / before[name])} {of.other.label}'s" if before.get(name) else ""
+        how = (
+            f", {_times(one.ms / before[name])} times {of.other.label}'s"
+            if before.get(name)
+            else ""
+        )
         remedy = "casts between dtypes" if name in CASTS else None
         if of.row.level.startswith("native-"):
             remedy = REMEDIES.get((device, one.dtype, name), remedy)
         dtype = f" in {one.dtype}" if one.dtype else ""
         more = f" ({remedy})" if remedy else ""
-        said.append(f"{name}{dtype} {100 * one.ms / total:.0f} % of the step{how}{more}")
-    return f"What grew: {'; '.join(said)}" if said else ""
+        each.append(f"{name}{dtype} {100 * one.ms / total:.0f} % of the step{how}{more}")
+    return f"What grew: {'; '.join(each)}" if each else ""
 
 
 def _by_name(operators: Sequence[Operator]) -> dict[str, Operator]:
@@ -171,14 +170,6 @@ def _why_not_native(environment: dict[str, Any], dtype: str) -> str | None:
     return None
 
 
-def _memory(ratio: float | None) -> str | None:
-    if ratio is None:
-        return None
-    if abs(ratio - 1) < SAME_MEMORY:
-        return "It needs as much memory"
-    return f"It needs {ratio:.2f} times the memory"
-
-
 def _accuracy(of: Verdict) -> str | None:
     if of.accuracy is None:
         return None
@@ -187,17 +178,17 @@ def _accuracy(of: Verdict) -> str | None:
     if low >= 0 and high > 0:
         return f"Its accuracy is higher by {low:.2f} to {high:.2f} points ({level})"
     if high < 0:
-        said = f"It loses between {-high:.2f} and {-low:.2f} points of accuracy ({level})"
-        if not (found.fine or found.worse):
-            said += f"; whether more than {found.margin:.2g}, {_cannot(found)}"
-        return said
+        loses = f"It loses between {-high:.2f} and {-low:.2f} points of accuracy ({level})"
+        if found.fine or found.worse:
+            return loses
+        return f"{loses}; whether more than {found.margin:.2g}, {_cannot(found)}"
     if found.fine:
         return f"It loses at most {max(0.0, -low):.2f} points of accuracy ({level})"
     ends = f"between {low:+.2f} and {high:+.2f} points"
     return f"Accuracy: {_cannot(found)}: {ends}{_more(of, found)}"
 
 
-def _loss_said(of: Verdict) -> str | None:
+def _loss(of: Verdict) -> str | None:
     if of.loss is None:
         return None
     found, name = of.loss, of.loss_of.capitalize()
@@ -240,3 +231,108 @@ def _more(of: Verdict, found: Judged) -> str:
     time = f", some {minutes:.0f} minutes" if minutes >= 1.5 else ""
     how = f"` with `--budget {budget}m`" if budget else f"`{time}"
     return f"; about {found.needed} would (`--seeds {found.needed}{how})"
+
+
+# --- which level to take -------------------------------------------------------------------------
+
+
+def answers(report: Report, of: Sequence[Verdict]) -> list[str]:
+    """Answer for each task and batch size; several have their name before the answer."""
+    places = dict.fromkeys((cell.task, cell.batch) for cell in report.plan)
+    found = []
+    for task, batch in places:
+        here = [
+            v
+            for v in of
+            if (v.row.task, v.row.batch) == (task, batch)
+            and v.other.label.removesuffix(" TF32 off") == BASELINE
+        ]
+        before = f"{task}, batch {batch}: " if len(places) > 1 else ""
+        found.append(before + _answer(here))
+    return found
+
+
+def _answer(of: Sequence[Verdict]) -> str:
+    if not of:
+        return "No answer: O0 and another level are needed."
+    if not any(run.status == "ok" for run in of[0].other.runs):
+        return f"No answer: {of[0].other.label}: {of[0].other.problem}."
+    right = [v for v in of if _trained(v) and not _bad(v)]
+    faster = [v for v in right if v.speed and v.speed.low > 1 and v.speed.value >= WORTH]
+    smaller = [v for v in right if v.memory and v.memory <= LESS and v.speed and not _slower(v)]
+    best = sorted(faster, key=lambda v: -v.speed.value if v.speed else 0.0)
+    best = best or sorted(smaller, key=lambda v: v.memory or 1.0)
+    if best:
+        proved = [v for v in best if v.same or ((judged := v.accuracy or v.loss) and judged.fine)]
+        return _take((proved or best)[0], proved=bool(proved))
+    unknown = {v.row.label: why for v in right if (why := _unknown(v))}
+    found = unknown or {v.row.label: _why_not(v) for v in of}
+    reasons: dict[str, list[str]] = {}
+    for label, why in found.items():
+        reasons.setdefault(why, []).append(label)
+    if unknown:
+        why, labels = next(iter(reasons.items()))
+        return f"No answer{'' if len(labels) == len(of) else ' on ' + ', '.join(labels)}: {why}."
+    each = "; ".join(f"{', '.join(labels)} {why}" for why, labels in reasons.items())
+    return f"None is worth it here, because {each}."
+
+
+def _unknown(of: Verdict) -> str | None:
+    """Say what keeps a level that trained well from being told fast, slow, small or large."""
+    if of.speed is None:
+        few = "seeds" if of.seeds < LEAST else "steps"
+        return of.noise or f"too few {few} to compare"
+    if of.speed.low <= 1 and (of.speed.value >= WORTH or of.speed.high > ALIKE):
+        return f"{of.seeds} seeds cannot tell whether it is faster"
+    return "its memory was not measured" if of.memory is None and not _slower(of) else None
+
+
+def _why_not(of: Verdict) -> str:
+    if of.row.stopped:
+        return "took too long for the budget"
+    if not _trained(of):
+        return "did not train to the end at each seed"
+    if _bad(of):
+        return (
+            "lost accuracy" if of.accuracy and of.accuracy.worse else f"had a higher {of.loss_of}"
+        )
+    if _slower(of):
+        return "took longer"
+    return f"stayed below {WORTH} times the speed and above {LESS} times the memory"
+
+
+def _take(of: Verdict, *, proved: bool) -> str:
+    parts, speed = [], of.speed
+    if speed and speed.low > 1:
+        parts.append(f"{_times(speed.value)} times the speed")
+    elif speed:
+        ends = f"{speed.low:.2f} to {speed.high:.2f} times the speed"
+        parts.append("about as fast as O0" if _alike(speed) else ends)
+    if of.memory and of.memory <= LESS:
+        parts.append(f"{of.memory:.2f} times the memory")
+    quality = of.accuracy or of.loss
+    within = f"within {of.accuracy.margin:.2g} points" if of.accuracy else "within 5 %"
+    what = "accuracy" if of.accuracy else of.loss_of
+    has = f"{of.row.label}: {', '.join(parts)}"
+    if of.same:
+        return f"Take {has}, the same losses as {of.other.label}."
+    if proved:
+        return f"Take {has}, {what} {within}."
+    if quality is None:
+        return f"Perhaps {has}. But its quality could not be compared."
+    more = f"; about {quality.needed} would" if quality.needed else ""
+    unknown = f"{quality.seeds} seeds cannot tell whether its {what} is {within}"
+    return f"Perhaps {has}. But {unknown}{more}."
+
+
+def _trained(of: Verdict) -> bool:
+    """Whether it did at each seed: a level that diverges at one of five is no advice."""
+    return bool(of.row.runs) and all(run.status == "ok" for run in of.row.runs)
+
+
+def _bad(of: Verdict) -> bool:
+    return any(judged is not None and judged.worse for judged in (of.accuracy, of.loss))
+
+
+def _slower(of: Verdict) -> bool:
+    return of.speed is not None and of.speed.value < 1 / WORTH

@@ -1,20 +1,16 @@
-"""The columns of `apex bench`'s report, and its CSV files."""
+"""The columns of `apex bench`'s report."""
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from apex.bench.intervals import percentile
-from apex.bench.output.columns import Column, three, write_records
-from apex.bench.output.console import NOTHING, number
-from apex.bench.training.results import Report, Run
+from apex.bench.output.tables import NOTHING, Column, number, three
+from apex.bench.training.results import Report
 from apex.bench.training.rows import Row, mean, rows
 from apex.bench.training.verdict import Verdict, baseline_of
 
-__all__ = ["COLUMNS", "Line", "lines", "run_fields", "write_runs_csv"]
+__all__ = ["COLUMNS", "Line", "lines"]
 
 
 class Line(NamedTuple):
@@ -49,10 +45,6 @@ def _spread(values: Sequence[float], spec: str) -> str:
     return NOTHING if average is None else f"{average:{spec}}{sd}"
 
 
-def _mib(value: int | None) -> float | None:
-    return None if value is None else value / 2**20
-
-
 def _speed(line: Line) -> str:
     known = line.verdict.speed if line.verdict else None
     ends = f" ({known.low:.2f}–{known.high:.2f})" if known else ""
@@ -83,7 +75,7 @@ COLUMNS: tuple[Column[Line], ...] = (
            "step time of O0 (TF32 off) over this one's, of turns in one process, averaged over the "
            "seeds, with its interval over them; noisy: something else is using this machine",
            "the row or O0 was not measured, or did not train"),
-    Column("peak\nMiB", lambda x: three(_mib(x.row.peak_bytes)),
+    Column("peak\nMiB", lambda x: three(x.row.peak_bytes and x.row.peak_bytes / 2**20),
            {"peak_tensor_bytes": lambda x: x.row.peak_bytes},
            "peak memory of tensors: weights, gradients, optimizer state, activations",
            "the device does not report it, or no run finished"),
@@ -125,32 +117,5 @@ COLUMNS: tuple[Column[Line], ...] = (
             "scale_highest": lambda x: max(x.row.scale_ends, default=None)},
            "of the first and the last step", WHOLE_RUNS, drop=7),
     Column("problem", lambda x: (x.row.problem or "").partition(":")[0],
-           {"problem": lambda x: x.row.problem}, left=True),
+           {"problem": lambda x: x.row.problem}, left=True, wraps=True),
 )  # fmt: skip
-
-
-def run_fields(run: Run) -> dict[str, str | float | int | None]:
-    """Give the numbers of one run: its cell, and one value for each thing measured."""
-    return {
-        "label": run.cell.label,
-        **dataclasses.asdict(run.cell),
-        "status": run.status,
-        "error": run.error,
-        "together": " ".join(run.together),
-        "steps": len(run.losses),
-        "step_median_ms": percentile(run.counted_ms, 50),
-        "data_median_ms": percentile(run.data_ms, 50),
-        "inference_median_ms": percentile(run.inference_ms, 50),
-        "total_s": sum(run.epoch_seconds) if run.epoch_seconds else None,
-        "peak_tensor_bytes": run.peak_bytes,
-        "final_loss": run.final_loss,
-        "test_loss": run.test_loss[-1] if run.test_loss else None,
-        "accuracy_percent": run.accuracy[-1] if run.accuracy else None,
-        "skipped_steps": run.skipped,
-        "last_scale": run.scales[-1] if run.scales else None,
-    }
-
-
-def write_runs_csv(report: Report, path: Path) -> None:
-    """Write one line per run."""
-    write_records([run_fields(run) for run in report.runs], path)

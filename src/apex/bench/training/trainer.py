@@ -3,22 +3,29 @@
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from apex import optimizers
 from apex.amp.casting import process_state
-from apex.bench.training import optimizers
+from apex.bench.catalogue import optimizers as catalogue
 from apex.bench.training.precision import precision
 from apex.bench.training.results import Cell
 from apex.bench.training.tasks.task import Task
 
-__all__ = ["FEW_STEPS", "OwnState", "Trainer", "few_steps", "mapped", "out_of_memory", "to"]
+__all__ = ["OPTIMIZERS", "OwnState", "Trainer", "mapped", "out_of_memory"]
 
-FEW_STEPS = 3  # the first makes the optimizer's state; from the second on all is in place
+_TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+OPTIMIZERS: dict[str, Mapping[str, float]] = {  # by the names of the option; lower case is torch's
+    "sgd": {"lr": 0.05, "momentum": 0.9},
+    "adam": {"lr": 0.005},
+    "adamw": {"lr": 0.005, "weight_decay": 0.01},
+    **{one.title: one.training for one in catalogue.OPTIMIZERS if one.training},
+}
 
 # What torch and oneDNN say when the machine has no more memory to give.
 NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "could not create a memory")
@@ -32,7 +39,9 @@ class Trainer:
         made = task.model()
         models = [made] if isinstance(made, nn.Module) else list(made)
         models = [model.to(device).train() for model in models]
-        steppers = [optimizers.make(cell.optimizer, m.parameters(), cell.lr) for m in models]
+        kind: Any = _TORCH.get(cell.optimizer) or getattr(optimizers, cell.optimizer)
+        numbers = {**OPTIMIZERS[cell.optimizer], "lr": cell.lr}
+        steppers = [kind(model.parameters(), **numbers) for model in models]
         self._task = task
         self.precision = precision(cell.level, device, task.growth_interval)
         self.models, self._optimizers = self.precision.start(models, steppers, task.losses)
@@ -57,10 +66,8 @@ class Trainer:
         with self._evaluating():
             self._task.loss(self.models[0], batch)
 
-    def measure(self, what: Callable[[nn.Module], float] | None) -> float | None:
-        """Ask the task for its accuracy or test loss, if it has such a thing."""
-        if what is None:
-            return None
+    def measure(self, what: Callable[[nn.Module], float]) -> float:
+        """Ask the task for its accuracy or test loss."""
         with self._evaluating():
             return float(what(self.models[0]))
 
@@ -134,23 +141,11 @@ def _set_precision(wanted: Sequence[str] | None) -> tuple[str, ...]:
     return before
 
 
-def few_steps(cell: Cell, task: Task, device: torch.device, batch: Any) -> None:
-    """Train afresh, just long enough for everything that takes memory to be there."""
-    trainer = Trainer(cell, task, device)
-    for _ in range(FEW_STEPS):
-        trainer.step(mapped(batch, torch.Tensor.clone))
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that there is no more memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
-
-
-def to(batch: Any, device: torch.device) -> Any:
-    """Put a batch on a device."""
-    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

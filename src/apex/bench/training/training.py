@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 from apex.bench.training import profiling
 from apex.bench.training.results import Cell, Run, Status
 from apex.bench.training.tasks.task import Task
-from apex.bench.training.timing import Stopwatch, stopwatch
-from apex.bench.training.trainer import OwnState, Trainer, out_of_memory, to
+from apex.bench.training.trainer import OwnState, Trainer, mapped, out_of_memory
 
 __all__ = ["AFTER", "Training", "counted"]
 
@@ -24,30 +23,35 @@ AFTER = 12  # steps' time that evaluation and the measurements apart take, about
 
 
 class Training:
-    """One training, as far as it has come."""
+    """One training, as far as it has come.
+
+    Attributes:
+        cell: What is trained.
+        over: Whether it has ended, for whatever reason; ``status`` and ``error`` say how.
+        limit: Steps at which a budget ends it, if it does.
+        planned: Steps that it would take else, once the length of an epoch is known; ``per_epoch``
+            may say it before.
+        infers: Whether inference can be timed: a task with a step of its own may have no loss.
+    """
 
     def __init__(self, cell: Cell, task: Task, device: torch.device) -> None:
         self.cell, self._task, self._device = cell, task, device
         self._own = OwnState(cell, device)
-        self._watch: Stopwatch = stopwatch(device)
-        self._inference: Stopwatch = stopwatch(device)
+        self._watch, self._inference = _Stopwatch(device), _Stopwatch(device)
         self._trainer: Trainer | None = None
         self._steps = self._train()
         self.over = False
+        self.infers = task.step is None
         self.limit: int | None = None
         self.status: Status = "ok"
         self.error: str | None = None
-        self.planned = self.per_epoch = 0
-        self._blocks: list[int] = []
+        self.planned = self.per_epoch = self._steps_per_epoch = 0
+        self._apart: dict[str, Any] = {}
+        self._seconds = 0.0
         self._losses: list[torch.Tensor] = []
         self._scales: list[Any] = []
-        self._data_ms: list[float] = []
-        self._epoch_seconds: list[float] = []
-        self._accuracy: list[float] = []
-        self._test_loss: list[float] = []
-        self._steps_per_epoch = 0
-        self._apart = profiling.Measured()
-        self._seconds = 0.0
+        names = ("blocks", "data_ms", "epoch_seconds", "accuracy", "test_loss")
+        self._found: dict[str, list[Any]] = {name: [] for name in names}  # fields of `Run`
 
     @property
     def done(self) -> int:
@@ -58,11 +62,6 @@ class Training:
     def trained(self) -> bool:
         """Whether it came to its end."""
         return self.status == "ok" and self.over
-
-    @property
-    def infers(self) -> bool:
-        """Whether inference can be timed: a task with a step of its own may have no loss."""
-        return self._task.step is None
 
     @property
     def share(self) -> float:
@@ -84,6 +83,7 @@ class Training:
         """Its fastest step so far: something else that uses the machine only slows."""
         return min(self._watch.milliseconds()[1:], default=math.inf)
 
+    @property
     def step_ms(self) -> float:
         """Median time of its steps so far, without the first."""
         times = self._watch.milliseconds()
@@ -91,7 +91,7 @@ class Training:
 
     def block(self, size: int, budget_s: float | None) -> None:
         """Train for some steps, or to the end; for a twentieth of a budget at most."""
-        self._blocks.append(self.done)
+        self._found["blocks"].append(self.done)
         begin = time.monotonic()
         with self._guarded():
             for step in range(size):
@@ -102,12 +102,7 @@ class Training:
                     begin = time.monotonic()
                 if step and budget_s is not None and time.monotonic() > begin + budget_s / 20:
                     break
-            self._synchronize()
         self._seconds += time.monotonic() - begin
-
-    def stop(self, why: str) -> None:
-        """End here."""
-        self._end("stopped", why)
 
     def infer(self) -> None:
         """Time inference once."""
@@ -116,7 +111,6 @@ class Training:
             self._inference.start()
             self._trainer.infer(self._batch)
             self._inference.stop()
-            self._synchronize()
 
     def measure_apart(self, left: float) -> None:
         """Measure what would disturb the times, at the first seed, if there are seconds left."""
@@ -133,25 +127,23 @@ class Training:
         scales = [float(scale) for scale in self._scales]
         if self.trained and not (self._finite and math.isfinite(losses[-1])):
             self.status = "diverged"
+        found: dict[str, Any] = {name: tuple(values) for name, values in self._found.items()}
+        found["blocks"] = tuple(block for block in found["blocks"] if block < len(losses))
         return Run(
             cell=self.cell,
             status=self.status,
             error=self.error,
             together=together,
-            blocks=tuple(block for block in self._blocks if block < len(losses)),
             step_ms=tuple(self._watch.milliseconds()[: len(losses)]),
-            data_ms=tuple(self._data_ms),
             losses=tuple(losses),
             scales=tuple(scales[: len(losses)]),
             skipped=sum(after < before for before, after in pairwise(scales)),
             steps_per_epoch=self._steps_per_epoch,
             planned_steps=self.planned,
-            epoch_seconds=tuple(self._epoch_seconds),
-            accuracy=tuple(self._accuracy),
-            test_loss=tuple(self._test_loss),
             test_size=self._task.test_size,
             inference_ms=tuple(self._inference.milliseconds()[1:]),
-            **self._apart._asdict(),
+            **found,
+            **self._apart,
         )
 
     # --- inside ----------------------------------------------------------------------------------
@@ -176,12 +168,13 @@ class Training:
                 yield True
                 if self.done == self.limit:
                     break
-            steps = self.done - begun
             self._check(epoch, sizes, cut=self.done == self.limit)
-            self._steps_per_epoch = self._steps_per_epoch or steps
-            times = self._watch.milliseconds()[begun:], self._data_ms[begun:]
-            self._epoch_seconds.append(sum(map(sum, times)) / 1000)
-            self._measure_quality(trainer)
+            self._steps_per_epoch = self._steps_per_epoch or self.done - begun
+            times = self._watch.milliseconds()[begun:], self._found["data_ms"][begun:]
+            self._found["epoch_seconds"].append(sum(map(sum, times)) / 1000)
+            for name in ("accuracy", "test_loss"):
+                if (measure := getattr(task, name)) is not None:
+                    self._found[name].append(trainer.measure(measure))
             if self.done == self.limit:
                 break
         self.planned = max(self.planned, self.done)
@@ -194,10 +187,10 @@ class Training:
         while True:
             begin = time.perf_counter()
             try:
-                batch = to(next(batches), self._device)
+                batch = mapped(next(batches), lambda x: x.to(self._device, non_blocking=True))
             except StopIteration:
                 return
-            self._data_ms.append(1000 * (time.perf_counter() - begin))
+            self._found["data_ms"].append(1000 * (time.perf_counter() - begin))
             yield batch
 
     def _check(self, epoch: int, sizes: Sequence[int], *, cut: bool) -> None:
@@ -215,26 +208,20 @@ class Training:
                 "the next; they must be equally many"
             )
 
-    def _measure_quality(self, trainer: Trainer) -> None:
-        for found, what in (
-            (self._accuracy, self._task.accuracy),
-            (self._test_loss, self._task.test_loss),
-        ):
-            value = trainer.measure(what)
-            if value is not None:
-                found.append(value)
-
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Surround what belongs to this training; an error ends it, and the others go on."""
         with self._own:
             try:
                 yield
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
             except Exception as error:  # noqa: BLE001  one cell's failure is a result, not our end
                 status: Status = "out of memory" if out_of_memory(error) else "failed"
-                self._end(status, f"{type(error).__name__}: {' '.join(str(error).split())}")
+                self.end(status, f"{type(error).__name__}: {' '.join(str(error).split())}")
 
-    def _end(self, status: Status, why: str) -> None:
+    def end(self, status: Status, why: str) -> None:
+        """End here."""
         self.status, self.error, self.over = status, why, True
         self.free()
 
@@ -246,9 +233,40 @@ class Training:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+
+class _Stopwatch:
+    """Times of many steps: by the host's clock, on a GPU by CUDA events.
+
+    There the host's clock would time launches, or hold up the GPU: host and GPU go on overlapping
+    as in real training.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if cuda else None
+        self._starts: list[Any] = []
+        self._stops: list[Any] = []
+
+    def start(self) -> None:
+        self._starts.append(self._mark())
+
+    def stop(self) -> None:
+        self._stops.append(self._mark())
+
+    def milliseconds(self) -> list[float]:
+        """Return the time of every step so far; one that raised has none."""
+        pairs = zip(self._starts, self._stops, strict=False)
+        if self._stream is None:
+            return [1000 * (stop - start) for start, stop in pairs]
+        self._stream.synchronize()
+        return [start.elapsed_time(stop) for start, stop in pairs]
+
+    def _mark(self) -> Any:
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
 
 
 def _length(loader: Any) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from apex import amp
-from apex.bench.output.columns import three
+from apex.bench.output.tables import three
 from apex.bench.training.results import Cell, Run
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.training import AFTER, Training, counted
@@ -41,7 +41,7 @@ def train(
     cells: Sequence[Cell],
     task: Task,
     device: torch.device,
-    told: Callable[[float, str | None], None] = lambda share, line: None,
+    on_progress: Callable[[float, str | None], None] = lambda share, line: None,
     budget_s: float | None = None,
 ) -> list[Run]:
     """Train the cells by turns and measure; what goes wrong in one is part of its result.
@@ -50,7 +50,7 @@ def train(
         cells: They differ in level and TF32 alone.
         task: The task that they name.
         device: Where.
-        told: Called after every block with the share of the work that is done, 0 to 1, and
+        on_progress: Called after every block with the share of the work that is done, 0 to 1, and
             perhaps a line for the user.
         budget_s: Seconds that this may take; ``None`` is no limit.
     """
@@ -59,8 +59,8 @@ def train(
         # Past Dynamo's limit, 8, a model goes on uncompiled, in silence.
         config: Any = torch._dynamo.config
         with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-            return Turns(cells, task, device, told, budget_s).run()
-    return Turns(cells, task, device, told, budget_s).run()
+            return Turns(cells, task, device, on_progress, budget_s).run()
+    return Turns(cells, task, device, on_progress, budget_s).run()
 
 
 class Turns:
@@ -71,12 +71,12 @@ class Turns:
         cells: Sequence[Cell],
         task: Task,
         device: torch.device,
-        told: Callable[[float, str | None], None],
+        on_progress: Callable[[float, str | None], None],
         budget_s: float | None,
     ) -> None:
         self._began = time.monotonic()
         self._budget = budget_s
-        self._told = told
+        self._report = on_progress
         self._device = device
         self._trainings = [Training(cell, task, device) for cell in cells]
         self._draw = random.Random(cells[0].seed)
@@ -88,7 +88,10 @@ class Turns:
     def run(self) -> list[Run]:
         """Train all to their end."""
         self._train()
-        self._compare_inference()
+        ready = [one for one in self._trainings if one.trained and one.infers]
+        for _ in range(INFERENCES if len(ready) > 1 else 0):
+            for training in self._draw.sample(ready, len(ready)):
+                training.infer()
         for training in self._trainings:
             training.free()
         for training in self._trainings:
@@ -105,11 +108,11 @@ class Turns:
         while order:
             for training in order:
                 training.block(size, self._budget)
-                self._told(self._share(), None)
+                self._report(self._share(), None)
             order = [training for training in order if not training.over]
             if rounds == 0 and order:
-                self._told(self._share(), _first_line(self._trainings))
-                fastest = min(training.step_ms() for training in order)
+                self._report(self._share(), _first_line(self._trainings))
+                fastest = min(training.step_ms for training in order)
                 size = max(BLOCK, min(MOST, math.ceil(TURN_MS / max(fastest, 1e-3))))
             self._keep_to_budget(order)
             if rounds % 2:
@@ -140,9 +143,10 @@ class Turns:
                 break
             running.remove(slow)
             of = f" of {planned}" if planned else ""
-            slow.stop(
+            slow.end(
+                "stopped",
                 f"stopped after {slow.done}{of} steps to keep to the time budget: a step "
-                f"takes {slow.fastest_ms / base:.1f} times O0's"
+                f"takes {slow.fastest_ms / base:.1f} times O0's",
             )
         after = AFTER * sum(one.seconds_a_step for one in running)
         to_train = _needed(running) - after
@@ -152,12 +156,6 @@ class Turns:
             for one in running:
                 one.limit = limit
 
-    def _compare_inference(self) -> None:
-        ready = [one for one in self._trainings if one.trained and one.infers]
-        for _ in range(INFERENCES if len(ready) > 1 else 0):
-            for training in self._draw.sample(ready, len(ready)):
-                training.infer()
-
 
 def _needed(trainings: Sequence[Training]) -> float:
     """Seconds that are left to do."""
@@ -166,5 +164,5 @@ def _needed(trainings: Sequence[Training]) -> float:
 
 def _first_line(trainings: Sequence[Training]) -> str:
     cell = trainings[0].cell
-    times = [f"{one.cell.label} {three(one.step_ms())}" for one in trainings if one.done]
+    times = [f"{one.cell.label} {three(one.step_ms)}" for one in trainings if one.done]
     return f"{cell.task}, batch {cell.batch}: first steps in ms: {', '.join(times)}"

@@ -23,9 +23,7 @@ __all__ = [
     "BUSY",
     "LOSS_MARGIN",
     "Verdict",
-    "as_long",
     "baseline_of",
-    "paired",
     "paired_ratio",
     "same_arithmetic",
     "verdicts",
@@ -60,8 +58,11 @@ class Verdict:
     """Logarithm of the other's loss divided by this one's: above 0 is better."""
     loss_of: str
     """``test loss`` or ``training loss``."""
-    inference: Interval | None
-    """As `speed`."""
+    each_speed: tuple[float, ...]
+    """Of each seed, the logarithm of `ratio`."""
+    each_accuracy: tuple[float, ...]
+    each_loss: tuple[float, ...]
+    """Of each seed, what `accuracy` and `loss` judge."""
     same: bool
     """Whether all losses are the same numbers: the same arithmetic."""
     same_as: str | None
@@ -125,19 +126,18 @@ def _losses(row: Row) -> Any:
 
 
 def _verdict(row: Row, other: Row, comparisons: int, same_as: str | None) -> Verdict:
-    pairs = paired(row, other)
-    logs = [ratio for mine, theirs in pairs if (ratio := paired_ratio(mine, theirs))]
-    speed, noise = interval([log for log, _ in logs]), None
+    pairs = _paired(row, other)
+    logs = [log for mine, theirs in pairs if (log := paired_ratio(mine, theirs)) is not None]
+    speed, noise = interval(logs), None
     if row.stopped or other.stopped or any(len(run.blocks) < 2 for both in pairs for run in both):
         speed = None  # of a few steps, the first
     elif row.unsteady or other.unsteady or (speed and speed.high > NOISY * speed.low):
         speed, noise = None, BUSY
-    inference = interval([log for _, log in logs if log is not None])
-    quality = [both for both in pairs if as_long(*both)]
+    quality = [both for both in pairs if _as_long(*both)]
     margin, least_sd = _margin(row)
-    points = [(m.accuracy[-1], t.accuracy[-1]) for m, t in quality if m.accuracy and t.accuracy]
+    points = [m.accuracy[-1] - t.accuracy[-1] for m, t in quality if m.accuracy and t.accuracy]
     counts = {"comparisons": comparisons, "planned": len(row.cells)}
-    accuracy = judge([m - t for m, t in points], margin, least_sd=least_sd, **counts)
+    accuracy = judge(points, margin, least_sd=least_sd, **counts)
     loss_of = "test loss" if row.test_losses else "training loss"
     differences = [_log_loss(t) - _log_loss(m) for m, t in quality]
     loss = judge(differences, math.log(1 + LOSS_MARGIN), **counts)
@@ -145,25 +145,27 @@ def _verdict(row: Row, other: Row, comparisons: int, same_as: str | None) -> Ver
         row=row,
         other=other,
         speed=speed,
-        ratio=math.exp(statistics.fmean(log for log, _ in logs)) if logs else None,
+        ratio=math.exp(statistics.fmean(logs)) if logs else None,
         seeds=len(logs),
         noise=noise,
         memory=row.peak_bytes / other.peak_bytes if row.peak_bytes and other.peak_bytes else None,
         accuracy=accuracy,
         loss=None if row.accuracies and not row.test_losses else loss,
         loss_of=loss_of,
-        inference=None if noise else inference,
+        each_speed=tuple(logs),
+        each_accuracy=tuple(points),
+        each_loss=tuple(differences),
         same=bool(row.finished) and _losses(row) == _losses(other),
         same_as=same_as,
     )
 
 
-def as_long(mine: Run, theirs: Run) -> bool:
+def _as_long(mine: Run, theirs: Run) -> bool:
     """Whether both came to their end after as many steps, so that their quality is comparable."""
     return mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)
 
 
-def paired(row: Row, other: Row) -> list[tuple[Run, Run]]:
+def _paired(row: Row, other: Row) -> list[tuple[Run, Run]]:
     """Pair the runs of a seed, those that took turns if there are such.
 
     A level of which every run diverged is not worth a time: no pairs.
@@ -180,17 +182,21 @@ def paired(row: Row, other: Row) -> list[tuple[Run, Run]]:
     return list(found.values())
 
 
-def paired_ratio(mine: Run, theirs: Run) -> tuple[float, float | None] | None:
-    """Give the logarithms of their time over mine: of a step, and of inference.
+def paired_ratio(mine: Run, theirs: Run) -> float | None:
+    """Give the logarithm of their time of a step over mine.
 
     Rounds come in pairs of opposite order; the median over the pairs counts. Trainings that were
     not in one process have no rounds in common: then it is the ratio of the medians.
     """
     if mine.status == "stopped" or theirs.status == "stopped":
-        first, other = (_first_turn(run) for run in (mine, theirs))
+        # All that a run has that was stopped; its first step made the optimizer's state.
+        first, other = (
+            run.step_ms[1 : run.blocks[1] if len(run.blocks) > 1 else None]
+            for run in (mine, theirs)
+        )
         if not (first and other):
             return None
-        return math.log(statistics.median(other) / statistics.median(first)), None
+        return math.log(statistics.median(other) / statistics.median(first))
     rounds = [
         math.log(statistics.median(theirs_ms) / statistics.median(mine_ms))
         for mine_ms, theirs_ms in zip(mine.turns, theirs.turns, strict=False)
@@ -201,17 +207,6 @@ def paired_ratio(mine: Run, theirs: Run) -> tuple[float, float | None] | None:
         rounds = [math.log(medians[0] / medians[1])]
     if not rounds:
         return None
-    both = zip(mine.inference_ms, theirs.inference_ms, strict=False)
-    inference = [math.log(t / m) for m, t in both]
-    return _over_pairs(rounds), statistics.median(inference) if inference else None
-
-
-def _first_turn(run: Run) -> tuple[float, ...]:
-    """All that a run has that was stopped; its first step made the optimizer's state."""
-    return run.step_ms[1 : run.blocks[1] if len(run.blocks) > 1 else None]
-
-
-def _over_pairs(rounds: Sequence[float]) -> float:
     pairs = [statistics.fmean(rounds[i : i + 2]) for i in range(0, len(rounds) - 1, 2)]
     return statistics.median(pairs or rounds)
 

@@ -21,27 +21,25 @@ import torch
 
 __all__ = ["Died", "in_a_process"]
 
-Work = Callable[..., Any]
-"""A function of a module; it is called with ``told`` and the arguments of the job."""
-
 
 class Died(Exception):
     """The process ended before it had answered; the message says how."""
 
 
 def in_a_process(
-    work: Work,
+    work: Callable[..., Any],
     *arguments: Any,
     device: torch.device,
-    told: Callable[..., None] = lambda *words: None,
+    on_progress: Callable[..., None] | None = None,
 ) -> Any:
-    """Call ``work(told, *arguments)`` in a process of its own and return its result.
+    """Call ``work(*arguments)`` in a process of its own and return its result.
 
     Args:
-        work: What to do.
+        work: A function of a module.
         arguments: All that can be pickled.
         device: Where it computes.
-        told: Called with what the process tells on its way.
+        on_progress: Called with what the process reports on its way: ``work`` gets a function of
+            this name, too.
 
     Raises:
         Died: The process ended without a result.
@@ -51,18 +49,19 @@ def in_a_process(
     context: Any = multiprocessing.get_context("spawn")
     if device.type == "cpu" and sys.platform == "linux":
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "apex.bench.training.jobs"])
+        context.set_forkserver_preload(["torch._dynamo", "apex.bench.training.plan"])
     pipe, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, dict(os.environ)), daemon=True)
     process.start()
     theirs.close()
     try:
-        pipe.send((work, device, arguments))
+        pipe.send((work, device, arguments, on_progress is not None))
         while True:
             kind, message = pipe.recv()
             if kind == "result":
                 return message
-            told(*message)
+            if on_progress is not None:
+                on_progress(*message)
     except (EOFError, OSError):
         process.join()
         raise Died(_how(process.exitcode)) from None
@@ -90,11 +89,11 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what a task prints must not stand between the lines of the parent's report
     try:
-        work, device, arguments = pipe.recv()
+        work, device, arguments, reports = pipe.recv()
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)  # graphs go to the current device
-        result = work(lambda *words: pipe.send(("told", words)), *arguments)
-        pipe.send(("result", result))
+        report = {"on_progress": lambda *words: pipe.send(("progress", words))} if reports else {}
+        pipe.send(("result", work(*arguments, **report)))
     except (EOFError, OSError):  # the parent is gone
         return
 

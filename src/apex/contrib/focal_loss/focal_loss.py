@@ -6,8 +6,6 @@ from apex.ops._function import Applied
 from apex.ops.losses import focal_loss as ops
 from apex.ops.norms._scripted import left_to_python
 
-__all__ = ["FocalLoss", "focal_loss"]
-
 
 @left_to_python
 def focal_loss(

@@ -8,15 +8,6 @@ from apex.ops._check import ArgumentError
 from apex.ops.norms import group_norm as ops
 from apex.ops.norms._scripted import left_to_python
 
-__all__ = [
-    "GroupNorm",
-    "cuda_group_norm_nhwc_one_pass",
-    "cuda_group_norm_nhwc_two_pass",
-    "cuda_group_norm_v2_nhwc",
-    "get_cc_and_sm_count",
-    "torch_group_norm",
-]
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -10,8 +10,6 @@ from apex.ops._function import Applied
 from apex.ops.norms import _scripted
 from apex.ops.norms.row_norms import norm
 
-__all__ = ["FastLayerNorm", "FastLayerNormFN"]
-
 
 @_scripted.left_to_python
 def _fast_layer_norm(

@@ -4,8 +4,6 @@ import torch
 
 from apex.contrib.multihead_attn._base import MultiheadAttnBase
 
-__all__ = ["EncdecMultiheadAttn"]
-
 
 class EncdecMultiheadAttn(MultiheadAttnBase):
     """Multi-head attention of a decoder to an encoder's output, on any device, in any dtype.

@@ -8,8 +8,6 @@ from apex.ops._check import ArgumentError, check_tensors
 from apex.ops._dtypes import wide
 from apex.ops.norms._scripted import left_to_python
 
-__all__ = ["fast_mask_softmax_dropout_func"]
-
 _NAME = "fast_mask_softmax_dropout_func"
 
 

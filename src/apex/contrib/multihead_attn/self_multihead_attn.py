@@ -4,8 +4,6 @@ import torch
 
 from apex.contrib.multihead_attn._base import MultiheadAttnBase
 
-__all__ = ["SelfMultiheadAttn"]
-
 
 class SelfMultiheadAttn(MultiheadAttnBase):
     """Multi-head self-attention of ``(time, batch, embed_dim)``, on any device, in any dtype.

@@ -2,10 +2,10 @@
 
 Source: Pool and Yu, "Channel Permutations for N:M Sparsity", NeurIPS 2021. Which weights share a
 group of four is the order of the input channels, and between two layers that order is free: the
-rows of the layers before are permuted with the columns of the layers after. ``torch.fx`` traces the
-model, in training and in evaluation mode. Each tensor between layers has a set of channels; layers
-and elementwise operations join the sets that must have one order; what is not known here (a
-concatenation, a reshape, the model's inputs and outputs, tied weights, hooks) fixes a set.
+rows of the layer before are permuted with the columns of the layers after. ``torch.fx`` traces the
+model, and each layer's output is followed through norms, pools, depthwise convolutions and
+elementwise functions to the layers that use it. Where it comes to anything else (a sum of two
+tensors, a concatenation, a reshape, the model's output), its order stays.
 
 The search is greedy: in each round the best swaps of two channels between groups, at most one for
 a group, until none is left. It has no randomness and no clock, so ranks with the same weights
@@ -17,11 +17,11 @@ Convolutions are taken to have inputs with a batch.
 from __future__ import annotations
 
 import json
-import operator
 import pathlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,8 @@ from apex.normalization import FusedLayerNorm, FusedRMSNorm
 _ROUNDS = 24
 _WORK = 2**28  # element operations of a round, 0.3 s on one CPU thread: rows are sampled to it
 
-_CONVOLUTIONS: dict[Any, int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+# By the number of dimensions after the channels.
+_LAYERS: dict[Any, int] = {nn.Linear: 0, nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _POOLS: dict[Any, int] = {
     **dict.fromkeys((nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, F.max_pool1d), 1),
     **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), 2),
@@ -48,51 +49,17 @@ _ELEMENTWISE: set[Any] = {
     *(torch.relu, torch.sigmoid, torch.tanh, torch.relu_, F.relu, F.relu6, F.leaky_relu, F.elu),
     *(F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.softplus, F.dropout),
     *("relu", "relu_", "sigmoid", "tanh", "contiguous", "float", "half", "bfloat16"),
-    *(operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, operator.truediv),
-    *(torch.add, torch.sub, torch.mul, torch.div, "add", "add_", "sub", "mul", "mul_", "div"),
 }
 _TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 
 
-@dataclass(eq=False)
+@dataclass
 class _Channels:
-    """Channels that have one order wherever they occur."""
+    """The output channels of one layer."""
 
-    size: int
-    outputs: list[str] = field(default_factory=list)  # layers: first dimension of their tensors
+    outputs: list[str]  # layers: first dimension of their tensors
     inputs: list[str] = field(default_factory=list)  # layers: second dimension of their weight
-    fixed: str = ""  # why they must stay as they are
-    joined: _Channels | None = None  # what this set has become a part of
-
-    def root(self) -> _Channels:
-        return self if self.joined is None else self.joined.root()
-
-    def fix(self, why: str) -> None:
-        root = self.root()
-        root.fixed = root.fixed or why
-
-    def join(self, other: _Channels) -> None:
-        one, two = self.root(), other.root()
-        if one is two:
-            return
-        one.fixed = one.fixed or two.fixed
-        if one.size != two.size:
-            one.fix(f"{one.size} and {two.size} channels meet")
-        one.outputs += two.outputs
-        one.inputs += two.inputs
-        two.joined = one
-
-
-class _Value(NamedTuple):
-    """A tensor of the graph: its channels, along which dimension (from the end), and its rank."""
-
-    channels: _Channels
-    dim: int
-    rank: int | None
-
-    @property
-    def is_second(self) -> bool:
-        return self.rank is not None and self.rank + self.dim == 1
+    fixed: str = ""  # why their order has to stay
 
 
 class _Tracer(fx.Tracer):
@@ -103,145 +70,110 @@ class _Tracer(fx.Tracer):
         return is_apex or _has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
 
 
-class _Analysis:
-    """The sets of channels of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.sides: dict[tuple[str, str], _Channels] = {}
-        self.fixed: dict[str, str] = {}  # why, by layer
-        owners: dict[int, list[str]] = {}  # by address: two parameters may share their memory
-        tensors = [*model.named_parameters(remove_duplicate=False)]
-        for name, tensor in (*tensors, *model.named_buffers(remove_duplicate=False)):
-            owners.setdefault(tensor.data_ptr(), []).append(name.rpartition(".")[0])
-        for names in owners.values():
-            if len(names) > 1:
-                self.fixed.update(dict.fromkeys(names, "has tied weights"))
-        for name, module in model.named_modules():
-            others = {*module._parameters, *module._buffers} - _TENSORS
-            if _has_hooks(module):
-                self.fixed[name] = "has hooks"
-            elif not all("_mma_" in other for other in others):
-                self.fixed[name] = "has other tensors than torch's"
-
-    def trace(self) -> None:
-        """Follow the channels through the model in both modes; raises what its code raises."""
-        # Tracing leaves constants in the model, and forward may store fx's proxies in it.
-        before = {module: dict(vars(module)) for module in self.model.modules()}
-        try:
-            for training in (True, False):
-                for module in before:
-                    module.training = training
-                values: dict[fx.Node, _Value | None] = {}
-                for node in _Tracer().trace(self.model).nodes:
-                    if node.op == "get_attr":
-                        owner = str(node.target).rpartition(".")[0]
-                        self.fixed[owner] = "has tensors that are read elsewhere"
-                    given = [values[one] for one in node.all_input_nodes]
-                    values[node] = self.visit(node, given)
-        finally:
-            for module, attributes in before.items():
-                vars(module).clear()
-                vars(module).update(attributes)
-
-    def sets(self) -> list[_Channels]:
-        """All sets of channels, in the order of the graph."""
-        for (layer, _), channels in self.sides.items():
-            if layer in self.fixed:
-                channels.fix(f"{layer} {self.fixed[layer]}")
-        return list(dict.fromkeys(channels.root() for channels in self.sides.values()))
-
-    def side(self, layer: str, which: str, size: int) -> _Channels:
-        """The ``"inputs"`` or ``"outputs"`` of a layer."""
-        if (layer, which) not in self.sides:
-            self.sides[layer, which] = _Channels(size, **{which: [layer]})  # type: ignore[arg-type]
-        return self.sides[layer, which]
-
-    def visit(self, node: fx.Node, given: list[_Value | None]) -> _Value | None:
-        """The value of a node; the channels of its inputs are joined or fixed."""
-        name, module, kind = str(node.target), None, node.target  # type: str, Any, Any
-        if node.op == "call_module":
-            module = self.model.get_submodule(name)
-            kind = type(module)
-        known = [value for value in given if value is not None]
-        x = known[0] if known else None
-        if len(given) == 1 and (kind is nn.Linear or kind in _CONVOLUTIONS):
-            return self.layer(name, module, x, str(node.all_input_nodes[0]))
-        if kind in ("size", "dim") or node.args[1:] in (("shape",), ("ndim",)):
-            return None
-        if kind in _ELEMENTWISE and x is not None and {one and one.dim for one in given} == {x.dim}:
-            for value in known[1:]:
-                x.channels.join(value.channels)
-            return x if len({value.rank for value in known}) == 1 else x._replace(rank=None)
-        if x is not None and len(given) == 1 and _is_norm(module, x):
-            x.channels.join(self.side(name, "outputs", x.channels.root().size))
-            return x
-        if x is not None and kind in _POOLS and _POOLS[kind] < -x.dim:
-            return x
-        if x is not None and x.is_second and _flattens(node, module):
-            return _Value(x.channels, -1, 2)
-        self.give_up(node, module, known)
-        return None
-
-    def give_up(self, node: fx.Node, module: nn.Module | None, known: list[_Value]) -> None:
-        """Fix the inputs of what is not known here, and the layers that are in it."""
-        for value in known:
-            value.channels.fix(f"used by {node}")
-        if module is not None:
-            inside = [name for name, _ in module.named_modules(prefix=str(node.target))]
-            self.fixed.update(dict.fromkeys(inside, "is used where channels are not known"))
-
-    def layer(self, name: str, module: Any, x: _Value | None, source: str) -> _Value:
-        """The output of a linear layer or a convolution on the node ``source``."""
-        if isinstance(module, nn.Linear):
-            size, out, groups, dim = module.in_features, module.out_features, 1, -1
-            rank = None if x is None else x.rank
-        else:
-            size, out, groups = module.in_channels, module.out_channels, module.groups
-            dims = _CONVOLUTIONS[type(module)]
-            dim, rank = -1 - dims, dims + 2
-        result = _Value(self.side(name, "outputs", out), dim, rank)
-        if x is not None and x.dim == dim and groups == size == out:  # depthwise
-            x.channels.join(result.channels)
-            return result
-        inputs = self.side(name, "inputs", size) if groups == 1 else result.channels
-        if x is not None:
-            x.channels.join(inputs)
-        if groups != 1:
-            inputs.fix(f"{name} has groups")
-        elif x is None or x.dim != dim:
-            inputs.fix(f"they come from {source}")
-        return result
-
-
 def _has_hooks(module: nn.Module) -> bool:
     """Whether its call is more than its class's ``forward``."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(vars(module).get(name) for name in ("forward", *hooks))
 
 
-def _is_norm(module: nn.Module | None, x: _Value) -> bool:
-    """Whether a layer normalizes each channel of ``x`` by itself, or all of them together."""
-    size = x.channels.root().size
+def _trace(model: nn.Module) -> fx.Graph:
+    """The graph of a model; raises what its code raises, or if evaluation has another one."""
+    # Tracing leaves constants in the model, and forward may store fx's proxies in it.
+    before = {module: dict(vars(module)) for module in model.modules()}
+    graphs = []
+    for training in (True, False):
+        for module in before:
+            module.training = training
+        try:
+            graphs.append(_Tracer().trace(model))
+        finally:
+            for module, attributes in before.items():
+                vars(module).clear()
+                vars(module).update(attributes)
+    one, other = ([(n.op, n.target, str(n.all_input_nodes)) for n in g.nodes] for g in graphs)
+    if one != other:
+        raise RuntimeError("it calls other layers in training than in evaluation mode")
+    return graphs[0]
+
+
+def _fixed_layers(model: nn.Module, graph: fx.Graph) -> dict[str, str]:
+    """Layers whose tensors cannot be permuted, and why."""
+    fixed: dict[str, str] = {}
+    for name, module in model.named_modules():
+        others = {*module._parameters, *module._buffers} - _TENSORS
+        if _has_hooks(module):
+            fixed[name] = "has hooks"
+        elif not all("_mma_" in other for other in others):
+            fixed[name] = "has other tensors than torch's"
+    owners: dict[int, list[str]] = {}  # by address: two parameters may share their memory
+    tensors = [*model.named_parameters(remove_duplicate=False)]
+    for name, tensor in (*tensors, *model.named_buffers(remove_duplicate=False)):
+        owners.setdefault(tensor.data_ptr(), []).append(name.rpartition(".")[0])
+    for names in owners.values():
+        if len(names) > 1:
+            fixed.update(dict.fromkeys(names, "has tied weights"))
+    calls: Counter[str] = Counter()
+    for node in graph.nodes:
+        target = str(node.target)
+        if node.op == "get_attr":
+            fixed[target.rpartition(".")[0]] = "has tensors that are read elsewhere"
+        elif node.op == "call_module":
+            inside = model.get_submodule(target).named_modules(prefix=target)
+            calls.update(name for name, _ in inside)
+    return fixed | {name: "is called more than once" for name in calls if calls[name] > 1}
+
+
+def _find_channels(model: nn.Module) -> list[_Channels]:
+    """The output channels of all layers, in the order of the graph."""
+    graph = _trace(model)
+    fixed, found = _fixed_layers(model, graph), []
+    for node in graph.nodes:
+        layer: Any = model.get_submodule(node.target) if node.op == "call_module" else None
+        if type(layer) in _LAYERS and getattr(layer, "groups", 1) == 1:
+            channels = _follow(model, node, layer)
+            for name in (*channels.outputs, *channels.inputs):
+                if name in fixed:
+                    channels.fixed = f"{name} {fixed[name]}"
+            found.append(channels)
+    return found
+
+
+def _follow(model: nn.Module, start: fx.Node, layer: Any) -> _Channels:
+    """Follow the output of ``layer`` to the layers that use it."""
+    channels = _Channels([str(start.target)])
+    size, after = layer.weight.shape[0], _LAYERS[type(layer)]
+    nodes = [*start.users]
+    for node in nodes:  # which grows
+        name, module = str(node.target), None
+        if node.op == "call_module":
+            module = model.get_submodule(name)
+        kind: Any = node.target if module is None else type(module)
+        same_dim = _LAYERS.get(kind) == after
+        if len(node.all_input_nodes) > 1:
+            channels.fixed = f"used by {node}"
+        elif same_dim and getattr(module, "groups", 1) == 1:
+            channels.inputs.append(name)
+        elif (same_dim and _is_depthwise(module)) or _is_norm(module, size, after):
+            channels.outputs.append(name)
+            nodes += node.users
+        elif kind in _ELEMENTWISE or _POOLS.get(kind, after + 1) <= after:
+            nodes += node.users
+        else:
+            channels.fixed = f"used by {node}"
+    return channels
+
+
+def _is_depthwise(layer: Any) -> bool:
+    return bool(layer.groups == layer.in_channels == layer.out_channels)
+
+
+def _is_norm(module: nn.Module | None, size: int, after: int) -> bool:
+    """Whether a layer normalizes each channel by itself, or all of them together."""
     if isinstance(module, _LAYER_NORMS):
-        return x.dim == -1 and tuple(module.normalized_shape) == (size,)
+        return after == 0 and tuple(module.normalized_shape) == (size,)
     if not isinstance(module, _BatchNorm) or getattr(module, "channel_last", False):
         return False
-    return x.is_second and module.num_features == size
-
-
-def _flattens(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether all dimensions but the first become one."""
-    if isinstance(module, nn.Flatten):
-        return (module.start_dim, module.end_dim) == (1, -1)
-    if node.target in (torch.flatten, "flatten"):
-        return (node.args[1:], node.kwargs) in (((1,), {}), ((), {"start_dim": 1}))
-    if node.target not in ("view", "reshape") or len(node.args) != 3 or node.args[2] != -1:
-        return False
-    x, first, _ = node.args  # x.view(x.size(0), -1) or x.view(x.shape[0], -1)
-    if isinstance(first, fx.Node) and first.target is operator.getitem and first.args[1] == 0:
-        return isinstance(first.args[0], fx.Node) and first.args[0].args == (x, "shape")
-    return isinstance(first, fx.Node) and (first.target, first.args) == ("size", (x, 0))
+    return after > 0  # after a linear layer the channels are the last dimension
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -303,52 +235,55 @@ def permute(pruned: PrunedModel, folder: str | None) -> int:
 
     What was done is saved in ``folder``, if it is given.
     """
-    model, pruned_layers = pruned.model, [one.module for one in pruned.pruned]
+    model, pruned_layers = pruned.model, {one.module for one in pruned.pruned}
     try:
-        analysis = _Analysis(model)
-        analysis.trace()
+        found = _find_channels(model)
     except Exception as error:  # noqa: BLE001  the model's code, which runs with fx's proxies
         cause = str(error).partition("\n")[0]
         pruned.log(f"channels are not permuted, for torch.fx cannot trace the model: {cause}", 1)
         return 0
     report: list[dict[str, Any]] = []
     count = 0
-    for channels in analysis.sets():
+    for channels in found:
         layers = [model.get_submodule(name) for name in channels.inputs]
-        matrices = [
-            _matrix(layer) for layer in layers if any(layer is one for one in pruned_layers)
-        ]
-        if not matrices:
+        matrices = [_matrix(layer) for layer in layers if layer in pruned_layers]
+        if not matrices and not channels.fixed:
             continue
-        free = () if channels.fixed else _tensors(model, channels)
-        tensors = [(one, dim, pruned.permuted_with(one)) for one, dim in free]
-        if any(others is None for _, _, others in tensors):
-            channels.fix("the optimizer's state has another shape than a weight")
         entry: dict[str, Any] = {"outputs_of": channels.outputs, "inputs_of": channels.inputs}
-        text = f"did not permute the inputs of {', '.join(channels.inputs)}: "
+        verb, result = "did not permute", channels.fixed
         if not channels.fixed:
             matrix = torch.cat(matrices)
             order = best_order(matrix)
             before, after = kept(matrix), kept(matrix[:, order])
             entry |= {"kept_before": before, "kept_after": after, "order": order.tolist()}
-            if after > before:
-                for tensor, dim, others in tensors:
-                    tensor.copy_(tensor.index_select(dim, order))
-                    for one in others or ():  # .data: not counted as somebody's write by amp
-                        one.data.copy_(one.index_select(dim, order))
-                count += len(matrices)
-                text = f"permuted the inputs of {', '.join(channels.inputs)}: "
-                channels.fixed = f"{after / before - 1.0:.2%} more magnitude is kept"
+            if after <= before:
+                result = "no better order was found"
+            elif not _reorder(pruned, channels, order):
+                result = "the optimizer's state has another shape than a weight"
             else:
-                channels.fixed = "no better order was found"
-        entry["result"] = channels.fixed
-        report.append(entry)
-        pruned.log(text + channels.fixed, 2)
-    pruned.log(f"permuted the input channels of {count} of {len(pruned_layers)} pruned weights", 1)
+                verb, result = "permuted", f"{after / before - 1.0:.2%} more magnitude is kept"
+                count += len(matrices)
+        report.append({**entry, "result": result})
+        pruned.log(f"{verb} the outputs of {', '.join(channels.outputs)}: {result}", 2)
+    pruned.log(f"permuted the input channels of {count} of {len(pruned.pruned)} pruned weights", 1)
     if folder is not None:
         path = pathlib.Path(folder, "model_offline_permutation_graph.json")
         path.write_text(json.dumps(report, indent=1))
     return count
+
+
+def _reorder(pruned: PrunedModel, channels: _Channels, order: torch.Tensor) -> bool:
+    """Permute all tensors that have the channels; False, and nothing done, where one cannot be."""
+    tensors = [
+        (one, dim, pruned.permuted_with(one)) for one, dim in _tensors(pruned.model, channels)
+    ]
+    if any(others is None for _, _, others in tensors):
+        return False
+    for tensor, dim, others in tensors:
+        tensor.copy_(tensor.index_select(dim, order))
+        for one in others or ():  # .data: not counted as somebody's write by amp
+            one.data.copy_(one.index_select(dim, order))
+    return True
 
 
 def _matrix(layer: nn.Module) -> torch.Tensor:

@@ -18,20 +18,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-__all__ = [
-    "compute_valid_1d_patterns",
-    "compute_valid_2d_patterns",
-    "create_mask",
-    "fill",
-    "m4n2_1d",
-    "m4n2_2d_best",
-    "m4n2_2d_greedy",
-    "mn_1d_best",
-    "mn_2d_best",
-    "mn_2d_greedy",
-    "reshape_1d",
-]
-
 _BLOCKS_AT_ONCE = 2**16  # of 4x4: their products with 90 patterns take 24 MB
 
 

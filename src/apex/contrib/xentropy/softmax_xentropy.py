@@ -5,8 +5,6 @@ import torch
 from apex.ops._function import Applied
 from apex.ops.losses import cross_entropy as ops
 
-__all__ = ["SoftmaxCrossEntropyLoss"]
-
 
 def _losses(
     logits: torch.Tensor,

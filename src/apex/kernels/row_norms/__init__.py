@@ -80,24 +80,14 @@ def _sum_tile(n_cols: int, multiprocessors: int) -> tuple[int, int]:
     return SUM_TILE // columns, columns
 
 
-def allocate(
-    x: torch.Tensor, weight: Any, bias: Any, shape: Sequence[int], eps: float, centered: bool,
-    dtype: torch.dtype, *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``y``, and float32, one number a row: ``mean``, empty for RMS norm, and ``rstd``."""
-    n_rows = math.prod(x.shape[: x.dim() - len(shape)])
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return y, empty(x, n_rows if centered else 0), empty(x, n_rows)
-
-
 def forward(
     x: torch.Tensor, weight: Any, bias: Any, shape: Sequence[int], eps: float, centered: bool,
     dtype: torch.dtype, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As :func:`allocate`, computed; ``x`` is contiguous."""
-    n_cols = math.prod(shape)
-    y, mean, rstd = outputs = allocate(x, weight, bias, shape, eps, centered, dtype)
-    n_rows = rstd.numel()
+    """``y``, and float32, one number a row: ``mean``, empty for RMS norm, and ``rstd``."""
+    n_cols, n_rows = math.prod(shape), math.prod(x.shape[: x.dim() - len(shape)])
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    mean, rstd = empty(x, n_rows if centered else 0), empty(x, n_rows)
     data = (x, weight, bias, y, mean, rstd)
     if n_cols * x.element_size() <= WIDEST_FORWARD_BYTES:
         rows, block, warps = _tile(n_cols, ELEMENTS_PER_WARP, WARPS)
@@ -108,7 +98,7 @@ def forward(
         row_norm_forward_wide[(n_rows,)](
             *data, n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS
         )
-    return outputs
+    return y, mean, rstd
 
 
 def backward(

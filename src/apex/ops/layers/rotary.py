@@ -96,9 +96,7 @@ OP = op(
     grads=("t",),
     saves=("cos", "sin", "positions"),
     gradient=lambda dy, cos, sin, **rest: [reference(dy, cos, transposed(sin), **rest)],
-    pieces=SimpleNamespace(
-        forward=_forward, backward=_backward, pays=lambda t, *_: t.numel() > PIECE
-    ),
+    pieces=SimpleNamespace(forward=_forward, backward=_backward, above=PIECE),
     contiguous=False,
     takes=lambda t: t.shape[:2].numel() < 2**31,  # programs are counted in 32 bits
     compiles_to_operator=lambda *args: False,

@@ -134,9 +134,7 @@ OP = op(
     grads=("x",),
     saves=("y",),
     gradient=gradient,
-    pieces=SimpleNamespace(
-        forward=_forward, backward=_backward, pays=lambda x, *_: x.numel() > SMALL
-    ),
+    pieces=SimpleNamespace(forward=_forward, backward=_backward, above=SMALL),
     autocast="half",
     contiguous=False,  # a mask is read as it lies in memory
     takes=lambda x: x.numel() < 2**30 * max(1, x.shape[-1]),  # the kernels count rows in 32 bits

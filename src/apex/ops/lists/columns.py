@@ -8,7 +8,8 @@ are sliced and joined by lists of the host, and numbers are arguments of a kerne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 
 import torch
@@ -120,6 +121,17 @@ def flag_on(flag: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not _runtime.waits(flag.device):
         return torch.full(flag.shape, flag.item(), dtype=flag.dtype, device=device)
     return flag.to(device, non_blocking=device.type != "cpu")
+
+
+@contextlib.contextmanager
+def flag_to_set(flag: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+    """``flag``, or one on ``device``: what is set there in this block is set in ``flag``."""
+    if flag.device == device:
+        yield flag
+        return
+    there = torch.zeros_like(flag, device=device)
+    yield there
+    set_flag(flag, there)
 
 
 def set_flag(flag: torch.Tensor, found: torch.Tensor) -> None:

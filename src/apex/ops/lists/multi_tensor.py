@@ -34,13 +34,6 @@ Values = tuple[torch.Tensor, ...]
 FUSABLE = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
 
 
-class NoScalars(NamedTuple):
-    """The scalars of an update that needs none."""
-
-
-NO_SCALARS = NoScalars()
-
-
 @dataclass(frozen=True)
 class Update:
     """An algorithm.
@@ -53,7 +46,7 @@ class Update:
 
     reference: Callable[[Values, Any], Values]
     kernel: str
-    scalars: Any = NoScalars
+    scalars: Any
 
 
 @dataclass(frozen=True)
@@ -109,7 +102,7 @@ def run(
     update: Update,
     columns: Sequence[Column],
     stores: tuple[tuple[int, int], ...],
-    scalars: tuple[Scalar, ...] = NO_SCALARS,
+    scalars: tuple[Scalar, ...],
     *,
     noop: torch.Tensor | None = None,
     sums: tuple[int, ...] = (),
@@ -174,7 +167,6 @@ def _part(call: _Call, positions: Sequence[int]) -> _Call:
 # Elements that the definition computes at a time on a CPU: 256 KiB of float32. NovoGrad's on 1e7
 # takes 22 ms with it, 110 whole, 33 with 2**14, 21 with 2**17 (EPYC, one thread).
 PIECE = 2**16
-SHORT = 2**10  # elements of tensors that are joined there
 
 
 @torch.no_grad()
@@ -185,41 +177,12 @@ def _reference(call: _Call) -> torch.Tensor | None:
             return torch.zeros(len(sums), len(call.columns[0])) if sums else None
         noop = None
     skip = None if noop is None else noop.reshape(()) != 0
-    numbers = list(range(len(call.columns[0])))
-    if call.device.type == "cpu" and not sums and call.seed is None:
-        numels = [*map(torch.Tensor.numel, call.columns[0])]
-        short = [number for number in numbers if numels[number] <= SHORT]
-        for start in range(0, len(short), PIECE // SHORT):
-            _step_joined(call, short[start : start + PIECE // SHORT], skip)
-        numbers = [number for number in numbers if numels[number] > SHORT]
     totals: list[torch.Tensor] = []
-    for number in numbers:
-        position = tuple(column[number] for column in call.columns)
+    for number, position in enumerate(zip(*call.columns, strict=True)):
         scalars = _scalars_at(call.scalars, itemgetter(number))
         partial = [_step(call, raw, scalars, skip) for raw in _pieces(position)]
         totals += [_total(column, call.largest) for column in zip(*partial, strict=True)]
     return torch.stack(totals).view(-1, len(sums)).t() if sums else None
-
-
-def _step_joined(call: _Call, numbers: list[int], skip: torch.Tensor | None) -> None:
-    """Update short tensors of a CPU at once, joined.
-
-    The dozen functions of a definition take some 40 us a tensor: 1,000 tiny ones take NovoGrad's
-    39 ms, joined 16; multi_tensor_axpby 42 and 7.
-    """
-    lengths = [call.columns[0][number].numel() for number in numbers]
-    index = _indices(numbers).repeat_interleave(_indices(lengths))
-    with _runtime.without_autocast("cpu"):  # which refuses to join tensors of the other 16-bit type
-        flat = [torch.cat([column[n].reshape(-1) for n in numbers]) for column in call.columns]
-    _step(call, tuple(flat), _scalars_at(call.scalars, itemgetter(index)), skip)
-    for column, _ in call.stores:
-        for number, part in zip(numbers, torch.split(flat[column], lengths), strict=True):
-            tensor = call.columns[column][number]
-            tensor.copy_(part.view(tensor.shape))
-
-
-def _indices(numbers: list[int]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _scalars_at(

@@ -1,6 +1,6 @@
-"""Scaling and adding lists of tensors, with a flag for what is not finite.
+"""Scaling, measuring and adding lists of tensors, with a flag for what is not finite.
 
-    scale:  out = factor * x
+    scale:  out = factor * x          and what norms are made of: see `SCALE`
     axpby:  out = a * x + b * y
 
 Inputs are widened to float32, the result is rounded once. The flag looks at the inputs: a finite
@@ -9,7 +9,7 @@ input whose result is too large for ``out`` does not set it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 
@@ -17,24 +17,17 @@ from apex.ops import _runtime
 from apex.ops.lists.columns import Column, Scalar, grouped, joined, odd_positions
 from apex.ops.lists.multi_tensor import Update, Values, run
 
+ScaleScalars = namedtuple("ScaleScalars", "factor")
+AxpbyScalars = namedtuple("AxpbyScalars", "a b")
 
-class ScaleScalars(NamedTuple):
-    """What ``x`` is multiplied by."""
-
-    factor: Scalar
-
-
-class AxpbyScalars(NamedTuple):
-    """What ``x`` and ``y`` are multiplied by."""
-
-    a: Scalar
-    b: Scalar
+# What scaling computes, by its number; a kernel drops what is neither stored nor summed.
+SCALED, GIVEN, GIVEN_SQUARE, SQUARE, MAGNITUDE = range(5)
 
 
 def scale_reference(values: Values, s: ScaleScalars) -> Values:
-    """Compute the definition: the result, then what is checked and what is summed."""
-    x = values[0]
-    return x * s.factor, x, x.square()
+    """Compute the definition."""
+    x, scaled = values[0], values[0] * s.factor
+    return scaled, x, x.square(), scaled.square(), scaled.abs()
 
 
 def axpby_reference(values: Values, s: AxpbyScalars) -> Values:
@@ -68,10 +61,11 @@ def scale_(
         x, out = columns
         if not norms and _scale_on_cpu(x, out, factor, flag):
             continue
-        sums = (2,) if norms else ()
+        sums = (GIVEN_SQUARE,) if norms else ()
         found = run(
-            SCALE, columns, ((1, 0),), ScaleScalars(factor), sums=sums, flag=flag, flags=(1,)
-        )
+            SCALE, columns, ((1, SCALED),), ScaleScalars(factor), sums=sums, flag=flag,
+            flags=(GIVEN,),
+        )  # fmt: skip
         if found is not None:
             parts.append((positions, found[0]))
     return joined(parts) if parts else None

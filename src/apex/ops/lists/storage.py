@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -43,7 +43,6 @@ class Storage:
             to the dtype of the column.
         decode: What ``widen`` is called in :mod:`apex.kernels.storage`.
         encode: What ``narrow`` is called there.
-        metered: As ``encode``, counting lost updates.
         extra: dtype of the column beside the weight, or ``None``.
         column: What an optimizer's state calls that column.
         seeded: Whether the kernel draws numbers, from a seed on the device: a CUDA graph that is
@@ -55,17 +54,12 @@ class Storage:
     narrow: Callable[[torch.Tensor], Values]
     decode: str
     encode: str
-    metered: str
     extra: torch.dtype | None = None
     column: str | None = None
     seeded: bool = False
 
-    def codec(self, *, metered: bool = False) -> Codec:
-        """How columns are stored: gradients, weights, states, and what is beside the weights.
-
-        Args:
-            metered: Append to what is stored whether an update was lost.
-        """
+    def codec(self) -> Codec:
+        """How columns are stored: gradients, weights, states, and what is beside the weights."""
         beside = self.extra is not None
 
         def decode(raw: Values) -> Values:
@@ -75,61 +69,9 @@ class Storage:
 
         def encode(raw: Values, values: Values, new: Values) -> Values:
             weight, *more = self.narrow(new[0])
-            stored = weight, *new[1:], *more
-            if not metered:
-                return stored
-            kept = weight.to(raw[PARAM].dtype) == raw[PARAM]
-            if beside:
-                kept = kept & (more[0].to(raw[-1].dtype) == raw[-1])
-            return *stored, (kept & (new[0] != values[PARAM])).float()
+            return weight, *new[1:], *more
 
-        kernel = f"storage:{self.decode},{self.metered if metered else self.encode}"
-        return Codec(decode, encode, kernel)
-
-
-class LostUpdates:
-    """How many weights an update has left as they were, because it rounded to nothing.
-
-    An update counts as lost when the new weight, computed in float32, differs from the old one, and
-    what is stored does not.
-    """
-
-    def __init__(self) -> None:
-        self._lost: torch.Tensor | float = 0.0
-        self._weights: torch.Tensor | int = 0
-
-    def add(
-        self, lost: torch.Tensor | float, weights: int, noop: torch.Tensor | None = None
-    ) -> None:
-        """Add one step's counts; nothing waits.
-
-        Args:
-            lost: Updates that were lost.
-            weights: All that were to be updated.
-            noop: One-element tensor; nothing is counted if it is not 0.
-        """
-        if noop is None:
-            self._lost, self._weights = _sum(self._lost, lost), _sum(self._weights, weights)
-            return
-        skipped = noop.reshape(()) != 0
-        self._lost = _sum(self._lost, torch.where(skipped, 0.0, lost))
-        self._weights = _sum(self._weights, torch.where(skipped, 0, weights))
-
-    @property
-    def share(self) -> float:
-        """Lost updates by all updates since :meth:`reset`; waits for the device."""
-        weights = int(self._weights)
-        return float(self._lost) / weights if weights else 0.0
-
-    def reset(self) -> None:
-        """Begin again at zero."""
-        self._lost, self._weights = 0.0, 0
-
-
-def _sum(total: Any, more: Any) -> Any:
-    if isinstance(total, torch.Tensor) and isinstance(more, torch.Tensor):
-        more = more.to(total.device, non_blocking=True)
-    return total + more
+        return Codec(decode, encode, f"storage:{self.decode},{self.encode}")
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
@@ -185,22 +127,19 @@ def round_stochastically(
     return torch.where(value.isfinite(), rounded, value).to(torch.bfloat16)
 
 
-PLAIN = Storage("plain", _widened, lambda value: (value,), "widened", "rounded", "metered_rounded")
+PLAIN = Storage("plain", _widened, lambda value: (value,), "widened", "rounded")
 LOW_BITS = Storage(
-    "low_bits", join, split, "join_low_bits", "split_low_bits", "metered_low_bits", torch.int16,
-    "low_bits",
-)  # fmt: skip
+    "low_bits", join, split, "join_low_bits", "split_low_bits", torch.int16, "low_bits"
+)
 KAHAN = Storage(
-    "kahan", _corrected, _with_error, "add_error", "keep_error", "metered_error", torch.bfloat16,
-    "error",
-)  # fmt: skip
+    "kahan", _corrected, _with_error, "add_error", "keep_error", torch.bfloat16, "error"
+)
 STOCHASTIC = Storage(
     "stochastic",
     _widened,
     lambda value: (round_stochastically(value),),
     "widened",
     "rounded_stochastically",
-    "metered_stochastically",
     seeded=True,
 )
 STORAGES = {storage.name: storage for storage in (PLAIN, LOW_BITS, KAHAN, STOCHASTIC)}
@@ -216,7 +155,6 @@ class StepOptions(NamedTuple):
         storage: How the weights are stored.
         extra: The storage's own column; with plain storage 16-bit weights that get the new
             values too.
-        meter: Who counts lost updates.
         dense: Whether no position is odd, known before, see
             :func:`apex.ops.lists.columns.odd_positions`.
     """
@@ -226,7 +164,6 @@ class StepOptions(NamedTuple):
     write_grads: bool = False
     storage: Storage = PLAIN
     extra: Column | None = None
-    meter: LostUpdates | None = None
     dense: bool = False
 
 
@@ -248,9 +185,7 @@ def run_stored(
     columns: Sequence[Column],
     scalars: tuple[Scalar, ...],
     options: StepOptions,
-    *,
-    sums: tuple[int, ...] = (),
-) -> torch.Tensor | None:
+) -> None:
     """Run an optimizer's update on weights stored in some way.
 
     Args:
@@ -258,10 +193,6 @@ def run_stored(
         columns: Gradients, weights, states.
         scalars: Of the update.
         options: Skipping and storage.
-        sums: Numbers of new values to sum over each position.
-
-    Returns:
-        What :func:`apex.ops.lists.multi_tensor.run` returns.
     """
     states = len(columns) - 2
     stores = [(PARAM + i, i) for i in range(1 + states)]
@@ -275,22 +206,7 @@ def run_stored(
     if options.storage.seeded:
         device = columns[PARAM][0].device
         seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
-    codec = options.storage.codec(metered=options.meter is not None)
-    if options.meter is not None:
-        lost = (sums[-1] if sums else 1 + states) + 1
-        sums = (*sums, lost + (options.storage.extra is not None))
-    found = run(
-        update,
-        columns,
-        tuple(stores),
-        scalars,
-        noop=options.noop,
-        sums=sums,
-        codec=codec,
-        seed=seed,
-        dense=options.dense,
-    )
-    if options.meter is None or found is None:
-        return found
-    options.meter.add(found[-1].sum(), 0, options.noop)
-    return found[:-1]
+    run(
+        update, columns, tuple(stores), scalars, noop=options.noop, codec=options.storage.codec(),
+        seed=seed, dense=options.dense,
+    )  # fmt: skip

@@ -14,32 +14,14 @@ float32, of elements above 1.8e19, give inf.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import nullcontext
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, Scalar, grouped, joined, scalar_on, set_flag
-from apex.ops.lists.flat import flatten
-from apex.ops.lists.multi_tensor import Update, Values, raise_flag, run
-
-
-class NormScalars(NamedTuple):
-    """What elements are multiplied by first."""
-
-    factor: Scalar
-
-
-def _squares(values: Values, s: NormScalars) -> Values:
-    return (values[0] * s.factor).square(), values[0]
-
-
-def _magnitudes(values: Values, s: NormScalars) -> Values:
-    return (values[0] * s.factor).abs(), values[0]
-
-
-SQUARES = Update(_squares, "tensor_norms:squares", NormScalars)
-MAGNITUDES = Update(_magnitudes, "tensor_norms:magnitudes", NormScalars)
+from apex.ops.lists.columns import Column, Scalar, flag_to_set, grouped, joined, scalar_on
+from apex.ops.lists.multi_tensor import raise_flag, run
+from apex.ops.lists.scale import GIVEN, MAGNITUDE, SCALE, SQUARE, ScaleScalars
 
 
 def square_sums(
@@ -55,7 +37,7 @@ def square_sums(
     Returns:
         float32 ``(tensors,)``.
     """
-    return _each(SQUARES, column, factor, flag)
+    return _each(SQUARE, column, factor, flag)
 
 
 def l2_norms(
@@ -69,7 +51,7 @@ def max_norms(
     column: Column, *, factor: Scalar = 1.0, flag: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Find the largest magnitude in each tensor, 0 for an empty one; as :func:`square_sums`."""
-    return _each(MAGNITUDES, column, factor, flag)
+    return _each(MAGNITUDE, column, factor, flag)
 
 
 def l2_norm(
@@ -80,53 +62,39 @@ def l2_norm(
     Returns:
         float32, 0-dim; as :func:`square_sums` otherwise.
     """
-    return total(square_sums(column, factor=factor, flag=flag))
-
-
-def total(sums: torch.Tensor) -> torch.Tensor:
-    """Join what :func:`square_sums` returned into one norm, 0-dim."""
-    return sums.sum().sqrt()
+    return square_sums(column, factor=factor, flag=flag).sum().sqrt()
 
 
 @torch.no_grad()
-def _each(
-    update: Update, column: Column, factor: Scalar, flag: torch.Tensor | None
-) -> torch.Tensor:
+def _each(what: int, column: Column, factor: Scalar, flag: torch.Tensor | None) -> torch.Tensor:
+    """Sum squares of each tensor, or find its largest magnitude."""
     if not column:
         return torch.zeros(0)
     device = column[0].device
     parts = []
     for positions, (tensors,) in grouped([column]):
         here = tensors[0].device
-        found = _of_one_kind(update, tensors, scalar_on(factor, here), flag)
+        found = _of_one_kind(what, tensors, scalar_on(factor, here), flag)
         parts.append((positions, found.to(device, non_blocking=device.type != "cpu")))
     return joined(parts)
 
 
 def _of_one_kind(
-    update: Update, tensors: Column, factor: Scalar, flag: torch.Tensor | None
+    what: int, tensors: Column, factor: Scalar, flag: torch.Tensor | None
 ) -> torch.Tensor:
     """As :func:`_each`, for tensors of one device and one dtype."""
     device = tensors[0].device
-    if update is SQUARES and tensors[0].is_cpu and _runtime.forced() is None:
+    if what == SQUARE and tensors[0].is_cpu and _runtime.forced() is None:
         found = _square_sums_on_cpu(tensors, float(factor))
         if flag is not None and not found.isfinite().all():  # finite squares may overflow the sum
             raise_flag(flag, tensors)
         return found
-    mine = flag if flag is None or flag.device == device else torch.zeros_like(flag, device=device)
-    sums = run(
-        update,
-        [tensors],
-        (),
-        NormScalars(factor),
-        sums=(0,),
-        flag=mine,
-        flags=(1,),
-        largest=update is MAGNITUDES,
-    )
+    with nullcontext() if flag is None else flag_to_set(flag, device) as mine:
+        sums = run(
+            SCALE, [tensors], (), ScaleScalars(factor), sums=(what,), flag=mine, flags=(GIVEN,),
+            largest=what == MAGNITUDE,
+        )  # fmt: skip
     assert sums is not None  # asked for
-    if flag is not None and mine is not None and mine is not flag:
-        set_flag(flag, mine)
     return sums[0]
 
 
@@ -136,42 +104,30 @@ def _of_one_kind(
 # at most 5.1e-7 off here, for equal elements; 1e-6 for 1,024 of them, 1.3e-5 for 16,384, and 7.6e-4
 # for 2**24 random ones.
 ROW = 512
-ROWS = 256  # of a 16-bit tensor are widened at a time: 512 KiB of float32, which fits an L2
+PIECE = 2**17  # elements that are widened and scaled at a time, which stay in the cache
 
 
 def _square_sums_on_cpu(tensors: Column, factor: float) -> torch.Tensor:
-    """Sum squares in float64: of the elements of short tensors, of the norms of rows of long ones.
+    """Sum squares by torch's norm, of rows that are short enough and then of their norms.
 
-    1e7 float32 elements take 1.6 ms (torch's norm of the whole tensor 1.4, the definition some 10),
-    in bfloat16 6 (torch's norm 33); 1,000 tensors of 8 x 8 0.9 ms (torch's norms, stacked, 2.9);
-    EPYC, one thread.
+    1e7 float32 elements take 1.6 ms (torch's norm of the whole tensor 1.4, the definition some 10);
+    1,000 tensors of 8 x 8 1.5 (the definition 9); EPYC, one thread.
     """
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    as_it_is = tensors[0].dtype == wide
-    lengths = [*map(torch.Tensor.numel, tensors)]
-    parts, factors = [*tensors], [factor] * len(tensors)
-    if max(lengths) > ROW:
-        parts, factors = [], []
-        for number, x in enumerate(tensors):
-            rows, rest = divmod(lengths[number], ROW)
-            if lengths[number] > ROW:
-                x = x if x.is_contiguous() else x.reshape(-1)
-                table = x.as_strided((rows, ROW), (ROW, 1))
-                for piece in [table] if as_it_is else torch.split(table, ROWS):
-                    values = piece if as_it_is else piece.to(wide)
-                    values = values if factor == 1.0 else values * factor
-                    parts.append(torch.linalg.vector_norm(values, dim=1))
-                    factors.append(1.0)
-                x = x.as_strided((rest,), (1,), x.storage_offset() + rows * ROW)
-                lengths[number] = rows + rest
-            parts.append(x)
-            factors.append(factor)
-    if not as_it_is:
-        parts = [x.to(wide) for x in parts]
-    values = flatten(parts).double()
-    if factor != 1.0:
-        sizes = torch.tensor([*map(torch.Tensor.numel, parts)], device="cpu")
-        each = torch.tensor(factors, dtype=torch.float64, device="cpu")
-        values = values * each.repeat_interleave(sizes)
-    segments = torch.tensor(lengths, device="cpu")
-    return torch.segment_reduce(values.square(), "sum", lengths=segments, unsafe=True).float()
+    norms = torch._foreach_norm([_shortened(x, wide, factor) for x in tensors])
+    return torch.stack(norms).float().square()
+
+
+def _shortened(x: torch.Tensor, wide: torch.dtype, factor: float = 1.0) -> torch.Tensor:
+    """At most ``ROW`` numbers with the norm of ``factor * x``."""
+    is_long, parts = x.numel() > ROW, []
+    for part in torch.split(x.reshape(-1), PIECE) if is_long else [x]:
+        part = part if part.dtype == wide else part.to(wide)
+        part = part if factor == 1.0 else part * factor
+        if is_long:
+            whole = part.numel() // ROW * ROW
+            parts.append(torch.linalg.vector_norm(part[:whole].view(-1, ROW), dim=1))
+            part = part[whole:]
+        if part.numel() or not is_long:  # an empty view would keep its piece
+            parts.append(part)
+    return _shortened(torch.cat(parts), wide) if is_long else parts[0]

@@ -11,29 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import OWN_MEMORY, Column, Scalar, grouped, local, scalar_on, set_flag
-from apex.ops.lists.multi_tensor import FUSABLE, Update, Values, run
-
-
-class UnscaleScalars(NamedTuple):
-    """1 / loss scale."""
-
-    factor: Scalar
-
-
-def reference(values: Values, s: UnscaleScalars) -> Values:
-    """Compute the definition: the gradient, its square, and what is checked."""
-    grad = values[0] * s.factor
-    return grad, grad.square(), values[0]
-
+from apex.ops.lists.columns import (
+    OWN_MEMORY,
+    Column,
+    Scalar,
+    flag_to_set,
+    grouped,
+    local,
+    scalar_on,
+)
+from apex.ops.lists.multi_tensor import FUSABLE, run
+from apex.ops.lists.scale import GIVEN, SCALE, SCALED, SQUARE, ScaleScalars
 
 _KIND: Callable[[torch.Tensor], Any] = attrgetter("device", "dtype", "layout")
-UNSCALE = Update(reference, "unscale:unscale", UnscaleScalars)
 
 
 def takes(grads: Column) -> bool:
@@ -68,15 +63,15 @@ def unscale_into(grads: Column, outs: Column, factor: Scalar, flag: torch.Tensor
     sums = torch.zeros((), dtype=torch.float32, device=flag.device)
     for _, (sources, targets) in grouped([grads, outs]):
         device = sources[0].device
-        mine = flag if device == flag.device else torch.zeros_like(flag, device=device)
         same = all(source is target for source, target in zip(sources, targets, strict=True))
-        columns, stores = ([sources], ((0, 0),)) if same else ([sources, targets], ((1, 0),))
-        scalars = UnscaleScalars(scalar_on(factor, device))
-        found = run(UNSCALE, columns, stores, scalars, sums=(1,), flag=mine, flags=(2,))
+        columns, out = ([sources], 0) if same else ([sources, targets], 1)
+        scalars = ScaleScalars(scalar_on(factor, device))
+        with flag_to_set(flag, device) as mine:
+            found = run(
+                SCALE, columns, ((out, SCALED),), scalars, sums=(SQUARE,), flag=mine, flags=(GIVEN,)
+            )
         assert found is not None  # asked for
         sums = sums + found.sum().to(flag.device, non_blocking=not flag.is_cpu)
-        if mine is not flag:
-            set_flag(flag, mine)
     return sums
 
 

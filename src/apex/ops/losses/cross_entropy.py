@@ -100,12 +100,8 @@ OP = op(
     " -> (Tensor losses, Tensor lse)",
     reference,
     grads=("logits",),
-    pieces=SimpleNamespace(
-        allocate=_allocate,
-        forward=_forward,
-        backward=_backward,
-        pays=lambda logits, *_: logits.numel() > SMALL,
-    ),
+    allocate=_allocate,
+    pieces=SimpleNamespace(forward=_forward, backward=_backward, above=SMALL),
     contiguous=False,
 )
 

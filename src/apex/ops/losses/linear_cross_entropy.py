@@ -189,7 +189,8 @@ OP = op(
     " -> (Tensor loss, Tensor lse, Tensor dx, Tensor dweight, Tensor dbias)",
     reference,
     grads=("x", "weight", "bias"),
-    pieces=SimpleNamespace(allocate=_allocate, forward=_forward, backward=_backward),
+    allocate=_allocate,
+    pieces=SimpleNamespace(forward=_forward, backward=_backward),
     autocast="half",
 )
 

@@ -54,6 +54,7 @@ OP = op(
     _definition,
     grads=("x", "weight", "bias"),
     kernel="row_norms",
+    allocate=row_norm_pieces.allocate,
     pieces=row_norm_pieces,
     autocast="half",
     compiles_to_operator=lambda x, weight, bias, shape, eps, centered, dtype: centered,
@@ -65,6 +66,7 @@ MEMORY_EFFICIENT = op(
     grads=("x", "weight", "bias"),
     kernel="row_norms",
     saves=("y", "weight", "bias", "rstd"),
+    allocate=row_norm_pieces.allocate,
     pieces=row_norm_pieces,
     autocast="half",
 )

@@ -30,10 +30,8 @@ Lists = list[list[torch.Tensor]]
 
 
 def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: object) -> bool:
-    """Whether :func:`step_` takes them: on a CPU, unmetered, with numbers of the host."""
+    """Whether :func:`step_` takes them: on a CPU, with numbers of the host."""
     if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu:
-        return False
-    if options.meter is not None:  # these kernels do not count lost updates
         return False
     every = list(columns) if options.extra is None else [*columns, options.extra]
     known = all(map(_is_known, (options.factor, options.noop, *numbers)))

@@ -13,30 +13,21 @@ Source: You et al., arXiv:1708.03888, section 5; the clipping is NVIDIA's.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 
 from apex.ops.lists.columns import Column, Scalar, grouped, scalar_on
 from apex.ops.lists.multi_tensor import Update, Values, run
+from apex.ops.lists.tensor_norms import l2_norms
 
-
-class LarcScalars(NamedTuple):
-    """Local learning rate and weight decay of each tensor."""
-
-    rate: Scalar
-    decay: Scalar
-
-
-def _squares(values: Values, s: tuple[()]) -> Values:
-    return values[0] * values[0], values[1] * values[1]
+LarcScalars = namedtuple("LarcScalars", "rate decay")  # of each tensor
 
 
 def _larc(values: Values, s: LarcScalars) -> Values:
     return ((values[0] + s.decay * values[1]) * s.rate,)
 
 
-SQUARES = Update(_squares, "larc:larc_squares")
 LARC = Update(_larc, "larc:larc", LarcScalars)
 
 
@@ -63,10 +54,8 @@ def larc_(
         clip: Whether the local rate is at most the global one.
     """
     for _, columns in grouped([grads, params]):
-        sums = run(SQUARES, columns, (), sums=(0, 1))
-        assert sums is not None  # asked for
         device = columns[0][0].device
-        grad, param = sums.sqrt().unbind()
+        grad, param = l2_norms([*columns[0], *columns[1]]).view(2, -1)
         decay = scalar_on(weight_decay, device)
         rate = trust_coefficient * param / (grad + decay * param + eps)
         if clip:

@@ -116,30 +116,17 @@ def novograd_(
 ) -> None:
     """Take one step; the states are moments, and norms: float32, one number for each tensor."""
     *columns, column = columns
-    norms, are_views = _joined(column)
+    norms = torch.stack(list(column))
     measure = max_norms if hyper.norm_type == 0 else l2_norms
     new = hyper.blended(norms, measure(columns[0], factor=options.factor))
     if options.noop is not None:
         new = torch.where(options.noop.reshape(()) != 0, norms, new)
     scales = hyper.scales(new)
-    if are_views:
-        norms.copy_(new)
-    else:
-        torch._foreach_copy_(list(column), new.unbind())
+    torch._foreach_copy_(list(column), new.unbind())
     if cpu_fused.torch_steps(columns, options, hyper.lr, hyper.weight_decay, hyper.step):
         cpu_fused.step_(_by_foreach(hyper), [*columns, scales.unbind()], options)
         return
     run_stored(NOVOGRAD, columns, hyper.scalars(options.factor, scales), options)
-
-
-def _joined(numbers: Column) -> tuple[torch.Tensor, bool]:
-    """Numbers as one vector, and whether that is their memory: if each follows the one before."""
-    first, size, start = numbers[0], len(numbers), numbers[0].data_ptr()
-    # Another tensor's memory may follow: CUDA's allocator leaves no gap behind 128 numbers.
-    is_there = first.storage_offset() + size <= first.untyped_storage().nbytes() // 4
-    if is_there and [*map(torch.Tensor.data_ptr, numbers)] == [*range(start, start + 4 * size, 4)]:
-        return first.as_strided((size,), (1,)), True
-    return torch.stack(list(numbers)), False
 
 
 def _by_foreach(hyper: NovoGrad) -> Callable[..., None]:

@@ -51,7 +51,7 @@ def reference(values: Values, s: MomentumScalars) -> Values:
     total = grad + s.l2 * param
     buffer = s.momentum * buffer + s.one_minus_dampening * total
     if isinstance(s.first, torch.Tensor):
-        buffer = torch.where(s.first != 0, total, buffer)
+        buffer = torch.where(s.first != 0, total + 0.0, buffer)  # never -0.0, see FusedSGD
     update = total + s.lookahead * buffer if s.lookahead else buffer
     return param - s.lr * (update + s.late_decay * param), buffer, grad
 

@@ -13,8 +13,6 @@ import torch
 
 from apex.ops._check import ArgumentError
 
-__all__ = ["MegatronPretrainingRandomSampler", "MegatronPretrainingSampler"]
-
 
 class _Sampler(ABC):
     def __init__(

@@ -13,8 +13,6 @@ import torch
 from apex.ops import _runtime
 from apex.transformer.utils import check_member
 
-__all__ = ["GradScaler"]
-
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` that skips a step on all ranks if one of them found an inf or nan.

@@ -10,17 +10,6 @@ from apex.ops._function import Applied
 from apex.ops.layers import rotary as ops
 from apex.ops.norms._scripted import left_to_python
 
-__all__ = [
-    "FusedRoPE2DFunc",
-    "FusedRoPECachedFunc",
-    "FusedRoPEFunc",
-    "FusedRoPETHDFunc",
-    "fused_apply_rotary_pos_emb",
-    "fused_apply_rotary_pos_emb_2d",
-    "fused_apply_rotary_pos_emb_cached",
-    "fused_apply_rotary_pos_emb_thd",
-]
-
 
 @left_to_python
 def fused_apply_rotary_pos_emb(

@@ -12,8 +12,6 @@ import torch
 from apex.contrib import layer_norm as contrib
 from apex.normalization import fused_layer_norm as normalization
 
-__all__ = ["FastLayerNorm", "FusedLayerNorm", "MixedFusedLayerNorm"]
-
 
 class _Marked(torch.nn.Module):
     """Marks parameters, also those that torch makes anew, which have no attributes of their own."""

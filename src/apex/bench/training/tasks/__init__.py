@@ -1,8 +1,8 @@
 """The tasks of `apex bench` by name, and the user's own from a file.
 
-A task of ours is a class that is called with `TaskOptions`; its module is imported
-only once it has been chosen. Data come from installed packages or from a folder of the
-user's, and are the same at every seed: a seed decides the first weights and the order.
+Both are functions of `TaskOptions`; the module is imported only once the task has been chosen. Data
+come from installed packages or from a folder of the user's, and are the same at every seed: a seed
+decides the first weights and the order.
 """
 
 import importlib
@@ -11,48 +11,34 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from apex.bench.cli import UsageError
 from apex.bench.training.tasks.task import Task, TaskOptions
 
-__all__ = ["NEEDED", "TASKS", "Entry", "complete", "load"]
+__all__ = ["NEEDED", "TASKS", "complete", "load"]
 
 
-class Entry(NamedTuple):
-    """Where a task is (``module:class`` of this package), and what a list of tasks says of it."""
-
-    where: str
-    summary: str
-
-
+# Where a task is, module:function of this package, and what a list of tasks says of it.
 TASKS = {
-    "digits-mlp": Entry("digits:DigitsMlp", "three linear layers, digits of 16x16"),
-    "digits-cnn": Entry("digits:DigitsCnn", "three convolutions, digits of 16x16"),
-    "digits-vgg16": Entry(
-        "digits:DigitsVgg16", "VGG16 with a quarter of the channels, digits of 32x32"
+    "digits-mlp": ("digits:mlp", "three linear layers, digits of 16x16"),
+    "digits-cnn": ("digits:cnn", "three convolutions, digits of 16x16"),
+    "digits-vgg16": ("digits:vgg", "VGG16 with a quarter of the channels, digits of 32x32"),
+    "cifar10-vgg16": ("cifar10:vgg", "VGG16, CIFAR-10's binary files in --data"),
+    "cifar10-resnet18": ("cifar10:resnet18", "ResNet-18, CIFAR-10's binary files in --data"),
+    "resnet50": ("resnet50:resnet50", "ResNet-50 on random images"),
+    "text-lstm": ("text:lstm", "LSTM, next character of Python's documentation"),
+    "text-transformer": (
+        "text:transformer", "transformer, next character of Python's documentation",
     ),
-    "cifar10-vgg16": Entry("cifar10:Cifar10Vgg16", "VGG16, CIFAR-10's binary files in --data"),
-    "cifar10-resnet18": Entry(
-        "cifar10:Cifar10ResNet18", "ResNet-18, CIFAR-10's binary files in --data"
+    "bert-tiny": ("text:bert_tiny", "BERT of 2 layers, masked words, random weights"),
+    "bert-base": ("text:bert_base", "BERT of 12 layers, masked words, random weights"),
+    "seq2seq": ("text:seq2seq", "GRUs with attention that write words backwards; loss scale"),
+    "dcgan-digits": (
+        "dcgan:digits_dcgan", "DCGAN of digits: two models, two optimizers, three losses",
     ),
-    "resnet50": Entry(
-        "resnet50:ResNet50", "ResNet-50; synthetic images, or a folder per class in --data"
-    ),
-    "text-lstm": Entry("text:TextLstm", "LSTM, next character of Python's documentation"),
-    "text-transformer": Entry(
-        "text:TextTransformer", "transformer, next character of Python's documentation"
-    ),
-    "bert-tiny": Entry("bert:BertTiny", "BERT of 2 layers, masked words, random weights"),
-    "bert-base": Entry("bert:BertBase", "BERT of 12 layers, masked words, random weights"),
-    "seq2seq": Entry(
-        "seq2seq:Seq2Seq", "GRUs with attention that write words backwards; loss scale"
-    ),
-    "dcgan-digits": Entry(
-        "dcgan:DcganDigits", "DCGAN of digits: two models, two optimizers, three losses"
-    ),
-    "linear": Entry("linear:LinearRegression", "regression with Linear(1024, 512)"),
-}
+    "linear": ("linear:regression", "regression with Linear(1024, 512)"),
+}  # fmt: skip
 
 NEEDED = ("model", "loss", "loader")
 _OPTIONAL: dict[str, tuple[Any, str]] = {  # attributes with defaults in Task: what they must be
@@ -80,8 +66,8 @@ def load(name: str, options: TaskOptions) -> Task:
         UsageError: There is no such task, or it cannot be made; the message is one line.
     """
     if name in TASKS:
-        module, _, made_by = TASKS[name].where.partition(":")
-        task: Task = getattr(importlib.import_module(f"{__name__}.{module}"), made_by)(options)
+        module, _, function = TASKS[name][0].partition(":")
+        task: Task = getattr(importlib.import_module(f"{__name__}.{module}"), function)(options)
         return task
     path, colon, function = name.rpartition(":")
     if not colon or not path or not function:
@@ -94,7 +80,7 @@ def load(name: str, options: TaskOptions) -> Task:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--task {name}: {function} raised {_told(error)}") from error
+        raise UsageError(f"--task {name}: {function} raised {_raised(error)}") from error
     try:
         return complete(made)
     except TypeError as error:
@@ -119,11 +105,8 @@ def complete(made: Any) -> Task:
             raise TypeError(f"has {name} of type {given}; {described} is needed")
     if isinstance(made, Task):
         return made
-    task = Task()
-    for name in (*NEEDED, *_OPTIONAL):
-        if hasattr(made, name):
-            setattr(task, name, getattr(made, name))
-    return task
+    names = [name for name in (*NEEDED, *_OPTIONAL) if hasattr(made, name)]
+    return Task(**{name: getattr(made, name) for name in names})
 
 
 def _imported(name: str, file: Path) -> ModuleType:
@@ -136,7 +119,7 @@ def _imported(name: str, file: Path) -> ModuleType:
     try:
         module = importlib.import_module(file.stem)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--task {name}: {file.name} raised {_told(error)}") from error
+        raise UsageError(f"--task {name}: {file.name} raised {_raised(error)}") from error
     if Path(getattr(module, "__file__", None) or "").resolve() != file:
         raise UsageError(
             f"--task {name}: another module is called {file.stem} ({module.__name__} of "
@@ -145,7 +128,7 @@ def _imported(name: str, file: Path) -> ModuleType:
     return module
 
 
-def _told(error: BaseException) -> str:
-    """Say an error and the line that it came from."""
+def _raised(error: BaseException) -> str:
+    """Name an error and the line that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"

@@ -1,26 +1,23 @@
 """CIFAR-10 from its binary files: a byte for the class and 3,072 for the image, 10,000 times each.
 
 The files are those of ``cifar-10-binary.tar.gz``, in ``--data`` or in its folder
-``cifar-10-batches-bin``. ``--download`` fetches them into ``--data`` where torchvision is
-installed. They are read as bytes: the other archives hold pickles, which can run code.
+``cifar-10-batches-bin``. They are bytes; CIFAR-10 as pickles, which can run code, is not read.
 """
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from apex.bench.cli import UsageError
-from apex.bench.training.tasks.batches import package
 from apex.bench.training.tasks.classification import Classification, Split
 from apex.bench.training.tasks.networks import ResNet, vgg16
 from apex.bench.training.tasks.task import TaskOptions
 
-__all__ = ["Cifar10ResNet18", "Cifar10Vgg16", "load"]
+__all__ = ["load", "resnet18", "vgg"]
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 FOLDER = "cifar-10-batches-bin"  # in the archive
 TRAINING = [f"data_batch_{number}.bin" for number in range(1, 6)]
 TEST = ["test_batch.bin"]
@@ -36,7 +33,7 @@ def load(options: TaskOptions) -> Split:
     Raises:
         UsageError: There is no such folder, or its files are not CIFAR-10's.
     """
-    folder = _folder(options)
+    folder = _folder(options.data)
     train_x, train_y = _read(folder, TRAINING[:1] if options.quick else TRAINING)
     test_x, test_y = _read(folder, TEST)
     few, few_tests = (QUICK, QUICK_TEST) if options.quick else (None, None)
@@ -44,29 +41,12 @@ def load(options: TaskOptions) -> Split:
     return Split(train_x, train_y[:few], test_x, test_y[:few_tests]).to(options.device)
 
 
-def _folder(options: TaskOptions) -> Path:
-    if options.data is None:
-        raise UsageError(
-            f"--task cifar10-... needs --data FOLDER with the files of {URL}; with --download and "
-            "torchvision they are put there"
-        )
-    places = [options.data, options.data / FOLDER]
-    found = [place for place in places if (place / TEST[0]).is_file()]
-    if found:
-        return found[0]
-    if not options.download:
-        raise UsageError(
-            f"--data {options.data}: there is no {TEST[0]}; put the files of {URL} there, or use "
-            "--download"
-        )
-    package("torchvision", "cifar10-...")
-    try:
-        package("torchvision.datasets.utils", "cifar10-...").download_and_extract_archive(
-            URL, str(options.data), md5=MD5
-        )
-    except (OSError, RuntimeError) as error:  # no network, no space, another checksum
-        raise UsageError(f"--download: {URL} could not be fetched: {error}") from error
-    return places[1]
+def _folder(data: Path | None) -> Path:
+    for folder in (data, data / FOLDER) if data else ():
+        if (folder / TEST[0]).is_file():
+            return folder
+    where = f"--data {data}: there is no {TEST[0]}" if data else "--task cifar10-... needs --data"
+    raise UsageError(f"{where}; take the folder with the files of {URL}, unpacked")
 
 
 def _read(folder: Path, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,22 +75,12 @@ def _normal(images: torch.Tensor) -> torch.Tensor:
     return (images / 255 - mean) / deviation
 
 
-class Cifar10Vgg16(Classification):
-    """The network of tutorial T2 and its data."""
-
-    epochs = 10
-
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(load(options))
-
-    def model(self) -> nn.Module:
-        """Build it: 14,724,042 parameters."""
-        return vgg16(channels=3)
+def vgg(options: TaskOptions) -> Classification:
+    """The network of tutorial T2 and its data: 14,724,042 parameters."""
+    return Classification(load(options), model=partial(vgg16, 3), epochs=10)
 
 
-class Cifar10ResNet18(Cifar10Vgg16):
-    """A network with shortcuts on the same data."""
-
-    def model(self) -> nn.Module:
-        """Build it: 11,173,962 parameters."""
-        return ResNet((2, 2, 2, 2), classes=10, small=True)
+def resnet18(options: TaskOptions) -> Classification:
+    """A network with shortcuts on the same data: 11,173,962 parameters."""
+    model = partial(ResNet, (2, 2, 2, 2), classes=10, small=True)
+    return Classification(load(options), model=model, epochs=10)

@@ -1,16 +1,18 @@
-"""Classification: of images, of the next character of a text, of its masked words."""
+"""What our tasks share: whole batches in a random order, classification, packages not installed."""
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex.bench.training.tasks.batches import Batches
+from apex.bench.cli import UsageError
 from apex.bench.training.tasks.task import Task
 
-__all__ = ["IGNORED", "Classification", "Split"]
+__all__ = ["IGNORED", "Batches", "Classification", "Split", "cross_entropy", "package"]
 
 IGNORED = -100  # the label of what is not asked for; F.cross_entropy leaves it out
 
@@ -28,21 +30,63 @@ class Split(NamedTuple):
         return Split(*(part.to(device) for part in self))
 
 
+class Batches:
+    """One epoch: whole batches of the rows of some tensors, in an order drawn from a seed.
+
+    What is left over at the end is left out, so that all steps are alike.
+
+    Args:
+        tensors: Of equally many rows, on one device.
+        batch_size: Rows in a batch.
+        seed: Of the order; it is drawn on the CPU, so that it is the same on every device.
+        finish: Makes a batch of the picked rows of each tensor, with a generator of its own for
+            what is drawn anew in each epoch; without it they are the batch.
+
+    Raises:
+        UsageError: There are fewer rows than ``batch_size``.
+    """
+
+    def __init__(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        batch_size: int,
+        seed: int,
+        finish: Callable[..., Any] | None = None,
+    ) -> None:
+        rows = len(tensors[0])
+        if batch_size > rows:
+            raise UsageError(f"--batch {batch_size}: there are {rows} samples to train on")
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+        whole = order[: rows - rows % batch_size].reshape(-1, batch_size)
+        self._tensors, self._seed, self._finish = tensors, seed, finish
+        self._picked = whole.to(tensors[0].device)
+
+    def __len__(self) -> int:
+        return len(self._picked)
+
+    def __iter__(self) -> Iterator[Any]:
+        random = torch.Generator().manual_seed(self._seed)
+        for picked in self._picked:
+            rows = tuple(tensor[picked] for tensor in self._tensors)
+            yield rows if self._finish is None else self._finish(*rows, random)
+
+
 class Classification(Task):
     """Cross-entropy of the classes; the accuracy is the share of test labels that are right."""
 
-    at_once: ClassVar[int] = 512
+    at_once = 512
     """Test rows in a forward pass."""
+    times = 1
+    """What the mean over the labels is multiplied by."""
     test_size: int
 
-    def __init__(self, data: Split) -> None:
-        self.data = data
-        self.test_size = _asked(data.test_y)
+    def __init__(self, data: Split, **attributes: Any) -> None:
+        self.data, self.test_size = data, _asked(data.test_y)
+        super().__init__(**attributes)
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Take the model's outputs in float32, and the mean over the labels."""
-        x, y = batch
-        return F.cross_entropy(model(x).float().flatten(0, -2), y.flatten(), ignore_index=IGNORED)
+        """Take the mean over the labels, or a multiple of it."""
+        return self.times * cross_entropy(model, batch)
 
     def loader(self, batch_size: int, seed: int) -> Iterable[Any]:
         """Give rows and labels."""
@@ -64,5 +108,26 @@ class Classification(Task):
         return total / self.test_size
 
 
+def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Take the model's outputs in float32, and the mean over the labels."""
+    x, y = batch
+    outputs = model(x).float().flatten(0, -2)
+    return F.cross_entropy(outputs, y.flatten(), ignore_index=IGNORED)
+
+
 def _asked(labels: torch.Tensor) -> int:
     return int((labels != IGNORED).sum())
+
+
+def package(name: str, task: str) -> ModuleType:
+    """Import a package that a task needs.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise UsageError(f"--task {task} needs {error.name}: pip install {error.name}") from None

@@ -12,65 +12,55 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex.bench.training.tasks import digits
-from apex.bench.training.tasks.batches import Batches
+from apex.bench.training.tasks.classification import Batches
 from apex.bench.training.tasks.task import Task, TaskOptions
 
 if TYPE_CHECKING:
     from apex.bench.training.precision import Precision
 
-__all__ = ["DcganDigits", "discriminator", "generator"]
+__all__ = ["digits_dcgan", "discriminator", "generator"]
 
 SIZE = 16
 NOISE = 64  # numbers that an image is made of
 CHANNELS = 24  # of the hidden layer next to the image
 
 
-class DcganDigits(Task):
+def digits_dcgan(options: TaskOptions) -> Task:
     """It has no accuracy; the loss that is shown is the discriminator's."""
+    images = 2 * digits.load(SIZE, options).train_x - 1  # as tanh gives them
+    return Task(
+        model=lambda: (discriminator(SIZE, CHANNELS), generator(SIZE, NOISE, CHANNELS)),
+        loader=lambda batch_size, seed: Batches((images,), batch_size, seed, _with_noise),
+        step=_step, losses=3, optimizer="FusedAdam", lr=0.001, epochs=3,
+    )  # fmt: skip
 
-    optimizer = "FusedAdam"
-    lr = 0.001
-    epochs = 3
-    losses = 3
 
-    def __init__(self, options: TaskOptions) -> None:
-        self.images = 2 * digits.load(SIZE, options).train_x - 1  # as tanh gives them
+def _step(
+    precision: "Precision",
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Train the discriminator, then the generator."""
+    discriminator, generator = models
+    of_discriminator, of_generator = optimizers
+    real, noise = batch
+    of_discriminator.zero_grad()  # also of what the generator's loss left there
+    with precision.forward():
+        loss_real = _adversarial(discriminator(real), 1.0)
+    precision.backward(loss_real, of_discriminator, 0)
+    with precision.forward():
+        fake = generator(noise)
+        loss_fake = _adversarial(discriminator(fake.detach()), 0.0)
+    precision.backward(loss_fake, of_discriminator, 1)
+    precision.step(of_discriminator)
 
-    def model(self) -> Sequence[nn.Module]:
-        """Build the discriminator and the generator."""
-        return discriminator(SIZE, CHANNELS), generator(SIZE, NOISE, CHANNELS)
-
-    def loader(self, batch_size: int, seed: int) -> Batches:
-        """Give images, and the noise that as many others are made of."""
-        return Batches((self.images,), batch_size, seed, _with_noise)
-
-    def step(
-        self,
-        precision: "Precision",
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        batch: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Train the discriminator, then the generator."""
-        discriminator, generator = models
-        of_discriminator, of_generator = optimizers
-        real, noise = batch
-        of_discriminator.zero_grad()  # also of what the generator's loss left there
-        with precision.forward():
-            loss_real = _adversarial(discriminator(real), 1.0)
-        precision.backward(loss_real, of_discriminator, 0)
-        with precision.forward():
-            fake = generator(noise)
-            loss_fake = _adversarial(discriminator(fake.detach()), 0.0)
-        precision.backward(loss_fake, of_discriminator, 1)
-        precision.step(of_discriminator)
-
-        of_generator.zero_grad()
-        with precision.forward():
-            loss_generator = _adversarial(discriminator(fake), 1.0)
-        precision.backward(loss_generator, of_generator, 2)
-        precision.step(of_generator)
-        return loss_real.detach() + loss_fake.detach()
+    of_generator.zero_grad()
+    with precision.forward():
+        loss_generator = _adversarial(discriminator(fake), 1.0)
+    precision.backward(loss_generator, of_generator, 2)
+    precision.step(of_generator)
+    return loss_real.detach() + loss_fake.detach()
 
 
 def _with_noise(images: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,10 +76,8 @@ def _adversarial(scores: torch.Tensor, truth: float) -> torch.Tensor:
 def generator(size: int, nz: int, ngf: int) -> nn.Sequential:
     """Map noise ``(n, nz, 1, 1)`` to images ``(n, 1, size, size)`` in [-1, 1].
 
-    Args:
-        size: Height and width of an image, a power of two from 8 on.
-        nz: Length of the noise.
-        ngf: Channels of the last hidden layer; each layer before has twice as many.
+    ``size`` is a power of two from 8 on. The last hidden layer has ``ngf`` channels, each before it
+    twice as many.
     """
     channels = ngf * size // 8
     layers: list[nn.Module] = [
@@ -108,9 +96,8 @@ def generator(size: int, nz: int, ngf: int) -> nn.Sequential:
 def discriminator(size: int, ndf: int) -> nn.Sequential:
     """Map images ``(n, 1, size, size)`` to scores ``(n)``; above 0 the image is held for real.
 
-    Args:
-        size: Height and width of an image, a power of two from 8 on.
-        ndf: Channels of the first layer; each layer after it has twice as many.
+    ``size`` is a power of two from 8 on. The first layer has ``ndf`` channels, each after it twice
+    as many.
     """
     channels = ndf
     layers: list[nn.Module] = [nn.Conv2d(1, ndf, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]

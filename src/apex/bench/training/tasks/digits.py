@@ -5,7 +5,7 @@ on is one of the others, shifted by up to a pixel of its 8x8 and rotated by up t
 """
 
 import math
-from typing import ClassVar
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from apex.bench.training.tasks.classification import Classification, Split
 from apex.bench.training.tasks.networks import convolution, vgg16
 from apex.bench.training.tasks.task import TaskOptions
 
-__all__ = ["DigitsCnn", "DigitsMlp", "DigitsVgg16", "enlarged", "load", "originals"]
+__all__ = ["cnn", "enlarged", "load", "mlp", "originals", "vgg"]
 
 TRAINING, QUICK = 20_480, 4_096  # images to train on: whole batches of 2048
 SHIFT = 1.0  # pixels of 8x8
@@ -74,50 +74,36 @@ def enlarged(
     return F.grid_sample(images, grid, align_corners=False)
 
 
-class DigitsMlp(Classification):
-    """A multi-layer perceptron."""
-
-    epochs = 5
-    size: ClassVar[int] = 16
-
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(load(self.size, options))
-
-    def model(self) -> nn.Module:
-        """Build it: 199,818 parameters."""
-        return nn.Sequential(
-            nn.Flatten(),
-            *(nn.Linear(256, 384), nn.ReLU()),
-            *(nn.Linear(384, 256), nn.ReLU()),
-            nn.Linear(256, 10),
-        )
+def mlp(options: TaskOptions) -> Classification:
+    """A multi-layer perceptron: 199,818 parameters."""
+    return Classification(load(16, options), model=_mlp, epochs=5)
 
 
-class DigitsCnn(DigitsMlp):
-    """Few products and large activations."""
-
-    optimizer = "FusedAdam"
-    lr = 0.003
-    epochs = 3
-
-    def model(self) -> nn.Module:
-        """Build it: 79,082 parameters."""
-        return nn.Sequential(
-            *convolution(1, 32),
-            *convolution(32, 32, 2, 2, 0),
-            *convolution(32, 64, 2, 2, 0),
-            nn.Flatten(),
-            *(nn.Linear(1024, 64), nn.ReLU()),
-            nn.Linear(64, 10),
-        )
+def cnn(options: TaskOptions) -> Classification:
+    """Few products and large activations: 79,082 parameters."""
+    return Classification(load(16, options), model=_cnn, optimizer="FusedAdam", lr=0.003, epochs=3)
 
 
-class DigitsVgg16(DigitsMlp):
-    """The family of networks of tutorial T2, small enough for a CPU."""
+def vgg(options: TaskOptions) -> Classification:
+    """The networks of tutorial T2, small enough for a CPU: 922,842 parameters."""
+    return Classification(load(32, options), model=partial(vgg16, 1, width=16), epochs=2)
 
-    epochs = 2
-    size = 32
 
-    def model(self) -> nn.Module:
-        """Build it: 922,842 parameters."""
-        return vgg16(channels=1, width=16)
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        *(nn.Linear(256, 384), nn.ReLU()),
+        *(nn.Linear(384, 256), nn.ReLU()),
+        nn.Linear(256, 10),
+    )
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        *convolution(1, 32),
+        *convolution(32, 32, 2, 2, 0),
+        *convolution(32, 64, 2, 2, 0),
+        nn.Flatten(),
+        *(nn.Linear(1024, 64), nn.ReLU()),
+        nn.Linear(64, 10),
+    )

@@ -25,13 +25,9 @@ def convolution(
 def vgg16(channels: int, width: int = 64, classes: int = 10) -> nn.Sequential:
     """Build VGG16 for images of 32x32.
 
-    Configuration D of Simonyan and Zisserman (2014), with batchnorm, and with one linear layer in
-    place of three, because 32x32 ends at 1x1.
-
-    Args:
-        channels: Of the images.
-        width: Channels of the first layers; 64 in the paper. The last have 8 times as many.
-        classes: Number of outputs.
+    Configuration D of Simonyan and Zisserman (2014), with batchnorm, and with one linear layer
+    instead of three, because 32x32 ends at 1x1. Images have so many ``channels``, the first layers
+    ``width`` (64 in the paper), the last 8 times as many.
     """
     layers: list[nn.Module] = []
     for convolutions, times in ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8)):

@@ -29,7 +29,7 @@ Numbers of words or characters stay exact up to 2,048; ``embedding(tokens.long()
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -50,21 +50,24 @@ class TaskOptions:
     """Whether to take less data, so that an epoch takes a few seconds on a CPU."""
     data: Path | None = None
     """The folder of ``--data``, for tasks whose data are files of the user's."""
-    download: bool = False
-    """Whether the data may be fetched (``--download``)."""
 
 
 class Task:
-    """A task of ours. A user's task needs `model`, `loss` and `loader`; the rest has defaults.
+    """`model`, `loss` and `loader` are needed; the rest has defaults.
 
-    The attributes are looked up with these defaults, so a user's class need not inherit.
+    A user's class need not inherit: its attributes are looked up with these defaults.
     """
 
-    optimizer: ClassVar[str] = "sgd"
-    """One of `apex.bench.training.optimizers.OPTIMIZERS`, where ``--optimizer`` says nothing."""
-    lr: ClassVar[float | None] = None
+    def __init__(self, **attributes: Any) -> None:
+        """Make a task of these functions and numbers, by their names here."""
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    optimizer: str = "sgd"
+    """One of `apex.bench.training.trainer.OPTIMIZERS`, where ``--optimizer`` says nothing."""
+    lr: float | None = None
     """Learning rate for `optimizer`; ``None`` is that of `OPTIMIZERS`."""
-    epochs: ClassVar[int] = 1
+    epochs: int = 1
     """Where ``--epochs`` says nothing."""
 
     def model(self) -> nn.Module | Sequence[nn.Module]:
@@ -102,8 +105,8 @@ class Task:
     float32), then calls ``precision.backward(loss, optimizer, loss_id)`` and
     ``precision.step(optimizer)``."""
 
-    losses: ClassVar[int] = 1
+    losses: int = 1
     """How many losses a step has, each with a loss scale of its own."""
 
-    growth_interval: ClassVar[int] = 2000
+    growth_interval: int = 2000
     """Steps without an overflow after which a loss scale that moves is doubled."""
