@@ -72,4 +72,53 @@ def test_parts_that_a_script_calls_are_watched_one_by_one(tmp_path, monkeypatch,
     assert main(["debug", "parts.py"]) == 0
     said = capsys.readouterr()
     assert said.out == "True\n"
+    assert "The loss: output 0 of Linear[0] (forward 1 of 2 of this step) is finite" in said.err
+
+
+CLOSURE = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.LBFGS(model.parameters())
+def closure():
+    optimizer.zero_grad()
+    loss = torch.log(model(torch.ones(2, 4)) * 0).sum()
+    loss.backward()
+    return loss
+optimizer.step(closure)
+print(bool(model.weight.isfinite().all()))
+"""
+
+
+def test_a_first_forward_in_a_closure_is_watched(tmp_path, monkeypatch, capsys):
+    """Lightning's is: a step that began unwatched broke the weights, and was not explained."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("closure.py").write_text(CLOSURE)
+    assert main(["debug", "closure.py"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "True\n"
     assert "cause      loss" in said.err
+
+
+METHOD = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.width, self.last = torch.nn.Parameter(torch.zeros(3)), torch.nn.Linear(3, 1)
+    def loss(self, x):
+        return self.last(x * self.width.sqrt()).sum()
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model.loss(torch.ones(2, 3)).backward()
+optimizer.step()
+"""
+
+
+def test_parameters_outside_of_what_is_called_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("method.py").write_text(METHOD)
+    assert main(["debug", "method.py"]) == 0
+    said = capsys.readouterr().err
+    assert "of the 3 parameters of SGD, 1 are in no module that is watched" in said
+    assert "None" not in said

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_modules
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from apex.bench.cli import UsageError
 from apex.bench.options import check_folder
@@ -87,6 +88,7 @@ class _Program:
         undo = [
             hook.remove,
             _after_init(torch.optim.Optimizer, self._made),
+            register_optimizer_step_pre_hook(self._begins).remove,
             _after_init(torch.amp.GradScaler, self._watch.attach_scaler),
         ]
         try:
@@ -98,6 +100,13 @@ class _Program:
     def _made(self, optimizer: Any) -> None:
         self._optimizers.append(optimizer)
         self._unseen |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Watch a step from its start on where the model's first call is in its closure."""
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        if has_closure and optimizer in self._optimizers:
+            self._optimizers.remove(optimizer)
+            self._watch.attach_optimizer(optimizer)
 
     def _called(self, module: torch.nn.Module, args: Any) -> None:
         if not self._unseen:

@@ -85,6 +85,7 @@ class _Explanation:
     def __init__(self, fault: Fault, step: _Loss | None) -> None:
         self._fault, self._loss = fault, step
         models = [_plain(model) for model in fault.models]
+        self._fronts = dict(zip(map(id, fault.models), fronts(models), strict=True))
         self._paths = module_paths(models)
         self._named: dict[str, torch.Tensor] = {
             (f"{front}.{name}" if front else name): param
@@ -143,12 +144,11 @@ class _Explanation:
             known += [(buffer, ("buffer", name)) for name, buffer in buffers]
         count = len(self._fault.calls)
         for number, call in enumerate(self._fault.calls, 1):
-            which = f" (forward {number} of {count} of this step)" if count > 1 else ""
-            known += [
-                (t, ("input", f"input {i} of the model{which}")) for i, t in enumerate(call.inputs)
-            ]
+            of = self._fronts.get(id(call.model)) or "the model"
+            of += f" (forward {number} of {count} of this step)" if count > 1 else ""
+            known += [(t, ("input", f"input {i} of {of}")) for i, t in enumerate(call.inputs)]
             for passed in call.passes.values():
-                known += [(g, ("gradient", f"output {i}")) for i, g in passed.items()]
+                known += [(g, ("gradient", f"output {i} of {of}")) for i, g in passed.items()]
         trace = Trace(self._paths, known, fill)
         with torch.compiler.set_stance("force_eager"), trace.running():
             outcome = run()
@@ -219,12 +219,26 @@ class _Explanation:
         _, origin = self._trace(run, fill=math.nan)
         if origin is not None and origin.kind == "memory":
             return self._classify(run, Outcome(), origin)
+        self._note_unwatched()
         return self._make(
             "unrepeatable",
             "The replay of the step does not show the fault: something between backward and step "
             "changed the gradients, or the model depends on what is not kept (random numbers of "
             "NumPy, files, time).",
         )
+
+    def _note_unwatched(self) -> None:
+        ours = set(map(id, self._named.values()))
+        for optimizer in self._fault.optimizers:
+            managed = getattr(optimizer, "_amp_stash", None)
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            params = params if managed is None else [*managed.params.targets]
+            others = sum(id(param) not in ours for param in params)
+            if others:
+                self._notes.append(
+                    f"of the {len(params)} parameters of {type(optimizer).__name__}, {others} are "
+                    "in no module that is watched; name it: apex.debug.watch(module, optimizer)"
+                )
 
     def _note_buffers(self) -> None:
         bad = [
@@ -277,13 +291,13 @@ class _Explanation:
         values, scale = origin.values, self._fault.scale
         if scale > 1.0 and not values["nan"] and values["dtype"] == "float16":
             sentence = (
-                f"The loss scale of {scale:g} is too high: the gradient of {origin.name} of the "
-                "model is beyond float16's largest number, 65504."
+                f"The loss scale of {scale:g} is too high: the gradient of {origin.name} "
+                "is beyond float16's largest number, 65504."
             )
             return self._make("scale", sentence, origin)
-        hint = "" if self._loss else " (watch.explain(step=lambda: loss) names the line)"
+        hint = "" if self._loss else " (apex.debug.watch(..., step=lambda: loss) names the line)"
         sentence = (
-            f"The loss: {origin.name} of the model is finite and its gradient has {_bad(origin)}, "
+            f"The loss: {origin.name} is finite and its gradient has {_bad(origin)}, "
             f"so the fault lies in the loss function or its targets{hint}."
         )
         return self._make("loss", sentence, origin)
