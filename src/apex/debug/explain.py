@@ -196,7 +196,9 @@ class _Explanation:
             if self._together.any(origin is not None):
                 return self._classify(self._replay.run_step, outcome, origin)
         if self._together.any(self._fault.bad_loss):
-            hint = "" if self._loss else " (watch.explain(step=lambda: loss) names the line)"
+            hint = (
+                "" if self._loss else " (apex.debug.watch(..., step=lambda: loss) names the line)"
+            )
             return self._make(
                 "loss",
                 "The loss was not finite, although outputs and gradients are: the fault lies in "
