@@ -140,21 +140,18 @@ def test_what_has_no_operation_is_not_saved(tmp_path):
 # -- cropping --------------------------------------------------------------------------------------
 
 
+BIG = torch.ones(400_000, 8)  # 13 MB
+BIG[200_000] = 0
+
+
 def test_large_inputs_are_cropped(tmp_path):
-    rows = 600_000  # of 8 float32: 19 MB
-    x = torch.ones(rows, 8)
-    x[rows // 2] = 0
-    report = once(lambda x: x[:1] * 0 + 1 / BIG, x[:2])
+    report = once(lambda x: x[:1] * 0 + 1 / BIG)
     assert report.operation == "aten.reciprocal.default"
 
     saved = report.save(tmp_path / "nan.pt")
 
     assert saved.stat().st_size < 1e6
     assert shows(saved)
-
-
-BIG = torch.ones(600_000, 8)
-BIG[300_000] = 0
 
 
 def test_a_product_is_cropped(tmp_path):

@@ -98,6 +98,7 @@ def test_explain_changes_nothing(level, value):
         list(training.steps())
         harm["is_on"] = True
         list(training.steps())
+        torch.rand(3)  # so that a replay that ends where the step did is not enough
         if explains and training.watch.fault is not None:
             before = state_of(training)
             training.watch.explain()
@@ -184,6 +185,31 @@ def test_buffers_stay_and_a_replay_reads_them_as_they_were():
     assert_equal(bits(model.state_dict()), before)
 
 
+def test_a_replay_draws_the_same_random_numbers():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    masks = []
+    inner = model[1].forward
+
+    def forward(x):
+        out = inner(x)
+        masks.append((out == 0).tolist())
+        return torch.where(out == 0, out.log(), out)
+
+    model[1].forward = forward
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with debug.watch(model, optimizer, on_fault="keep") as watch:
+        for _ in range(2):
+            model(torch.randn(4, 8)).mean().backward()
+        optimizer.step()
+        report = watch.explain()
+
+    assert masks[0] != masks[1]
+    for number, mask in enumerate(masks):
+        assert mask == masks[number % 2]
+    assert len(masks) > 4
+    assert report.module == "1"
+
+
 # -- what it leaves behind -------------------------------------------------------------------------
 
 
@@ -201,6 +227,8 @@ def test_closed_watch_leaves_nothing(level):
 
     assert hooks_of(training) == before
     assert debug.watch_of(training.optimizers[0]) is None
+    managed = getattr(training.optimizers[0], "_amp_stash", None)
+    assert managed is None or managed.observer is None
 
 
 def test_nothing_is_kept_of_a_closed_watch():
