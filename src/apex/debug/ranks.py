@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 __all__ = ["Together", "agree"]
 
@@ -18,7 +17,7 @@ def _groups(tensors: Iterable[Any], group: Any) -> list[Any]:
     """The process groups over which a decision is shared: ``group``, or those of DTensors."""
     if group is not None:
         return [group]
-    if not dist.is_available() or not dist.is_initialized():
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
     meshes = {id(t.device_mesh): t.device_mesh for t in tensors if hasattr(t, "device_mesh")}
     return [g for mesh in meshes.values() for g in mesh.get_all_groups()]
@@ -27,7 +26,7 @@ def _groups(tensors: Iterable[Any], group: Any) -> list[Any]:
 def agree(found: torch.Tensor, tensors: Iterable[Any], group: Any = None) -> torch.Tensor:
     """The largest ``found`` of the ranks that share ``tensors``; those alone are asked."""
     for each in _groups(tensors, group):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=each)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=each)
     return found
 
 
@@ -45,9 +44,11 @@ class Together:
         self._group, self._name, self._attempts = group, name, 0
         self._alone = False  # others did not come to explain
         self.is_parallel = (
-            dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+            torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
         )
-        self.rank = dist.get_rank() if self.is_parallel else None
+        self.rank = torch.distributed.get_rank() if self.is_parallel else None
         self.needs_others = bool(_groups(self._params, group)) or any(
             isinstance(module, torch.nn.SyncBatchNorm) or "SyncBatchNorm" in type(module).__name__
             for model in models
@@ -58,11 +59,11 @@ class Together:
         """Whether all ranks came to explain the fault, within a minute."""
         if not self.is_parallel:
             return True
-        store = dist.distributed_c10d._get_default_store()
+        store = torch.distributed.distributed_c10d._get_default_store()
         self._attempts += 1
         common = f"apex.debug/{self._name}/{self._attempts}"
-        names = [f"{common}/{rank}" for rank in range(dist.get_world_size())]
-        store.set(names[dist.get_rank()], "here")
+        names = [f"{common}/{rank}" for rank in range(torch.distributed.get_world_size())]
+        store.set(names[torch.distributed.get_rank()], "here")
         try:
             store.wait(names, WAIT)
         except (RuntimeError, ValueError):  # torch's DistStoreError, of a time-out
@@ -80,6 +81,6 @@ class Together:
         """What each rank gave, in the order of ranks."""
         if not self.is_parallel:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
+        values: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(values, value)
         return values
