@@ -65,7 +65,7 @@ for name in blocked:
     except ModuleNotFoundError as error:
         print(error)
 from apex.bench.cli import main
-more = {{"bench plot": ["a"], "info": ["--json"]}}
+more = {{"bench plot": ["a"], "info": ["--json"], "debug": ["a"], "debug repro": ["a"]}}
 more["selftest"] = ["--only", "FusedSGD, fp32", "--json", {str(tmp_path / "f.json")!r}]
 for name in {commands}:
     said = io.StringIO()

@@ -571,3 +571,24 @@ def test_step_has_to_return_the_loss():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert watch.explain().cause == "loss"
+
+
+def test_a_scaler_that_was_not_passed_is_asked_for():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with debug.watch(model, optimizer), pytest.warns(UserWarning, match="pass watch.*scaler=scal"):
+        for _ in range(257):
+            model(torch.ones(1, 4)).sum().backward()
+
+
+def test_a_forward_that_gives_nan_is_explained_at_the_first_skipped_step():
+    """No other loss scale changes it, so there is no wait for one."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LogSigmoid(), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    x = torch.ones(2, 4)
+    x[1, 2] = float("nan")
+    with debug.watch(model, optimizer, scaler=scaler, on_fault="raise"):
+        scaler.scale(model(x).sum()).backward()
+        with pytest.raises(debug.NonFiniteError, match=r"Input 0 of the model .*row 1"):
+            scaler.step(optimizer)

@@ -121,6 +121,10 @@ class Call:
         """Whether an output was not finite when the program ran."""
         return any(is_bad(one) for one in self.sums)
 
+    def had_nan(self) -> bool:
+        """Whether an output was NaN, which no other loss scale can change."""
+        return any(bool(one.isnan()) for one in self.sums)
+
     def why_not(self) -> str:
         """Why the call cannot be run again; empty if it can."""
         for place, (tensor, before) in enumerate(zip(self.inputs, self.versions, strict=True)):

@@ -149,6 +149,9 @@ class _Program:
                 "that was called. Write into the script: with apex.debug.watch(model, optimizer):",
                 file=sys.stderr,
             )
+        elif self._watch.report is not None:
+            counts = f"{self._watch.skipped} of {self._watch.steps} steps were skipped"
+            print(f"apex debug: {counts}", file=sys.stderr)
         self._watch.close()
 
 

@@ -34,6 +34,7 @@ __all__ = ["FaultWarning", "NonFiniteError", "Watch", "watch", "watch_of"]
 
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(apex.__file__))
 
+_MOST_CALLS = 256  # of one step
 _numbers = itertools.count()  # of watches; the same on ranks that run the same program
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
@@ -84,14 +85,14 @@ class Watch:
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Any] = []
         self._sampler = Sampler(self._models)
-        self._calls: deque[Call] = deque(maxlen=256)
+        self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
         self._losses: list[torch.Tensor] = []
         self._bad_loss: torch.Tensor | None = None
         self._stateful: dict[int, list[torch.Tensor]] = {}  # buffers that a forward writes
         self._open: dict[int, Call | None] = {}
         self._since = self._in_a_row = 0
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._busy = self._scaler_steps = False
+        self._busy = self._scaler_steps = self._warned = False
         self._undo: list[Callable[[], None]] = []
         for model in models:
             self.attach(model)
@@ -196,6 +197,13 @@ class Watch:
     def _before(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._busy or not torch.is_grad_enabled():
             return
+        if len(self._calls) == _MOST_CALLS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"apex.debug: {_MOST_CALLS} forwards and no step of the optimizer were seen. If a "
+                "GradScaler steps it, pass watch(..., scaler=scaler).",
+                stacklevel=_depth(),
+            )
         stateful = self._stateful.get(id(model))
         buffers = _outside_batchnorm(model) if stateful is None else stateful
         call = Call.record(model, args, kwargs, buffers)
@@ -339,7 +347,8 @@ class Watch:
             ranks.Together(self._models, self._group, f"{self._number}/{self.steps}"),
             not dynamic and self._bad_loss is not None and bool(self._bad_loss),
         )
-        if self.report is None and self._in_a_row > (self._patience if dynamic else 0):
+        may_heal = dynamic and not any(call.had_nan() for call in self._calls)
+        if self.report is None and self._in_a_row > (self._patience if may_heal else 0):
             self._tell()
         self._drop()
         return True
