@@ -576,9 +576,11 @@ def test_step_has_to_return_the_loss():
 def test_a_scaler_that_was_not_passed_is_asked_for():
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer), pytest.warns(UserWarning, match="pass watch.*scaler=scal"):
-        for _ in range(257):
+    with debug.watch(model, optimizer):
+        for _ in range(256):
             model(torch.ones(1, 4)).sum().backward()
+        with pytest.warns(UserWarning, match="pass watch.*scaler=scaler"):
+            model(torch.ones(1, 4))
 
 
 def test_a_forward_that_gives_nan_is_explained_at_the_first_skipped_step():
