@@ -11,9 +11,9 @@ the gradients back afterwards.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from apex.debug.tracing import is_bad, local
 
-__all__ = ["Call", "Outcome", "Replay", "unchanged", "versions"]
+__all__ = ["Call", "Outcome", "Replay", "StepError", "unchanged", "versions"]
 
 _ON_DEVICES = ("cpu", "cuda")
 
@@ -38,10 +38,14 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
         return [tree]
     if isinstance(tree, tuple) and all(isinstance(one, torch.Tensor) for one in tree):
         return list(tree)
-    found = []
+    found: list[torch.Tensor] = []
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
+        elif isinstance(leaf, Mapping):  # a class that torch does not know, as a model's output
+            found += tensors_in(list(leaf.values()))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in(list(vars(leaf).values()))
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, torch.nn.Module | type):
             found += [value for value in vars(leaf).values() if isinstance(value, torch.Tensor)]
     return found
@@ -55,6 +59,10 @@ def _set_random_states(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
+
+
+class StepError(TypeError):
+    """``step()`` did not give a loss."""
 
 
 @dataclass
@@ -116,6 +124,11 @@ class Call:
             self.gave.append(_memory(tensor))
             if tensor.requires_grad:
                 tensor.register_hook(_keep_gradient(me, place))  # type: ignore[no-untyped-call]
+
+    def with_gradient(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the outputs of a replay that a gradient reached."""
+        places = {place for passed in self.passes.values() for place in passed}
+        return [output for place, output in enumerate(outputs) if place in places]
 
     def had_bad_output(self) -> bool:
         """Whether an output was not finite when the program ran."""
@@ -220,7 +233,7 @@ class Replay:
                 stack.enter_context(self._as_it_was(self.calls[0], autocast=False))
             loss = self.step()
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise TypeError(
+                raise StepError(
                     f"apex.debug: step() returned {type(loss).__name__}; it must compute the loss "
                     "of the current batch, without backward, and return it: a tensor of one element"
                 )
@@ -326,19 +339,26 @@ def _by_backward(
 
 @contextmanager
 def unchanged(models: list[torch.nn.Module], optimizers: list[Any], on_gpu: bool) -> Iterator[None]:
-    """Give random states, buffers and autocast's cache back at the end; amp notes no forward."""
+    """Give random states, buffers, attributes of modules and autocast's cache back at the end.
+
+    amp notes no forward in between.
+    """
     managed = [one._amp_stash for one in optimizers if hasattr(one, "_amp_stash")]
     records = [record for one in managed for record in one.ledger.records]
     for record in records:
         record.is_replayed = True
     random = _random_states(on_gpu)
     kept = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
+    modules = [(module, dict(vars(module))) for model in models for module in model.modules()]
     try:
         yield
     finally:
         for record in records:
             record.is_replayed = False
         torch.clear_autocast_cache()
+        for module, attributes in modules:  # such as a hidden state that a forward leaves
+            vars(module).clear()
+            vars(module).update(attributes)
         for buffer, value in kept:
             buffer.data.copy_(value)
         _set_random_states(random)

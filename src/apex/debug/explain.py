@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from apex.debug.calls import Call, Outcome, Replay, unchanged
+from apex.debug.calls import Call, Outcome, Replay, StepError, unchanged
 from apex.debug.ranks import Together
 from apex.debug.report import Report
 from apex.debug.tracing import Origin, Trace, Wide, describe, fronts, is_bad, module_paths
@@ -107,8 +107,14 @@ class _Explanation:
             return self._make("unrepeatable", f"The step cannot be replayed: {reason}.")
         on_gpu = any(param.is_cuda for param in self._named.values())
         models = [_plain(model) for model in self._fault.models]
-        with unchanged(models, self._fault.optimizers, on_gpu):
-            return self._replayed()
+        try:
+            with unchanged(models, self._fault.optimizers, on_gpu):
+                return self._replayed()
+        except StepError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the program's own code: training goes on
+            what = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+            return self._make("unrepeatable", f"The step cannot be replayed: it raised {what}.")
 
     def _why_not(self, everyone: bool) -> str:
         if not self._fault.calls and self._loss is None:
@@ -163,9 +169,12 @@ class _Explanation:
         outputs = [origin for origin in outputs if origin.kind != "mask"]
         found = [trace.origin_of(one) for one in outcome.bad_gradients().values()]
         gradients = [one for one in found if one is not None]
-        inside = sorted((one for one in gradients if one.kind != "gradient"), key=_order)
-        if inside:
-            return inside[0]
+        inside = [one for one in gradients if one.kind != "gradient"]
+        if inside:  # backward computes with what the forward broke, and may break it once more
+            used = zip(self._fault.calls, outcome.outputs, strict=False)
+            bad = [o for call, all_ in used for o in call.with_gradient(all_) if is_bad(o)]
+            origins = [one for o in bad if (one := trace.origin_of(o)) and one.kind == "operation"]
+            return min(inside + origins, key=_order)
         if gradients and not outputs:
             return gradients[0]
         return min(outputs, key=_order, default=None)
@@ -218,6 +227,10 @@ class _Explanation:
                 "The compiled model gives values that are not finite, and the same model "
                 "uncompiled (torch.compiler.set_stance('force_eager')) does not.",
             )
+        if self._loss is not None and run == self._replay.run:  # gradients by other ways: a penalty
+            outcome, origin = self._trace(self._replay.run_step)
+            if self._together.any(origin is not None):
+                return self._classify(self._replay.run_step, outcome, origin)
         _, origin = self._trace(run, fill=math.nan)
         if origin is not None and origin.kind == "memory":
             return self._classify(run, Outcome(), origin)
@@ -454,14 +467,14 @@ def _update_again(optimizers: list[Any], param: torch.Tensor) -> Origin | None:
     Returns the origin of what is not finite, ``None`` if the update is finite or cannot be made.
     """
     optimizer, group, stepped = _owner(optimizers, param)
-    state = None if optimizer is None else optimizer.state.get(stepped)
-    if not state:
+    if optimizer is None:
         return None
+    state = optimizer.state.get(stepped, {})
     like = torch.zeros_like(stepped.detach()).requires_grad_()
     moments = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == like.shape]
     if any(is_bad(moment) for moment in moments):
         return None
-    like.grad = torch.zeros_like(like) if not moments else moments[0].to(like.dtype)
+    like.grad = torch.ones_like(like) if not moments else moments[0].to(like.dtype)
     try:
         other = copy.copy(optimizer)
         other.__dict__ = {
@@ -480,4 +493,4 @@ def _update_again(optimizers: list[Any], param: torch.Tensor) -> Origin | None:
         found = trace.origin_of(like.detach())
     except Exception:  # noqa: BLE001  # an optimizer of any kind: then nothing is claimed of it
         return None
-    return found if found is not None and found.kind == "operation" else None
+    return found if found is not None and found.kind in ("operation", "mask") else None

@@ -349,8 +349,8 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
         name = name_of(operation)
         real = [one for one in origins if one.kind != "mask" and not _may_mask(one)]
         masks = [one for one in origins if one not in real]
-        if real:
-            return next((one for one in real if one.has_nan), real[0])
+        if real:  # a gradient that reached an output comes last: a later forward may have made it
+            return min(real, key=lambda one: (one.kind == "gradient", not one.has_nan))
         if masks and not (new.has_nan and name in READS_MASKS):
             return masks[0]
         if not masks and not new.has_nan and is_masking(operation, *before):

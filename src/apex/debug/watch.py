@@ -195,7 +195,7 @@ class Watch:
             self._undo.append(hook.remove)
 
     def _before(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if self._busy or not torch.is_grad_enabled():
+        if self._busy or not torch.is_grad_enabled() or _is_transformed():
             return
         if len(self._calls) == _MOST_CALLS and not self._warned:
             self._warned = True
@@ -472,6 +472,12 @@ def watch_of(optimizer: Any) -> Watch | None:
     """The watch on an optimizer: of ``amp.initialize(..., debug=True)`` for example."""
     found = _watches.get(id(optimizer))
     return found if found is not None and found._undo else None
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or a tracer runs the model: on tensors without memory of their own."""
+    transformed = torch._C._functorch.maybe_current_level() is not None
+    return transformed or torch._C._get_tracing_state() is not None
 
 
 def _depth() -> int:

@@ -1,0 +1,167 @@
+"""Programs that a sceptical user would try: each was wrong, or raised, when it was written."""
+
+import dataclasses
+from collections import UserDict
+
+import pytest
+import torch
+from torch import nn
+
+from apex import debug
+
+
+class Root(nn.Module):
+    """Finite forward, infinite backward."""
+
+    def forward(self, x):
+        return (x - x).sqrt() + x
+
+
+def one(model, loss_of, step=None, watched=None):
+    """One step with a watch; its report."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with debug.watch(watched or model, optimizer, on_fault="keep") as watch:
+        watch.loss(loss_of()).backward()
+        optimizer.step()
+        return watch.explain(step=step)
+
+
+class Output(UserDict):
+    """A model's output of a class that torch's pytrees do not know."""
+
+
+def test_outputs_in_a_mapping_of_an_unknown_class():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return Output(loss=torch.log(self.linear(x) * 0).mean())
+
+    model, x = Model(), torch.randn(3, 4)
+    report = one(model, lambda: model(x)["loss"])
+    assert (report.cause, report.operation) == ("model", "aten.log.default")
+
+
+@dataclasses.dataclass
+class Nested:
+    inner: dict
+
+
+def test_outputs_in_a_dictionary_in_a_dataclass():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return Nested({"loss": torch.log(self.linear(x) * 0).mean()})
+
+    model, x = Model(), torch.randn(3, 4)
+    report = one(model, lambda: model(x).inner["loss"])
+    assert (report.cause, report.operation) == ("model", "aten.log.default")
+
+
+def test_a_model_that_is_called_on_its_own_output():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Root(), nn.Linear(4, 4)), torch.randn(3, 4)
+    report = one(model, lambda: model(model(model(x))).sum())
+    assert (report.cause, report.module, report.direction) == ("model", "1", "backward")
+
+
+def test_double_backward_is_explained_by_step():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    nn.init.zeros_(model[0].weight)
+    x = torch.zeros(3, 4, requires_grad=True)
+
+    def step():
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return gradient.square().sum(1).sqrt().mean()
+
+    report = one(model, step, step)
+    assert report.cause == "loss"
+    assert "SqrtBackward0" in report.sentence
+
+
+def test_forward_is_named_where_backward_breaks_at_the_same_place():
+    class Normal(nn.Module):
+        def forward(self, x):
+            return x / x.square().sum(-1, keepdim=True).sqrt()
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4, bias=False), Normal()), torch.randn(3, 4)
+    x[1] = 0.0
+    report = one(model, lambda: model(x).sum())
+    assert (report.operation, report.direction) == ("aten.div.Tensor", "forward")
+
+
+def test_a_replay_that_raises_is_a_report():
+    class Once(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.values = nn.Linear(4, 1), iter([0.0])
+
+        def forward(self, x):
+            return torch.log(self.linear(x) * next(self.values))
+
+    model, x = Once(), torch.randn(3, 4)
+    state = torch.get_rng_state()
+    report = one(model, lambda: model(x).sum())
+    assert report.cause == "unrepeatable"
+    assert "raised StopIteration" in report.sentence
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_attributes_that_a_forward_writes_are_given_back():
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.hidden, self.count = nn.Linear(4, 4), torch.ones(4), 0
+
+        def forward(self, x):
+            self.count += 1
+            self.hidden = self.linear(x + self.hidden).detach()
+            return torch.log(self.linear(x) * 0)
+
+    model, x = Stateful(), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with debug.watch(model, optimizer, on_fault="keep") as watch:
+        model(x).sum().backward()
+        optimizer.step()
+        hidden = model.hidden
+        watch.explain()
+    assert model.hidden is hidden
+    assert model.count == 1
+
+
+def test_a_learning_rate_of_inf_is_the_optimizers():
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with debug.watch(model, optimizer, on_fault="keep") as watch:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = float("inf")
+        model(x).square().sum().backward()
+        optimizer.step()
+        assert watch.explain().cause == "optimizer"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # in torch.func.jvp
+def test_functions_of_torch_func_run_as_without_a_watch():
+    model, x = nn.Linear(4, 1), torch.randn(5, 3, 4)
+    expected = torch.func.vmap(model)(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with debug.watch(model, optimizer, on_fault="raise") as watch:
+        assert torch.equal(torch.func.vmap(model)(x), expected)
+        torch.func.jvp(model, (x,), (x,))
+        params = {name: one.detach() for name, one in model.named_parameters()}
+        gradients = torch.func.grad(
+            lambda params: torch.func.functional_call(model, params, (x,)).square().mean()
+        )(params)
+        for name, param in model.named_parameters():
+            param.grad = gradients[name]
+        optimizer.step()
+        assert watch.fault is None
