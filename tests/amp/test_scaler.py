@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from apex.amp.scaler import (
     LossScaler,
     axpby_check_overflow_python,
+    iter_params,
+    scale_check_overflow,
     scale_check_overflow_python,
 )
 from apex.ops.lists.unscale import unscale_
@@ -200,3 +202,12 @@ def test_old_helpers():
     assert torch.equal(out, torch.tensor([5.0, 7.0]))
     assert scale_check_overflow_python(grad / 0, out, 2.0, True)
     assert axpby_check_overflow_python(grad / 0, grad, out, 2.0, 3.0, True)
+    assert not scale_check_overflow(grad, 2.0)
+    assert torch.equal(grad, torch.tensor([2.0, 4.0]))
+    groups = [{"params": [grad]}, {"params": [out]}]
+    assert [id(p) for p in iter_params(groups)] == [id(grad), id(out)]
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 8.0)
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    assert not scaler.unscale_and_update([{"params": [parameter]}], 8.0)
+    assert torch.equal(parameter.grad, torch.ones(2))

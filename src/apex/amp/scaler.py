@@ -14,20 +14,23 @@ arXiv:1710.03740, section 3.2; names of the factors as in ``torch.amp.GradScaler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any
 
 import torch
 
 from apex.amp._amp_state import _amp_state, master_params, maybe_print
+from apex.ops.lists.unscale import unscale_
 
 __all__ = [
     "LossScaler",
     "_amp_state",
     "axpby_check_overflow_python",
+    "iter_params",
     "master_params",
     "maybe_print",
+    "scale_check_overflow",
     "scale_check_overflow_python",
 ]
 
@@ -326,6 +329,13 @@ class LossScaler:
         scales = (1.0 / a, 1.0 / b, 1.0)
         self.unscale_with_stashed(model_grads, stashed_master_grads, master_grads, scales)
 
+    def unscale_and_update(self, param_groups: Iterable[dict[str, Any]], scale: float) -> bool:
+        """Unscale the gradients of ``param_groups`` in place, update, say whether to skip."""
+        grads = [param.grad for param in iter_params(param_groups) if param.grad is not None]
+        self.clear_overflow_state()
+        self.unscale_python(grads, grads, scale)
+        return self.update_scale()
+
 
 def check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) -> None:
     """Raise ``ValueError`` unless ``value`` is right."""
@@ -335,6 +345,18 @@ def check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) 
         right = False
     if not right:
         raise ValueError(f"loss scaling: {name} was {value!r}; it must be {allowed}.")
+
+
+def iter_params(param_groups: Iterable[dict[str, Any]]) -> Iterator[torch.Tensor]:
+    """Yield every tensor of ``param_groups``."""
+    for group in param_groups:
+        yield from group["params"]
+
+
+@torch.no_grad()
+def scale_check_overflow(d_grads: torch.Tensor, scale: float) -> bool:
+    """Multiply ``d_grads`` by ``scale`` in place; return whether an element is inf or nan."""
+    return bool(unscale_([d_grads], torch.tensor(1.0 / scale)))
 
 
 @torch.no_grad()
