@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from apex import debug
+from apex.bench import cli
+from apex.debug import reproduce
 
 
 class Root(nn.Module):
@@ -165,3 +167,66 @@ def test_functions_of_torch_func_run_as_without_a_watch():
             param.grad = gradients[name]
         optimizer.step()
         assert watch.fault is None
+
+
+def saved(tmp_path, **changes):
+    """A file as ``report.save()`` writes it, with changes."""
+    entry = {"format": reproduce.FORMAT, "operation": "aten.log.default", "kwargs": {}}
+    entry |= {"args": [torch.zeros(2)], "random": torch.get_rng_state(), "torch": "2"}
+    path = tmp_path / "nan.pt"
+    torch.save(entry | {"report": {"sentence": "s"}} | changes, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"random": torch.zeros_like(torch.get_rng_state())},
+        {"random": torch.get_rng_state().to_sparse()},
+        {"args": [torch.zeros(2, device="meta")]},
+        {"operation": "aten.index_select.default", "args": [torch.ones(2), 0, torch.tensor([9])]},
+    ],
+    ids=["random", "sparse", "meta", "index"],
+)
+def test_a_file_that_does_not_run_is_one_error(tmp_path, changes):
+    path = saved(tmp_path, **changes)
+    with pytest.raises(debug.FileError, match="cannot be run on a CPU"):
+        reproduce.run(reproduce.load(path))
+
+
+def test_a_file_sends_nothing_to_the_terminal(tmp_path, capsys):
+    path = saved(tmp_path, report={"sentence": "\x1b[2Jred"}, torch="\x1b[31m2")
+    assert cli.main(["debug", "repro", str(path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    torch.save({"format": reproduce.FORMAT, "operation": "\x1b[2J"}, path)
+    cli.main(["debug", "repro", str(path)])
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def command(tmp_path, capsys, text):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nimport torch\n" + text, "utf-8")
+    code = cli.main(["debug", "--out", str(tmp_path / "out"), str(script)])
+    return code, capsys.readouterr()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_a_script_module_runs_as_without_the_command(tmp_path, capsys):
+    code, printed = command(
+        tmp_path,
+        capsys,
+        "model = torch.jit.script(torch.nn.Linear(4, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(2, 4)).sum().backward()\noptimizer.step()\nprint('trained')\n",
+    )
+    assert (code, printed.out) == (0, "trained\n")
+    assert printed.err.startswith("apex debug: no step of an optimizer was seen")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("sys.exit(3)", 3), ("sys.exit('wrong')", 1), ("1 / 0", 1)]
+)
+def test_a_script_that_fails_first_gets_no_advice_about_optimizers(tmp_path, capsys, text, code):
+    got, printed = command(tmp_path, capsys, text)
+    assert got == code
+    assert "no step" not in printed.err

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     argv, path = sys.argv, list(sys.path)
     sys.argv = [args.script, *args.arguments]
     sys.path[0] = os.getcwd() if args.as_module else str(Path(args.script).absolute().parent)
-    program = _Program(where)
+    program, code = _Program(where), 1
     try:
         with program.watched():
             if args.as_module:
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        return code
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  # shown as Python shows it
@@ -66,10 +67,12 @@ def run(args: argparse.Namespace) -> int:
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames or error.__traceback__)
         return 1
+    else:
+        code = 0
+        return code
     finally:
         sys.argv, sys.path = argv, path
-        program.finish()
-    return 0
+        program.finish(failed=code != 0)
 
 
 class _Program:
@@ -109,7 +112,7 @@ class _Program:
             self._watch.attach_optimizer(optimizer)
 
     def _called(self, module: torch.nn.Module, args: Any) -> None:
-        if not self._unseen:
+        if not self._unseen or isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             return
         own = {id(param) for param in module.parameters()}
         if own.isdisjoint(self._unseen):
@@ -141,9 +144,9 @@ class _Program:
             else:
                 print(f"apex debug: apex debug repro {file} shows it again", file=sys.stderr)
 
-    def finish(self) -> None:
+    def finish(self, *, failed: bool) -> None:
         """Say where nothing could be watched, and take the hooks off."""
-        if self._watch.steps == 0:
+        if self._watch.steps == 0 and not failed:
             print(
                 "apex debug: no step of an optimizer was seen whose parameters are in a module "
                 "that was called. Write into the script: with apex.debug.watch(model, optimizer):",

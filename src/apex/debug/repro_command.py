@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
         results = reproduce.run(entry)
     except reproduce.FileError as error:
         raise UsageError(str(error)) from None
-    print(entry["report"].get("sentence", ""))
-    print(f"{entry['operation']}, saved by torch {entry['torch']}:")
+    print(reproduce.printable(entry["report"].get("sentence", "")))
+    print(f"{entry['operation']}, saved by torch {reproduce.printable(entry['torch'])}:")
     bad = False
     for one in results:
         bad = bad or bool(one["nan"] or one["inf"])

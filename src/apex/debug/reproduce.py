@@ -32,6 +32,14 @@ _TAGGED |= {torch.memory_format: "memory_format"}
 class FileError(ValueError):
     """A file that :func:`load` refuses."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: object) -> str:
+    """``text`` without control characters, which a file could send to a terminal."""
+    return "".join(one if one.isprintable() else " " for one in str(text))
+
 
 def save(path: Path, call: tuple[Any, Any, Any], report: dict[str, Any]) -> Path:
     """Write ``(operation, args, kwargs)`` and the report's fields; see the module's text."""
@@ -104,14 +112,14 @@ def run(entry: dict[str, Any]) -> list[dict[str, Any]]:
     """Run the operation of a loaded file; describe each result, see :func:`tracing.describe`."""
     operation = _find(entry["operation"])
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.set_rng_state(entry["random"])
         try:
+            torch.set_rng_state(entry["random"])
             args, kwargs = tree_map(_back, (entry["args"], entry["kwargs"]))
             results = _results(operation, tree_map(_copy, args), tree_map(_copy, kwargs))
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            first = str(error).strip().splitlines()[0]
+            return [describe(one) for one in results]
+        except Exception as error:  # noqa: BLE001  # of any operation
+            first = " ".join(str(error).strip().splitlines()[:1])
             raise FileError(f"{entry['operation']} cannot be run on a CPU: {first}") from None
-    return [describe(one) for one in results]
 
 
 def script(path: str | os.PathLike[str]) -> str:
