@@ -17,7 +17,7 @@ class Distances(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``(n, width)`` to ``(n, n)``."""
         squares = (x[:, None] - x[None]).square().sum(-1)
-        return squares.clamp_min(self.smallest).sqrt()
+        return (squares + self.smallest).sqrt()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -28,9 +28,8 @@ def spoil(x, rank, value, where, dtype):
     """Make one element of ``x``, the one of the highest ``rank``, or all of them ``value``."""
     bad = torch.ones_like(x)
     if where == "one":
-        bad = torch.zeros(x.numel(), dtype=x.dtype)
-        bad[rank.argmax()] = 1
-        bad = bad.view(x.shape)
+        place = rank.argmax().view(1)
+        bad = torch.zeros(x.numel(), dtype=x.dtype).scatter_(0, place, 1.0).view(x.shape)
     if value == "nan":
         return x + (-bad).sqrt()
     if value == "inf":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileError: It is of something else, or names what is no operation of torch.
     """
     try:
-        entry = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch 2.14, about sparse tensors
+            entry = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise FileError(f"{path}: no such file") from None
     except Exception as error:  # noqa: BLE001  # of pickle, zip or torch
