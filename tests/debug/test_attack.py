@@ -230,3 +230,52 @@ def test_a_script_that_fails_first_gets_no_advice_about_optimizers(tmp_path, cap
     got, printed = command(tmp_path, capsys, text)
     assert got == code
     assert "no step" not in printed.err
+
+
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=8.0)])
+def test_of_two_optimizers_the_second_has_the_fault(scaler):
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 4), Root())])
+    model.forward = lambda x: model[0](x).sum() + model[1](x).sum()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    x, keep = torch.randn(3, 4), {"on_fault": "keep", "patience": 0}
+    with debug.watch(model, [first, second], scaler=scaler, **keep) as watch:
+        loss = model(x)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        for optimizer in (first, second):
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        report = watch.explain()
+    assert (report.cause, report.module) == ("model", "1.1")
+
+
+def test_a_fault_stays_when_another_optimizer_has_none():
+    model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Root()), nn.Linear(4, 1)])
+    model.forward = lambda x: model[0](x).sum() + model[1](x).sum()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    with debug.watch(model, optimizers, on_fault="keep") as watch:
+        model(torch.randn(3, 4)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert watch.explain().module == "0.1"
+
+
+def test_patience_counts_for_each_optimizer():
+    model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Root()), nn.Linear(4, 1)])
+    model.forward = lambda x: model[0](x).sum() + model[1](x).sum()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    scaler, reports = torch.amp.GradScaler("cpu", init_scale=8.0), []
+    watched = {"scaler": scaler, "patience": 2, "on_fault": reports.append}
+    with debug.watch(model, optimizers, **watched):
+        for _ in range(3):
+            scaler.scale(model(torch.randn(3, 4))).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert [report.step for report in reports] == [5]
+
+
+def test_an_output_whose_sum_overflows_is_finite():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Identity())
+    nn.init.ones_(model[0].weight)
+    x = torch.full((2, 4), 5e37)
+    assert one(model, lambda: model(x).square().sum()).cause == "loss"

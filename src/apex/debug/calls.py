@@ -51,6 +51,12 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return found
 
 
+def sums(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each floating tensor its sum, not finite if an element is not (or if it overflows)."""
+    floating = [local(one.detach()) for one in tensors if one.is_floating_point()]
+    return [one.sum(dtype=torch.float32) for one in floating]
+
+
 def _random_states(on_gpu: bool) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
 
@@ -119,8 +125,7 @@ class Call:
         """Keep the gradients that will reach the outputs, and whether these are finite."""
         me = weakref.ref(self)
         for place, tensor in enumerate(tensors_in(output)):
-            if tensor.is_floating_point():
-                self.sums.append(local(tensor.detach()).sum(dtype=torch.float32))
+            self.sums += sums([tensor])
             self.gave.append(_memory(tensor))
             if tensor.requires_grad:
                 tensor.register_hook(_keep_gradient(me, place))  # type: ignore[no-untyped-call]
@@ -176,6 +181,10 @@ class Outcome:
     def bad_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients with an element that is not finite."""
         return {name: one for name, one in self.gradients.items() if is_bad(one)}
+
+    def had_bad_output(self) -> bool:
+        """What :meth:`Call.had_bad_output` would have said of the replay."""
+        return any(is_bad(one) for outputs in self.outputs for one in sums(outputs))
 
     def is_bad(self) -> bool:
         """Whether the fault shows."""

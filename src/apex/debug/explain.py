@@ -182,7 +182,8 @@ class _Explanation:
     def _replayed(self) -> Report:
         run = self._replay.run if self._fault.calls else self._replay.run_step
         outcome, origin = self._trace(run)
-        differs = not outcome.bad_outputs() and any(c.had_bad_output() for c in self._replay.judged)
+        before = any(call.had_bad_output() for call in self._replay.judged)
+        differs = before and not outcome.had_bad_output()
         if not self._together.any(origin is not None) or self._together.any(differs):
             return self._not_shown(run)
         after = origin is not None and origin.kind == "gradient"
@@ -219,7 +220,7 @@ class _Explanation:
         for bad, stance in ((as_it_is, "default"), (eager, "force_eager")) * 2:
             with torch.compiler.set_stance(stance):
                 outcome = run()
-            shows = bool(outcome.bad_outputs()) if in_forward else outcome.is_bad()
+            shows = outcome.had_bad_output() if in_forward else outcome.is_bad()
             bad.append(self._together.any(shows))  # twice: it may have random numbers of its own
         if all(as_it_is) and not any(eager):
             return self._make(

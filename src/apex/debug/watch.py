@@ -90,7 +90,9 @@ class Watch:
         self._bad_loss: torch.Tensor | None = None
         self._stateful: dict[int, list[torch.Tensor]] = {}  # buffers that a forward writes
         self._open: dict[int, Call | None] = {}
-        self._since = self._in_a_row = 0
+        self._since = 0
+        self._in_a_row: dict[int, int] = {}  # steps with a fault, by optimizer
+        self._stepped: set[int] = set()  # optimizers, since the last forward
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._busy = self._scaler_steps = self._warned = False
         self._undo: list[Callable[[], None]] = []
@@ -197,6 +199,8 @@ class Watch:
     def _before(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._busy or not torch.is_grad_enabled() or _is_transformed():
             return
+        if self._stepped:  # of several optimizers; the others needed the calls as well
+            self._drop()
         if len(self._calls) == _MOST_CALLS and not self._warned:
             self._warned = True
             warnings.warn(
@@ -269,7 +273,7 @@ class Watch:
     def stepped(self, optimizer: Any, found: torch.Tensor | bool, scale: float) -> None:
         """Take the news of a step from amp or a scaler, which have decided whether to skip it."""
         self.steps += 1
-        self._finish(bool(found), scale, dynamic=True)
+        self._finish(optimizer, bool(found), scale, dynamic=True)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._busy or self._scaler_steps:
@@ -299,7 +303,7 @@ class Watch:
         found = self._look_at([p.grad for p in params])
         managed = getattr(optimizer, "_amp_stash", None)
         scale = 1.0 if managed is None else managed.training.loss_scalers[0].loss_scale()
-        if not self._finish(bool(found), scale, dynamic=False):
+        if not self._finish(optimizer, bool(found), scale, dynamic=False):
             return
         if self._skip:
             self._hidden = [(p, p.grad) for p in params]
@@ -326,16 +330,19 @@ class Watch:
             if param.grad is None:  # else the step raised, and another backward came since
                 param.grad = gradient
 
-    def _finish(self, found: bool, scale: float, *, dynamic: bool) -> bool:
+    def _finish(self, optimizer: Any, found: bool, scale: float, *, dynamic: bool) -> bool:
         """End a step; return whether it had a fault."""
+        self._stepped.add(id(optimizer))
+        self._losses.clear()
+        before = self._in_a_row.pop(id(optimizer), 0)
         if not found:
-            self._since, self._in_a_row, self.fault = self.steps, 0, None
+            self._since, self.fault = self.steps, None if before else self.fault
             if self._every and self.steps % self._every == 0:
                 drift = self._sampler.sample(self.steps)
                 self.drifts += [] if drift is None else [drift]
-            self._drop()
+            self._end()
             return False
-        self._in_a_row += 1
+        self._in_a_row[id(optimizer)] = before + 1
         self.skipped += int(self._skip or dynamic)
         self.fault = Fault(
             list(self._calls),
@@ -348,9 +355,9 @@ class Watch:
             not dynamic and self._bad_loss is not None and bool(self._bad_loss),
         )
         may_heal = dynamic and not any(call.had_nan() for call in self._calls)
-        if self.report is None and self._in_a_row > (self._patience if may_heal else 0):
+        if self.report is None and before >= (self._patience if may_heal else 0):
             self._tell()
-        self._drop()
+        self._end()
         return True
 
     def _tell(self) -> None:
@@ -364,9 +371,13 @@ class Watch:
         else:
             warnings.warn(report.text(), FaultWarning, stacklevel=_depth())
 
+    def _end(self) -> None:
+        if len(self._stepped) == len(self._optimizers):
+            self._drop()
+
     def _drop(self) -> None:
         """Forget calls whose backward has come, and those whose backward does not come."""
-        self._losses.clear()
+        self._stepped.clear()
         kept = []
         for call in self._calls:
             call.age += 1
