@@ -296,3 +296,13 @@ def with_the_handle_of_2018(rank, reduce):
         steps.append((weights, scales, amp.stepped(optimizer)))
     amp.reset()
     return steps
+
+
+def different_num_losses(rank, level):
+    """Loss scales that rank 0 sends to a rank with more of them."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(
+        model, optimizer, opt_level=level, num_losses=1 + rank, loss_scale="dynamic", verbosity=0
+    )
+    DistributedDataParallel(model)(torch.ones(1, 4))

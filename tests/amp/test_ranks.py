@@ -270,3 +270,11 @@ def test_errors_are_told_and_the_next_cell_runs(pair):
     with pytest.raises(RankError, match=r"(?s)rank 0: .*no such way.*rank 1: .*no such way"):
         pair.run(Cell("O0", "no such way"))
     _assert_right(pair.run(Cell("O0", "ddp")))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_different_numbers_of_losses(pair, level):
+    """gloo sends 12 bytes to a rank that expects 24, and no rank gets an error."""
+    program = functools.partial(programs.different_num_losses, level=level)
+    with pytest.raises(RankError, match="(?s)different num_losses.*different num_losses"):
+        pair.run(program)

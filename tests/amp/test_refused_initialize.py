@@ -18,6 +18,11 @@ def sgd(*groups):
     return optimizer
 
 
+def inference_weight():
+    with torch.inference_mode():
+        return nn.Parameter(torch.zeros(2))
+
+
 class Slotted:
     __slots__ = ("param_groups", "state")
 
@@ -66,6 +71,7 @@ REFUSED_OBJECTS = [
     ([], [Slotted()], TypeError, NO_OPTIMIZER),
     ([], [sgd({"lr": 0.1})], TypeError, "was or held a NoneType"),
     ([], [sgd({"params": ["weight"]})], TypeError, "was or held a str"),
+    ([], [sgd({"params": [inference_weight()]})], RuntimeError, "made in torch.inference_mode"),
     ([], [sgd({"params": [WEIGHT]}, {"params": (WEIGHT,)})], ValueError, "Pass each weight once"),
     ([], [TWICE, TWICE], ValueError, "passed twice"),
     ([], [type("FP16_Optimizer", (), {})()], RuntimeError, "Pass the bare torch.optim or"),

@@ -175,3 +175,36 @@ def test_errors_change_nothing():
         checkpoints.assert_equal(state_of(model, optimizer), before)
     with pytest.raises(ValueError, match="it has a NoneType"):
         optimizer.load_state_dict(None)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_order_of_2018_is_refused(frozen):
+    """Then the masters of a group came first, and frozen parameters were left out."""
+    model, optimizer = start()
+    if frozen:
+        model[0].weight.requires_grad_(False)
+        inner = torch.optim.Adam(model.parameters(), lr=0.125)
+        optimizer = FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
+    train(model, optimizer, range(2))
+    before = state_of(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    inner = state["optimizer_state_dict"]
+    order = [1, 4, 5, 2, 3] if frozen else [0, 1, 4, 5, 2, 3]  # 2 and 3 are float32
+    state["optimizer_state_dict"] = {
+        "state": {key: inner["state"][was] for key, was in enumerate(order)},
+        "param_groups": [{**inner["param_groups"][0], "params": [*range(len(order))]}],
+    }
+    with pytest.raises(ValueError, match="before July 2018"):
+        optimizer.load_state_dict(state)
+    checkpoints.assert_equal(state_of(model, optimizer), before)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.SGD])
+def test_state_of_other_shapes_or_none_loads(make):
+    """Adafactor's state of a matrix is a row and a column."""
+    model, optimizer = start(make)
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    optimizer.load_state_dict(state)
+    checkpoints.assert_equal(optimizer.state_dict(), state)

@@ -57,6 +57,13 @@ def test_a_factor_and_mixed_dtypes_in_order(factor, path):
         assert_one_rounding(max_norms(column, factor=factor), _largest(column, number))
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_squares_are_summed_without_a_root(path):
+    column = [torch.full((size,), 3.0) for size in (2, 5, 64)]
+    with on(path):
+        assert square_sums(column).tolist() == [18.0, 45.0, 576.0]
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_long_tensor_is_summed_as_exactly_as_a_short_one(dtype):
     """torch's own norm is 5e-4 off here."""

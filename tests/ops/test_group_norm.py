@@ -162,6 +162,15 @@ def test_weights_of_another_dtype(last, dtype, weight_dtype, path):
     _check(tensors, dy, 4, None, path)
 
 
+@kinds
+@pytest.mark.parametrize("last", [True, False])
+def test_weights_that_are_not_contiguous(last, dtype, act):
+    (x, *weights), dy = _data((2, 512, 16, 9), dtype, last=last)  # large enough for the pieces
+    weights = [torch.stack([w, w], 1)[:, 0].detach().requires_grad_() for w in weights]
+    assert weights[0].stride() == (2,)
+    _check([x, *weights], dy, 128, act)
+
+
 @paths
 @dtypes
 @pytest.mark.parametrize("last", [True, False])

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from apex.optimizers import FusedSGD
+from apex.optimizers import FusedSGD, fused_sgd
 from tests.optimizers.common import (
     PATHS,
     give_grads,
@@ -163,6 +163,23 @@ def test_a_first_step_skipped_on_the_device_is_not_the_first():
         optimizer.step_scaled(1.0, torch.tensor(0.0))
     exact = 0.9 * first + 0.5 * params[0].grad.double()
     assert_one_rounding(optimizer.state[params[0]]["momentum_buffer"], exact)
+
+
+def test_buffers_with_a_history_are_not_looked_at_again(monkeypatch):
+    """1,000 tensors of 8 x 8 on a CPU: 1.9 ms a step; looked at in each step, 15."""
+    looked_at = []
+    is_new = fused_sgd._is_new
+    monkeypatch.setattr(fused_sgd, "_is_new", lambda b: looked_at.append(b) or is_new(b))
+    params = [*parameters(shapes=SMALL), *parameters(torch.bfloat16, shapes=SMALL)]
+    optimizer = FusedSGD(params, lr=0.05, momentum=0.9, dampening=0.5)
+    train(optimizer, params, range(3), "reference")
+    assert len(looked_at) == 4
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(optimizer, params, range(3), "reference")
+    assert len(looked_at) == 8
+    copied = copy.deepcopy(optimizer)
+    train(copied, copied.param_groups[0]["params"], range(3), "reference")
+    assert len(looked_at) == 12
 
 
 # -- for amp -------------------------------------------------------------------------------------

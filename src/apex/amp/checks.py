@@ -94,6 +94,11 @@ def check_groups(
                     f"{call}: 'params' in a group of the {name} was or held a "
                     f"{type(item).__name__}; a group must be a dict whose 'params' are tensors."
                 )
+            if param.is_inference():
+                raise RuntimeError(
+                    f"{call}: a weight of shape {tuple(param.shape)} in the {name} was made in "
+                    "torch.inference_mode, where nothing trains. Make the model outside of it."
+                )
             weight = _weight_of(param)
             if id(weight) in seen:
                 raise ValueError(

@@ -48,6 +48,7 @@ def read(saved: Any, optimizer: Any) -> Saved:
     _check_masters(masters, targets)
     inner = saved["optimizer_state_dict"]
     _check_keys(inner, ("state", "param_groups"))
+    _refuse_order_of_2018(inner, optimizer)
     return Saved(scaler, inner, targets, masters, {name: bool(saved[name]) for name in flags})
 
 
@@ -149,3 +150,29 @@ def _check_masters(saved: Sequence[Sequence[torch.Tensor]], groups: Groups) -> N
             f"FP16_Optimizer: the saved masters have the shapes {found}, by group; this "
             f"optimizer's have {wanted}. Make model and groups as they were when it was saved."
         )
+
+
+def _refuse_order_of_2018(saved: Mapping[str, Any], optimizer: Any) -> None:
+    """Refuse state in another order: before July 2018 the masters of a group came first.
+
+    State is taken for such where its shapes fit that order and not the groups'.
+    """
+    halves, wide = optimizer.fp32_from_fp16_groups, optimizer.fp32_from_fp32_groups
+    now = [group["params"] for group in optimizer.param_groups]
+    for group, present, half, rest in zip(saved["param_groups"], now, halves, wide, strict=False):
+        keys, state = group["params"], saved["state"]
+        if _fits(keys, [*half, *rest], state) and not _fits(keys, present, state):
+            raise ValueError(
+                "FP16_Optimizer: the optimizer's state was saved before July 2018, when the "
+                "float32 parameters of a group came last. Put float32 and 16-bit parameters into "
+                "groups of their own before saving, or load the model and the masters alone."
+            )
+
+
+def _fits(keys: Sequence[Any], params: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> bool:
+    return len(keys) == len(params) and all(
+        value.shape == param.shape
+        for key, param in zip(keys, params, strict=True)
+        for value in state.get(key, {}).values()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    )

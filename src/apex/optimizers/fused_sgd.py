@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -82,10 +83,13 @@ class FusedSGD(FusedOptimizer):
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale: float | torch.Tensor = 1.0
         self.scale_set_by_backward = False
+        # Buffers that are known to have a history, by the id of the first parameter of a bucket.
+        self._begun: dict[int, Sequence[torch.Tensor]] = {}
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._begun = {}
         for group in self.param_groups:
             group.setdefault("nesterov", False)
 
@@ -135,16 +139,21 @@ class FusedSGD(FusedOptimizer):
 
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         numbers = self._numbers_of(group, bucket.device)
-        columns, first = bucket.columns, None
-        if not numbers.momentum:
-            columns = columns[:2]
-        elif numbers.dampening:
+        columns = bucket.columns if numbers.momentum else bucket.columns[:2]
+        if not (numbers.momentum and numbers.dampening):
+            sgd_(columns, numbers, options)
+            return
+        buffers, begun = columns[2], self._begun.get(id(bucket.params[0]), ())
+        first = None
+        if len(begun) != len(buffers) or not all(map(is_, begun, buffers)):
             # The first gradient enters whole, in spite of dampening. Looked at is the buffer, on
             # its device, because a step that is skipped there does not begin a history.
-            first = torch.stack([*map(_is_new, columns[2])]).float()
+            first = torch.stack([*map(_is_new, buffers)]).float()
             if not _runtime.waits(bucket.device) and not first.any():
                 first = None
         sgd_(columns, numbers, options, first)
+        if first is None or options.noop is None:
+            self._begun[id(bucket.params[0])] = buffers
 
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         theirs = any("foreach" in group for group in state_dict["param_groups"])

@@ -110,6 +110,14 @@ def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
 
 def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) -> None:
     """Give all ranks of ``group`` the first one's loss scales and their counts."""
+    number = torch.tensor([len(scalers), -len(scalers)], device=device)
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
+    most, least = number[0].item(), -number[1].item()
+    if most != least:
+        raise RuntimeError(
+            f"amp: ranks passed different num_losses to amp.initialize: {least} to {most}; here it "
+            f"was {len(scalers)}. Pass the same on every rank."
+        )
     numbers = [scaler._state.clone().to(device) for scaler in scalers]
     flat.broadcast(numbers, group)
     for scaler, received in zip(scalers, numbers, strict=True):

@@ -119,7 +119,9 @@ def _arguments(
     if silu or not x.is_cpu:  # on a CPU the kernel widens by itself
         x = x.to(to)
     weight = (x.new_ones(channels) if weight is None else weight).to(to)
-    return [x, weight, to_dtype(bias, to)], (images, channels, math.prod(pixels))
+    bias = to_dtype(bias, to)
+    bias = None if bias is None else bias.contiguous()  # torch reads them as if they were
+    return [x, weight.contiguous(), bias], (images, channels, math.prod(pixels))
 
 
 def _forward(
