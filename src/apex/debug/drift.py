@@ -14,7 +14,7 @@ from apex.debug.tracing import HALVES, local
 
 __all__ = ["Drift", "Sampler"]
 
-_BAND = 8.0  # robust z-score; of 1,000 modules of a healthy run none gets there in 10,000 samples
+_BAND = 8.0  # robust z-score; with the least spread, 0.05, a factor of 1.5
 _FEWEST = 20  # samples before a band is known
 
 
