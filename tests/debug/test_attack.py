@@ -279,3 +279,35 @@ def test_an_output_whose_sum_overflows_is_finite():
     nn.init.ones_(model[0].weight)
     x = torch.full((2, 4), 5e37)
     assert one(model, lambda: model(x).square().sum()).cause == "loss"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Between:
+    inner: list
+
+
+@pytest.mark.parametrize(
+    "kind", [Between, lambda inner: Output(inner=inner), lambda x: {"inner": x}]
+)
+def test_a_model_takes_the_output_of_another_in_an_object(kind):
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return kind([self.linear(x)])
+
+    class Second(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.root, self.last = Root(), nn.Linear(4, 1)
+
+        def forward(self, given):
+            (x,) = given.inner if isinstance(given, Between) else given["inner"]
+            return self.last(self.root(x))
+
+    torch.manual_seed(0)
+    models, x = nn.ModuleList([First(), Second()]), torch.randn(3, 4)
+    report = one(models, lambda: models[1](models[0](x)).sum(), watched=list(models))
+    assert (report.cause, report.module) == ("model", "Second.root")

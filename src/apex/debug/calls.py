@@ -10,10 +10,12 @@ the gradients back afterwards.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from apex.debug.tracing import is_bad, local
 __all__ = ["Call", "Outcome", "Replay", "StepError", "unchanged", "versions"]
 
 _ON_DEVICES = ("cpu", "cuda")
+_MAPPINGS = (dict, UserDict)  # of classes that torch.utils._pytree does not know
 
 
 def versions(tensors: list[torch.Tensor]) -> list[int]:
@@ -42,10 +45,10 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
-        elif isinstance(leaf, Mapping):  # a class that torch does not know, as a model's output
+        elif isinstance(leaf, _MAPPINGS):
             found += tensors_in(list(leaf.values()))
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in(list(vars(leaf).values()))
+            found += tensors_in([getattr(leaf, one.name, None) for one in fields(leaf)])
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, torch.nn.Module | type):
             found += [value for value in vars(leaf).values() if isinstance(value, torch.Tensor)]
     return found
@@ -168,10 +171,12 @@ class Outcome:
     Attributes:
         gradients: Name of a parameter -> its gradient, summed over the calls.
         outputs: The outputs of each call.
+        inputs: The gradients of inputs, which another call may have given.
     """
 
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: list[list[torch.Tensor]] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
     loss: torch.Tensor | None = None
 
     def bad_outputs(self) -> list[torch.Tensor]:
@@ -227,10 +232,11 @@ class Replay:
                 if gave is not None and not gave.expired():  # type: ignore[no-untyped-call]
                     made[gave.cdata] = now
             passes = list(call.passes.values())
+            given = [one for one in tensors_in(inputs) if one.requires_grad and one.is_leaf]
             for gradients in passes:
                 pairs = [(outputs[i], g) for i, g in gradients.items() if i < len(outputs)]
                 pairs = [(output, g) for output, g in pairs if output.requires_grad]
-                self._backward(outcome, pairs, factor, keep=gradients is not passes[-1])
+                self._backward(outcome, pairs, factor, given, keep=gradients is not passes[-1])
         return outcome
 
     def run_step(self, factor: float = 1.0) -> Outcome:
@@ -249,7 +255,7 @@ class Replay:
             outcome.loss = loss
             if loss.requires_grad:
                 seed = torch.ones_like(loss)
-                self._backward(outcome, [(loss * self.scale * factor, seed)], 1.0, keep=False)
+                self._backward(outcome, [(loss * self.scale * factor, seed)], 1.0, [], keep=False)
         return outcome
 
     def _backward(
@@ -257,6 +263,7 @@ class Replay:
         outcome: Outcome,
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
         factor: float,
+        given: list[torch.Tensor],
         *,
         keep: bool,
     ) -> None:
@@ -265,16 +272,17 @@ class Replay:
             return
         outputs = [output for output, _ in pairs]
         seeds = [gradient if factor == 1.0 else gradient * factor for _, gradient in pairs]
-        leaves = list(wanted.values())
+        leaves = [*wanted.values(), *given]
         is_sharded = any(hasattr(call.model, "unshard") for call in self.calls)
         if is_sharded or _is_reentrant(outputs):
             found = _by_backward(outputs, seeds, leaves, keep)
         else:
             found = [*torch.autograd.grad(outputs, leaves, seeds, keep, allow_unused=True)]
-        for name, gradient in zip(wanted, found, strict=True):
+        for name, gradient in zip(wanted, found, strict=False):
             if gradient is not None:
                 before = outcome.gradients.get(name)
                 outcome.gradients[name] = gradient if before is None else before + gradient
+        outcome.inputs += [one for one in found[len(wanted) :] if one is not None]
 
     @contextmanager
     def _as_it_was(self, call: Call, *, autocast: bool = True) -> Iterator[None]:
@@ -308,7 +316,14 @@ def _memory(tensor: torch.Tensor) -> StorageWeakRef | None:
 def _leaf(value: Any, made: dict[int, torch.Tensor]) -> Any:
     """An input as a leaf of its own, so that backward ends there; what a replay made of it."""
     if not isinstance(value, torch.Tensor):
-        return value
+        again = copy.copy(value) if isinstance(value, _MAPPINGS) or is_dataclass(value) else value
+        if isinstance(again, _MAPPINGS):
+            again.update(tree_map(lambda one: _leaf(one, made), dict(again)))
+        elif again is not value:
+            for one in fields(again):
+                inside = tree_map(lambda leaf: _leaf(leaf, made), getattr(value, one.name, None))
+                object.__setattr__(again, one.name, inside)
+        return again
     if type(value) is torch.Tensor and value.layout is torch.strided:
         now = made.get(value.untyped_storage()._cdata)
         if now is not None and now.dtype == value.dtype:

@@ -170,6 +170,9 @@ class _Explanation:
         found = [trace.origin_of(one) for one in outcome.bad_gradients().values()]
         gradients = [one for one in found if one is not None]
         inside = [one for one in gradients if one.kind != "gradient"]
+        if gradients and not inside:  # the output of a call: by another one that took it?
+            found = [trace.origin_of(one) for one in outcome.inputs]
+            inside = [one for one in found if one is not None and one.kind == "operation"]
         if inside:  # backward computes with what the forward broke, and may break it once more
             used = zip(self._fault.calls, outcome.outputs, strict=False)
             bad = [o for call, all_ in used for o in call.with_gradient(all_) if is_bad(o)]
