@@ -248,7 +248,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         training=training,
     )
     if debug and optimizer_list:
-        from apex.debug.watch import watch
+        from apex.debug.entry import watch
 
         watch(model_list, optimizer_list, process_group=process_group)
     return models if optimizers is None else (models, optimizers)

@@ -19,9 +19,10 @@ of the one step that failed.
 """
 
 from apex.debug import operations
+from apex.debug.entry import watch
 from apex.debug.report import CAUSES, Report
 from apex.debug.reproduce import FileError
-from apex.debug.watch import FaultWarning, NonFiniteError, Watch, watch, watch_of
+from apex.debug.watch import FaultWarning, NonFiniteError, Watch, watch_of
 
 __all__ = [
     "CAUSES",

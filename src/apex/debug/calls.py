@@ -22,7 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
-from apex.debug.tracing import is_bad, local
+from apex.debug.tensors import is_bad, local
 
 __all__ = ["Call", "Outcome", "Replay", "StepError", "unchanged", "versions"]
 

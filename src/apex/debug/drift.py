@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from apex.debug.tracing import HALVES, local
+from apex.debug.tensors import HALVES, local
 
 __all__ = ["Drift", "Sampler"]
 

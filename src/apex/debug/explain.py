@@ -11,7 +11,6 @@ Ranks whose replay needs each other make the same replays in the same order.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,10 +20,14 @@ from typing import Any
 
 import torch
 
+from apex.debug import sentences
 from apex.debug.calls import Call, Outcome, Replay, StepError, unchanged
 from apex.debug.ranks import Together
 from apex.debug.report import Report
-from apex.debug.tracing import Origin, Trace, Wide, describe, fronts, is_bad, module_paths
+from apex.debug.tensors import describe, fronts, is_bad, module_paths
+from apex.debug.tracing import Origin, Trace
+from apex.debug.update import owner_of, update_again
+from apex.debug.widening import Wide
 
 __all__ = ["Fault", "explain"]
 
@@ -281,20 +284,23 @@ class _Explanation:
         largest, finite = self._widen(run, outcome, origin or Origin("", ""))
         if not inside:
             return self._outside(origin)
-        what = _what(origin)
+        what = sentences.what(origin)
         if healed is not None:
             return self._make(
                 "scale",
                 f"The loss scale of {self._fault.scale:g} is too high: {what} gave "
-                f"{_bad(origin)} in {_dtype(origin)}, and is finite at {healed:g}.",
+                f"{sentences.bad(origin)} in {sentences.dtype_of(origin)}, and is finite at "
+                f"{healed:g}.",
                 origin,
             )
         if finite:
-            return self._make("range", f"{what} gave {_range(origin, largest)}.", origin)
+            return self._make(
+                "range", f"{what} gave {sentences.range_of(origin, largest)}.", origin
+            )
         in_loss = origin.module is None and run == self._replay.run_step
         where, cause = ("The loss: ", "loss") if in_loss else ("", "model")
         same = " in float32 as well" if origin.values["dtype"] in ("float16", "bfloat16") else ""
-        return self._make(cause, f"{where}{what} gave {_bad(origin)}{same}.", origin)
+        return self._make(cause, f"{where}{what} gave {sentences.bad(origin)}{same}.", origin)
 
     def _outside(self, origin: Origin | None) -> Report:
         """What came from outside of the replayed operations."""
@@ -303,7 +309,7 @@ class _Explanation:
         if origin.kind == "gradient":
             return self._after_output(origin)
         cause, name = _OUTSIDE[origin.kind]
-        return self._make(cause, _sentence_outside(origin, name), origin)
+        return self._make(cause, sentences.outside(origin, name), origin)
 
     def _after_output(self, origin: Origin) -> Report:
         """The output was finite and its gradient was not."""
@@ -316,7 +322,7 @@ class _Explanation:
             return self._make("scale", sentence, origin)
         hint = "" if self._loss else " (apex.debug.watch(..., step=lambda: loss) names the line)"
         sentence = (
-            f"The loss: {origin.name} is finite and its gradient has {_bad(origin)}, "
+            f"The loss: {origin.name} is finite and its gradient has {sentences.bad(origin)}, "
             f"so the fault lies in the loss function or its targets{hint}."
         )
         return self._make("loss", sentence, origin)
@@ -345,7 +351,7 @@ class _Explanation:
         if origin.direction == "forward" and outcome.bad_outputs():
             results = [one for outputs in again.outputs for one in outputs]
         else:
-            results = list(again.gradients.values())
+            results = [*again.gradients.values(), *again.inputs]
         if again.loss is not None:
             results.append(again.loss)
         involved = wide.is_used or origin.values.get("dtype") in ("float16", "bfloat16")
@@ -359,21 +365,23 @@ class _Explanation:
         param = self._named[name]
         origin = Origin("parameter", name, values=describe(param))
         when = f"since the update of step {since}" if since else "before the first watched step"
-        update = _update_again(fault.optimizers, param) if since else None
+        update = update_again(fault.optimizers, param) if since else None
         if update is None:
-            sentence = f"The parameter {name} was not finite {when}: it has {_bad(origin)}."
+            sentence = (
+                f"The parameter {name} was not finite {when}: it has {sentences.bad(origin)}."
+            )
             return self._make("parameter", sentence, origin)
         update.module, update.direction = None, "optimizer"
-        optimizer, update_origin = type(_owner(fault.optimizers, param)[0]).__name__, update
+        optimizer, update_origin = type(owner_of(fault.optimizers, param)[0]).__name__, update
         report = self._make(
             "optimizer",
             f"{optimizer} made the parameter {name} not finite at step {since}, from finite "
-            f"gradients: {update_origin.name} gave {_bad(update_origin)} in "
-            f"{_dtype(update_origin)}.",
+            f"gradients: {update_origin.name} gave {sentences.bad(update_origin)} in "
+            f"{sentences.dtype_of(update_origin)}.",
             update_origin,
         )
         report.module, report.direction = None, None
-        group = _owner(fault.optimizers, param)[1]
+        group = owner_of(fault.optimizers, param)[1]
         eps = group.get("eps")
         if isinstance(eps, float) and float(torch.tensor(eps, dtype=param.dtype)) == 0.0:
             self._notes.append(f"eps={eps:g} is 0 in {str(param.dtype).removeprefix('torch.')}")
@@ -396,105 +404,3 @@ def _order(origin: Origin) -> tuple[bool, int]:
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)  # torch.compile(model)
-
-
-def _dtype(origin: Origin) -> str:
-    return str(origin.values["dtype"])
-
-
-def _bad(origin: Origin) -> str:
-    nan, inf = origin.values["nan"], origin.values["inf"]
-    parts = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
-    return f"{' and '.join(parts)} of {origin.values['elements']} values"
-
-
-def _what(origin: Origin) -> str:
-    """The operation with module, direction and line, for a sentence."""
-    name = origin.name.removeprefix("aten.").partition(".")[0]
-    where = ""
-    if origin.module is not None:
-        where = f" in module {origin.module}" if origin.module else " in the model's forward"
-    line = f"at {origin.line}" if origin.line else ""
-    if origin.node:
-        line = f"in {origin.node}" + f", the backward of {origin.line}" * bool(origin.line)
-    line = f" ({line})" if line else ""
-    return f"{name}{where}{line}"
-
-
-def _range(origin: Origin, largest: float | None) -> str:
-    dtype = _dtype(origin)
-    if not hasattr(torch, dtype):
-        return _bad(origin)
-    limit = torch.finfo(getattr(torch, dtype)).max
-    text = f"{_bad(origin)} in {dtype}, and finite values in float32"
-    if largest is not None and largest > limit:
-        text += f": {largest:.4g} is beyond {dtype}'s largest number, {limit:.5g}"
-    return text
-
-
-def _sentence_outside(origin: Origin, name: str) -> str:
-    rows = origin.values.get("rows", [])
-    if origin.kind == "input":
-        shown = ", ".join(map(str, rows))
-        where = f" (row{'s' if len(rows) > 1 else ''} {shown})" if rows else ""
-        return f"I{origin.name[1:]} was not finite: {_bad(origin)}{where}."
-    if origin.kind == "memory":
-        return (
-            f"{_what(origin)} gave memory that nothing had written before it was read; or a "
-            "kernel wrote it that torch does not see."
-        )
-    if origin.kind == "collective":
-        return f"{origin.name} brought {_bad(origin)} from {name}."
-    if origin.kind == "tensor":
-        return f"{_bad(origin)} came from {name}."
-    return f"The {origin.kind} {origin.name} was not finite: it has {_bad(origin)}."
-
-
-def _owner(optimizers: list[Any], param: torch.Tensor) -> tuple[Any, dict[str, Any], Any]:
-    """The optimizer that steps ``param``, its group, and what it steps: a master perhaps."""
-    for optimizer in optimizers:
-        managed = getattr(optimizer, "_amp_stash", None)
-        steps = {id(param): param}
-        if managed is not None:
-            pairs = zip(managed.params.targets, managed.params.stepped, strict=True)
-            steps |= {id(target): stepped for target, stepped in pairs}
-        stepped = steps.get(id(param))
-        for group in optimizer.param_groups:
-            if any(one is stepped for one in group["params"]):
-                return optimizer, group, stepped
-    return None, {}, param
-
-
-def _update_again(optimizers: list[Any], param: torch.Tensor) -> Origin | None:
-    """Let a copy of the optimizer repeat its update from its state on a finite parameter.
-
-    Returns the origin of what is not finite, ``None`` if the update is finite or cannot be made.
-    """
-    optimizer, group, stepped = _owner(optimizers, param)
-    if optimizer is None:
-        return None
-    state = optimizer.state.get(stepped, {})
-    like = torch.zeros_like(stepped.detach()).requires_grad_()
-    moments = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == like.shape]
-    if any(is_bad(moment) for moment in moments):
-        return None
-    like.grad = torch.ones_like(like) if not moments else moments[0].to(like.dtype)
-    try:
-        other = copy.copy(optimizer)
-        other.__dict__ = {
-            name: value
-            for name, value in vars(optimizer).items()
-            if "hooks" not in name and name not in ("step", "zero_grad", "_amp_stash")
-        }
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(other, name, {})
-        other.param_groups = [{**group, "params": [like]}]
-        other.state = type(optimizer.state)(dict)
-        other.state[like] = copy.deepcopy(dict(state))
-        trace = Trace({}, [(like.grad, ("gradient", "gradient"))])
-        with torch.no_grad(), trace.running():
-            type(optimizer).step(other)
-        found = trace.origin_of(like.detach())
-    except Exception:  # noqa: BLE001  # an optimizer of any kind: then nothing is claimed of it
-        return None
-    return found if found is not None and found.kind in ("operation", "mask") else None

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from apex.debug.tracing import describe, is_bad
+from apex.debug.tensors import describe, is_bad
 
 __all__ = ["FileError", "load", "run", "save", "script"]
 
 FORMAT = "apex.debug 1"
 LIMIT = 10_000_000  # bytes of inputs
-_NAME = re.compile(r"aten\.(?!_?load|set_|from_file)[a-z0-9_]{1,64}\.[A-Za-z0-9_]{1,64}")
+# Not: operations that read files, and those whose indices torch does not check.
+_REFUSED = "load|from_file|set_|unsafe_index|unsafe_put|indices|resize|as_strided"
+_NAME = re.compile(rf"aten\.(?!\w*(?:{_REFUSED}))[a-z0-9_]{{1,64}}\.[A-Za-z0-9_]{{1,64}}")
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 _TAGGED = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout"}
 _TAGGED |= {torch.memory_format: "memory_format"}

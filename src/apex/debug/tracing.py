@@ -1,21 +1,15 @@
-"""Two dispatch modes for a replay: ``Trace`` finds where a bad value began, ``Wide`` widens.
+"""A dispatch mode for a replay: where did a value that is not finite begin?
 
 ``Trace`` looks at the arguments of each operation before it runs and at its results afterwards,
 and remembers for each storage with a NaN or an infinity where that value began: its *origin*. A
 result that is not finite although the arguments were begins a new origin; otherwise it has that of
 the argument. So the origin of a gradient in the end is the operation that broke this gradient, and
-not just the first one with an odd value.
-
-``Wide`` runs each operation a second time in float32, on float32 copies of all 16-bit tensors, and
-lets autocast, amp and the model go on as before. Neither changes what the program computes.
-
-Both count operations alike, so the value of an operation of one can be asked of the other.
+not just the first one with an odd value. What the program computes does not change.
 """
 
 from __future__ import annotations
 
 import linecache
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -30,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from apex.debug.operations import MOVES, READS_MASKS, is_masking, name_of
+from apex.debug.tensors import HALVES, describe, is_bad, local
 
-__all__ = ["Origin", "Trace", "Wide", "describe", "fronts", "is_bad", "local", "module_paths"]
+__all__ = ["Counting", "Origin", "Trace", "key_of", "tensors_of", "written_by"]
 
-HALVES = (torch.float16, torch.bfloat16)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
 _KEPT = 64  # origins of which the arguments are kept, for the file that shows the fault again
@@ -70,66 +64,6 @@ class Origin:
     node: str = ""
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of ``tensor`` on this rank: of a DTensor its shard, of a sparse one its values."""
-    if type(tensor) is not torch.Tensor:  # a DTensor perhaps
-        tensor = getattr(tensor, "_local_tensor", tensor)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._values()
-    return tensor
-
-
-def is_bad(tensor: torch.Tensor) -> bool:
-    """Whether an element is inf or NaN."""
-    tensor = local(tensor)
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
-        return False
-    if tensor.is_meta or tensor.layout != torch.strided:
-        return False
-    return not bool(torch.isfinite(tensor).all())
-
-
-def describe(tensor: torch.Tensor) -> dict[str, Any]:
-    """Numbers about a tensor: shape, dtype, how many elements are not finite, which is the first.
-
-    ``largest`` is the largest finite magnitude, ``rows`` the first indices in dimension 0 with an
-    element that is not finite (at most 10).
-    """
-    tensor = local(tensor.detach())
-    finite = torch.isfinite(tensor)
-    numbers = tensor[finite]
-    found: dict[str, Any] = {
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "elements": tensor.numel(),
-        "nan": int(torch.isnan(tensor).sum()),
-        "inf": int(torch.isinf(tensor).sum()),
-        "largest": float(numbers.abs().max()) if numbers.numel() else None,
-    }
-    if found["nan"] or found["inf"]:
-        places = (~finite).nonzero()
-        found["first"] = places[0].tolist()
-        found["rows"] = sorted(set(places[:, 0].tolist()))[:10] if tensor.dim() else []
-    return found
-
-
-def fronts(models: list[torch.nn.Module]) -> list[str]:
-    """What the paths in each model begin with: of several its class, with its place if need be."""
-    kinds = [type(model).__name__ for model in models]
-    if len(kinds) == 1:
-        return [""]
-    return [f"{k}[{i}]" if kinds.count(k) > 1 else k for i, k in enumerate(kinds)]
-
-
-def module_paths(models: list[torch.nn.Module]) -> dict[int, str]:
-    """The path of each module by its ``id``, with those of :func:`fronts`."""
-    paths: dict[int, str] = {}
-    for model, front in zip(models, fronts(models), strict=True):
-        for name, module in model.named_modules():
-            paths.setdefault(id(module), ".".join(part for part in (front, name) if part))
-    return paths
-
-
 def _is_view(operation: Any) -> bool:
     """Whether all results are views of arguments, and nothing is written."""
     returns = operation._schema.returns
@@ -138,21 +72,22 @@ def _is_view(operation: Any) -> bool:
     )
 
 
-def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation writes to."""
     found: list[torch.Tensor] = []
     for place, entry in enumerate(operation._schema.arguments):
         if entry.alias_info is not None and entry.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(entry.name)
-            found += _tensors(value)
+            found += tensors_of(value)
     return found
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers."""
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations that compute, and hands them on to :meth:`compute`."""
 
     def __init__(self) -> None:
@@ -172,13 +107,14 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.compute(operation, args, kwargs)
 
     def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation that is not only a view."""
         raise NotImplementedError
 
     def view(self) -> None:
         """Called before an operation that makes a view."""
 
 
-class Trace(_Counting):  # type: ignore[no-untyped-call]
+class Trace(Counting):  # type: ignore[no-untyped-call]
     """Finds the origin of each value that is not finite.
 
     Args:
@@ -196,7 +132,9 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()
         self._paths, self._fill = paths, fill
-        self._known = {_key(tensor): names for tensor, names in known if _key(tensor) is not None}
+        self._known = {
+            key_of(tensor): names for tensor, names in known if key_of(tensor) is not None
+        }
         self._seen: dict[int, tuple[StorageWeakRef, Origin | None]] = {}
         self._sent: dict[int, Origin] = {}  # by collectives
         self._alive: list[StorageWeakRef] = []  # so that no other memory has a key of these
@@ -229,7 +167,7 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
         """Where a value of ``tensor`` that is not finite began; ``None`` if all are finite."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return None
-        key = _key(tensor)
+        key = key_of(tensor)
         entry = self._seen.get(key) if key is not None else None
         if entry is not None and entry[1] is None:
             return None  # was checked when it was made
@@ -244,7 +182,7 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
         return origin
 
     def _set(self, tensor: torch.Tensor, origin: Origin | None) -> None:
-        key = _key(tensor)
+        key = key_of(tensor)
         if key is not None:
             alive = StorageWeakRef(local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
             self._seen[key] = (alive, origin)
@@ -253,28 +191,28 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
         """Run one operation, between the looks at its arguments and at its results."""
         node = torch._C._current_autograd_node()
         here = self._place(node)
-        name, written = name_of(operation), _written(operation, args, kwargs)
+        name, written = name_of(operation), written_by(operation, args, kwargs)
         if "c10d" in operation._schema.name:
             return self._collective(operation, args, kwargs)
         overwrites = name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
-        read = _tensors((args[1:], kwargs) if overwrites else (args, kwargs))
+        read = tensors_of((args[1:], kwargs) if overwrites else (args, kwargs))
         outs = [kwargs[entry.name] for entry in operation._schema.arguments if entry.is_out]
         read = [one for one in read if not any(one is out for out in outs)]
         origins = [one for one in map(self.origin_of, read) if one is not None]
-        if overwrites and (sent := self._sent.get(_key(args[0]) or 0)) is not None:
+        if overwrites and (sent := self._sent.get(key_of(args[0]) or 0)) is not None:
             origins = [sent if one.kind == "tensor" else one for one in origins]
         before = tree_map(_cloned, (args, kwargs)) if written else (args, kwargs)
         result = operation(*args, **kwargs)
-        for tensor in (*_tensors(result), *written):
+        for tensor in (*tensors_of(result), *written):
             self._look_at(tensor, operation, before, origins, here, node)
         return result
 
     def _collective(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective: what it brings may be there later, and replace its inputs."""
-        found = [self.origin_of(tensor) for tensor in _tensors((args, kwargs))]
+        found = [self.origin_of(tensor) for tensor in tensors_of((args, kwargs))]
         mine = next((one for one in found if one is not None and one.kind != "memory"), None)
-        for tensor in _tensors((args, kwargs)):
-            key = _key(tensor)
+        for tensor in tensors_of((args, kwargs)):
+            key = key_of(tensor)
             if key is not None:
                 self._sent[key] = mine or Origin("collective", str(operation))
                 self._alive.append(StorageWeakRef(local(tensor).untyped_storage()))  # type: ignore[no-untyped-call]
@@ -336,7 +274,7 @@ class Trace(_Counting):  # type: ignore[no-untyped-call]
 
     def _is_part_of_bad(self, tensor: torch.Tensor) -> bool:
         """Whether only a part of memory was written, of which the rest has an origin."""
-        key = _key(tensor)
+        key = key_of(tensor)
         if key is None or self._seen.get(key, (None, None))[1] is None:
             return False
         whole = local(tensor).untyped_storage().nbytes()
@@ -372,7 +310,7 @@ def _may_mask(origin: Origin) -> bool:
 def _narrows(new: Origin, before: tuple[Any, Any]) -> bool:
     """Whether a copy went to a dtype with a smaller range."""
     largest = torch.finfo(getattr(torch, new.values["dtype"])).max
-    wide = [t for t in _tensors(before) if t.is_floating_point() and t.dtype not in HALVES]
+    wide = [t for t in tensors_of(before) if t.is_floating_point() and t.dtype not in HALVES]
     return any(torch.finfo(tensor.dtype).max > largest for tensor in wide)
 
 
@@ -384,7 +322,7 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _key(tensor: torch.Tensor) -> int | None:
+def key_of(tensor: torch.Tensor) -> int | None:
     """What identifies the memory of ``tensor``."""
     try:
         return int(local(tensor).untyped_storage()._cdata)
@@ -413,89 +351,3 @@ def _show(frame: Any) -> str:
     code = linecache.getline(file, number).strip()
     shown = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
     return f"{shown}:{number} in {frame.f_code.co_name}" + (f": {code}" if code else "")
-
-
-class Wide(_Counting):  # type: ignore[no-untyped-call]
-    """Runs a program's 16-bit tensors in float32 beside what it computes itself.
-
-    Args:
-        index: The operation whose largest result is wanted, see :attr:`largest`.
-    """
-
-    def __init__(self, index: int = 0) -> None:
-        super().__init__()
-        self._index = index
-        self._wide: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        self.largest: float | None = None
-        self.is_used = False  # whether there was a 16-bit tensor
-
-    def widened(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What ``tensor`` is in float32; a view of one that shares memory as ``tensor`` does."""
-        tensor = local(tensor)
-        if tensor.dtype not in HALVES or tensor.layout != torch.strided:
-            return tensor
-        storage = tensor.untyped_storage()
-        entry = self._wide.get(storage._cdata)
-        self.is_used = True
-        if entry is None:
-            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            entry = self._wide[storage._cdata] = (storage, whole.float())
-        return entry[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation twice, if it has to do with 16-bit tensors."""
-        if "c10d" in operation._schema.name or "fsdp" in operation._schema.name:
-            result = operation(*args, **kwargs)  # written later, or by other ranks
-            for tensor in _tensors((args, kwargs, result)):
-                self._wide.pop(_key(tensor) or 0, None)
-            return result
-        written = _written(operation, args, kwargs)
-        halves = [one for one in written if one.dtype in HALVES]
-        wide_args, wide_kwargs = tree_map(self._widen, (args, kwargs))
-        if written and not halves:
-            return self._note(operation(*wide_args, **wide_kwargs), operation, args, wide_args)
-        seeded = torch.Tag.nondeterministic_seeded in operation.tags
-        state = torch.get_rng_state() if seeded else None
-        wide = operation(*wide_args, **wide_kwargs)
-        if state is not None:
-            torch.set_rng_state(state)
-        kept = {id(one) for one in written if one.dtype not in HALVES}
-        clone = lambda leaf: leaf.clone() if id(leaf) in kept else leaf  # noqa: E731
-        args, kwargs = tree_map(clone, (args, kwargs))
-        result = operation(*args, **kwargs)
-        self._note(wide, operation, args, wide_args)
-        return self._pair(result, wide, written)
-
-    def _widen(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return self.widened(leaf)
-        return torch.float32 if isinstance(leaf, torch.dtype) and leaf in HALVES else leaf
-
-    def _note(self, wide: Any, operation: Any, args: Any, wide_args: Any) -> Any:
-        if self.count == self._index:
-            sizes = [t.detach().abs() for t in _tensors(wide) if t.is_floating_point()]
-            finite = [float(t[torch.isfinite(t)].max()) for t in sizes if torch.isfinite(t).any()]
-            self.largest = max(finite, default=math.nan)
-        if wide is not None and wide_args and wide is wide_args[0]:
-            return args[0]  # an in-place operation gives its argument
-        return wide
-
-    def _pair(self, result: Any, wide: Any, written: list[torch.Tensor]) -> Any:
-        """Remember the float32 results beside 16-bit ones; give others as they are in float32."""
-        wides = iter(list(tree_iter(wide)))
-        ours = {id(one) for one in written}
-
-        def pair(leaf: Any) -> Any:
-            other = next(wides, None)
-            if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
-                return leaf
-            if id(leaf) in ours or leaf.dtype not in HALVES:
-                return leaf if id(leaf) in ours else other
-            storage = leaf.untyped_storage()
-            size = storage.nbytes() // leaf.element_size()
-            flat = torch.zeros(size, dtype=torch.float32, device=leaf.device)
-            self._wide[storage._cdata] = (storage, flat)
-            self.widened(leaf).copy_(other)
-            return leaf
-
-        return tree_map(pair, result)

@@ -1,0 +1,105 @@
+"""``watch``: checks what it is given, and puts a :class:`Watch` on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from apex.debug.report import Report
+from apex.debug.watch import Watch, watch_of
+
+__all__ = ["watch"]
+
+
+def watch(
+    model: torch.nn.Module | Iterable[torch.nn.Module],
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    scaler: Any = None,
+    step: Callable[[], torch.Tensor] | None = None,
+    on_fault: str | Callable[[Report], None] = "explain",
+    skip: bool = True,
+    patience: int = 16,
+    process_group: Any = None,
+    every: int = 0,
+) -> Watch:
+    """Watch a training; at the first step that is not finite, say which operation it was and why.
+
+    Use it as a context manager, or call ``close()``. Healthy steps give the same numbers as without
+    it, bit for bit.
+
+    Args:
+        model: The module that is called, or several (a GAN's two); wrapped in
+            DistributedDataParallel, sharded by FSDP2 or compiled as well.
+        optimizer: The optimizer, or several.
+        scaler: The ``GradScaler``, if there is one. Steps that amp or a scaler skips because their
+            scale was too high are counted, and reported only if ``patience`` of them in a row did
+            not help.
+        step: See :meth:`Watch.explain`.
+        on_fault: What to do at the first fault: ``"explain"`` (explain it at once and warn with the
+            text), ``"raise"`` (:class:`NonFiniteError`), ``"keep"`` (nothing; look at
+            ``watch.fault`` and call ``watch.explain()`` before the next step), or a function that
+            takes the :class:`Report`.
+        skip: Skip updates that would write an inf or NaN, also where the program would not.
+        patience: Skipped steps in a row, under a dynamic loss scale, that are taken as normal. 16
+            halvings take the usual start, 65,536, to 1.
+        process_group: The ranks that hold parts of one model, where they are no DTensors.
+        every: Look every so many steps for modules whose gradients leave the band of their last
+            samples, see :attr:`Watch.drifts`; 0 for never. Waits for the device.
+
+    Raises:
+        TypeError: ``model`` or ``optimizer`` is of another type.
+        ValueError: No parameter of the optimizers is in the models, or an option is out of range.
+        RuntimeError: The optimizer is watched already.
+    """
+    models, optimizers = _models(model), _optimizers(optimizer)
+    if not (callable(on_fault) or on_fault in ("explain", "keep", "raise")):
+        raise ValueError(
+            f"apex.debug.watch: on_fault was {on_fault!r}; it must be 'explain', 'raise', 'keep' "
+            "or a function that takes a report"
+        )
+    for name, number in (("patience", patience), ("every", every)):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"apex.debug.watch: {name} was {number!r}; it must be 0 or more")
+    if step is not None and not callable(step):
+        raise TypeError(f"apex.debug.watch: step was {type(step).__name__}, not a function")
+    if scaler is not None and not hasattr(scaler, "_per_optimizer_states"):
+        raise TypeError(f"apex.debug.watch: scaler was {type(scaler).__name__}, not a GradScaler")
+    ours = {id(p) for one in models for p in one.parameters()}
+    for one in optimizers:
+        managed = getattr(one, "_amp_stash", None)
+        groups = [p for group in one.param_groups for p in group["params"]]
+        if ours.isdisjoint(map(id, groups if managed is None else managed.params.targets)):
+            raise ValueError(
+                f"apex.debug.watch: no parameter of the {type(one).__name__} is in the "
+                f"{', '.join(type(one).__name__ for one in models)}: pass the model that it steps"
+            )
+    return Watch(models, optimizers, scaler, step, on_fault, skip, patience, process_group, every)
+
+
+def _models(given: Any) -> list[torch.nn.Module]:
+    single = isinstance(given, torch.nn.Module) or not isinstance(given, Iterable)
+    models = [given] if single else list(given)
+    for one in models:
+        if not isinstance(one, torch.nn.Module):
+            raise TypeError(f"apex.debug.watch: model was {type(one).__name__}, not an nn.Module")
+    if not models:
+        raise ValueError("apex.debug.watch: model was an empty list; pass the model that is called")
+    return models
+
+
+def _optimizers(given: Any) -> list[Any]:
+    optimizers = list(given) if isinstance(given, Iterable) else [given]
+    for one in optimizers:
+        if not hasattr(one, "param_groups") or not hasattr(one, "_optimizer_step_pre_hooks"):
+            raise TypeError(
+                f"apex.debug.watch: optimizer was {type(one).__name__}; it must be a "
+                "torch.optim.Optimizer. Of a wrapper pass the one inside (wrapper.optimizer)."
+            )
+        if watch_of(one) is not None:
+            raise RuntimeError("apex.debug.watch: this optimizer is watched already; close() first")
+    if not optimizers:
+        raise ValueError("apex.debug.watch: optimizer was an empty list; pass the one that steps")
+    return optimizers
