@@ -8,10 +8,12 @@
 Healthy steps only keep what a replay would need (by reference) and look at gradients once, where
 the program does not. When a step is not finite, its update is skipped and the step is replayed:
 
-* ``watch`` keeps the step, finds the fault, skips the update;
+* ``entry`` checks the arguments, ``watch`` keeps the step, finds the fault, skips the update;
 * ``calls`` is what is kept of a forward, and how it runs again;
-* ``tracing`` looks at each operation of a replay, ``operations`` has the lists for that;
-* ``explain`` chooses the replays and concludes the cause, ``ranks`` lets ranks do so together;
+* ``tracing`` looks at each operation of a replay, ``operations`` has the lists for that, and
+  ``widening`` repeats a replay in float32;
+* ``explain`` chooses the replays and concludes the cause, ``update`` repeats an optimizer's update,
+  ``ranks`` lets ranks explain together, ``sentences`` words it;
 * ``report`` is what comes out, ``reproduce`` the file with one operation that shows the fault.
 
 The one idea: the trigger is what a step knows anyway, and all that is expensive happens in a replay

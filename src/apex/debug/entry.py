@@ -74,7 +74,9 @@ def watch(
         if ours.isdisjoint(map(id, groups if managed is None else managed.params.targets)):
             raise ValueError(
                 f"apex.debug.watch: no parameter of the {type(one).__name__} is in the "
-                f"{', '.join(type(one).__name__ for one in models)}: pass the model that it steps"
+                f"{', '.join(type(one).__name__ for one in models)}: pass the model that it "
+                "steps. (An optimizer that steps float32 copies, as FP16_Optimizer does, cannot be "
+                "watched; one of amp.initialize can.)"
             )
     return Watch(models, optimizers, scaler, step, on_fault, skip, patience, process_group, every)
 

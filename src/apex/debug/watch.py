@@ -109,7 +109,7 @@ class Watch:
         """Return ``loss``, and let the next step look at it too: ``watch.loss(loss).backward()``.
 
         For losses that can be inf where all gradients are finite, such as a sum in float16. The
-        loss of an empty batch may be anything.
+        loss of an empty batch may be anything. Under a dynamic loss scale gradients alone count.
         """
         self._losses.append(loss.detach())
         return loss
