@@ -19,7 +19,7 @@ COLLECTIVE = timedelta(seconds=20)  # a collective that another rank never calls
 
 def without_gloo(text):
     """Ranks' output without the lines of torch 2.9's Gloo; two of them may mix into one."""
-    return re.sub(r"^\[Gloo\] .*\n+", "", text, flags=re.MULTILINE)
+    return re.sub(r"^(\[Gloo\] |\d+ is connected to ).*\n+", "", text, flags=re.MULTILINE)
 
 
 def processes():

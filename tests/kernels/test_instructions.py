@@ -24,8 +24,8 @@ TRITON_3_5 = {
     "scale fp32 bf16": 1.1,
     "scale fp32 fp32": 0.75,
     "scale fp32 fp32 norms": 0.95,
-    "unscale bf16 fp32": 1.96,
-    "unscale fp32": 0.83,
+    "scale bf16 fp32 unscale": 1.96,
+    "scale fp32 unscale": 0.83,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from apex.multi_tensor_apply import list_functions
-from apex.ops.lists.columns import Scalar
+from apex.ops.lists.columns import Scalar, local
 from apex.ops.updates.novograd import UNSET, NovoGrad, novograd_
 from apex.optimizers._base import FusedOptimizer
 
@@ -113,7 +113,7 @@ class FusedNovoGrad(FusedOptimizer):
             states = [self.state.get(param, {}) for param in group["params"]]
             for param, state in zip(group["params"], states, strict=True):
                 if "norm" in state:
-                    norms[param.dtype].append(state["norm"])
+                    norms[param.dtype].append(local(state["norm"]))
             kinds = KINDS if norms[KINDS[2]] or norms[KINDS[3]] else KINDS[:2]
             if any(norms.values()):
                 device = group["params"][0].device
