@@ -295,18 +295,18 @@ class Watch:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
-    @torch.no_grad()
     def _check(self, optimizer: Any) -> None:
         self.steps += 1
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        params = [p for p in params if p.grad is not None]
-        found = self._look_at([p.grad for p in params])
+        gradients = [p.grad for p in params]
+        found = self._look_at([gradient for gradient in gradients if gradient is not None])
         managed = getattr(optimizer, "_amp_stash", None)
         scale = 1.0 if managed is None else managed.training.loss_scalers[0].loss_scale()
         if not self._finish(optimizer, bool(found), scale, dynamic=False):
             return
         if self._skip:
-            self._hidden = [(p, p.grad) for p in params]
+            pairs = zip(params, gradients, strict=True)
+            self._hidden = [(p, gradient) for p, gradient in pairs if gradient is not None]
             for p in params:
                 p.grad = None
 
@@ -378,13 +378,11 @@ class Watch:
     def _drop(self) -> None:
         """Forget calls whose backward has come, and those whose backward does not come."""
         self._stepped.clear()
-        kept = []
-        for call in self._calls:
+        for _ in range(len(self._calls)):
+            call = self._calls.popleft()
             call.age += 1
             if not call.passes and call.age < 3:
-                kept.append(call)
-        self._calls.clear()
-        self._calls.extend(kept)
+                self._calls.append(call)
 
 
 def watch_of(optimizer: Any) -> Watch | None:
@@ -437,8 +435,8 @@ def _non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     """1.0 where an element on this rank is not finite, else 0.0: 0-dim, float32."""
     if not tensors:
         return torch.zeros(())
-    found = unscale_(
-        [local(tensor).detach() for tensor in tensors], torch.ones((), device=tensors[0].device)
-    )
+    if any([t.requires_grad or t.is_sparse for t in tensors]):  # noqa: C419  # faster
+        tensors = [local(tensor).detach().clone() for tensor in tensors]
+    found = unscale_(tensors, torch.ones((), device=tensors[0].device))
     assert found is not None  # asked for by a tensor
     return found
