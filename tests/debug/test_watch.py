@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import warnings
 import weakref
 
@@ -594,3 +595,8 @@ def test_a_forward_that_gives_nan_is_explained_at_the_first_skipped_step():
         scaler.scale(model(x).sum()).backward()
         with pytest.raises(debug.NonFiniteError, match=r"Input 0 of the model .*row 1"):
             scaler.step(optimizer)
+
+
+def test_a_report_is_json_at_any_scale():
+    report = debug.Report("scale", "The loss scale is too high.", 1, scale=float("inf"))
+    assert json.loads(report.to_json())["scale"] == "inf"

@@ -10,10 +10,10 @@ from apex.bench.cli import main
 from tests.examples.imported import EXAMPLES, program
 
 FOLDER = EXAMPLES / "debug"
-STORIES = {  # program -> cause, losses that are NaN without a watch
-    "attention": ("range", 20),
-    "distances": ("model", 4),
-    "corrupted_row": ("data", 12),
+STORIES = {  # program -> cause, losses that are NaN without a watch, step of the report
+    "attention": ("range", 20, 1),
+    "distances": ("model", 4, 1),
+    "corrupted_row": ("data", 12, 5),
 }
 
 
@@ -56,7 +56,7 @@ def shape_of(sentence):
 def test_a_story_is_explained_as_its_readme_says(debug, story):
     found, said, out = debug(story)
     report = json.loads((out / "report.json").read_text())
-    assert report["cause"] == STORIES[story][0]
+    assert (report["cause"], report["step"]) == (STORIES[story][0], STORIES[story][2])
     sentence = quoted()[list(STORIES).index(story)]
     assert shape_of(report["sentence"]) == shape_of(sentence)
     assert report["sentence"] in said

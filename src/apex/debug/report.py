@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,9 +65,11 @@ class Report:
     call: Any = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> str:
-        """The fields above as JSON; infinities and NaN as strings."""
+        """The fields above as JSON; a scale that is inf or NaN as a string."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["call"]
+        if not math.isfinite(self.scale):
+            fields["scale"] = str(self.scale)
         return json.dumps(fields, indent=2, allow_nan=False, default=str)
 
     def text(self) -> str:
