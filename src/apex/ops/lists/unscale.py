@@ -125,6 +125,11 @@ def multiply_(grads: Column, factor: float) -> None:
             torch._foreach_mul_(group, by)
 
 
+def _torch_unscales(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's kernel takes a dtype: on CUDA not bfloat16, of which torch 2.11 says so."""
+    return device.type != "cuda" or dtype != torch.bfloat16
+
+
 def unscale_(grads: Sequence[torch.Tensor], scale: Scalar) -> torch.Tensor | None:
     """Divide ``grads`` by ``scale`` in place and say whether any element is not finite.
 
@@ -147,9 +152,12 @@ def unscale_(grads: Sequence[torch.Tensor], scale: Scalar) -> torch.Tensor | Non
         device = group[0].device
         if device not in found:
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            group, found[device], factor.to(device, non_blocking=True)
-        )
+        by = factor.to(device, non_blocking=True)
+        if _torch_unscales(device, group[0].dtype):
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], by)
+        else:
+            scalars = ScaleScalars(by)
+            run(SCALE, [group], ((0, SCALED),), scalars, flag=found[device], flags=(GIVEN,))
     flags = [flag.to(scale.device, non_blocking=True) for flag in found.values()]
     if len(flags) == 1:
         return flags[0]
