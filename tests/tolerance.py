@@ -22,8 +22,8 @@ TORCHS_FLOAT16 = 2e-3
 
 # examples/tutorials, largest difference of a weight over four seeds: FusedLayerNorm and FusedAdam
 # beside torch's after 50 steps of 1e-2, 3.6e-7; three steps at O1 whose gradients were rounded to
-# float16 in four parts or in one, 5.3e-6.
-TUTORIAL_FUSED = 1e-6
+# float16 in four parts or in one, 5.3e-6. On an H200 the first is 1.2e-6.
+TUTORIAL_FUSED = 3e-6
 TUTORIAL_ACCUMULATED = 1.5e-5
 
 # Losses of 200 SGD steps by FP16_Optimizer on a float16 model against float32 (examples), over five
