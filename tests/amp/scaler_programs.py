@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from apex import amp
 from apex.optimizers import FusedAdam, FusedSGD
+from tests.amp.agreement_programs import recipes
 
 SCALE = 1024.0
 THEIRS, OURS = torch.amp.GradScaler, amp.GradScaler
@@ -335,3 +336,57 @@ def outsiders(rank):
         optimizer.zero_grad()
         found.append(scaler.outcome(optimizer).numbers())
     return found
+
+
+# -- the recipe of docs/distributed.md -------------------------------------------------------------
+
+WIDTH, CLASSES = 8, 3
+
+
+def batches(seeds, part=slice(None)):
+    """Batches of 8, or a part of each."""
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(8, WIDTH, generator=generator)
+        yield x[part], torch.randint(0, CLASSES, (8,), generator=generator)[part]
+
+
+def made(names, half):
+    torch.manual_seed(0)
+    model = names["Model"](WIDTH, CLASSES)
+    size = dist.get_world_size()
+    return names["sharded"](model.half() if half else model, init_device_mesh("cpu", (size,)))
+
+
+def state(model, optimizer, scaler):
+    """Weights, moments and scale, whole."""
+    params = list(model.parameters())
+    moments = [x for p in params for x in optimizer.state[p].values()]
+    tensors = [x for x in moments if isinstance(x, torch.Tensor)]
+    return [*map(whole, params)], [*map(whole, tensors)], scaler.state_dict()
+
+
+def recipe(rank, page, folder, half):
+    """States: saved, restored, gone on straight, gone on restored; norms and outcomes seen."""
+    names, part = recipes(page, "float16 on shards"), slice(4 * rank, 4 * rank + 4)
+    first = made(names, half)
+    names["train"](*first, batches(range(6), part))
+    names["save"](*first, folder)
+    saved = state(*first)
+    names["train"](*first, batches(range(6, 10), part))
+    second = made(names, half)
+    names["load"](*second, folder)
+    restored = state(*second)
+    names["train"](*second, batches(range(6, 10), part))
+    numbers = [scaler.outcome(optimizer).numbers() for _, optimizer, scaler in (first, second)]
+    return saved, restored, state(*first), state(*second), numbers
+
+
+def recipe_alone(page, folder, half):
+    """What one process restores of it, and has after it went on."""
+    names = recipes(page, "float16 on shards")
+    parts = made(names, half)
+    names["load"](*parts, folder)
+    restored = state(*parts)
+    names["train"](*parts, batches(range(6, 10)))
+    return restored, state(*parts)
