@@ -106,7 +106,7 @@ def stepped(optimizer: Any) -> bool:
     """Say whether the last ``step()`` of ``optimizer`` was taken, not skipped.
 
     A scheduler or a moving average can follow it. True for an optimizer that amp does not manage,
-    because its steps are never skipped.
+    because amp never skips its steps; of :class:`~apex.amp.GradScaler` ask ``scaler.stepped``.
     """
     state = state_of(optimizer)
     return True if state is None else state.overflow.taken

@@ -1,16 +1,14 @@
 """``GradScaler``: torch's, for float16 gradients and for models that are spread over ranks.
 
-Scale, growth, state and the order of calls are those of ``torch.amp.GradScaler``. What differs is
-how gradients are looked at, who decides, and what the optimizer is given:
+Scale, growth, state and the order of calls are those of ``torch.amp.GradScaler``, and so is every
+bit of a step with float32 gradients. What differs:
 
-* Gradients are looked at as local tensors by :mod:`apex.ops.lists.unscale`, as amp does.
+* Gradients are unscaled and checked as local tensors, by :mod:`apex.ops.lists.unscale`, as in amp.
 * The flag is reduced, MAX, over the root mesh of the *parameters* or over ``process_group``, which
   does not depend on which gradients a rank has. Plain tensors alone reduce nothing.
 * 16-bit gradients are not unscaled in memory: of a small network at scale 4096, 29 % became
-  subnormal float16 numbers. The inverse scale, times the coefficient of
-  :meth:`GradScaler.clip_grad_norm_`, goes to the optimizer as one number, as with ``fused_step``.
-
-float32 gradients without :meth:`~GradScaler.clip_grad_norm_` take torch's way, bit for bit.
+  subnormal float16 numbers. The inverse scale and the coefficient of
+  :meth:`GradScaler.clip_grad_norm_` go to the optimizer as one number, as with ``fused_step``.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.2.
 """
@@ -18,11 +16,9 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, secti
 from __future__ import annotations
 
 import inspect
-import math
-import numbers
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -32,7 +28,7 @@ from apex.amp.checks import group_of_several
 from apex.amp.gradients.accumulation import grads_of
 from apex.amp.gradients.distributed import agree_over_, groups_of, root_meshes
 from apex.amp.gradients.overflow import Outcome, StepCounts
-from apex.amp.scaler import iter_params
+from apex.amp.scaler import check, iter_params
 from apex.ops.lists import clip
 from apex.ops.lists.columns import scalar_on
 from apex.ops.lists.placements import is_sharded, placed
@@ -48,19 +44,17 @@ _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` that takes float16 gradients, and sharded parameters.
 
-    If parameters are DTensors, all ranks of their root mesh take or skip each step together: each
-    calls ``unscale_`` or ``step`` for the same optimizers in the same order, also without a
-    gradient. That is one all-reduce of one number for each dimension of the mesh. No other rank
-    takes part. An optimizer without DTensors decides alone, unless the scaler steps sharded ones
-    too.
+    All ranks of the root mesh of the parameters take or skip each step together, by one all-reduce
+    of one number for each dimension. They call ``unscale_`` or ``step`` for the same optimizers in
+    the same order, also without a gradient. Optimizers without DTensors decide alone, unless the
+    scaler steps sharded ones too.
 
-    If gradients have 16 bits, ``step`` hands the scale to the optimizer, which has to take one:
-    those of ``apex.optimizers`` do, and ``torch.optim.Adam(fused=True)``. The gradients stay
-    scaled. Clip them with :meth:`clip_grad_norm_`.
+    Of 16-bit gradients ``step`` hands the scale to the optimizer, which has to take one: those of
+    ``apex.optimizers`` do, and ``torch.optim.Adam(fused=True)``. The gradients stay scaled.
 
-    If an optimizer's ``_custom_amp_unscale_grads`` is true, it unscales its gradients itself:
-    ``optimizer.unscale_grads(inv_scale, found_inf, allow_fp16)`` is called and returns the flags, a
-    dict from device to tensor, equal on all ranks that it shards over.
+    An optimizer whose ``_custom_amp_unscale_grads`` is true unscales its gradients itself:
+    ``unscale_grads(inv_scale, found_inf, allow_fp16)`` returns the flags, a dict from device to
+    tensor, equal on all ranks that it shards over.
 
     Args:
         process_group: The ranks that skip together, such as those of a pipeline, where the mesh of
@@ -70,10 +64,9 @@ class GradScaler(torch.amp.GradScaler):
         TypeError: ``process_group`` is no process group with this rank in it.
 
     Example:
-        >>> model = torch.nn.Linear(4, 2).half()
-        >>> optimizer = apex.optimizers.FusedAdam(model.parameters())
-        >>> scaler = GradScaler("cpu")
-        >>> scaler.scale(model(torch.ones(1, 4).half()).float().sum()).backward()
+        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+        >>> optimizer, scaler = apex.optimizers.FusedAdam([weight]), GradScaler("cpu")
+        >>> scaler.scale(weight.float().sum()).backward()
         >>> norm = scaler.clip_grad_norm_(optimizer, 1.0)
         >>> scaler.step(optimizer)
         >>> scaler.update()
@@ -130,9 +123,8 @@ class GradScaler(torch.amp.GradScaler):
             where = "an optimizer" if len(meshes) > 1 else "the optimizers of a scaler"
             raise RuntimeError(
                 f"apex.amp.GradScaler: parameters of {where} are on two root meshes, {known[0]} "
-                f"and {known[1]}: ranks of one could skip a step that the other ranks take. Slice "
-                "both from one mesh (mesh['dp'], mesh['tp']), pass process_group= with the ranks "
-                "of all, or use a scaler for each."
+                f"and {known[1]}, which could take different steps. Slice both from one mesh, "
+                "pass process_group= with the ranks of all, or use a scaler for each."
             )
         self._mesh = known[0] if known else None
         return groups_of(known[:1], self.process_group)
@@ -159,19 +151,11 @@ class GradScaler(torch.amp.GradScaler):
     ) -> torch.Tensor:
         """Have the next step scale the gradients down to a total norm of ``max_norm``.
 
-        Call it before ``step``, with or without ``unscale_``. The norm is that of the unscaled
-        gradients, over all ranks of the meshes of DTensors, each of which calls this. An optimizer
-        that takes a scale gets the coefficient with it, and no gradient is written. The gradients
-        of others are unscaled and clipped in place.
+        Call it before ``step``, on all ranks of the mesh, with or without ``unscale_``. The norm is
+        that of the unscaled gradients, of all shards. An optimizer that takes a scale gets the
+        coefficient with it, and no gradient is written. Others have theirs changed in place.
 
-        Args:
-            optimizer: The optimizer, as for :func:`apex.amp.clip_grad_norm_`.
-            max_norm: Largest total norm allowed.
-            norm_type: Which p-norm; ``float("inf")`` for the largest element.
-            error_if_nonfinite: Raise if the norm is inf or nan. By default the step is skipped.
-
-        Returns:
-            The total norm before clipping, 0-dim and no DTensor.
+        Arguments are those of :func:`apex.amp.clip_grad_norm_`, and so is what is returned.
 
         Raises:
             RuntimeError: ``step`` was called already, or see ``error_if_nonfinite``.
@@ -179,12 +163,10 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: Gradients are float16, and the optimizer takes no scale.
         """
         user, name = "apex.amp.GradScaler.clip_grad_norm_", type(optimizer).__name__
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"{user} was given {name}; pass the optimizer.")
-        if _unscales_itself(optimizer):
+        if not hasattr(optimizer, "param_groups") or _unscales_itself(optimizer):
             raise TypeError(
-                f"{user}: {name} keeps its gradients itself. Call scaler.unscale_(optimizer), and "
-                "then the optimizer's own function that clips."
+                f"{user} was given {name}. Pass the optimizer; of one that unscales its gradients "
+                "itself call scaler.unscale_(optimizer) and then its own function that clips."
             )
         takes_scale, state = False, {}
         if self._enabled:
@@ -201,7 +183,7 @@ class GradScaler(torch.amp.GradScaler):
         norm = norm if factor is None else norm * scalar_on(factor, norm.device)
         coefficient = clip.coefficient(norm, max_norm, norm_type, error_if_nonfinite)
         if takes_scale:
-            state["clip"] = coefficient * state.get("clip", 1.0)
+            state["clip"] = (coefficient * state.get("clip", 1.0)).float()
         else:
             clip.multiply_by_(_placed_grads(optimizer), coefficient)
         return norm
@@ -215,36 +197,34 @@ class GradScaler(torch.amp.GradScaler):
         is called in any case, with the flag: it skips by itself, and the host does not wait for it.
 
         Raises:
-            RuntimeError: A closure was passed, ``step`` was called already, or parameters are on
-                two meshes.
+            RuntimeError: ``step`` was called already, or parameters are on two meshes.
             ValueError: Gradients are float16, and the optimizer takes no scale.
         """
         if not self._enabled:
             result = super().step(optimizer, *args, **kwargs)
-            self._count(optimizer, True)
+            self._counts_of(optimizer).count(True)
             return result
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         has_own = hasattr(optimizer, "step_scaled") and _takes_scale(optimizer)
         if has_own and ("clip" in state or not _dtypes(optimizer).isdisjoint(_HALF)):
             result = self._step_by_factor(optimizer, state, args, kwargs)
+        elif _wants_scaler(optimizer):
+            _check_step(state, args, kwargs)
+            result = optimizer.step(*args, grad_scaler=self, **kwargs)
         else:
             if "clip" in state:  # torch multiplies its scale by it
                 optimizer.grad_scale = state["clip"].reciprocal()
-            with warnings.catch_warnings():  # of a step(grad_scaler=...), which is right here
-                warnings.filterwarnings("ignore", "GradScaler is going to stop", FutureWarning)
-                result = super().step(optimizer, *args, **kwargs)
+            result = super().step(optimizer, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
         flags = _flags_of(state)
-        self._count(optimizer, torch.stack(flags).amax() == 0 if flags else True)
+        self._counts_of(optimizer).count(torch.stack(flags).amax() == 0 if flags else True)
         return result
 
     def _step_by_factor(
         self, optimizer: Any, state: dict[str, Any], args: Sequence[Any], kwargs: Any
     ) -> Any:
-        if "closure" in kwargs or any(map(callable, args)):
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+        _check_step(state, args, kwargs)
         factor = self._factor(state)
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
@@ -256,7 +236,6 @@ class GradScaler(torch.amp.GradScaler):
             result = optimizer.step(*args, **kwargs)
         finally:
             left = vars(optimizer).pop("_scaled_step", None)
-            state["stage"] = OptState.STEPPED
         if left is not None:
             raise RuntimeError(
                 f"apex.amp.GradScaler: step() of {type(optimizer).__name__} did not call that of "
@@ -280,29 +259,23 @@ class GradScaler(torch.amp.GradScaler):
         return self.outcome(optimizer).stepped
 
     def outcome(self, optimizer: Any) -> Outcome:
-        """What became of the steps of ``optimizer``; see :func:`apex.amp.outcome`.
-
-        Counts are no part of the state. Before the first step ``stepped`` is false.
-        """
+        """What became of the steps of ``optimizer``, as :func:`apex.amp.outcome`."""
         scale = self._get_scale_async() if self._enabled else None
-        counts: StepCounts = self._counts.get(optimizer, StepCounts())
-        return counts.outcome(self.get_scale() if scale is None else scale.clone())
+        return self._counts_of(optimizer).outcome(
+            self.get_scale() if scale is None else scale.clone()
+        )
 
-    def _count(self, optimizer: Any, taken: bool | torch.Tensor) -> None:
-        self._counts.setdefault(optimizer, StepCounts()).count(taken)
+    def _counts_of(self, optimizer: Any) -> StepCounts:
+        counts: StepCounts = self._counts.setdefault(optimizer, StepCounts())
+        return counts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, of torch's too; ``RuntimeError`` if it is none, and nothing changes."""
-        if self._enabled and state_dict:
-            found = {key: state_dict.get(key) for key in _KEYS}
-            for key, value in found.items():
-                right = isinstance(value, numbers.Real) and math.isfinite(value)
-                if not right or (key == "scale" and value <= 0):  # type: ignore[operator]
-                    raise RuntimeError(
-                        f"apex.amp.GradScaler.load_state_dict: {key} was {value!r}. Pass what "
-                        f"state_dict() of a GradScaler returned, numbers for {', '.join(_KEYS)}; "
-                        "the scale is above 0."
-                    )
+        """Load a state, of torch's too; ``ValueError`` if it is none, and nothing changes."""
+        for key in _KEYS if self._enabled and state_dict else ():
+            name, value = f"{key!r} of a GradScaler's state", state_dict.get(key)
+            check(name, value, lambda x: 0 <= x < inf, "a number, at least 0")
+            if key == "scale":
+                check(name, value, lambda x: x > 0, "above 0")
         super().load_state_dict(dict(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -330,10 +303,22 @@ def _takes_scale(optimizer: Any) -> bool:
     managed = getattr(optimizer, "_amp_stash", None)
     if managed is not None and managed.use_masters:
         return False  # amp refuses the step
-    if hasattr(optimizer, "step_scaled"):
-        return True
-    marked = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    return marked and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    marked = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return hasattr(optimizer, "step_scaled") or (marked and not _wants_scaler(optimizer))
+
+
+def _wants_scaler(optimizer: Any) -> bool:
+    """Whether torch hands its scaler to ``step``, and warns that it will not do so for ever."""
+    marked = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return marked and "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def _check_step(state: Mapping[str, Any], args: Sequence[Any], kwargs: Any) -> None:
+    """Raise what torch's ``step`` raises."""
+    if "closure" in kwargs or any(map(callable, args)):
+        raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+    if state["stage"] is OptState.STEPPED:
+        raise RuntimeError("step() has already been called since the last update().")
 
 
 def _about_float16(optimizer: Any) -> str:
