@@ -396,6 +396,33 @@ def test_a_step_of_its_own_that_ignores_the_scale():
         scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("compiled", ["model", "optimizer.step"])
+def test_compiled(compiled):
+    """Each step has other numbers, which a graph must not keep."""
+    found = []
+    for backend in ("eager", None):
+        torch._dynamo.reset()
+        param = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+        optimizer, scaler = SGD([param]), OURS("cpu", init_scale=8.0)
+
+        def loss(factor, param=param):
+            return (param * factor).float().sum()
+
+        if backend and compiled == "model":
+            loss = torch.compile(loss, backend=backend)
+        elif backend:
+            optimizer.step = torch.compile(optimizer.step, backend=backend)
+        for factor in (1.0, 2.0, float("inf"), 3.0):
+            scaler.scale(loss(torch.full((3,), factor, dtype=torch.float16))).backward()
+            scaler.clip_grad_norm_(optimizer, 2.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append((param.tolist(), scaler.outcome(optimizer).numbers()))
+    assert found[0] == found[1]
+    assert found[0][1] == (True, 3, 1, 4.0)
+
+
 class Unscales(torch.optim.SGD):
     """Unscales its gradients itself, and takes the scaler by name."""
 

@@ -29,6 +29,7 @@ from apex.amp.gradients.accumulation import grads_of
 from apex.amp.gradients.distributed import agree_over_, groups_of, root_meshes
 from apex.amp.gradients.overflow import Outcome, StepCounts
 from apex.amp.scaler import check, iter_params
+from apex.ops import _runtime
 from apex.ops.lists import clip
 from apex.ops.lists.columns import scalar_on
 from apex.ops.lists.placements import is_sharded, placed
@@ -141,6 +142,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # -- clipping ------------------------------------------------------------------------------
 
+    @_runtime.not_compiled
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -190,6 +192,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # -- the step ------------------------------------------------------------------------------
 
+    @_runtime.not_compiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Step, unless a gradient is inf or nan; as torch's.
 
