@@ -146,7 +146,20 @@ def unscale_(grads: Sequence[torch.Tensor], scale: Scalar) -> torch.Tensor | Non
         if scale != 1.0:
             multiply_(grads, 1.0 / scale)
         return None
-    factor = scale.reciprocal()
+    return check_and_multiply_(grads, scale.reciprocal())
+
+
+@torch.no_grad()
+def check_and_multiply_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+    """Multiply ``grads`` by ``factor`` in place and say whether any element is not finite.
+
+    Args:
+        grads: As those of :func:`unscale_`.
+        factor: A 0-dim float32 tensor.
+
+    Returns:
+        0-dim float32 tensor on ``factor``'s device, 1 if an element on this rank was inf or nan.
+    """
     found: dict[torch.device, torch.Tensor] = {}
     for group in _groups(grads):
         device = group[0].device
@@ -158,7 +171,7 @@ def unscale_(grads: Sequence[torch.Tensor], scale: Scalar) -> torch.Tensor | Non
         else:
             scalars = ScaleScalars(by)
             run(SCALE, [group], ((0, SCALED),), scalars, flag=found[device], flags=(GIVEN,))
-    flags = [flag.to(scale.device, non_blocking=True) for flag in found.values()]
+    flags = [flag.to(factor.device, non_blocking=True) for flag in found.values()]
     if len(flags) == 1:
         return flags[0]
-    return torch.stack(flags).amax() if flags else torch.zeros_like(scale)
+    return torch.stack(flags).amax() if flags else torch.zeros_like(factor)
