@@ -9,7 +9,8 @@ import torch
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops.lists.columns import Scalar, local
-from apex.ops.updates.novograd import UNSET, NovoGrad, novograd_
+from apex.ops.lists.phases import Kind
+from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_phases
 from apex.optimizers._base import FusedOptimizer
 
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
@@ -46,11 +47,10 @@ class FusedNovoGrad(FusedOptimizer):
         >>> optimizer.step()
     """
 
-    _needs_whole = "the norm of a whole gradient"
     slots = ("exp_avg", "norm")
     slot_shapes: ClassVar[dict[str, Any]] = {"norm": lambda param: ()}
     narrow_slots = ("exp_avg",)
-    _algorithm, _numbers = staticmethod(novograd_), NovoGrad
+    _algorithm, _numbers = staticmethod(novograd_phases), NovoGrad
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
 
@@ -89,6 +89,9 @@ class FusedNovoGrad(FusedOptimizer):
                 "FusedNovoGrad only support l2/inf norm now: norm_type was "
                 f"{group['norm_type']!r}; allowed are 2 and 0 (the largest magnitude)."
             )
+
+    def _kinds(self) -> set[Kind]:
+        return {kind_of(group["norm_type"]) for group in self.param_groups}
 
     # -- the norms ---------------------------------------------------------------------------------
 

@@ -72,17 +72,23 @@ def clip_(
     return norm
 
 
-def clipped(grads: Sequence[torch.Tensor], factor: Scalar, max_norm: float) -> Scalar:
+def clipped(
+    grads: Sequence[torch.Tensor],
+    factor: Scalar,
+    max_norm: float,
+    over: Sequence[torch.Tensor] = (),
+) -> Scalar:
     """``factor``, times what makes the norm of ``factor * grads`` at most ``max_norm``.
 
     Args:
         grads: All gradients, of any dtypes, devices and placements.
         factor: What they are multiplied by.
         max_norm: The largest norm; 0 means that there is none.
+        over: All parameters, see :func:`apex.ops.lists.placements.norm_of_all`.
     """
-    if not max_norm or not grads:
+    if not max_norm or not (grads or over):
         return factor
-    norm = norm_of_all(grads, functools.partial(l2_norm, factor=factor), 2.0)
+    norm = norm_of_all(grads, functools.partial(l2_norm, factor=factor), 2.0, over)
     factor = scalar_on(factor, norm.device)
     if not _runtime.waits(norm.device) and not isinstance(factor, torch.Tensor):
         size = norm.item()
