@@ -30,6 +30,7 @@ from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.lists.storage import ScaledStep, StepOptions
 from apex.optimizers._buckets import Bucket, GroupGrads, count_steps, counted, joined, split
 from apex.optimizers._state import StatefulOptimizer
+from apex.optimizers._zero import Partition, partition
 
 _DTYPE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "layout", "grad"))
 
@@ -47,7 +48,8 @@ class FusedOptimizer(StatefulOptimizer):
         weight_decay: Weight decay; a tensor is read on its device.
         bias_correction: Whether moments are corrected for their start at 0.
         grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
-        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
+        max_grad_norm: Largest norm of all gradients together, over all ranks for DTensors and in
+            torch's ``ZeroRedundancyOptimizer``; 0 turns clipping off.
         amsgrad: Not supported; here because callers pass ``False``.
         set_grad_none: Kept from the original; gradients are freed in any case.
         storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
@@ -64,6 +66,9 @@ class FusedOptimizer(StatefulOptimizer):
     # How one bucket is stepped, and the type of the numbers of that.
     _algorithm: Callable[[Any, Any, StepOptions], Phases | None]
     _numbers: Any
+
+    # Set where a ZeroRedundancyOptimizer has given other ranks the other parameters.
+    _partition: Partition | None = None
 
     # If True, torch's GradScaler leaves unscaling and the skip to the step. Programs react to it:
     # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
@@ -88,6 +93,7 @@ class FusedOptimizer(StatefulOptimizer):
                 f"{self._name} does not support the AMSGrad variant; leave amsgrad=False."
             )
         self.set_grad_none = set_grad_none
+        self._partition = partition()
         super().__init__(params, defaults, storage)
 
     @functools.cached_property
@@ -210,7 +216,9 @@ class FusedOptimizer(StatefulOptimizer):
         largest = self._largest_norm()
         if largest:
             found = [grad for one in active for grad in one.grads]
-            factor = clipped(found, factor, largest, over=sharded and every)
+            factor = clipped(
+                found, factor, largest, over=sharded and every, partition=self._partition
+            )
         columns, extra = self._columns(stepped, gradients, copies, plain=plain)
         beside = [x for x in extra or () if x is not None]
         options = StepOptions(

@@ -12,15 +12,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.columns import Scalar, grouped, local_parts, scalar_on
-from apex.ops.lists.placements import norm_of_all
+from apex.ops.lists.placements import norm_of_all, norm_of_ranks
 from apex.ops.lists.scale import scale_
 from apex.ops.lists.tensor_norms import l2_norm, max_norms
 from apex.ops.lists.unscale import multiply_
+
+Partition = tuple[Any, torch.device]
 
 _DTYPE, _IS_CPU, _LAYOUT = map(attrgetter, ("dtype", "is_cpu", "layout"))
 
@@ -77,6 +80,7 @@ def clipped(
     factor: Scalar,
     max_norm: float,
     over: Sequence[torch.Tensor] = (),
+    partition: Partition | None = None,
 ) -> Scalar:
     """``factor``, times what makes the norm of ``factor * grads`` at most ``max_norm``.
 
@@ -84,16 +88,36 @@ def clipped(
         grads: All gradients, of any dtypes, devices and placements.
         factor: What they are multiplied by.
         max_norm: The largest norm; 0 means that there is none.
-        over: All parameters, see :func:`apex.ops.lists.placements.norm_of_all`.
+        over: As in :func:`l2_norm_of_all`.
+        partition: As there.
     """
-    if not max_norm or not (grads or over):
+    if not max_norm or not (grads or over or partition):
         return factor
-    norm = norm_of_all(grads, functools.partial(l2_norm, factor=factor), 2.0, over)
+    norm = l2_norm_of_all(grads, factor, over, partition)
     factor = scalar_on(factor, norm.device)
     if not _runtime.waits(norm.device) and not isinstance(factor, torch.Tensor):
         size = norm.item()
         return factor * (max_norm / size) if size > max_norm else factor
     return factor * torch.where(norm > max_norm, max_norm / norm, 1.0)
+
+
+def l2_norm_of_all(
+    grads: Sequence[torch.Tensor],
+    factor: Scalar = 1.0,
+    over: Sequence[torch.Tensor] = (),
+    partition: Partition | None = None,
+) -> torch.Tensor:
+    """Compute the Euclidean norm of ``factor * grads``, over all ranks.
+
+    Args:
+        grads: Gradients, of any dtypes, devices and placements.
+        factor: What they are multiplied by.
+        over: All parameters, see :func:`apex.ops.lists.placements.norm_of_all`.
+        partition: A process group whose ranks have other gradients, and the device where it
+            communicates.
+    """
+    norm = norm_of_all(grads, functools.partial(l2_norm, factor=factor), 2.0, over)
+    return norm if partition is None else norm_of_ranks(norm, *partition)
 
 
 def total_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -200,6 +200,12 @@ def norm_of_all(
     return whole.to(dtype)
 
 
+def norm_of_ranks(norm: torch.Tensor, group: Any, device: torch.device) -> torch.Tensor:
+    """Join the Euclidean norms of what the ranks of ``group`` have, which communicates there."""
+    squares = norm.to(device, torch.float64).square().reshape(1)
+    return _all_reduced(squares, group, largest=False).sqrt().to(norm.dtype).reshape(())
+
+
 def _placements(tensor: Any) -> Any:
     return getattr(tensor, "placements", None)
 
