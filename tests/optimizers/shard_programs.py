@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from apex.contrib import optimizers as contrib
+from apex.contrib.clip_grad import clip_grad_norm_
 from apex.ops.lists.clip import clip_
 from apex.ops.lists.storage import STORAGES
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
@@ -36,6 +37,7 @@ WITH_NORMS = {  # how many norms of a step depend on each other, and how it is m
     "contrib": (2, lambda params: contrib.FusedAdam(params, lr=0.02, max_grad_norm=0.5)),  # groups
 }
 MAKERS = {name: EVERY[name] for name in WITHOUT_NORMS}
+MAKERS["by hand"] = MAKERS["FusedAdam"]
 MAKERS |= {name: make for name, (_, make) in WITH_NORMS.items()}
 # Even shards, uneven ones, and some that ranks have nothing of.
 SHAPES = ((8, 4), (5, 7), (1, 6), (3, 1), (9,), (2, 3, 4))
@@ -172,6 +174,9 @@ def without_gradients(rank, name):
     if rank == 3:
         for param in both.params:
             param.grad = None
+    if name == "by hand":
+        clip_grad_norm_(both.params, 0.5)
+        clip_grad_norm_(both.alone, 0.5)
     both.several.step()
     both.one.step()
     found = zip(both.params, both.alone, tensors(0), strict=True)
@@ -282,17 +287,36 @@ class Training:
         set_model_state_dict(self.model, state["model"])
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
 
-    def whole(self):
-        """All weights and states, gathered, by name; and steps."""
+    def tensors(self):
+        """All weights and states by name; and steps."""
         found = {}
         for name, param in self.model.named_parameters():
             for key, value in {"": param.detach(), **self.optimizer.state[param]}.items():
-                wide = value.int() if value.dtype == torch.int16 else value  # which gloo lacks
-                wide = getattr(wide, "full_tensor", lambda wide=wide: wide)()
-                found[f"{name} {key}"] = wide.to(value.dtype).clone()
+                found[f"{name} {key}"] = value
         steps = [group.get("step", 0) for group in self.optimizer.param_groups]
         found["steps"] = torch.tensor([*map(int, steps)])
         return dict(sorted(found.items()))
+
+    def whole(self):
+        """The same, gathered."""
+        found = self.tensors()
+        for key, value in found.items():
+            wide = value.int() if value.dtype == torch.int16 else value  # which gloo does not send
+            wide = getattr(wide, "full_tensor", lambda wide=wide: wide)()
+            found[key] = wide.to(value.dtype).clone()
+        return found
+
+    def beside(self, wanted):
+        """The local parts of the same, and of whole tensors."""
+        found = self.tensors()
+        assert found.keys() == wanted.keys()
+        for key, value in found.items():
+            exact = wanted[key]
+            if isinstance(value, DTensor):
+                value = value.to_local()
+                exact = spread(exact, self.case).to_local() if exact.dim() else exact
+            found[key] = value.clone(), exact
+        return found
 
 
 def trainings(rank, case, names):
@@ -306,31 +330,32 @@ def trainings(rank, case, names):
 
 
 def stepped_and_saved(rank, case, names, folder=None):
-    """Numbers of two steps, which are saved, and of the next one."""
+    """Whole tensors after two steps, which are saved, and after the next one."""
     every, options = trainings(rank, case, names)
     for training in every.values():
         training.step(1, 2)
     if every and folder is not None:
         state = {name: training.state() for name, training in every.items()}
         checkpoint.save(state, checkpoint_id=folder, **options)
-    return _numbers(every)
-
-
-def loaded(rank, case, names, folder):
-    """The same where it is loaded."""
-    every, options = trainings(rank, case, names)
-    if every:
-        state = {name: training.state() for name, training in every.items()}
-        checkpoint.load(state, checkpoint_id=folder, **options)
-        for name, training in every.items():
-            training.load(state[name])
-    return _numbers(every)
-
-
-def _numbers(every):
     found = {}
     for name, training in every.items():
         before = training.whole()
         training.step(3)
         found[name] = before, training.whole()
+    return found
+
+
+def loaded(rank, case, saved, folder):
+    """Local parts of the same where it is loaded, each with what it should be."""
+    every, options = trainings(rank, case, saved)
+    if every:
+        state = {name: training.state() for name, training in every.items()}
+        checkpoint.load(state, checkpoint_id=folder, **options)
+    found = {}
+    for name, training in every.items():
+        before, after = saved[name]
+        training.load(state[name])
+        here = training.beside(before)
+        training.step(3)
+        found[name] = here, training.beside(after)
     return found

@@ -18,7 +18,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.columns import Scalar, grouped, local_parts, scalar_on
-from apex.ops.lists.placements import norm_of_all, norm_of_ranks
+from apex.ops.lists.placements import is_sharded, norm_of_all, norm_of_ranks
 from apex.ops.lists.scale import scale_
 from apex.ops.lists.tensor_norms import l2_norm, max_norms
 from apex.ops.lists.unscale import multiply_
@@ -35,6 +35,7 @@ def clip_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    over: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Clip in place.
 
@@ -43,22 +44,26 @@ def clip_(
         max_norm: Largest total norm allowed.
         norm_type: Which p-norm. 2 and infinity are one launch for each dtype and device.
         error_if_nonfinite: Whether to raise, which waits.
+        over: All parameters, see :func:`apex.ops.lists.placements.norm_of_all`.
 
     Returns:
         The norm before clipping over all ranks, 0-dim, on the first gradient's device.
 
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+        ValueError: ``norm_type`` is not above 0, and a gradient is sharded.
     """
-    if not grads:
+    if not grads and not any(map(is_sharded, over)):
         return torch.tensor(0.0)
-    norm = total_norm(grads, norm_type)
+    norm = total_norm(grads, norm_type, over)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
             "so it cannot be clipped. To disable this error and scale the gradients by the "
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
+    if not grads:
+        return norm
     max_norm = scalar_on(max_norm, norm.device)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).reshape(())
     grads = local_parts(grads)
@@ -120,9 +125,11 @@ def l2_norm_of_all(
     return norm if partition is None else norm_of_ranks(norm, *partition)
 
 
-def total_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+def total_norm(
+    grads: Sequence[torch.Tensor], norm_type: float, over: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
     """Compute the norm of all elements together: float32, or float64 where a gradient is that."""
-    return norm_of_all(grads, functools.partial(_local_norm, norm_type=norm_type), norm_type)
+    return norm_of_all(grads, functools.partial(_local_norm, norm_type=norm_type), norm_type, over)
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -98,7 +98,9 @@ def over_ranks(
     for group, positions in sharded.values():
         others = [*{*range(len(tensors))}.difference(positions)]
         example: Any = tensors[positions[0]]
-        here = taken(values, positions).to(example.device_mesh.device_type)
+        here = taken(values, positions)
+        if here.device.type != example.device_mesh.device_type:  # parameters that are offloaded
+            here = here.to(example.device_mesh.device_type)
         here = _all_reduced(here, group, largest=largest).to(values.device)
         rest = [(others, taken(values, others))] if others else []
         values = joined([(positions, here), *rest])
