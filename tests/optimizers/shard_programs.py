@@ -220,15 +220,26 @@ PARTITIONED = {
 
 
 def partitioned(rank, name):
-    """Weights of torch's ZeroRedundancyOptimizer and of one process; two ranks have no weights."""
+    """Weights of torch's ZeroRedundancyOptimizer and of one process; two ranks have no weights.
+
+    Before the last step the state is gathered, and loaded into a new one.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns of torch.jit
 
     kind, options = PARTITIONED[name]
     shapes = SHAPES[:2]
     mine, alone = ([nn.Parameter(x) for x in tensors(0)[: len(shapes)]] for _ in range(2))
-    several = ZeroRedundancyOptimizer(mine, optimizer_class=kind, lr=0.02, **options)
+    several, resumed = (
+        ZeroRedundancyOptimizer(mine, optimizer_class=kind, lr=0.02, **options) for _ in range(2)
+    )
     one = kind(alone, lr=0.02, **options)
     for seed in (1, 2, 3):
+        if seed == 3:
+            several.consolidate_state_dict()
+            state = [several.state_dict() if rank == 0 else None]
+            torch.distributed.broadcast_object_list(state)
+            several = resumed
+            several.load_state_dict(state[0])
         for params in (mine, alone):
             for param, grad in zip(params, tensors(seed), strict=False):
                 param.grad = grad
@@ -248,6 +259,9 @@ STORED = {  # every optimizer with every storage, and those with masters
     "FusedMixedPrecisionLamb, masters": functools.partial(
         FusedMixedPrecisionLamb, lr=0.02, reduced_precision_dtype=torch.bfloat16
     ),
+    "LARC, plain": lambda params: LARC(FusedSGD(params, lr=0.5, momentum=0.9, weight_decay=0.1)),
+    "contrib.FusedAdam, plain": lambda params: contrib.FusedAdam(params, lr=0.02),
+    "contrib.FusedLAMB, plain": lambda params: contrib.FusedLAMB(params, lr=0.02),
     "FusedAdam, masters": functools.partial(
         FusedAdam, lr=0.02, capturable=True, master_weights=True
     ),
@@ -292,7 +306,8 @@ class Training:
         found = {}
         for name, param in self.model.named_parameters():
             for key, value in {"": param.detach(), **self.optimizer.state[param]}.items():
-                found[f"{name} {key}"] = value
+                is_tensor = isinstance(value, torch.Tensor)  # or a step
+                found[f"{name} {key}"] = value if is_tensor else torch.tensor(value)
         steps = [group.get("step", 0) for group in self.optimizer.param_groups]
         found["steps"] = torch.tensor([*map(int, steps)])
         return dict(sorted(found.items()))

@@ -65,11 +65,12 @@ def test_norms_are_those_of_whole_tensors(ranks, name):
             assert_close(pairs)
 
 
-@pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad"])
-def test_norms_of_kernels(ranks, name):
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
+def test_kernels(ranks, name):
     for answer in ranks.run(call(programs.stepped, name, "triton", ["two ranks"])):
         for _, pairs in answer.values():
             assert_close(pairs)
+            assert name in WITH_NORMS or same(*zip(*pairs, strict=True))
 
 
 @pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad", "LARC", "clipped"])
@@ -124,7 +125,8 @@ USUAL = [  # each key of a state in each dtype
     *[f"FusedAdam, {storage}" for storage in ("plain", "low_bits", "kahan", "stochastic")],
     "FusedSGD, plain", "FusedSGD, low_bits", "FusedAdagrad, kahan", "FusedLion, low_bits",
     "FusedLAMB, low_bits", "FusedNovoGrad, plain", "FusedNovoGrad, kahan",
-    "FusedMixedPrecisionLamb, masters", "FusedAdam, masters",
+    "FusedMixedPrecisionLamb, masters", "FusedAdam, masters", "LARC, plain",
+    "contrib.FusedAdam, plain",
 ]  # fmt: skip
 ELSEWHERE = ["FusedAdam, low_bits", "FusedLAMB, low_bits", "FusedNovoGrad, kahan"]
 
@@ -148,7 +150,7 @@ def _assert_saved(ranks, names, cases, folder):
 
 def _assert_states(name, pairs):
     """Bit-equal where no norm is needed."""
-    if not any(kind in name for kind in ("LAMB", "Lamb", "NovoGrad")):
+    if not any(kind in name for kind in ("LAMB", "Lamb", "NovoGrad", "LARC")):
         assert same(*zip(*pairs.values(), strict=True)), name
         return
     mine, wanted = ({key: pair[side] for key, pair in pairs.items()} for side in (0, 1))

@@ -106,6 +106,10 @@ class FusedNovoGrad(FusedOptimizer):
         self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
     ) -> None:
         """Take one step, see the base."""
+        if self._partition is not None:  # loading, it puts what has no dimensions on the CPU
+            for param, state in self.state.items():
+                if "norm" in state:
+                    state["norm"] = state["norm"].to(param.device)
         super().step_scaled(factor, noop, **options)
         self._show_norms()
 
@@ -131,9 +135,14 @@ class FusedNovoGrad(FusedOptimizer):
                 group.pop("exp_avg_sq", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch saves it; norms are in the groups, as in the original."""
+        """The state, as torch saves it; norms are in the groups, as in the original.
+
+        In a ``ZeroRedundancyOptimizer``, which gathers states alone, they are there too.
+        """
         self._show_norms()
         saved = super().state_dict()
+        if self._partition is not None:
+            return saved
         for number, state in saved["state"].items():
             if isinstance(state, dict) and "norm" in state:
                 saved["state"][number] = {key: x for key, x in state.items() if key != "norm"}
