@@ -41,6 +41,10 @@ TORCH_IN_FLOAT64 = 2.0**-47
 CLIPPED = 4e-6
 
 
+# Numbers within CLIPPED of each other, rounded to bfloat16: neighbours at most.
+NEXT_BFLOAT16 = 2.0**-7
+
+
 # Three float32 steps of each optimizer, clipped where it clips, against float64.
 # Largest over four seeds: 4.5e-7 of the largest element.
 THREE_STEPS = 1e-6

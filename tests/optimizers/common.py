@@ -111,7 +111,7 @@ def check_steps(optimizer, formula, steps, path, factor=None):
                 wanted, slots = formula(step)
                 pairs.append(("param", param.detach(), wanted))
                 pairs += [(slot, optimizer.state[param][slot], x) for slot, x in slots.items()]
-        assert_right(pairs, path, norms=bool(optimizer._needs_whole) or clips, clips=clips)
+        assert_right(pairs, path, norms=bool(optimizer._kinds()) or clips, clips=clips)
 
 
 def assert_right(pairs, path, *, norms=False, clips=False):

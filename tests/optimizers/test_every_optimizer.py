@@ -350,7 +350,7 @@ def updates_of(optimizer):
 
     def recorded(group, bucket, options):
         found.append(len(bucket.params))
-        update(group, bucket, options)
+        return update(group, bucket, options)
 
     optimizer._update = recorded
     return found

@@ -27,20 +27,13 @@ class Call:
         return self.program(rank, *self.args, **self.more)
 
 
-STEPPED = [
-    (name, case)
-    for name in programs.MAKERS
-    for case, (weight, _) in programs.PLACED.items()
-    if not (weight.is_shard() and name in programs.WHOLE)
-]
-
-
-@pytest.mark.parametrize(("name", "case"), STEPPED)
+@pytest.mark.parametrize("case", programs.PLACED)
+@pytest.mark.parametrize("name", programs.MAKERS)
 def test_gradients_come_to_their_weights(pair, name, case):
     answers = pair.run(Call(programs.stepped, name, case))
     assert same(answers[0][0], answers[1][0])
     for weights, alone, as_weights in answers:
-        if name in programs.CLIPPED:  # by a norm that is added up in another order
+        if name in programs.WITH_NORMS:  # that are added up in another order
             assert_close_to_largest(flat(weights), flat(alone), PARALLEL)
         else:
             assert same(weights, alone)
@@ -71,11 +64,10 @@ def test_norms_go_over_all_ranks(pair, order):
 
 @pytest.mark.parametrize("name", programs.MAKERS)
 def test_what_cannot_be_placed_is_refused(pair, name):
-    for mesh, *sharded in pair.run(Call(programs.refused, name)):
+    for mesh, *partial in pair.run(Call(programs.refused, name)):
         assert "Make both DTensors of one mesh" in mesh
-        assert [("sharded over processes" in text) for text in sharded] == (
-            [True] if name in programs.WHOLE else []
-        )
+        assert all("terms of a sum (Partial)" in text for text in partial)
+        assert len(partial) == 1
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,9 @@ def clip_grad_norm_(
     if grads is not None:
         from apex.ops.lists.clip import clip_
 
-        return clip_(grads, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+        return clip_(
+            grads, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite, over=params
+        )
     return torch.nn.utils.clip_grad_norm_(
         params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
     )

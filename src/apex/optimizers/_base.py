@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -25,10 +25,12 @@ from torch.amp.grad_scaler import OptState
 from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous
-from apex.ops.lists.placements import placed
+from apex.ops.lists.phases import Kind, Phases, finish, finish_on_shards
+from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.lists.storage import ScaledStep, StepOptions
 from apex.optimizers._buckets import Bucket, GroupGrads, count_steps, counted, joined, split
 from apex.optimizers._state import StatefulOptimizer
+from apex.optimizers._zero import Partition, partition
 
 _DTYPE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "layout", "grad"))
 
@@ -46,7 +48,8 @@ class FusedOptimizer(StatefulOptimizer):
         weight_decay: Weight decay; a tensor is read on its device.
         bias_correction: Whether moments are corrected for their start at 0.
         grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
-        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
+        max_grad_norm: Largest norm of all gradients together, over all ranks for DTensors and in
+            torch's ``ZeroRedundancyOptimizer``; 0 turns clipping off.
         amsgrad: Not supported; here because callers pass ``False``.
         set_grad_none: Kept from the original; gradients are freed in any case.
         storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
@@ -57,13 +60,15 @@ class FusedOptimizer(StatefulOptimizer):
     Raises:
         ValueError: No parameters, an unknown key in a group, a number out of range.
         RuntimeError: ``amsgrad``; or a parameter is not a dense float16, bfloat16, float32 or
-            float64 tensor, has the negative bit, or is sharded over processes where an optimizer
-            needs the norm of a whole tensor.
+            float64 tensor, has the negative bit, or is a ``Partial`` DTensor.
     """
 
     # How one bucket is stepped, and the type of the numbers of that.
-    _algorithm: Callable[[Any, Any, StepOptions], None]
+    _algorithm: Callable[[Any, Any, StepOptions], Phases | None]
     _numbers: Any
+
+    # Set where a ZeroRedundancyOptimizer has given other ranks the other parameters.
+    _partition: Partition | None = None
 
     # If True, torch's GradScaler leaves unscaling and the skip to the step. Programs react to it:
     # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
@@ -88,6 +93,7 @@ class FusedOptimizer(StatefulOptimizer):
                 f"{self._name} does not support the AMSGrad variant; leave amsgrad=False."
             )
         self.set_grad_none = set_grad_none
+        self._partition = partition()
         super().__init__(params, defaults, storage)
 
     @functools.cached_property
@@ -193,8 +199,10 @@ class FusedOptimizer(StatefulOptimizer):
         if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
             factor = float(factor)
         active = [_with_grads(group, grads) for group in self.param_groups]
-        tensors = chain.from_iterable(chain(one.params, one.grads) for one in active)
+        every = [*chain.from_iterable(group["params"] for group in self.param_groups)]
+        tensors = chain(every, chain.from_iterable(one.grads for one in active))
         plain = OWN_MEMORY.issuperset(map(type, tensors))
+        sharded = [] if plain else [*filter(is_sharded, every)]
         if not plain:
             active = [a._replace(grads=[*placed(self._name, a.params, a.grads)]) for a in active]
         together = joined(active, self.defaults if self._joins_groups else None, noop)
@@ -208,32 +216,53 @@ class FusedOptimizer(StatefulOptimizer):
         self._prepare_step(active, factor, noop)
         largest = self._largest_norm()
         if largest:
-            every = [grad for _, _, found in active for grad in found]
-            factor = clipped(every, factor, largest)
+            found = [grad for one in active for grad in one.grads]
+            factor = clipped(
+                found, factor, largest, over=sharded and every, partition=self._partition
+            )
         columns, extra = self._columns(stepped, gradients, copies, plain=plain)
         beside = [x for x in extra or () if x is not None]
-        # Only a gradient may have the negative bit: parameters that do are refused.
-        dense = are_contiguous([*columns, beside], columns[:1])
+        options = StepOptions(
+            factor=factor,
+            noop=noop,
+            write_grads=write_grads,
+            storage=self._storage,
+            # Only a gradient may have the negative bit: parameters that do are refused.
+            dense=are_contiguous([*columns, beside], columns[:1]),
+        )
+        updates = self._updates(together, split(stepped, columns, extra, sizes), options)
+        if sharded and (kinds := self._kinds()):
+            finish_on_shards(updates, sharded, kinds)
+        else:
+            for _, phases in updates:
+                if phases is not None:
+                    finish(phases)
+        self._note_versions()
+
+    def _updates(
+        self,
+        together: Sequence[list[GroupGrads]],
+        buckets: Iterable[tuple[int, Bucket]],
+        options: StepOptions,
+    ) -> Iterator[tuple[list[torch.Tensor], Phases | None]]:
+        """Count the step and update each bucket; yields its parameters, and the rest to be done."""
+        noop = options.noop
         counters = count_steps(self.param_groups, noop) if self._counts_steps else None
         everywhere: dict[torch.device, StepOptions] = {}
-        for number, bucket in split(stepped, columns, extra, sizes):
+        for number, bucket in buckets:
             device = bucket.device
             if device not in everywhere:
-                everywhere[device] = StepOptions(
-                    factor=_on(factor, device),
+                everywhere[device] = options._replace(
+                    factor=_on(options.factor, device),
                     noop=None if noop is None else noop.to(device, non_blocking=True),
-                    write_grads=write_grads,
-                    storage=self._storage,
-                    dense=dense,
                 )
-            options = everywhere[device]
+            here = everywhere[device]
             if bucket.extra is not None:
-                options = options._replace(extra=bucket.extra)
+                here = here._replace(extra=bucket.extra)
             group = together[number][0].group
             if counters is not None:
                 group = counted(together[number], bucket, counters)
-            self._update(group, bucket, options)
-        self._note_versions()
+            yield bucket.params, self._update(group, bucket, here)
 
     def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a gradient is not dense and real."""
@@ -258,8 +287,12 @@ class FusedOptimizer(StatefulOptimizer):
         """What the norm of all gradients together is clipped to; 0 for no clipping."""
         return 0.0
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        """Step one bucket.
+    def _kinds(self) -> set[Kind]:
+        """What updates yield of each tensor, see :func:`apex.ops.lists.phases.finish_on_shards`."""
+        return set()
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> Phases | None:
+        """Step one bucket, or return an update that does.
 
         Args:
             group: The numbers of a group, or of several whose numbers are equal. Its step is a
@@ -267,7 +300,7 @@ class FusedOptimizer(StatefulOptimizer):
             bucket: What is stepped.
             options: Scaling, skipping and storage.
         """
-        self._algorithm(bucket.columns, self._numbers_of(group, bucket.device), options)
+        return self._algorithm(bucket.columns, self._numbers_of(group, bucket.device), options)
 
     def _numbers_of(self, group: Mapping[str, Any], device: torch.device) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""

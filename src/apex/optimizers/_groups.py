@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from apex.ops.lists.placements import is_sharded
+from apex.ops.lists.placements import is_partial
 from apex.ops.lists.storage import STORAGES, Storage
 
 HALF = (torch.float16, torch.bfloat16)
@@ -32,8 +32,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
         ValueError: There is no such storage.
     """
 
-    #: What is computed from tensors as a whole, and so refuses sharded ones; "" for nothing.
-    _needs_whole = ""
     #: Whether groups have ``lr`` and ``step`` as tensors on the device, for CUDA graphs.
     _on_device = False
     #: Keys of groups that other optimizers know, and that change what is computed.
@@ -180,10 +178,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     "not in its memory. Make the parameter of `data.resolve_neg()`."
                 )
             self._check_stored([tensor])
-            if self._needs_whole and is_sharded(tensor):
+            if is_partial(tensor):
                 raise RuntimeError(
-                    f"{self._name} needs {self._needs_whole}, and a parameter is sharded over "
-                    "processes. Use FusedAdam for it."
+                    f"{self._name}: a parameter is a DTensor whose ranks hold terms of a sum "
+                    "(Partial). Call redistribute(placements=...) first, and make the parameter of "
+                    "the result."
                 )
 
     def _check_stored(self, params: Sequence[torch.Tensor]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from apex.multi_tensor_apply import list_functions
-from apex.ops.updates.lamb import Lamb, lamb_
+from apex.ops.lists.phases import Kind
+from apex.ops.updates.lamb import SQUARES, Lamb, lamb_phases
 from apex.optimizers._base import FusedOptimizer
 
 
@@ -40,9 +41,8 @@ class FusedLAMB(FusedOptimizer):
     """
 
     slots = ("exp_avg", "exp_avg_sq")
-    _algorithm, _numbers = staticmethod(lamb_), Lamb
+    _algorithm, _numbers = staticmethod(lamb_phases), Lamb
     narrow_slots = ("exp_avg", "exp_avg_sq")
-    _needs_whole = "the norm of a whole tensor"
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_l2norm = staticmethod(list_functions.multi_tensor_l2norm)
     multi_tensor_lamb = staticmethod(list_functions.multi_tensor_lamb)
@@ -82,3 +82,6 @@ class FusedLAMB(FusedOptimizer):
 
     def _largest_norm(self) -> float:
         return float(self.defaults["max_grad_norm"])
+
+    def _kinds(self) -> set[Kind]:
+        return {SQUARES}

@@ -9,7 +9,8 @@ import torch
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops.lists.columns import Scalar, local
-from apex.ops.updates.novograd import UNSET, NovoGrad, novograd_
+from apex.ops.lists.phases import Kind
+from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_phases
 from apex.optimizers._base import FusedOptimizer
 
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
@@ -46,11 +47,10 @@ class FusedNovoGrad(FusedOptimizer):
         >>> optimizer.step()
     """
 
-    _needs_whole = "the norm of a whole gradient"
     slots = ("exp_avg", "norm")
     slot_shapes: ClassVar[dict[str, Any]] = {"norm": lambda param: ()}
     narrow_slots = ("exp_avg",)
-    _algorithm, _numbers = staticmethod(novograd_), NovoGrad
+    _algorithm, _numbers = staticmethod(novograd_phases), NovoGrad
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
 
@@ -90,6 +90,9 @@ class FusedNovoGrad(FusedOptimizer):
                 f"{group['norm_type']!r}; allowed are 2 and 0 (the largest magnitude)."
             )
 
+    def _kinds(self) -> set[Kind]:
+        return {kind_of(group["norm_type"]) for group in self.param_groups}
+
     # -- the norms ---------------------------------------------------------------------------------
 
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
@@ -103,6 +106,10 @@ class FusedNovoGrad(FusedOptimizer):
         self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
     ) -> None:
         """Take one step, see the base."""
+        if self._partition is not None:  # loading, it puts what has no dimensions on the CPU
+            for param, state in self.state.items():
+                if "norm" in state:
+                    state["norm"] = state["norm"].to(param.device)
         super().step_scaled(factor, noop, **options)
         self._show_norms()
 
@@ -128,9 +135,14 @@ class FusedNovoGrad(FusedOptimizer):
                 group.pop("exp_avg_sq", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch saves it; norms are in the groups, as in the original."""
+        """The state, as torch saves it; norms are in the groups, as in the original.
+
+        In a ``ZeroRedundancyOptimizer``, which gathers states alone, they are there too.
+        """
         self._show_norms()
         saved = super().state_dict()
+        if self._partition is not None:
+            return saved
         for number, state in saved["state"].items():
             if isinstance(state, dict) and "norm" in state:
                 saved["state"][number] = {key: x for key, x in state.items() if key != "norm"}

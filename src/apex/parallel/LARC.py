@@ -10,9 +10,10 @@ import torch
 
 from apex._wrapped_optimizer import WrappedOptimizer
 from apex.ops import _runtime
-from apex.ops.lists.columns import local
+from apex.ops.lists.columns import grouped, local_parts
+from apex.ops.lists.phases import Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
-from apex.ops.updates.larc import larc_
+from apex.ops.updates.larc import SQUARES, larc_phases
 
 
 class LARC(WrappedOptimizer):
@@ -20,7 +21,8 @@ class LARC(WrappedOptimizer):
 
     Wraps an optimizer; at each step gradients are multiplied by the local rates and get the weight
     decay, and the wrapped optimizer steps without any. See :mod:`apex.ops.updates.larc` for the
-    formula. Norms are float32, whatever the parameter's dtype, and stay on the device.
+    formula. Norms are float32, whatever the parameter's dtype, and stay on the device. Those of
+    sharded DTensors are added up over ranks, by one all-reduce for all of them.
 
     Groups, state and checkpoints are the wrapped optimizer's.
 
@@ -81,7 +83,7 @@ class LARC(WrappedOptimizer):
 
         Raises:
             RuntimeError: A gradient is sparse, complex or a DTensor of another mesh than its
-                parameter, or a parameter is sharded over processes.
+                parameter.
         """
         loss = None
         if closure is not None:
@@ -98,19 +100,29 @@ class LARC(WrappedOptimizer):
 
     @_runtime.not_compiled
     def _scale_gradients(self, decays: list[Any]) -> None:
+        every = [param for group in self.param_groups for param in group["params"]]
+        sharded = [*filter(is_sharded, every)]
+        updates: list[tuple[list[torch.Tensor], Phases]] = []
         for group, decay in zip(self.param_groups, decays, strict=True):
             params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                grads = placed("LARC", params, [param.grad for param in params])
-                larc_(
-                    [*map(local, grads)],
-                    [*map(local, params)],
+            grads = placed("LARC", params, [param.grad for param in params])
+            columns = [local_parts(grads), local_parts(params)]
+            for positions, (some, theirs) in grouped(columns) if params else ():
+                phases = larc_phases(
+                    some,
+                    theirs,
                     lr=group["lr"],
                     weight_decay=decay,
                     trust_coefficient=self.trust_coefficient,
                     eps=self.eps,
                     clip=bool(self.clip),
                 )
+                updates.append(([params[i] for i in positions], phases))
+        if sharded:
+            finish_on_shards(updates, sharded, [SQUARES])
+            return
+        for _, phases in updates:
+            finish(phases)
 
     @contextmanager
     def _without_decay(self) -> Iterator[list[Any]]:
@@ -134,11 +146,6 @@ class LARC(WrappedOptimizer):
                     continue
                 if grad.layout != torch.strided or grad.is_complex():
                     raise RuntimeError("LARC does not support sparse or complex gradients.")
-                if is_sharded(param):
-                    raise RuntimeError(
-                        "LARC needs the norm of a whole tensor, and a parameter is sharded over "
-                        "processes. Step it with the wrapped optimizer alone."
-                    )
 
 
 LARC.LARC = LARC

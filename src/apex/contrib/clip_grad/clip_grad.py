@@ -23,7 +23,7 @@ def clip_grad_norm_(
     case, so nothing waits to know the norm.
 
     Gradients of DTensors are brought to the placements of their parameters first, and the norm is
-    that over all ranks: call it on each of them.
+    that over all ranks, by one all-reduce: call it on each of them, also without gradients.
 
     Args:
         parameters: Tensors whose ``grad`` is clipped; those without one are passed over.
@@ -37,6 +37,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or only one of a
             parameter and its gradient is a DTensor.
+        ValueError: ``norm_type`` is not above 0, and a gradient is sharded.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -47,4 +48,6 @@ def clip_grad_norm_(
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     having = [parameter for parameter in listed if parameter.grad is not None]
     grads = placed("clip_grad_norm_", having, [parameter.grad for parameter in having])  # type: ignore[misc]
-    return clip_(grads, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+    return clip_(
+        grads, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite, over=listed
+    )

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from apex.contrib.optimizers._old_step import OldStep
+from apex.ops.lists.clip import l2_norm_of_all
 from apex.ops.lists.columns import Scalar
-from apex.ops.lists.placements import norm_of_all
 from apex.ops.lists.storage import StepOptions
-from apex.ops.lists.tensor_norms import l2_norm
 from apex.ops.updates.adam import Adam, adam_, unbiased
 from apex.optimizers._base import scalar
 from apex.optimizers._buckets import Bucket, GroupGrads
@@ -87,12 +86,12 @@ class FusedAdam(OldStep):
         if hasattr(self, "_amp_stash"):
             factor = factor / self.amp_scale_adjustment
         self._factors = {}
-        for number, (group, params, grads) in enumerate(active):
+        for number, (group, _, grads) in enumerate(active):
             clip = factor
-            if group["max_grad_norm"] > 0 and params:
+            if group["max_grad_norm"] > 0:
                 norm = self._grad_norms and self._grad_norms[number]
                 if norm is None:
-                    norm = norm_of_all(grads, l2_norm, 2.0)
+                    norm = l2_norm_of_all(grads, 1.0, group["params"], self._partition)
                 clip = _clipped(factor, norm, group["max_grad_norm"])
             self._factors[id(group)] = clip
 

@@ -12,15 +12,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.columns import Scalar, grouped, local_parts, scalar_on
-from apex.ops.lists.placements import norm_of_all
+from apex.ops.lists.placements import is_sharded, norm_of_all, norm_of_ranks
 from apex.ops.lists.scale import scale_
 from apex.ops.lists.tensor_norms import l2_norm, max_norms
 from apex.ops.lists.unscale import multiply_
+
+Partition = tuple[Any, torch.device]
 
 _DTYPE, _IS_CPU, _LAYOUT = map(attrgetter, ("dtype", "is_cpu", "layout"))
 
@@ -32,6 +35,7 @@ def clip_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    over: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Clip in place.
 
@@ -40,17 +44,21 @@ def clip_(
         max_norm: Largest total norm allowed.
         norm_type: Which p-norm. 2 and infinity are one launch for each dtype and device.
         error_if_nonfinite: Whether to raise, which waits.
+        over: All parameters, see :func:`apex.ops.lists.placements.norm_of_all`.
 
     Returns:
         The norm before clipping over all ranks, 0-dim, on the first gradient's device.
 
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+        ValueError: ``norm_type`` is not above 0, and a gradient is sharded.
     """
-    if not grads:
+    if not grads and not any(map(is_sharded, over)):
         return torch.tensor(0.0)
-    norm = total_norm(grads, norm_type)
-    multiply_by_(grads, coefficient(norm, max_norm, norm_type, error_if_nonfinite))
+    norm = total_norm(grads, norm_type, over)
+    factor = coefficient(norm, max_norm, norm_type, error_if_nonfinite)
+    if grads:
+        multiply_by_(grads, factor)
     return norm
 
 
@@ -87,17 +95,25 @@ def multiply_by_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         scale_(some, some, here if some[0].dtype == torch.float64 else here.float())
 
 
-def clipped(grads: Sequence[torch.Tensor], factor: Scalar, max_norm: float) -> Scalar:
+def clipped(
+    grads: Sequence[torch.Tensor],
+    factor: Scalar,
+    max_norm: float,
+    over: Sequence[torch.Tensor] = (),
+    partition: Partition | None = None,
+) -> Scalar:
     """``factor``, times what makes the norm of ``factor * grads`` at most ``max_norm``.
 
     Args:
         grads: All gradients, of any dtypes, devices and placements.
         factor: What they are multiplied by.
         max_norm: The largest norm; 0 means that there is none.
+        over: As in :func:`l2_norm_of_all`.
+        partition: As there.
     """
-    if not max_norm or not grads:
+    if not max_norm or not (grads or over or partition):
         return factor
-    norm = norm_of_all(grads, functools.partial(l2_norm, factor=factor), 2.0)
+    norm = l2_norm_of_all(grads, factor, over, partition)
     factor = scalar_on(factor, norm.device)
     if not _runtime.waits(norm.device) and not isinstance(factor, torch.Tensor):
         size = norm.item()
@@ -105,9 +121,30 @@ def clipped(grads: Sequence[torch.Tensor], factor: Scalar, max_norm: float) -> S
     return factor * torch.where(norm > max_norm, max_norm / norm, 1.0)
 
 
-def total_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+def l2_norm_of_all(
+    grads: Sequence[torch.Tensor],
+    factor: Scalar = 1.0,
+    over: Sequence[torch.Tensor] = (),
+    partition: Partition | None = None,
+) -> torch.Tensor:
+    """Compute the Euclidean norm of ``factor * grads``, over all ranks.
+
+    Args:
+        grads: Gradients, of any dtypes, devices and placements.
+        factor: What they are multiplied by.
+        over: All parameters, see :func:`apex.ops.lists.placements.norm_of_all`.
+        partition: A process group whose ranks have other gradients, and the device where it
+            communicates.
+    """
+    norm = norm_of_all(grads, functools.partial(l2_norm, factor=factor), 2.0, over)
+    return norm if partition is None else norm_of_ranks(norm, *partition)
+
+
+def total_norm(
+    grads: Sequence[torch.Tensor], norm_type: float, over: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
     """Compute the norm of all elements together: float32, or float64 where a gradient is that."""
-    return norm_of_all(grads, functools.partial(_local_norm, norm_type=norm_type), norm_type)
+    return norm_of_all(grads, functools.partial(_local_norm, norm_type=norm_type), norm_type, over)
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -11,12 +11,13 @@ Nothing here imports ``torch.distributed``: a DTensor is known by its ``placemen
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from apex.ops.lists.columns import OWN_MEMORY, local, local_parts
+from apex.ops.lists.columns import OWN_MEMORY, joined, local, local_parts, taken
 
 
 def placed(
@@ -62,47 +63,149 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return any(not place.is_replicate() for place in _placements(tensor) or ())
 
 
+def is_partial(tensor: torch.Tensor) -> bool:
+    """Whether each rank holds terms of a sum."""
+    return any(place.is_partial() for place in _placements(tensor) or ())
+
+
+# -- sums over ranks -------------------------------------------------------------------------------
+
+
+def over_ranks(
+    values: torch.Tensor, tensors: Sequence[torch.Tensor], *, largest: bool = False
+) -> torch.Tensor:
+    """Add up what each rank computed from its part of each tensor.
+
+    One all-reduce for each process group over which a tensor is sharded, for all tensors together:
+    one for a mesh of one dimension, and for a mesh of copies of shards. Ranks that hold the same
+    elements of a tensor do not add to each other. Nothing waits for a device.
+
+    Args:
+        values: ``(tensors, ...)``, floating.
+        tensors: DTensors, and others, which are whole. The same and in the same order on all ranks.
+        largest: Take the largest magnitude, instead of the sum; nan wins.
+
+    Returns:
+        As ``values``, of the whole tensors; the same on all ranks that hold parts of one.
+
+    Raises:
+        RuntimeError: A tensor is ``Partial``.
+    """
+    sharded: dict[str, tuple[Any, list[int]]] = {}
+    for number, groups in enumerate(_groups_of_each(tensors)):
+        for name, group in groups:
+            sharded.setdefault(name, (group, []))[1].append(number)
+    for group, positions in sharded.values():
+        others = [*{*range(len(tensors))}.difference(positions)]
+        example: Any = tensors[positions[0]]
+        here = taken(values, positions)
+        if here.device.type != example.device_mesh.device_type:  # parameters that are offloaded
+            here = here.to(example.device_mesh.device_type)
+        here = _all_reduced(here, group, largest=largest).to(values.device)
+        rest = [(others, taken(values, others))] if others else []
+        values = joined([(positions, here), *rest])
+    return values
+
+
+def _all_reduced(values: torch.Tensor, group: Any, *, largest: bool) -> torch.Tensor:
+    operation = torch.distributed.ReduceOp
+    if not largest:
+        total = values.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, operation.SUM, group=group)
+        return total
+    # Back ends may lose a nan in a maximum. As integers, magnitudes have the same order, nan last.
+    integer = torch.int64 if values.dtype == torch.float64 else torch.int32
+    bits = values.abs().contiguous().view(integer)
+    torch.distributed.all_reduce(bits, operation.MAX, group=group)
+    return bits.view(values.dtype)
+
+
+Groups = tuple[tuple[str, Any], ...]
+
+
+def _groups_of_each(tensors: Sequence[torch.Tensor]) -> list[Groups]:
+    """The process groups, with their names, over which each tensor is sharded."""
+    known: dict[Any, Groups] = {None: ()}
+    found = []
+    for tensor in tensors:
+        placements = _placements(tensor)
+        key = None if placements is None else (_mesh(tensor), placements)
+        if key not in known:
+            known[key] = _groups(tensor)
+        found.append(known[key])
+    return found
+
+
+def _groups(tensor: Any) -> Groups:
+    mesh, groups = tensor.device_mesh, []
+    if is_partial(tensor):
+        raise RuntimeError(
+            f"The norm of a DTensor with placements {tensor.placements} was asked for. Each rank "
+            "has a term of its elements, and their norms do not add up. Call "
+            "redistribute(placements=...) on it first."
+        )
+    for dim, place in enumerate(tensor.placements):
+        if not place.is_replicate() and mesh.size(dim) > 1:
+            group = mesh.get_group(dim)
+            groups.append((group.group_name, group))
+    return tuple(groups)
+
+
 def norm_of_all(
     tensors: Sequence[torch.Tensor],
     norm: Callable[[list[torch.Tensor]], torch.Tensor],
     order: float,
+    over: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Compute the norm of all elements together, also those that other ranks hold.
 
+    One all-reduce for each process group over which a tensor is sharded.
+
     Args:
-        tensors: At least one, of any kinds; DTensors without ``Partial`` placements.
+        tensors: Of any kinds; DTensors without ``Partial`` placements.
         norm: Of local tensors, of that order.
         order: Which p-norm.
+        over: The tensors that there may be: parameters, of which a rank may have no gradients and
+            takes part all the same. By default ``tensors``. One of both has tensors.
 
     Returns:
-        0-dim, the same on each rank of a mesh.
+        0-dim, on the device of the first tensor; the same on each rank of a mesh.
+
+    Raises:
+        RuntimeError: A DTensor is ``Partial``.
+        ValueError: Tensors are sharded, and ``order`` is not above 0.
     """
-    if OWN_MEMORY.issuperset(map(type, tensors)) or not any(map(is_sharded, tensors)):
+    every = [*over] or [*tensors]
+    if OWN_MEMORY.issuperset(map(type, every)) or not any(map(is_sharded, every)):
         return norm([*local_parts(tensors)])
-    groups: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        key = (_mesh(tensor), _placements(tensor)) if is_sharded(tensor) else None
-        groups.setdefault(key, []).append(tensor)
-    norms = [_over_ranks(norm([*map(local, some)]), some[0], order) for some in groups.values()]
-    return _joined([part.to(norms[0]) for part in norms], order)
+    if not order > 0:
+        raise ValueError(
+            f"The norm of order {order} of sharded tensors was asked for; it must be above 0."
+        )
+    kinds: dict[Groups, tuple[torch.Tensor, list[torch.Tensor]]] = {
+        groups: (tensor, []) for tensor, groups in zip(every, _groups_of_each(every), strict=True)
+    }
+    for tensor, groups in zip(tensors, _groups_of_each(tensors), strict=True):
+        kinds.setdefault(groups, (tensor, []))[1].append(local(tensor))
+    device = local(tensors[0] if tensors else every[0]).device
+    norms = [norm(some) if some else torch.zeros((), device=device) for _, some in kinds.values()]
+    dtype = functools.reduce(torch.promote_types, [one.dtype for one in norms])
+    # float64, which needs no agreement on a dtype, and whose squares do not overflow
+    wide = torch.stack([one.to(device, torch.float64) for one in norms])
+    is_largest = order == float("inf")
+    powers = over_ranks(
+        wide if is_largest else wide**order,
+        [example for example, _ in kinds.values()],
+        largest=is_largest,
+    )
+    whole = powers.amax() if is_largest else powers.sum() ** (1 / order)
+    return whole.to(dtype)
 
 
-def _over_ranks(norm: torch.Tensor, example: Any, order: float) -> torch.Tensor:
-    """Join the norms of the shards of tensors that are placed as ``example``."""
-    for dim, place in enumerate(_placements(example) or ()):
-        if place.is_replicate():
-            continue
-        group = example.device_mesh.get_group(dim)
-        here = norm.to(example.device_mesh.device_type)
-        parts = [torch.empty_like(here) for _ in range(example.device_mesh.size(dim))]
-        torch.distributed.all_gather(parts, here, group=group)
-        norm = _joined(parts, order).to(norm.device)
-    return norm
-
-
-def _joined(norms: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    joined: torch.Tensor = torch.linalg.vector_norm(torch.stack([*norms]), order)
-    return joined
+def norm_of_ranks(norm: torch.Tensor, group: Any, device: torch.device) -> torch.Tensor:
+    """Join the Euclidean norms of what the ranks of ``group`` have, which communicates there."""
+    squares = norm.to(device, torch.float64).square().reshape(1)
+    return _all_reduced(squares, group, largest=False).sqrt().to(norm.dtype).reshape(())
 
 
 def _placements(tensor: Any) -> Any:

@@ -17,11 +17,13 @@ from collections import namedtuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar, grouped, scalar_on
+from apex.ops.lists.columns import Column, Scalar, scalar_on
 from apex.ops.lists.multi_tensor import Update, Values, run
-from apex.ops.lists.tensor_norms import l2_norms
+from apex.ops.lists.phases import Kind, Phases, Sums
+from apex.ops.lists.tensor_norms import square_sums
 
 LarcScalars = namedtuple("LarcScalars", "rate decay")  # of each tensor
+SQUARES = Kind(2)  # what the first phase yields of each tensor: those of gradient and weight
 
 
 def _larc(values: Values, s: LarcScalars) -> Values:
@@ -32,7 +34,7 @@ LARC = Update(_larc, "larc:larc", LarcScalars)
 
 
 @torch.no_grad()
-def larc_(
+def larc_phases(
     grads: Column,
     params: Column,
     *,
@@ -41,27 +43,31 @@ def larc_(
     trust_coefficient: float,
     eps: float,
     clip: bool,
-) -> None:
+) -> Phases:
     """Multiply the local learning rates and the weight decay into the gradients, in place.
 
     Args:
-        grads: Gradients, of any dtypes and devices.
-        params: Their weights.
+        grads: Gradients, of one device and one dtype; parts of tensors, or whole ones.
+        params: Their weights, of one dtype.
         lr: The global learning rate; a tensor is read on its device.
         weight_decay: Of the local rate and of the gradient; a tensor is read on its device.
         trust_coefficient: What the ratio of norms is multiplied by.
         eps: Added to the denominator.
         clip: Whether the local rate is at most the global one.
+
+    Yields:
+        The sums of the squares of gradients and weights, :data:`SQUARES`. It is to be sent those
+        of the whole tensors.
     """
-    for _, columns in grouped([grads, params]):
-        device = columns[0][0].device
-        grad, param = l2_norms([*columns[0], *columns[1]]).view(2, -1)
-        decay = scalar_on(weight_decay, device)
-        rate = trust_coefficient * param / (grad + decay * param + eps)
-        if clip:
-            rate = (rate / scalar_on(lr, device)).clamp(max=1.0)
-        usual = (grad != 0) & (param != 0)
-        # float32, whatever the default dtype is
-        decays = torch.where(usual, decay, 0.0).to(torch.float32)
-        scalars = LarcScalars(torch.where(usual, rate, 1.0), decays)
-        run(LARC, columns, ((0, 0),), scalars)
+    device = grads[0].device
+    whole = yield Sums(square_sums([*grads, *params]).view(2, -1))
+    grad, param = whole.sqrt()
+    decay = scalar_on(weight_decay, device)
+    rate = trust_coefficient * param / (grad + decay * param + eps)
+    if clip:
+        rate = (rate / scalar_on(lr, device)).clamp(max=1.0)
+    usual = (grad != 0) & (param != 0)
+    # float32, whatever the default dtype is
+    decays = torch.where(usual, decay, 0.0).to(torch.float32)
+    scalars = LarcScalars(torch.where(usual, rate, 1.0), decays)
+    run(LARC, [grads, params], ((0, 0),), scalars)

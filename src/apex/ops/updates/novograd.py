@@ -18,7 +18,9 @@ or decoupled from it
 where ``share`` is ``1 - beta1`` or 1, and ``c1 = 1 - beta1 ** step``. A norm of -1 stands for none
 yet: the first becomes the gradient's own.
 
-Norms are computed and kept where the tensors are; nothing waits for them.
+Norms are computed and kept where the tensors are; nothing waits for them. Where a rank holds a part
+of a tensor, its caller adds up the squares, or finds the largest magnitude, before the update
+(:func:`novograd_phases`).
 
 Source: Ginsburg et al., arXiv:1905.11286, algorithm 1; the decoupled form and the bias corrections
 are those of NVIDIA Apex.
@@ -35,8 +37,9 @@ import torch
 
 from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
+from apex.ops.lists.phases import Kind, Phases, Sums, finish
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
-from apex.ops.lists.tensor_norms import l2_norms, max_norms
+from apex.ops.lists.tensor_norms import max_norms, square_sums
 from apex.ops.updates import cpu_fused
 from apex.ops.updates.adam import Step, corrections, l2_and_decay
 
@@ -111,14 +114,34 @@ class NovoGrad(NamedTuple):
         return norms * root + self.eps
 
 
+def kind_of(norm_type: int) -> Kind:
+    """What the first phase yields of each gradient."""
+    return Kind(1, norm_type == 0)
+
+
 def novograd_(
     columns: Sequence[Column], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
 ) -> None:
     """Take one step; the states are moments, and norms: float32, one number for each tensor."""
+    finish(novograd_phases(columns, hyper, options))
+
+
+@torch.no_grad()
+def novograd_phases(
+    columns: Sequence[Column], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
+) -> Phases:
+    """Take the same step on parts of tensors.
+
+    Yields:
+        The sum of the squares of each gradient, or its largest magnitude: :func:`kind_of`. It is to
+        be sent that of the whole gradient.
+    """
     *columns, column = columns
     norms = torch.stack(list(column))
-    measure = max_norms if hyper.norm_type == 0 else l2_norms
-    new = hyper.blended(norms, measure(columns[0], factor=options.factor))
+    measure = max_norms if hyper.norm_type == 0 else square_sums
+    sums = measure(columns[0], factor=options.factor)
+    (current,) = yield Sums(sums.view(1, -1), *kind_of(hyper.norm_type)[1:])
+    new = hyper.blended(norms, current if hyper.norm_type == 0 else current.sqrt())
     if options.noop is not None:
         new = torch.where(options.noop.reshape(()) != 0, norms, new)
     scales = hyper.scales(new)

@@ -1,0 +1,132 @@
+"""Updates that need sums over whole tensors, of which a rank may hold only a part.
+
+LAMB, NovoGrad and LARC scale by norms of whole tensors. Their updates are generators with two
+phases. The first ends by yielding :class:`Sums` over the tensors that it was given. It is sent the
+same sums over the whole tensors, and the second uses them. So an update does not know of ranks, and
+the sums of all updates of a step are added up over ranks together:
+
+* :func:`finish` runs one update, for a caller whose tensors are whole, or who adds up himself;
+* :func:`finish_on_shards` runs all updates of a step on DTensors, with one all-reduce for each
+  process group over which a tensor is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+
+from apex.ops.lists.columns import joined, taken
+from apex.ops.lists.placements import over_ranks
+
+
+class Kind(NamedTuple):
+    """What an update yields for each tensor.
+
+    Attributes:
+        numbers: How many numbers.
+        largest: Whether they are largest magnitudes, instead of sums.
+    """
+
+    numbers: int
+    largest: bool = False
+
+
+class Sums(NamedTuple):
+    """What the first phase of an update ends with.
+
+    Attributes:
+        values: float32 ``(numbers, tensors)``.
+        largest: Whether they are largest magnitudes, instead of sums.
+    """
+
+    values: torch.Tensor
+    largest: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """What they are."""
+        return Kind(len(self.values), self.largest)
+
+
+Phases = Generator[Sums, torch.Tensor, None]
+
+
+def finish(phases: Phases, whole: Callable[[Sums], torch.Tensor] = attrgetter("values")) -> None:
+    """Run an update to its end.
+
+    Args:
+        phases: The update.
+        whole: Makes sums over the whole tensors of those over the local parts, of the same shape.
+            Not called if the update needs none.
+    """
+    for sums in phases:
+        _send(phases, whole(sums))
+
+
+def _send(phases: Phases, whole: torch.Tensor) -> None:
+    try:
+        phases.send(whole)
+    except StopIteration:
+        return
+    raise AssertionError("an update has two phases")
+
+
+@torch.no_grad()
+def finish_on_shards(
+    updates: Iterable[tuple[Sequence[torch.Tensor], Phases | None]],
+    sharded: Sequence[torch.Tensor],
+    kinds: Collection[Kind],
+) -> None:
+    """Run the updates of one step to their ends, with sums over all ranks.
+
+    A collective, for each of ``kinds``. The layout of what is sent depends on ``sharded`` and
+    ``kinds`` alone, so a rank without local elements, or without gradients, takes part.
+
+    Args:
+        updates: The parameters that each update steps, and the update, if it is not done already.
+            Parameters are in the order of ``sharded``; those that are not in it are whole.
+        sharded: All sharded parameters of the optimizer, in the same order on all ranks.
+        kinds: What the updates may yield, the same on all ranks.
+    """
+    begun = [(owners, phases, next(phases, None)) for owners, phases in updates if phases]
+    place = {id(param): number for number, param in enumerate(sharded)}
+    for kind in sorted(kinds):
+        parts: list[tuple[list[int], torch.Tensor]] = []
+        waiting = []
+        for owners, phases, sums in begun:
+            if sums is None or sums.kind != kind:
+                continue
+            mine = [n for n, param in enumerate(owners) if id(param) in place]
+            there = [place[id(owners[n])] for n in mine]
+            values = sums.values.t()
+            waiting.append((phases, values, mine, there))
+            if mine:
+                parts.append((there, taken(values, mine)))
+        whole = over_ranks(_all_places(parts, sharded, kind), sharded, largest=kind.largest)
+        for phases, values, mine, there in waiting:
+            new = values
+            if mine:
+                others = [*{*range(len(values))}.difference(mine)]
+                found = taken(whole, there).to(values.device, non_blocking=not values.is_cpu)
+                new = joined([(mine, found), *_if_any(others, values)])
+            _send(phases, new.t())
+
+
+def _if_any(positions: list[int], values: torch.Tensor) -> list[tuple[list[int], torch.Tensor]]:
+    return [(positions, taken(values, positions))] if positions else []
+
+
+def _all_places(
+    parts: list[tuple[list[int], torch.Tensor]], sharded: Sequence[torch.Tensor], kind: Kind
+) -> torch.Tensor:
+    """One matrix of the parts, with zeros for the parameters that are not stepped here."""
+    device = parts[0][1].device if parts else sharded[0].device
+    known = {number for there, _ in parts for number in there}
+    missing = [number for number in range(len(sharded)) if number not in known]
+    moved = [(there, x.to(device, non_blocking=device.type != "cpu")) for there, x in parts]
+    if missing:
+        moved.append((missing, torch.zeros(len(missing), kind.numbers, device=device)))
+    return joined(moved)

@@ -1,0 +1,183 @@
+"""Fused optimizers on DTensors of two and four ranks, against one process, and their checkpoints.
+
+Updates without norms are the same bit for bit. Norms are added up in another order.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from apex.ops.lists.storage import KAHAN, LOW_BITS
+from tests.optimizers import shard_programs as programs
+from tests.optimizers.common import same
+from tests.ranks import Ranks
+from tests.tolerance import CLIPPED, NEXT_BFLOAT16, assert_close_to_largest
+
+pytestmark = pytest.mark.dist
+PLACED, WITH_NORMS = programs.PLACED, programs.WITH_NORMS
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    with Ranks(tmp_path_factory.mktemp("ranks"), count=4) as four:
+        yield four
+
+
+def call(program, *args, **options):
+    """``program(rank, *args, **options)``, to be sent to the processes."""
+    return functools.partial(_call, program, args, options)
+
+
+def _call(program, args, options, rank):
+    return program(rank, *args, **options)
+
+
+def assert_close(pairs):
+    for mine, exact in pairs:
+        if mine.numel():
+            assert_close_to_largest(mine, exact, CLIPPED)
+        else:
+            assert mine.shape == exact.shape
+
+
+@pytest.mark.parametrize("name", programs.WITHOUT_NORMS)
+def test_shards_are_stepped_as_whole_tensors(ranks, name):
+    """By the definition, bit for bit; torch's CPU kernels round the last elements otherwise."""
+    for answer in ranks.run(call(programs.stepped, name, "reference", [*PLACED])):
+        for calls, pairs in answer.values():
+            assert calls == 0
+            assert same(*zip(*pairs, strict=True))
+    for answer in ranks.run(call(programs.stepped, name, None, ["rows", "columns"])):
+        for _, pairs in answer.values():
+            assert_close(pairs)
+
+
+@pytest.mark.parametrize("name", WITH_NORMS)
+def test_norms_are_those_of_whole_tensors(ranks, name):
+    """A step has one all-reduce for each norm and each dimension of the mesh with shards."""
+    cases = ["rows", "two ranks"] if name == "LARC of torch" else [*PLACED]
+    answers = ranks.run(call(programs.stepped, name, None, cases))
+    assert [len(answer) for answer in answers] == [len(cases)] * 2 + [len(cases) - 1] * 2
+    for answer in answers:
+        for case, (calls, pairs) in answer.items():
+            assert calls == WITH_NORMS[name][0] * PLACED[case][2]
+            assert_close(pairs)
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
+def test_kernels(ranks, name):
+    for answer in ranks.run(call(programs.stepped, name, "triton", ["two ranks"])):
+        for _, pairs in answer.values():
+            assert_close(pairs)
+            assert name in WITH_NORMS or same(*zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad", "LARC", "clipped"])
+def test_several_meshes_in_one_optimizer(ranks, name):
+    """Groups of ranks are asked once each, whatever meshes they are in."""
+    for calls, pairs in ranks.run(call(programs.mixed, name)):
+        assert calls == WITH_NORMS[name][0] * 3
+        assert_close(pairs)
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "clipped"])
+def test_a_skipped_step_changes_nothing_and_nothing_waits(ranks, name):
+    for before, after, taken in ranks.run(call(programs.skipped, name)):
+        assert same([x for x, _ in before], [x for x, _ in after])
+        assert_close(taken)
+
+
+@pytest.mark.parametrize("name", ["clipped", "contrib", "by hand", "FusedLAMB", "LARC"])
+def test_a_rank_without_gradients_takes_part(ranks, name):
+    answers = ranks.run(call(programs.without_gradients, name))
+    for weights in answers[:3]:
+        if name in ("clipped", "contrib", "by hand"):  # norms of gradients alone
+            assert_close([(mine, exact) for mine, exact, _ in weights])
+        assert all(mine.isfinite().all() for mine, _, _ in weights)
+    assert all(same([mine], [start]) for mine, _, start in answers[3])
+
+
+@pytest.mark.parametrize("order", [0, 2])
+def test_a_nan_of_one_rank_is_in_the_norm_on_all(ranks, order):
+    for with_nan, without in ranks.run(call(programs.nan_on_one_rank, order)):
+        assert with_nan != with_nan
+        assert without > 0
+
+
+def test_what_has_no_norm_is_refused(ranks):
+    for (kind, partial), (other, order) in ranks.run(programs.refused):
+        assert kind is RuntimeError
+        assert "redistribute(placements=...)" in partial
+        assert other is ValueError
+        assert "it must be above 0" in order
+
+
+@pytest.mark.parametrize("name", programs.PARTITIONED)
+def test_zero_redundancy_optimizer_clips_by_the_norm_of_all(ranks, name):
+    for pairs in ranks.run(call(programs.partitioned, name)):
+        assert_close(pairs)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+USUAL = [  # each key of a state in each dtype
+    *[f"FusedAdam, {storage}" for storage in ("plain", "low_bits", "kahan", "stochastic")],
+    "FusedSGD, plain", "FusedSGD, low_bits", "FusedAdagrad, kahan", "FusedLion, low_bits",
+    "FusedLAMB, low_bits", "FusedNovoGrad, plain", "FusedNovoGrad, kahan",
+    "FusedMixedPrecisionLamb, masters", "FusedAdam, masters", "LARC, plain",
+    "contrib.FusedAdam, plain",
+]  # fmt: skip
+ELSEWHERE = ["FusedAdam, low_bits", "FusedLAMB, low_bits", "FusedNovoGrad, kahan"]
+
+
+def _assert_saved(ranks, names, cases, folder):
+    """Assert that shards of two ranks have the numbers of one process, there and after loading."""
+    alone = programs.stepped_and_saved(0, None, names)
+    saved = ranks.run(call(programs.stepped_and_saved, "two ranks", names, folder))[0]
+    found = [x for case in cases for x in ranks.run(call(programs.loaded, case, saved, folder))]
+    with pytest.warns(UserWarning, match="in a single process"):
+        found.append(programs.loaded(0, None, saved, folder))
+    for name in names:
+        if "stochastic" not in name:
+            here = alone[name][0]
+            _assert_states(name, {key: (here[key], x) for key, x in saved[name][0].items()})
+        for before, after in [answer[name] for answer in found if answer]:
+            assert same(*zip(*before.values(), strict=True)), name
+            if "stochastic" not in name:
+                _assert_states(name, after)
+
+
+def _assert_states(name, pairs):
+    """Bit-equal where no norm is needed."""
+    if not any(kind in name for kind in ("LAMB", "Lamb", "NovoGrad", "LARC")):
+        assert same(*zip(*pairs.values(), strict=True)), name
+        return
+    mine, wanted = ({key: pair[side] for key, pair in pairs.items()} for side in (0, 1))
+    for found, exact in zip(_joined(mine), _joined(wanted), strict=True):
+        if found.numel():
+            tolerance = CLIPPED if found.dtype == torch.float32 else NEXT_BFLOAT16
+            assert_close_to_largest(found, exact, tolerance)
+
+
+def _joined(states):
+    """Weights in float32 if there is something beside them, and the other states."""
+    for key in [*states]:
+        for beside, join in (("low_bits", LOW_BITS.widen), ("error", KAHAN.widen)):
+            if key.endswith(beside):
+                weight = key.removesuffix(beside)
+                states[weight] = join(states[weight], states.pop(key))
+    return states.values()
+
+
+def test_checkpoints_fit_any_number_of_ranks(ranks, tmp_path):
+    _assert_saved(ranks, USUAL, ["two ranks", "rows"], str(tmp_path))
+
+
+def test_checkpoints_fit_other_placements(ranks, tmp_path):
+    _assert_saved(ranks, ELSEWHERE, ["HSDP", "columns", "rows and columns"], str(tmp_path))
+
+
+@pytest.mark.exhaustive
+def test_every_checkpoint_fits_every_placement(ranks, tmp_path):
+    _assert_saved(ranks, [*programs.STORED], [*PLACED], str(tmp_path))
