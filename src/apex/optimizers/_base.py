@@ -27,7 +27,9 @@ from apex.ops.lists.clip import clipped
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous
 from apex.ops.lists.placements import placed
 from apex.ops.lists.storage import ScaledStep, StepOptions
+from apex.ops.lists.quantized import Held
 from apex.optimizers._buckets import Bucket, GroupGrads, count_steps, counted, joined, split
+from apex.optimizers._eight_bit import CODES
 from apex.optimizers._state import StatefulOptimizer
 
 _DTYPE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "layout", "grad"))
@@ -52,6 +54,8 @@ class FusedOptimizer(StatefulOptimizer):
         storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
             masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``, see
             :mod:`apex.ops.lists.storage`.
+        state: ``"plain"``; or ``"8bit"``: moments of matrices and larger tensors, of 4,096 elements
+            or more, are held in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
         defaults: Of this base alone: values of the group's numbers.
 
     Raises:
@@ -82,13 +86,14 @@ class FusedOptimizer(StatefulOptimizer):
         set_grad_none: bool = True,
         storage: str = "plain",
         amsgrad: bool = False,
+        state: str = "plain",
     ) -> None:
         if amsgrad:
             raise RuntimeError(
                 f"{self._name} does not support the AMSGrad variant; leave amsgrad=False."
             )
         self.set_grad_none = set_grad_none
-        super().__init__(params, defaults, storage)
+        super().__init__(params, defaults, storage, state)
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> torch.Tensor:
@@ -228,11 +233,22 @@ class FusedOptimizer(StatefulOptimizer):
             options = everywhere[device]
             if bucket.extra is not None:
                 options = options._replace(extra=bucket.extra)
+            if self._state_form == "8bit":
+                options = options._replace(held=self._held(bucket))
             group = together[number][0].group
             if counters is not None:
                 group = counted(together[number], bucket, counters)
             self._update(group, bucket, options)
         self._note_versions()
+
+    def _held(self, bucket: Bucket) -> tuple[Held, ...]:
+        """Which columns of a bucket are held in 8 bits."""
+        slots = zip(self._stepped_slots(), bucket.columns[2:], strict=True)
+        return tuple(
+            Held(number, CODES[slot], self._absmaxes(bucket.params, slot))
+            for number, (slot, column) in enumerate(slots, 2)
+            if column[0].dtype == torch.uint8
+        )
 
     def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a gradient is not dense and real."""

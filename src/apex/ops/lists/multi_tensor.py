@@ -18,6 +18,7 @@ by ``noop``, a one-element tensor that is read where the tensors are.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -28,6 +29,15 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists.columns import Column, Scalar, joined, odd_positions, set_flag, taken
 from apex.ops.lists.pointer_tables import TABLES
+from apex.ops.lists.quantized import (
+    BLOCK,
+    Held,
+    absmax_shape,
+    by_rows,
+    dequantize,
+    quantize,
+    row_length,
+)
 
 Values = tuple[torch.Tensor, ...]
 
@@ -92,6 +102,7 @@ class _Call(NamedTuple):
     flags: tuple[int, ...]
     largest: bool
     dense: bool
+    held: tuple[Held, ...]
 
     @property
     def device(self) -> torch.device:
@@ -112,6 +123,7 @@ def run(
     flags: tuple[int, ...] = (),
     largest: bool = False,
     dense: bool = False,
+    held: tuple[Held, ...] = (),
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns, in place.
 
@@ -132,6 +144,8 @@ def run(
         largest: Take the largest instead of the sum, of values that are at least 0; nan wins.
         dense: Whether no position is odd, known before, see
             :func:`apex.ops.lists.columns.odd_positions`.
+        held: The columns that are held in 8 bits. What ``codec`` and ``update`` see of them is
+            float32. ``flags`` are not looked at.
 
     Returns:
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.
@@ -140,9 +154,11 @@ def run(
         return torch.zeros(len(sums), 0) if sums else None
     flags = flags if flag is not None else ()
     call = _Call(
-        update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense
+        update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense, held
     )  # fmt: skip
-    if not _runtime.can_fuse(call.device) or not {column[0].dtype for column in columns} <= FUSABLE:
+    codes = {one.column for one in held}
+    dtypes = {column[0].dtype for number, column in enumerate(columns) if number not in codes}
+    if not _runtime.can_fuse(call.device) or not dtypes <= FUSABLE:
         return _reference(call)
     odd = [] if call.dense else odd_positions(columns)
     if not odd:
@@ -159,7 +175,8 @@ def _part(call: _Call, positions: Sequence[int]) -> _Call:
     """The call at these positions alone."""
     columns = [[column[i] for i in positions] for column in call.columns]
     scalars = _scalars_at(call.scalars, lambda vector: taken(vector, positions))
-    return call._replace(columns=columns, scalars=scalars)
+    held = tuple(one._replace(absmax=[one.absmax[i] for i in positions]) for one in call.held)
+    return call._replace(columns=columns, scalars=scalars, held=held)
 
 
 # -- the definition ------------------------------------------------------------------------------
@@ -178,9 +195,10 @@ def _reference(call: _Call) -> torch.Tensor | None:
         noop = None
     skip = None if noop is None else noop.reshape(()) != 0
     totals: list[torch.Tensor] = []
-    for number, position in enumerate(zip(*call.columns, strict=True)):
+    absmaxes = [one.absmax for one in call.held]
+    for number, position in enumerate(zip(*call.columns, *absmaxes, strict=True)):
         scalars = _scalars_at(call.scalars, itemgetter(number))
-        partial = [_step(call, raw, scalars, skip) for raw in _pieces(position)]
+        partial = [_step(call, raw, scalars, skip) for raw in _pieces(position, bool(call.held))]
         totals += [_total(column, call.largest) for column in zip(*partial, strict=True)]
     return torch.stack(totals).view(-1, len(sums)).t() if sums else None
 
@@ -202,8 +220,8 @@ def _scalars_at(
     return found
 
 
-def _pieces(position: Values) -> Iterable[Values]:
-    """The tensors of a position; on a CPU in flat pieces.
+def _pieces(position: Values, held: bool) -> Iterable[Values]:
+    """The tensors of a position; on a CPU in flat pieces, or in rows if some are held in 8 bits.
 
     A definition makes a dozen tensors on the way. Those of a piece stay in the cache; those of a
     large tensor are pages that the system has to find and clear first.
@@ -211,6 +229,8 @@ def _pieces(position: Values) -> Iterable[Values]:
     large = position[0].is_cpu and position[0].numel() > PIECE
     if not large or not all(map(torch.Tensor.is_contiguous, position)):
         return [position]
+    if held:
+        return by_rows(position, PIECE)
     return zip(*(torch.split(x.view(-1), PIECE) for x in position), strict=True)
 
 
@@ -218,14 +238,25 @@ def _step(
     call: _Call, raw: Values, scalars: tuple[Scalar, ...], skip: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Update one position, or a piece of it; returns the sums."""
+    columns = raw[: len(call.columns)]
+    absmaxes = zip(call.held, raw[len(columns) :], strict=True)
+    held = {one.column: (absmax, one.code) for one, absmax in absmaxes}
+    raw = tuple(
+        dequantize(x, *held[number]) if number in held else x for number, x in enumerate(columns)
+    )
     values = call.codec.decode(raw)
     new = call.codec.encode(raw, values, call.update.reference(values, scalars))
     if call.flag is not None:
         raise_flag(call.flag, [new[result] for result in call.flags], skip)
     reduced = [_reduced(new[result], call.largest) for result in call.sums]
     for column, result in call.stores:
-        value = new[result].to(raw[column].dtype)
-        raw[column].copy_(value if skip is None else torch.where(skip, raw[column], value))
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(columns[column], new[result])]
+        if column in held:
+            absmax, code = held[column]
+            pairs = zip((columns[column], absmax), quantize(new[result], code), strict=True)
+        for stored, value in pairs:
+            value = value.to(stored.dtype)
+            stored.copy_(value if skip is None else torch.where(skip, stored, value))
     return reduced
 
 
@@ -266,19 +297,37 @@ def _fused(call: _Call) -> torch.Tensor | None:
     from apex.kernels import multi_tensor as kernels  # late: importing us must not import triton
 
     device = call.device
-    layout = TABLES.layout(tuple(map(torch.Tensor.numel, call.columns[0])), device)
+    sizes = tuple(map(torch.Tensor.numel, call.columns[0]))
+    if call.held:  # programs walk whole blocks
+        shapes = [x.shape for x in call.columns[call.held[0].column]]
+        sizes = tuple(BLOCK * math.prod(absmax_shape(shape)) for shape in shapes)
+    layout = TABLES.layout(sizes, device)
     if not layout.programs:  # all tensors are empty
         return torch.zeros(len(call.sums), layout.tensors, device=device) if call.sums else None
     (function,) = _jitted(call.update.kernel)
     decode, encode = _jitted(call.codec.kernel)
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
     written = [tensor for column, _ in call.stores for tensor in call.columns[column]]
+    written += [tensor for one in call.held for tensor in one.absmax]
     torch.autograd.graph.increment_version(written)
-    return kernels.launch(
+    launched = (
         layout,
         [TABLES.table(column, device) for column in call.columns],
         [column[0].dtype for column in call.columns],
-        function, call.stores, call.update.scalars._fields, call.scalars, noop=call.noop,
-        sums=call.sums, codec=(decode, encode), seed=call.seed, largest=call.largest,
-        flag=call.flag, flags=call.flags,
+        function, call.stores, call.update.scalars._fields, call.scalars,
     )  # fmt: skip
+    options = {"noop": call.noop, "sums": call.sums, "codec": (decode, encode), "seed": call.seed}
+    if not call.held:
+        return kernels.launch(
+            *launched, **options, largest=call.largest, flag=call.flag, flags=call.flags
+        )
+    from apex.kernels import quantized
+
+    held = quantized.HeldColumns(
+        tuple(one.column for one in call.held),
+        tuple(one.code.signed for one in call.held),
+        [TABLES.table(one.absmax, device) for one in call.held],
+        [(one.code.values(device), one.code.cells(device)) for one in call.held],
+        TABLES.numbers(map(row_length, shapes), device),
+    )
+    return quantized.launch(*launched, held, **options)

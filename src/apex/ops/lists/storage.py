@@ -28,6 +28,7 @@ import torch
 
 from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Codec, Update, Values, run
+from apex.ops.lists.quantized import Held
 
 PARAM = 1  # the column of the weight, in every optimizer's update
 
@@ -157,6 +158,7 @@ class StepOptions(NamedTuple):
             values too.
         dense: Whether no position is odd, known before, see
             :func:`apex.ops.lists.columns.odd_positions`.
+        held: The states that are held in 8 bits.
     """
 
     factor: Scalar = 1.0
@@ -165,6 +167,7 @@ class StepOptions(NamedTuple):
     storage: Storage = PLAIN
     extra: Column | None = None
     dense: bool = False
+    held: tuple[Held, ...] = ()
 
 
 DEFAULT_OPTIONS = StepOptions()
@@ -209,4 +212,5 @@ def run_stored(
     run(
         update, columns, tuple(stores), scalars, noop=options.noop, codec=options.storage.codec(),
         seed=seed, dense=options.dense,
+        held=tuple(one for one in options.held if one.column < PARAM + 1 + states),
     )  # fmt: skip

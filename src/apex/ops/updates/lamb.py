@@ -115,7 +115,12 @@ def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT
         return
     grads, params = columns[0], columns[1]
     known = (hyper.lr, hyper.weight_decay, hyper.step)
-    if hyper.grad_averaging and cpu_fused.torch_steps(columns, options, *known):
+    # With moments in 8 bits: all of them as float32 at once would be what 8 bits save.
+    if (
+        hyper.grad_averaging
+        and not options.held
+        and cpu_fused.torch_steps(columns, options, *known)
+    ):
         if options.noop is None or not options.noop.item():
             _step_on_cpu(columns, hyper, options)
         return
@@ -145,6 +150,7 @@ def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT
         sums=(3, 4) if hyper.adapts else (),
         codec=codec,
         dense=options.dense,
+        held=options.held,
     )
     if sums is None:
         rates: Scalar = hyper.lr

@@ -1,0 +1,178 @@
+"""Columns that are held in 8 bits: a code for each element, and a largest magnitude for each block.
+
+A block has at most 256 elements and lies inside one row, which is all that has one index of
+dimension 0. So blocks do not depend on how many ranks share a tensor by ``Shard(0)``, nor on how it
+lies in memory: elements are counted in the order of the indices. With ``absmax`` the largest
+magnitude of a block, in float32, an element is ``value(code) * absmax``.
+
+The codes are those of dynamic quantisation: leading zeros of a code count powers of ten, and the
+bits after the first 1 are a fraction. The magnitude of the ``b`` bits ``m = 2**n + f`` is
+
+    value(m) = 10 ** (n - b + 1) * (0.1 + 0.9 * (f + 1/2) / 2**n)      0 <= f < 2**n
+
+and that of 0 is 0. The largest is made 1, so that the largest element of a block is exact.
+
+* `SIGNED`, for first moments: 7 bits and a sign. So 0 has a sign too.
+* `UNSIGNED`, for second moments: 8 bits, one more of the fraction.
+
+A value becomes the nearest code, of two equally near the smaller. But in `UNSIGNED` only 0 becomes
+0: a second moment that is rounded to 0 would divide the step by ``eps``. An element is off by at
+most ``4.5 / 2**n`` of its size: in `UNSIGNED` by 3.5 % between ``absmax / 10`` and ``absmax``, in
+`SIGNED` by 7 %, and twice that in each decade below. Quantising what was dequantised gives the same
+codes and ``absmax``, unless they are so small that float32 has fewer bits there.
+
+If an element is not finite, ``absmax`` is nan, and the whole block is nan. Codes of a block of
+zeros are 0, those of such a nan are not defined.
+
+How a value finds its code: the upper 16 bits of the float32 ``value / absmax`` choose one of 16,257
+cells. A cell has at most one boundary between two codes. It is looked up with the code below it.
+So the code is exact, and a kernel that does the same gives the same bits.
+
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, sections
+2.1 and 2.2. There blocks are 2,048 elements of the flat tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+
+from apex.ops import _runtime
+from apex.ops.lists.columns import Column
+
+BLOCK = 256  # elements of a block, at most
+CELLS = (0x3F80_0000 >> 16) + 1  # the last holds 1.0
+
+
+@dataclass(frozen=True)
+class Code:
+    """What 8 bits stand for.
+
+    Attributes:
+        signed: Whether the highest bit is a sign.
+    """
+
+    signed: bool
+
+    def values(self, device: torch.device) -> torch.Tensor:
+        """float32 ``(256,)``: what each code stands for, relative to the block's largest."""
+        return _tables(self, device)[0]
+
+    def cells(self, device: torch.device) -> torch.Tensor:
+        """int32 ``(16257,)``: code | lower 16 bits of the boundary << 8, for each cell."""
+        return _tables(self, device)[1]
+
+
+SIGNED, UNSIGNED = Code(True), Code(False)
+NEGATIVE_ZERO = 0x80  # of `SIGNED`
+
+
+class Held(NamedTuple):
+    """A column that is held in 8 bits: its number, what its codes mean, and ``absmax`` of each."""
+
+    column: int
+    code: Code
+    absmax: Column
+
+
+def magnitudes(code: Code) -> torch.Tensor:
+    """The magnitudes that codes stand for, in order: float64, 128 or 256."""
+    bits = 7 if code.signed else 8
+    found = [0.0]
+    for n in range(bits):
+        parts = [0.1 + 0.9 * (f + 0.5) / 2**n for f in range(2**n)]
+        found += [10.0 ** (n - bits + 1) * part for part in parts]
+    found[-1] = 1.0
+    return torch.tensor(found, dtype=torch.float64, device="cpu")
+
+
+@functools.cache
+def _tables(code: Code, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    if _runtime.capturing():
+        raise RuntimeError(
+            'An optimizer with state="8bit" takes its first step on this device. Take a step before '
+            "capturing a CUDA graph."
+        )
+    sizes = magnitudes(code)
+    between = ((sizes[1:] + sizes[:-1]) / 2).float()
+    if not code.signed:
+        between[0] = 0.0  # only 0 becomes 0
+    boundaries = between.view(torch.int32)
+    cells = torch.arange(CELLS, dtype=torch.int32, device="cpu")
+    below = torch.bucketize(cells << 16, boundaries, out_int32=True)
+    lower = torch.full((CELLS,), 0xFFFF, dtype=torch.int32, device="cpu")  # no boundary
+    lower[boundaries.long() >> 16] = boundaries & 0xFFFF
+    values = torch.cat([sizes, -sizes]) if code.signed else sizes
+    return values.float().to(device), (below | lower << 8).to(device)
+
+
+def row_length(shape: Sequence[int]) -> int:
+    """Elements of a row."""
+    return math.prod(shape[1:])
+
+
+def absmax_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows, and blocks of a row."""
+    return shape[0], -(-row_length(shape) // BLOCK)
+
+
+def quantize(value: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a tensor.
+
+    Args:
+        value: float32, two or more dimensions, no row empty.
+        code: What codes mean.
+
+    Returns:
+        Codes, uint8 of the same shape; and ``absmax``, float32 ``(rows, blocks of a row)``. Both
+        are contiguous.
+    """
+    (rows, blocks), length = absmax_shape(value.shape), row_length(value.shape)
+    width = min(length, BLOCK)
+    cut = value.reshape(rows, length)
+    if length % width:
+        cut = torch.nn.functional.pad(cut, (0, blocks * width - length))
+    cut = cut.view(rows, blocks, width)
+    size = cut.abs()
+    largest = size.amax(-1)  # nan if one is
+    absmax = largest.masked_fill(largest == math.inf, math.nan)
+    size /= absmax.masked_fill(largest == 0, 1.0).unsqueeze(-1)
+    bits = size.nan_to_num_(0.0).view(torch.int32).view(-1)
+    entries = code.cells(value.device).index_select(0, bits >> 16)
+    codes = (entries & 0xFF) + (bits.bitwise_and_(0xFFFF) > (entries >> 8))
+    if code.signed:
+        codes += (cut.view(torch.int32).view(-1) >> 31) & 0x80
+    codes = codes.to(torch.uint8).view(rows, blocks * width)[:, :length]
+    return codes.reshape(value.shape), absmax
+
+
+def dequantize(codes: torch.Tensor, absmax: torch.Tensor, code: Code) -> torch.Tensor:
+    """What :func:`quantize` has kept of a tensor: float32, contiguous, of the codes' shape."""
+    rows, length = codes.shape[0], row_length(codes.shape)
+    value = code.values(codes.device).index_select(0, codes.reshape(-1).int())
+    value = value.view(rows, length)
+    width = min(length, BLOCK)
+    full = length - length % width
+    value[:, :full].view(rows, full // width, width).mul_(absmax[:, : full // width, None])
+    value[:, full:].mul_(absmax[:, full // width :])
+    return value.view(codes.shape)
+
+
+def by_rows(position: Sequence[torch.Tensor], limit: int) -> Iterable[tuple[torch.Tensor, ...]]:
+    """Cut contiguous tensors that have the same rows into pieces of about ``limit`` elements.
+
+    Args:
+        position: Tensors of a position, the first of which is large; 0-dim ones, which are in every
+            piece; and ``absmax``.
+        limit: Elements; a piece has one row at least.
+    """
+    shape = position[0].shape
+    rows = max(1, limit // row_length(shape))
+    parts = (x.view(shape[0], -1).split(rows) if x.dim() else repeat(x) for x in position)
+    return zip(*parts, strict=False)
