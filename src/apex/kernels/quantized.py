@@ -21,11 +21,19 @@ import triton.language as tl
 
 from apex.kernels._tables import CHUNK, Layout, Table
 from apex.kernels.multi_tensor import (
-    BLOCK, DTYPES, Named, _arguments, _pointer, _read, rounded, widened,
+    BLOCK,
+    DTYPES,
+    Named,
+    _arguments,
+    _pointer,
+    _read,
+    rounded,
+    widened,
 )  # fmt: skip
 from apex.kernels.partial_sums import OPTIONS, reduced, summed
 
 WIDTH = 256  # elements of a block of codes, at most
+TINY = tl.constexpr(2.0**-126)
 
 
 class HeldColumns(NamedTuple):
@@ -33,16 +41,16 @@ class HeldColumns(NamedTuple):
 
     Attributes:
         columns: Their numbers.
-        signed: Whether codes have a sign.
         absmax: Addresses of the largest magnitudes.
-        tables: What codes stand for, and the cells by which codes are found.
+        values: What codes stand for.
+        cells: The cells by which codes are found.
         lengths: Elements of a row, of each tensor: an int64 table.
     """
 
     columns: tuple[int, ...]
-    signed: tuple[bool, ...]
     absmax: Sequence[Table]
-    tables: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    values: Sequence[torch.Tensor]
+    cells: Sequence[torch.Tensor]
     lengths: Table
 
 
@@ -55,8 +63,7 @@ def _spread(of_blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _quantized(
-    value, mask, cells_ptr,
-    SIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    value, mask, cells_ptr, MASKED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     size = tl.abs(value)
     size = tl.where(size < float("inf"), size, float("inf"))  # nan too
@@ -64,21 +71,20 @@ def _quantized(
         size = tl.where(mask, size, 0.0)
     largest = tl.max(tl.reshape(size, (BLOCK // WIDTH, WIDTH)), axis=1)
     absmax = tl.where(largest < float("inf"), largest, float("nan"))
-    ratio = tl.div_rn(size, _spread(tl.where(largest == 0, 1.0, absmax), BLOCK, WIDTH))
-    bits = tl.where(ratio <= 1.0, ratio, 0.0).to(tl.int32, bitcast=True)
-    entry = tl.load(cells_ptr + (bits >> 16))
-    code = (entry & 0xFF) + ((bits & 0xFFFF) > (entry >> 8)).to(tl.int32)
-    if SIGNED:
-        code += (value.to(tl.int32, bitcast=True) >> 31) & 0x80
-    return code.to(tl.uint8), absmax
+    absmax = tl.where(largest < TINY, 0.0, absmax)
+    # A division for each block: one for each element would be a fifth of Adam's instructions.
+    inverse = tl.where(absmax > 0, tl.div_rn(1.0, tl.where(absmax > 0, absmax, 1.0)), 0.0)
+    bits = (value * _spread(inverse, BLOCK, WIDTH)).to(tl.uint32, bitcast=True)
+    found = tl.load(cells_ptr + (bits >> 16)).to(tl.uint32, bitcast=True) + bits
+    return (found >> 16).to(tl.uint8), absmax
 
 
 @triton.jit
 def _held_tile(
-    pointers, absmax, first, blocks, offsets, mask, index, scalars, seed, tables,
+    pointers, absmax, first, blocks, offsets, mask, index, scalars, seed, meanings, cells,
     UPDATE: tl.constexpr, DECODE: tl.constexpr, ENCODE: tl.constexpr, STORES: tl.constexpr,
-    SUMS: tl.constexpr, HELD: tl.constexpr, SIGNED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    SUMS: tl.constexpr, HELD: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Update the blocks from ``first`` on, of ``blocks``."""
     number = first + tl.arange(0, BLOCK // WIDTH)
@@ -90,7 +96,7 @@ def _held_tile(
             read = tl.load(pointers[i] + offsets)
         if HELD[i] >= 0:
             largest = tl.load(absmax[HELD[i]] + number, mask=number < blocks, other=0.0)
-            value = tl.load(tables[HELD[i]][0] + read.to(tl.int32))
+            value = tl.load(meanings[HELD[i]] + read.to(tl.int32))
             raw = raw + (value * _spread(largest, BLOCK, WIDTH),)
         else:
             raw = raw + (read,)
@@ -100,9 +106,8 @@ def _held_tile(
         stored = new[STORES[i][1]]
         if HELD[STORES[i][0]] >= 0:
             stored, largest = _quantized(
-                stored, mask, tables[HELD[STORES[i][0]]][1],
-                SIGNED[HELD[STORES[i][0]]], MASKED, BLOCK, WIDTH,
-            )  # fmt: skip
+                stored, mask, cells[HELD[STORES[i][0]]], MASKED, BLOCK, WIDTH
+            )
             tl.store(absmax[HELD[STORES[i][0]]] + number, largest, mask=number < blocks)
         pointer = pointers[STORES[i][0]] + offsets
         if MASKED:
@@ -120,22 +125,22 @@ def _held_tile(
 
 @triton.jit
 def held_kernel(
-    blocks_ptr, numels_ptr, lengths_ptr, column_tables, absmax_tables, tables, scalar_args,
-    seed_ptr, noop_ptr, partial_ptr,
+    blocks_ptr, numels_ptr, lengths_ptr, tables, absmaxes, values, cells, scalar_args, seed_ptr,
+    noop_ptr, partial_ptr,
     UPDATE: tl.constexpr, DECODE: tl.constexpr, ENCODE: tl.constexpr, COLUMNS: tl.constexpr,
     STORES: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, SUMS: tl.constexpr,
-    ALIGNED: tl.constexpr, HELD: tl.constexpr, SIGNED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Run ``UPDATE`` over every element of every tensor of the columns.
 
     Args that `multi_tensor.list_kernel` does not have:
         numels_ptr: int64, lanes of each tensor: `WIDTH` for each block.
         lengths_ptr: int64, elements of a row of each tensor.
-        absmax_tables: For each column that is held the addresses of its ``absmax``.
-        tables: For each column that is held its values and cells.
+        absmaxes: For each column that is held the addresses of its ``absmax``.
+        values: For each column that is held what codes stand for.
+        cells: For each column that is held the cells by which codes are found.
         HELD: For each column which of those that are held it is, or -1.
-        SIGNED: For each column that is held whether its codes have a sign.
     """
     program = tl.program_id(0).to(tl.int64)
     if noop_ptr is not None:
@@ -150,11 +155,11 @@ def held_kernel(
     length = tl.load(lengths_ptr + tensor)
     pointers = ()
     for i in tl.static_range(len(COLUMNS)):
-        pointers = pointers + (_pointer(column_tables[i], tensor, 0, COLUMNS[i], ALIGNED[i]),)
+        pointers = pointers + (_pointer(tables[i], tensor, 0, COLUMNS[i], ALIGNED[i]),)
     absmax = ()
-    for i in tl.static_range(len(SIGNED)):
-        at = _pointer(absmax_tables[i], tensor, start // WIDTH, tl.float32, False)
-        absmax = absmax + (at,)
+    for i in tl.static_range(len(absmaxes)):
+        begin = _pointer(absmaxes[i], tensor, start // WIDTH, tl.float32, False)
+        absmax = absmax + (begin,)
     scalars = _read(scalar_args, tensor, KINDS, SCALARS)
     seed = 0
     if seed_ptr is not None:
@@ -171,8 +176,8 @@ def held_kernel(
         for at in range(0, CHUNK, BLOCK):
             sums = _held_tile(
                 whole, absmax, at // WIDTH, CHUNK // WIDTH, at + lanes, None, first + at + lanes,
-                scalars, seed, tables, UPDATE, DECODE, ENCODE, STORES, SUMS, HELD, SIGNED, False,
-                BLOCK, WIDTH,
+                scalars, seed, values, cells, UPDATE, DECODE, ENCODE, STORES, SUMS, HELD,
+                False, BLOCK, WIDTH,
             )  # fmt: skip
             new = ()
             for i in tl.static_range(len(totals)):
@@ -189,8 +194,8 @@ def held_kernel(
             sums = _held_tile(
                 pointers, absmax, at // WIDTH, left // WIDTH, offsets,
                 (column < length) & (at + lanes < left), first + at + lanes,
-                scalars, seed, tables, UPDATE, DECODE, ENCODE, STORES, SUMS, HELD, SIGNED, True,
-                BLOCK, WIDTH,
+                scalars, seed, values, cells, UPDATE, DECODE, ENCODE, STORES, SUMS, HELD,
+                True, BLOCK, WIDTH,
             )  # fmt: skip
             new = ()
             for i in tl.static_range(len(totals)):
@@ -236,7 +241,8 @@ def launch(
             held.lengths.on_device,
             tuple(table.on_device for table in columns),
             tuple(table.on_device for table in held.absmax),
-            tuple(held.tables),
+            tuple(held.values),
+            tuple(held.cells),
             numbers,
             seed,
             noop,
@@ -250,7 +256,6 @@ def launch(
             sums,
             tuple(table.aligned for table in columns),
             tuple(places.get(number, -1) for number in range(len(columns))),
-            held.signed,
             CHUNK,
             BLOCK,
             WIDTH,

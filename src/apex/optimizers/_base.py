@@ -26,8 +26,8 @@ from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous
 from apex.ops.lists.placements import placed
-from apex.ops.lists.storage import ScaledStep, StepOptions
 from apex.ops.lists.quantized import Held
+from apex.ops.lists.storage import ScaledStep, StepOptions
 from apex.optimizers._buckets import Bucket, GroupGrads, count_steps, counted, joined, split
 from apex.optimizers._eight_bit import CODES
 from apex.optimizers._state import StatefulOptimizer
@@ -231,24 +231,26 @@ class FusedOptimizer(StatefulOptimizer):
                     dense=dense,
                 )
             options = everywhere[device]
-            if bucket.extra is not None:
-                options = options._replace(extra=bucket.extra)
-            if self._state_form == "8bit":
-                options = options._replace(held=self._held(bucket))
+            options = self._with_columns(options, bucket)
             group = together[number][0].group
             if counters is not None:
                 group = counted(together[number], bucket, counters)
             self._update(group, bucket, options)
         self._note_versions()
 
-    def _held(self, bucket: Bucket) -> tuple[Held, ...]:
-        """Which columns of a bucket are held in 8 bits."""
-        slots = zip(self._stepped_slots(), bucket.columns[2:], strict=True)
-        return tuple(
-            Held(number, CODES[slot], self._absmaxes(bucket.params, slot))
-            for number, (slot, column) in enumerate(slots, 2)
-            if column[0].dtype == torch.uint8
-        )
+    def _with_columns(self, options: StepOptions, bucket: Bucket) -> StepOptions:
+        """The options with what a bucket has beside its columns."""
+        if bucket.extra is not None:
+            options = options._replace(extra=bucket.extra)
+        if self._state_form == "8bit":
+            slots = zip(self._stepped_slots(), bucket.columns[2:], strict=True)
+            held = [
+                Held(number, CODES[slot], self._absmaxes(bucket.params, slot))
+                for number, (slot, column) in enumerate(slots, 2)
+                if column[0].dtype == torch.uint8
+            ]
+            options = options._replace(held=tuple(held))
+        return options
 
     def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a gradient is not dense and real."""

@@ -63,7 +63,7 @@ def check_placement(user: str, param: Any) -> None:
         if not place.is_replicate() and getattr(place, "dim", None) != 0 and is_held(param):
             raise RuntimeError(
                 f'{user}: state="8bit" has blocks of codes in rows of dimension 0, and a parameter '
-                f'has the placements {param.placements}. Shard it by Shard(0), or use state="plain".'
+                f"has the placements {param.placements}. Shard it by Shard(0), or leave state out."
             )
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -67,11 +67,14 @@ class Codec:
         decode: ``(raw columns) -> values`` in plain PyTorch.
         encode: ``(raw, values, new) -> what is stored``.
         kernel: The same for Triton: ``"module:decode,encode"`` in ``apex.kernels``.
+        held: Columns that are held in 8 bits. The others see them as float32; ``flags`` and
+            ``largest`` are not for calls that have some.
     """
 
     decode: Callable[[Values], Values]
     encode: Callable[[Values, Values, Values], Values]
     kernel: str
+    held: tuple[Held, ...] = ()
 
 
 def widen(raw: Values) -> Values:
@@ -102,7 +105,10 @@ class _Call(NamedTuple):
     flags: tuple[int, ...]
     largest: bool
     dense: bool
-    held: tuple[Held, ...]
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        return self.codec.held
 
     @property
     def device(self) -> torch.device:
@@ -123,7 +129,6 @@ def run(
     flags: tuple[int, ...] = (),
     largest: bool = False,
     dense: bool = False,
-    held: tuple[Held, ...] = (),
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns, in place.
 
@@ -144,8 +149,6 @@ def run(
         largest: Take the largest instead of the sum, of values that are at least 0; nan wins.
         dense: Whether no position is odd, known before, see
             :func:`apex.ops.lists.columns.odd_positions`.
-        held: The columns that are held in 8 bits. What ``codec`` and ``update`` see of them is
-            float32. ``flags`` are not looked at.
 
     Returns:
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.
@@ -154,9 +157,9 @@ def run(
         return torch.zeros(len(sums), 0) if sums else None
     flags = flags if flag is not None else ()
     call = _Call(
-        update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense, held
+        update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense
     )  # fmt: skip
-    codes = {one.column for one in held}
+    codes = {one.column for one in codec.held}
     dtypes = {column[0].dtype for number, column in enumerate(columns) if number not in codes}
     if not _runtime.can_fuse(call.device) or not dtypes <= FUSABLE:
         return _reference(call)
@@ -176,7 +179,8 @@ def _part(call: _Call, positions: Sequence[int]) -> _Call:
     columns = [[column[i] for i in positions] for column in call.columns]
     scalars = _scalars_at(call.scalars, lambda vector: taken(vector, positions))
     held = tuple(one._replace(absmax=[one.absmax[i] for i in positions]) for one in call.held)
-    return call._replace(columns=columns, scalars=scalars, held=held)
+    codec = replace(call.codec, held=held)
+    return call._replace(columns=columns, scalars=scalars, codec=codec)
 
 
 # -- the definition ------------------------------------------------------------------------------
@@ -316,7 +320,9 @@ def _fused(call: _Call) -> torch.Tensor | None:
         [column[0].dtype for column in call.columns],
         function, call.stores, call.update.scalars._fields, call.scalars,
     )  # fmt: skip
-    options = {"noop": call.noop, "sums": call.sums, "codec": (decode, encode), "seed": call.seed}
+    options: dict[str, Any] = {
+        "noop": call.noop, "sums": call.sums, "codec": (decode, encode), "seed": call.seed,
+    }  # fmt: skip
     if not call.held:
         return kernels.launch(
             *launched, **options, largest=call.largest, flag=call.flag, flags=call.flags
@@ -325,9 +331,9 @@ def _fused(call: _Call) -> torch.Tensor | None:
 
     held = quantized.HeldColumns(
         tuple(one.column for one in call.held),
-        tuple(one.code.signed for one in call.held),
         [TABLES.table(one.absmax, device) for one in call.held],
-        [(one.code.values(device), one.code.cells(device)) for one in call.held],
+        [one.code.values(device) for one in call.held],
+        [one.code.cells(device) for one in call.held],
         TABLES.numbers(map(row_length, shapes), device),
     )
     return quantized.launch(*launched, held, **options)

@@ -15,18 +15,20 @@ and that of 0 is 0. The largest is made 1, so that the largest element of a bloc
 * `SIGNED`, for first moments: 7 bits and a sign. So 0 has a sign too.
 * `UNSIGNED`, for second moments: 8 bits, one more of the fraction.
 
-A value becomes the nearest code, of two equally near the smaller. But in `UNSIGNED` only 0 becomes
+A value becomes the nearest code, of two equally near the smaller; ``value / absmax`` is rounded to
+float32 first. But in `UNSIGNED` only 0 becomes
 0: a second moment that is rounded to 0 would divide the step by ``eps``. An element is off by at
 most ``4.5 / 2**n`` of its size: in `UNSIGNED` by 3.5 % between ``absmax / 10`` and ``absmax``, in
 `SIGNED` by 7 %, and twice that in each decade below. Quantising what was dequantised gives the same
-codes and ``absmax``, unless they are so small that float32 has fewer bits there.
+codes and ``absmax``, if ``absmax`` is above 1e-31.
 
-If an element is not finite, ``absmax`` is nan, and the whole block is nan. Codes of a block of
-zeros are 0, those of such a nan are not defined.
+If an element is not finite, ``absmax`` is nan, and the whole block is nan; its codes mean nothing.
+A block with no magnitude of 2**-126 or more, below which float32 has fewer bits, becomes 0.
 
-How a value finds its code: the upper 16 bits of the float32 ``value / absmax`` choose one of 16,257
-cells. A cell has at most one boundary between two codes. It is looked up with the code below it.
-So the code is exact, and a kernel that does the same gives the same bits.
+How a value finds its code: the upper 16 bits of the float32 ``value / absmax`` choose a cell, in
+which is one boundary between two codes at most. A table has a number for each cell. Added to the
+float32's bits it leaves the code in the upper 16, as there is a carry beyond the boundary. So the
+code is exact, any bits find some code, and a kernel that does the same gives the same bits.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, sections
 2.1 and 2.2. There blocks are 2,048 elements of the flat tensor.
@@ -47,7 +49,8 @@ from apex.ops import _runtime
 from apex.ops.lists.columns import Column
 
 BLOCK = 256  # elements of a block, at most
-CELLS = (0x3F80_0000 >> 16) + 1  # the last holds 1.0
+TINY = 2.0**-126  # the smallest normal float32
+CELLS = 2**15  # of one sign
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Code:
         return _tables(self, device)[0]
 
     def cells(self, device: torch.device) -> torch.Tensor:
-        """int32 ``(16257,)``: code | lower 16 bits of the boundary << 8, for each cell."""
+        """int32 ``(65536,)``: what is added to the bits in each cell."""
         return _tables(self, device)[1]
 
 
@@ -96,20 +99,22 @@ def magnitudes(code: Code) -> torch.Tensor:
 def _tables(code: Code, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     if _runtime.capturing():
         raise RuntimeError(
-            'An optimizer with state="8bit" takes its first step on this device. Take a step before '
-            "capturing a CUDA graph."
+            'This is the first step with state="8bit" on this device. Take one before capturing a '
+            "CUDA graph."
         )
     sizes = magnitudes(code)
     between = ((sizes[1:] + sizes[:-1]) / 2).float()
     if not code.signed:
         between[0] = 0.0  # only 0 becomes 0
     boundaries = between.view(torch.int32)
-    cells = torch.arange(CELLS, dtype=torch.int32, device="cpu")
-    below = torch.bucketize(cells << 16, boundaries, out_int32=True)
-    lower = torch.full((CELLS,), 0xFFFF, dtype=torch.int32, device="cpu")  # no boundary
-    lower[boundaries.long() >> 16] = boundaries & 0xFFFF
+    upper = torch.arange(CELLS, dtype=torch.int32, device="cpu") << 16
+    below = torch.bucketize(upper, boundaries)
+    carried = torch.zeros(CELLS, dtype=torch.int64, device="cpu")
+    carried[boundaries.long() >> 16] = 0xFFFF - (boundaries.long() & 0xFFFF)
+    carried += (below << 16) - upper
+    negative = carried + (2**31 + (NEGATIVE_ZERO << 16 if code.signed else 0))
     values = torch.cat([sizes, -sizes]) if code.signed else sizes
-    return values.float().to(device), (below | lower << 8).to(device)
+    return values.float().to(device), torch.cat([carried, negative]).to(torch.int32).to(device)
 
 
 def row_length(shape: Sequence[int]) -> int:
@@ -141,14 +146,12 @@ def quantize(value: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tenso
     cut = cut.view(rows, blocks, width)
     size = cut.abs()
     largest = size.amax(-1)  # nan if one is
-    absmax = largest.masked_fill(largest == math.inf, math.nan)
-    size /= absmax.masked_fill(largest == 0, 1.0).unsqueeze(-1)
-    bits = size.nan_to_num_(0.0).view(torch.int32).view(-1)
-    entries = code.cells(value.device).index_select(0, bits >> 16)
-    codes = (entries & 0xFF) + (bits.bitwise_and_(0xFFFF) > (entries >> 8))
-    if code.signed:
-        codes += (cut.view(torch.int32).view(-1) >> 31) & 0x80
-    codes = codes.to(torch.uint8).view(rows, blocks * width)[:, :length]
+    absmax = largest.masked_fill(largest == math.inf, math.nan).masked_fill_(largest < TINY, 0.0)
+    inverse = absmax.reciprocal().masked_fill_(~(absmax > 0), 0.0)
+    bits = torch.mul(cut, inverse.unsqueeze(-1), out=size).view(torch.int32).view(-1)
+    cells = (bits >> 16).bitwise_and_(0xFFFF)
+    found = code.cells(value.device).index_select(0, cells).add_(bits)
+    codes = found.bitwise_right_shift_(16).to(torch.uint8).view(rows, blocks * width)[:, :length]
     return codes.reshape(value.shape), absmax
 
 
@@ -174,5 +177,5 @@ def by_rows(position: Sequence[torch.Tensor], limit: int) -> Iterable[tuple[torc
     """
     shape = position[0].shape
     rows = max(1, limit // row_length(shape))
-    parts = (x.view(shape[0], -1).split(rows) if x.dim() else repeat(x) for x in position)
+    parts = (torch.split(x.view(shape[0], -1), rows) if x.dim() else repeat(x) for x in position)
     return zip(*parts, strict=False)

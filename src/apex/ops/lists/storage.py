@@ -59,7 +59,7 @@ class Storage:
     column: str | None = None
     seeded: bool = False
 
-    def codec(self) -> Codec:
+    def codec(self, held: tuple[Held, ...] = ()) -> Codec:
         """How columns are stored: gradients, weights, states, and what is beside the weights."""
         beside = self.extra is not None
 
@@ -72,7 +72,7 @@ class Storage:
             weight, *more = self.narrow(new[0])
             return weight, *new[1:], *more
 
-        return Codec(decode, encode, f"storage:{self.decode},{self.encode}")
+        return Codec(decode, encode, f"storage:{self.decode},{self.encode}", held)
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +210,6 @@ def run_stored(
         device = columns[PARAM][0].device
         seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
     run(
-        update, columns, tuple(stores), scalars, noop=options.noop, codec=options.storage.codec(),
-        seed=seed, dense=options.dense,
-        held=tuple(one for one in options.held if one.column < PARAM + 1 + states),
+        update, columns, tuple(stores), scalars, noop=options.noop,
+        codec=options.storage.codec(options.held), seed=seed, dense=options.dense,
     )  # fmt: skip

@@ -135,12 +135,14 @@ def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT
             stores.pop(0)
         stores.append((4, 0))
         columns.append(terms)
-    codec = PLAIN.codec()
+    codec = PLAIN.codec(options.held)
     if options.storage is not PLAIN and options.extra is not None:
         columns.append(options.extra)
         # weights are read as they are stored; none is written yet
         decode = options.storage.codec().decode
-        codec = Codec(decode, codec.encode, f"storage:{options.storage.decode},rounded")
+        codec = Codec(
+            decode, codec.encode, f"storage:{options.storage.decode},rounded", options.held
+        )
     sums = run(
         TERM,
         columns,
@@ -150,13 +152,12 @@ def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT
         sums=(3, 4) if hyper.adapts else (),
         codec=codec,
         dense=options.dense,
-        held=options.held,
     )
     if sums is None:
         rates: Scalar = hyper.lr
     else:
         rates = hyper.rates(*sums.sqrt().unbind())
-    second = options._replace(factor=1.0, write_grads=False)
+    second = options._replace(factor=1.0, write_grads=False, held=())
     run_stored(APPLY, [terms, params], ApplyScalars(rates), second)
 
 
