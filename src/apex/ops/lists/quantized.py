@@ -138,33 +138,39 @@ def quantize(value: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tenso
         Codes, uint8 of the same shape; and ``absmax``, float32 ``(rows, blocks of a row)``. Both
         are contiguous.
     """
-    (rows, blocks), length = absmax_shape(value.shape), row_length(value.shape)
-    width = min(length, BLOCK)
-    cut = value.reshape(rows, length)
-    if length % width:
-        cut = torch.nn.functional.pad(cut, (0, blocks * width - length))
-    cut = cut.view(rows, blocks, width)
+    cut = value.reshape(value.shape[0], row_length(value.shape))
     size = cut.abs()
-    largest = size.amax(-1)  # nan if one is
+    largest = torch.cat([part.amax(-1) for part in _blocks(size)], 1)  # nan if one is
     absmax = largest.masked_fill(largest == math.inf, math.nan).masked_fill_(largest < TINY, 0.0)
     inverse = absmax.reciprocal().masked_fill_(~(absmax > 0), 0.0)
-    bits = torch.mul(cut, inverse.unsqueeze(-1), out=size).view(torch.int32).view(-1)
+    for part, relative, one in zip(_blocks(cut), _blocks(size), _of(inverse, cut), strict=True):
+        torch.mul(part, one, out=relative)
+    bits = size.view(torch.int32).view(-1)
     cells = (bits >> 16).bitwise_and_(0xFFFF)
     found = code.cells(value.device).index_select(0, cells).add_(bits)
-    codes = found.bitwise_right_shift_(16).to(torch.uint8).view(rows, blocks * width)[:, :length]
-    return codes.reshape(value.shape), absmax
+    return found.bitwise_right_shift_(16).to(torch.uint8).view(value.shape), absmax
 
 
 def dequantize(codes: torch.Tensor, absmax: torch.Tensor, code: Code) -> torch.Tensor:
     """What :func:`quantize` has kept of a tensor: float32, contiguous, of the codes' shape."""
-    rows, length = codes.shape[0], row_length(codes.shape)
     value = code.values(codes.device).index_select(0, codes.reshape(-1).int())
-    value = value.view(rows, length)
-    width = min(length, BLOCK)
-    full = length - length % width
-    value[:, :full].view(rows, full // width, width).mul_(absmax[:, : full // width, None])
-    value[:, full:].mul_(absmax[:, full // width :])
+    value = value.view(codes.shape[0], row_length(codes.shape))
+    for part, one in zip(_blocks(value), _of(absmax, value), strict=True):
+        part.mul_(one)
     return value.view(codes.shape)
+
+
+def _blocks(matrix: torch.Tensor) -> list[torch.Tensor]:
+    """Views of full blocks and of the last one of each row: ``(rows, blocks, elements)``."""
+    rows, length = matrix.shape
+    full = length - length % BLOCK
+    parts = matrix[:, :full].view(rows, full // BLOCK, BLOCK), matrix[:, full:].unsqueeze(1)
+    return [part for part in parts if part.shape[1] * part.shape[2]]
+
+
+def _of(absmax: torch.Tensor, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What belongs to each of the blocks: ``(rows, blocks, 1)``."""
+    return torch.split(absmax.unsqueeze(-1), [part.shape[1] for part in _blocks(matrix)], 1)
 
 
 def by_rows(position: Sequence[torch.Tensor], limit: int) -> Iterable[tuple[torch.Tensor, ...]]:

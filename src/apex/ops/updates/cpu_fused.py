@@ -25,7 +25,7 @@ from apex.ops.lists.storage import PARAM, PLAIN, StepOptions, run_stored
 # Elements that are widened at once, 2 MiB of a column. FusedAdam's 10 million bfloat16 weights take
 # 6 % longer with 2**18, 60 % with 2**16.
 PIECE = 2**19
-HELD_PIECE = 2**16  # if some are held in 8 bits
+HELD_PIECE = 2**17  # if some are held in 8 bits
 DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
 
 Lists = list[list[torch.Tensor]]
