@@ -234,7 +234,7 @@ def _pieces(position: Values, held: bool) -> Iterable[Values]:
     if not large or not all(map(torch.Tensor.is_contiguous, position)):
         return [position]
     if held:
-        return by_rows(position, PIECE)
+        return by_rows(position, 2 * PIECE)  # 10 % faster than PIECE
     return zip(*(torch.split(x.view(-1), PIECE) for x in position), strict=True)
 
 

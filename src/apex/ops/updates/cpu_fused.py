@@ -19,26 +19,27 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists.columns import Column, odd_positions
 from apex.ops.lists.multi_tensor import Update
-from apex.ops.lists.quantized import by_rows, dequantize, quantize
 from apex.ops.lists.storage import PARAM, PLAIN, StepOptions, run_stored
 
 # Elements that are widened at once, 2 MiB of a column. FusedAdam's 10 million bfloat16 weights take
 # 6 % longer with 2**18, 60 % with 2**16.
 PIECE = 2**19
-HELD_PIECE = 2**17  # if some are held in 8 bits
 DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
 
 Lists = list[list[torch.Tensor]]
 
 
 def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: object) -> bool:
-    """Whether :func:`step_` takes them: on a CPU, with numbers of the host."""
+    """Whether :func:`step_` takes them: on a CPU, with numbers of the host.
+
+    Not states in 8 bits: torch's kernels round the last few elements of a tensor in other ways, and
+    which these are depends on how many ranks share it.
+    """
     if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu:
         return False
     every = list(columns) if options.extra is None else [*columns, options.extra]
     known = all(map(_is_known, (options.factor, options.noop, *numbers)))
-    codes = {one.column for one in options.held}
-    known = known and {x[0].dtype for i, x in enumerate(every) if i not in codes} <= DTYPES
+    known = known and {column[0].dtype for column in every} <= DTYPES
     return known and (options.dense or not odd_positions(every))
 
 
@@ -102,13 +103,9 @@ def step_(
         if extra is not None:
             torch._foreach_copy_(list(extra), list(columns[PARAM]))
         return
-    beside = [*([] if extra is None else [extra]), *(one.absmax for one in options.held)]
-    for pieces in batches([*columns, *beside], by_row=bool(options.held)):
-        part, others = pieces[: len(columns)], pieces[len(columns) :]
-        here = options if extra is None else options._replace(extra=others.pop(0))
-        if options.held:
-            both = zip(options.held, others, strict=True)
-            here = here._replace(held=tuple(one._replace(absmax=some) for one, some in both))
+    for pieces in batches(columns if extra is None else [*columns, extra]):
+        part = pieces[: len(columns)]
+        here = options if extra is None else options._replace(extra=pieces[-1])
         values = as_float32(part, here)
         if factor != 1.0:
             values[0] = list(torch._foreach_mul(values[0], number(factor)))
@@ -123,13 +120,10 @@ def number(value: float) -> torch.Tensor:
 
 def as_float32(columns: Sequence[Column], options: StepOptions) -> Lists:
     """The columns as float32: those that are it already are returned themselves."""
-    held = {one.column: one for one in options.held}
     wide = [
-        [*column] if column[0].dtype == torch.float32
-        else [x.float() for x in column] if number not in held
-        else [*map(dequantize, column, held[number].absmax, repeat(held[number].code))]
-        for number, column in enumerate(columns)
-    ]  # fmt: skip
+        [*column] if column[0].dtype == torch.float32 else [x.float() for x in column]
+        for column in columns
+    ]
     if options.storage is not PLAIN:
         wide[PARAM] = [*map(options.storage.widen, *_weights(columns, options))]
     return wide
@@ -143,13 +137,8 @@ def store_(
     if options.storage is not PLAIN:
         stored = zip(*map(options.storage.narrow, wide[PARAM]), strict=True)
     pairs = list(zip(_weights(columns, options), stored, strict=False))
-    held = {one.column: one for one in options.held}
-    states = range(PARAM + 1, len(columns))
-    pairs += [(columns[number], wide[number]) for number in states if number not in held]
+    pairs += zip(columns[PARAM + 1 :], wide[PARAM + 1 :], strict=True)
     pairs += [(columns[0], wide[0])] if write_grads else []
-    for number, one in held.items():
-        found = zip(*map(quantize, wide[number], repeat(one.code)), strict=True)
-        pairs += zip((columns[number], one.absmax), found, strict=True)
     for column, new in pairs:
         if new[0] is not column[0]:
             torch._foreach_copy_(list(column), list(new))
@@ -160,28 +149,25 @@ def _weights(columns: Sequence[Column], options: StepOptions) -> list[Column]:
     return [columns[PARAM]] if options.extra is None else [columns[PARAM], options.extra]
 
 
-def batches(columns: Sequence[Column], *, by_row: bool = False) -> Iterable[Lists]:
+def batches(columns: Sequence[Column]) -> Iterable[Lists]:
     """Cut columns of dense tensors into lists of together at most ``PIECE`` elements.
 
-    A 0-dim tensor belongs to all pieces of the tensors beside it. Cut ``by_row``, rows are whole,
-    and a piece has about ``HELD_PIECE`` elements.
+    A 0-dim tensor belongs to all pieces of the tensors beside it.
     """
-    limit = HELD_PIECE if by_row else PIECE
-    if sum(map(torch.Tensor.numel, columns[0])) <= limit:
+    if sum(map(torch.Tensor.numel, columns[0])) <= PIECE:
         yield [list(column) for column in columns]
         return
     batch: list[tuple[torch.Tensor, ...]] = []
-    left = limit
+    left = PIECE
     for position in zip(*columns, strict=True):
         positions: Iterable[tuple[torch.Tensor, ...]] = [position]
-        if position[0].numel() > limit:
-            cut = by_rows(position, limit) if by_row else zip(*map(_cut, position), strict=False)
-            positions = cut
+        if position[0].numel() > PIECE:
+            positions = zip(*map(_cut, position), strict=False)
         for piece in positions:
             left -= piece[0].numel()
-            if left < 0 and batch:
+            if left < 0:
                 yield [list(column) for column in zip(*batch, strict=True)]
-                batch, left = [], limit - piece[0].numel()
+                batch, left = [], PIECE - piece[0].numel()
             batch.append(piece)
     yield [list(column) for column in zip(*batch, strict=True)]
 

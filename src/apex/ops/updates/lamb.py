@@ -115,12 +115,7 @@ def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT
         return
     grads, params = columns[0], columns[1]
     known = (hyper.lr, hyper.weight_decay, hyper.step)
-    # With moments in 8 bits: all of them as float32 at once would be what 8 bits save.
-    if (
-        hyper.grad_averaging
-        and not options.held
-        and cpu_fused.torch_steps(columns, options, *known)
-    ):
+    if hyper.grad_averaging and cpu_fused.torch_steps(columns, options, *known):
         if options.noop is None or not options.noop.item():
             _step_on_cpu(columns, hyper, options)
         return
