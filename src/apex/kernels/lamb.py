@@ -58,6 +58,10 @@ def cases() -> Iterator[Case]:
         "bf16 bf16 fp32 fp32 fp32 bf16", (4, 0), variant="kahan", write_only=(4,),
         codec=(add_error, rounded),
     )  # fmt: skip
+    yield term("fp32 fp32 u8 u8", (0, 0), variant="8 bits")
+    yield term(
+        "bf16 bf16 u8 u8 fp32", (0, 0), (4, 0), variant="8 bits", write_only=(4,),
+    )  # fmt: skip
     for kind in ("fp32", "fp16", "bf16"):  # the first of two calls, with norms from outside
         yield case(
             lamb_term, " ".join([kind] * 5), (*states, (4, 0)), scalars,

@@ -81,7 +81,12 @@ def rounded_stochastically(raw, values, new, index, seed):
 
 
 def optimizer_cases(
-    update: Any, states: int, scalars: str, *, per_tensor: str = "", narrow_states: bool = False
+    update: Any,
+    states: int,
+    scalars: str,
+    *,
+    per_tensor: str = "",
+    narrow_states: bool = False,
 ) -> Iterator[Case]:
     """Describe an optimizer's update with each storage, as :mod:`apex.ops.lists.storage` runs it.
 
@@ -113,5 +118,13 @@ def optimizer_cases(
     yield one("kahan", f"{half} bf16", beside, codec=(add_error, keep_error))
     yield one("stochastic", half, codec=(widened, rounded_stochastically), seeded=True)
     yield one("gradients not aligned", "fp16 fp16" + all_states, unaligned=(0,))
+    if states:
+        codes = " u8" * states
+        for kind in ("fp32", "bf16"):
+            yield one("8 bits", f"{kind} {kind}{codes}")
+        yield one(
+            "8 bits, low bits", f"bf16 bf16{codes} i16", beside,
+            codec=(join_low_bits, split_low_bits),
+        )  # fmt: skip
     if states == 2:  # the most columns, and so the most registers: 94 for Adam, 80 if aligned
         yield one("not aligned", "fp16 fp16" + all_states, unaligned=tuple(range(2 + states)))

@@ -27,8 +27,10 @@ from apex.ops.lists.clip import clipped
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous
 from apex.ops.lists.phases import Kind, Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
+from apex.ops.lists.quantized import Held
 from apex.ops.lists.storage import ScaledStep, StepOptions
 from apex.optimizers._buckets import Bucket, GroupGrads, count_steps, counted, joined, split
+from apex.optimizers._eight_bit import CODES
 from apex.optimizers._state import StatefulOptimizer
 from apex.optimizers._zero import Partition, partition
 
@@ -55,6 +57,8 @@ class FusedOptimizer(StatefulOptimizer):
         storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
             masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``, see
             :mod:`apex.ops.lists.storage`.
+        state: ``"plain"``; or ``"8bit"``: moments of matrices and larger tensors, of 4,096 elements
+            or more, are held in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
         defaults: Of this base alone: values of the group's numbers.
 
     Raises:
@@ -87,6 +91,7 @@ class FusedOptimizer(StatefulOptimizer):
         set_grad_none: bool = True,
         storage: str = "plain",
         amsgrad: bool = False,
+        state: str = "plain",
     ) -> None:
         if amsgrad:
             raise RuntimeError(
@@ -94,7 +99,7 @@ class FusedOptimizer(StatefulOptimizer):
             )
         self.set_grad_none = set_grad_none
         self._partition = partition()
-        super().__init__(params, defaults, storage)
+        super().__init__(params, defaults, storage, state)
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> torch.Tensor:
@@ -256,13 +261,25 @@ class FusedOptimizer(StatefulOptimizer):
                     factor=_on(options.factor, device),
                     noop=None if noop is None else noop.to(device, non_blocking=True),
                 )
-            here = everywhere[device]
-            if bucket.extra is not None:
-                here = here._replace(extra=bucket.extra)
+            here = self._with_columns(everywhere[device], bucket)
             group = together[number][0].group
             if counters is not None:
                 group = counted(together[number], bucket, counters)
             yield bucket.params, self._update(group, bucket, here)
+
+    def _with_columns(self, options: StepOptions, bucket: Bucket) -> StepOptions:
+        """The options with what a bucket has beside its columns."""
+        if bucket.extra is not None:
+            options = options._replace(extra=bucket.extra)
+        if self._state_form == "8bit":
+            slots = zip(self._stepped_slots(), bucket.columns[2:], strict=True)
+            held = [
+                Held(number, CODES[slot], self._absmaxes(bucket.params, slot))
+                for number, (slot, column) in enumerate(slots, 2)
+                if column[0].dtype == torch.uint8
+            ]
+            options = options._replace(held=tuple(held))
+        return options
 
     def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a gradient is not dense and real."""

@@ -19,6 +19,7 @@ import torch
 
 from apex.ops.lists.columns import local
 from apex.ops.lists.storage import PLAIN
+from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._groups import GroupedOptimizer
 
 _SHAPE = attrgetter("shape")
@@ -56,12 +57,24 @@ class SavedOptimizer(GroupedOptimizer):
 
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
         narrow = slot in self.narrow_slots and self._storage is PLAIN
+        narrow = narrow and self._state_form == "plain"
         return param.dtype if narrow else torch.promote_types(param.dtype, torch.float32)
+
+    def _is_held(self, slot: str, param: torch.Tensor) -> bool:
+        """Whether a slot of a parameter is held in 8 bits."""
+        return self._state_form == "8bit" and slot in eight_bit.CODES and eight_bit.is_held(param)
+
+    def _entries(
+        self, slot: str, value: torch.Tensor, param: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What the state has for a slot of this value."""
+        return eight_bit.held(value, slot) if self._is_held(slot, param) else {slot: value}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state; of this class, or of the optimizer of its name in ``torch.optim``.
 
-        Moments keep the dtype they were saved in: torch would round them to the parameter's.
+        Moments keep the dtype they were saved in: torch would round them to the parameter's. Those
+        that were saved in 8 bits become float32 where they are not held so here, and the other way.
 
         Raises:
             ValueError: The groups do not fit, or the state needs what this class does not do.
@@ -126,7 +139,8 @@ class SavedOptimizer(GroupedOptimizer):
             {*self._stepped_slots()} <= state.keys() for state in states
         )
         shapes = {slot: self.slot_shapes.get(slot, _SHAPE) for slot in self.slots}
-        known = {*shapes, *self._more_state}
+        of_codes = {eight_bit.absmax_of(slot): eight_bit.absmax_like for slot in shapes}
+        known = {*shapes, *of_codes, *self._more_state}
         for number, param, state in self._saved_states(loaded):
             tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
             both = param, local(param)
@@ -139,8 +153,14 @@ class SavedOptimizer(GroupedOptimizer):
                     "state into the kind of optimizer that saved it."
                 )
             for key in tensors.keys() & known:
+                if eight_bit.is_code(state, key) and eight_bit.absmax_of(key) not in tensors:
+                    raise ValueError(
+                        f"{self._name}: the saved {key} of parameter {number} is held in 8 bits, "
+                        f'and there is no "{eight_bit.absmax_of(key)}". Load the state as it was '
+                        "saved."
+                    )
                 shape = tuple(tensors[key].shape)
-                if shape not in [tuple(shapes.get(key, _SHAPE)(x)) for x in both]:
+                if shape not in [tuple({**shapes, **of_codes}.get(key, _SHAPE)(x)) for x in both]:
                     raise ValueError(
                         f"{self._name}: the saved {key} of parameter {number} has shape {shape}, "
                         f"and the parameter {tuple(param.shape)}. Load the state into the model "
@@ -153,8 +173,17 @@ class SavedOptimizer(GroupedOptimizer):
             for key, value in state.items():
                 if key in (*self.slots, *self._more_state) and isinstance(value, torch.Tensor):
                     keeps = self._keeps_saved_dtypes or key not in self.slots
+                    here, codes = self.state[param], eight_bit.is_code(state, key)
+                    if codes and self._is_held(key, param):
+                        for name in (key, eight_bit.absmax_of(key)):
+                            here[name] = state[name].detach().to(param.device, copy=True)
+                        continue
+                    if codes:
+                        value, keeps = eight_bit.value_of(state, key), False
                     dtype = value.dtype if keeps else self._slot_dtype(key, param)
-                    self.state[param][key] = value.detach().to(param.device, dtype, copy=True)
+                    value = value.detach().to(param.device, dtype, copy=True)
+                    here.pop(eight_bit.absmax_of(key), None)
+                    here.update(self._entries(key, value, param))
             for key in {"low_bits", "error"} - {self._storage.column}:
                 self.state.get(param, {}).pop(key, None)
         for group in self.param_groups:
@@ -216,7 +245,8 @@ class SavedOptimizer(GroupedOptimizer):
             group = dict(group)
             step = group.pop("step", 0)
             for number in {*group["params"]} & states.keys():
-                state = copy.deepcopy(states[number])  # tensors would be shared
+                # tensors would be shared
+                state = eight_bit.widened(copy.deepcopy(states[number]))
                 state = {key: state[key] for key in state if key not in self._more_state}
                 if self._counts_steps:
                     state["step"] = torch.tensor(float(step))

@@ -13,6 +13,7 @@ from torch.optim.optimizer import required
 
 from apex.ops.lists.placements import is_partial
 from apex.ops.lists.storage import STORAGES, Storage
+from apex.optimizers._eight_bit import STATES, check_placement
 
 HALF = (torch.float16, torch.bfloat16)
 _AT_LEAST_0 = ("lr", "eps", "weight_decay", "momentum", "max_grad_norm", "step")
@@ -27,9 +28,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         params: Parameters or groups.
         defaults: Values of the group's numbers.
         storage: How weights are stored, see :mod:`apex.ops.lists.storage`.
+        state: How the state is held, see :mod:`apex.optimizers._eight_bit`.
 
     Raises:
-        ValueError: There is no such storage.
+        ValueError: There is no such storage or state.
     """
 
     #: Whether groups have ``lr`` and ``step`` as tensors on the device, for CUDA graphs.
@@ -37,13 +39,20 @@ class GroupedOptimizer(torch.optim.Optimizer):
     #: Keys of groups that other optimizers know, and that change what is computed.
     _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
 
-    def __init__(self, params: Any, defaults: dict[str, Any], storage: str) -> None:
-        if storage not in STORAGES:
-            raise ValueError(
-                f"{self._name}: storage was {storage!r}; allowed are "
-                f"{', '.join(map(repr, STORAGES))}."
-            )
-        self.storage = storage
+    #: The argument ``state``: the name is that of torch's dictionary.
+    _state_form = "plain"
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], storage: str, state: str = "plain"
+    ) -> None:
+        known = {"storage": (storage, STORAGES), "state": (state, STATES)}
+        for name, (given, allowed) in known.items():
+            if given not in allowed:
+                raise ValueError(
+                    f"{self._name}: {name} was {given!r}; allowed are "
+                    f"{', '.join(map(repr, allowed))}."
+                )
+        self.storage, self._state_form = storage, state
         super().__init__(params, defaults)
 
     @property
@@ -92,7 +101,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     break
                 names |= {*parameters}
         names -= {"self", "params", "step", *self.defaults}
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        found = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return found | ({"state": self._state_form} if "state" in found else {})
 
     def _check_keys(self, group: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for a key that would be expected to change what is computed.
@@ -178,6 +188,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     "not in its memory. Make the parameter of `data.resolve_neg()`."
                 )
             self._check_stored([tensor])
+            if self._state_form == "8bit":
+                check_placement(self._name, tensor)
             if is_partial(tensor):
                 raise RuntimeError(
                     f"{self._name}: a parameter is a DTensor whose ranks hold terms of a sum "

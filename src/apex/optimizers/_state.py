@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import local_parts
+from apex.ops.lists.columns import Column, local, local_parts
 from apex.optimizers._checkpoint import SavedOptimizer
+from apex.optimizers._eight_bit import absmax_like, absmax_of
 
 _MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE, _GET_DEVICE = attrgetter("shape"), torch.Tensor.get_device
@@ -30,9 +31,11 @@ class StatefulOptimizer(SavedOptimizer):
     #: dtypes of the parameters that get float32 masters.
     _mastered: frozenset[torch.dtype] = frozenset()
 
-    def __init__(self, params: Any, defaults: dict[str, Any], storage: str) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], storage: str, state: str = "plain"
+    ) -> None:
         self._written: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}
-        super().__init__(params, defaults, storage)
+        super().__init__(params, defaults, storage, state)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's copies hold only groups and state, and would lose a subclass's arguments. Hooks
@@ -58,7 +61,7 @@ class StatefulOptimizer(SavedOptimizer):
         state: dict[str, Any] = self.state[param]
         for slot in self._stepped_slots() if slots is None else slots:
             if slot not in state:
-                state[slot] = self._new_slot(slot, param)
+                state.update(self._entries(slot, self._new_slot(slot, param), param))
         storage = self._storage
         if storage.column is not None and storage.column not in state:
             state[storage.column] = torch.zeros_like(param, dtype=storage.extra)
@@ -171,7 +174,34 @@ class StatefulOptimizer(SavedOptimizer):
         if not plain:
             columns = [*map(local_parts, columns)]
         self._check_places(here, columns, extra, kept)
+        if self._state_form == "8bit":
+            self._check_absmax(params, columns[2:], kept)
         return columns, extra
+
+    def _absmaxes(self, params: Sequence[torch.Tensor], slot: str) -> Sequence[torch.Tensor]:
+        """What belongs to the codes of a slot of some parameters."""
+        name = absmax_of(slot)
+        return local_parts([self.state[param][name] for param in params])
+
+    def _check_absmax(
+        self, params: Sequence[torch.Tensor], columns: Sequence[Column], slots: Sequence[str]
+    ) -> None:
+        """Raise ``RuntimeError`` if what belongs to codes does not fit; arguments as above."""
+        for slot, column in zip(slots, columns, strict=True):
+            for param, codes in zip(params, column, strict=True):
+                if codes.dtype != torch.uint8:
+                    continue
+                absmax = self.state[param].get(absmax_of(slot))
+                part = None if absmax is None else local(absmax)
+                if (
+                    part is None or part.shape != absmax_like(codes) or part.device != codes.device
+                    or part.dtype != torch.float32 or not part.is_contiguous()
+                ):  # fmt: skip
+                    raise RuntimeError(
+                        f'{self._name}: the "{absmax_of(slot)}" of a parameter does not fit its '
+                        f'"{slot}", of shape {tuple(codes.shape)} on {codes.device}. Clear the '
+                        "parameter's entry in optimizer.state, or load the state as it was saved."
+                    )
 
     def _check_places(
         self,

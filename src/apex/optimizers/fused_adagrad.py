@@ -51,10 +51,13 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: bool = False,
         *,
         storage: str = "plain",
+        state: str = "plain",
     ) -> None:
         self.adagrad_w_mode = bool(adagrad_w_mode)
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+        super().__init__(
+            params, defaults, set_grad_none=set_grad_none, storage=storage, state=state
+        )
 
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = [dict(group) for group in state_dict["param_groups"]]

@@ -74,6 +74,7 @@ class FusedAdam(FusedOptimizer):
         max_grad_norm: float = 0.0,
         eps_inside_sqrt: bool = False,
         use_mt: bool = False,
+        state: str = "plain",
     ) -> None:
         if eps_inside_sqrt:
             raise RuntimeError(
@@ -107,8 +108,9 @@ class FusedAdam(FusedOptimizer):
             "weight_decay": weight_decay,
         }  # fmt: skip
         super().__init__(
-            params, defaults, set_grad_none=set_grad_none, storage=storage, amsgrad=amsgrad
-        )
+            params, defaults, set_grad_none=set_grad_none, storage=storage, amsgrad=amsgrad,
+            state=state,
+        )  # fmt: skip
 
     @property
     def _on_device(self) -> bool:  # type: ignore[override]

@@ -63,6 +63,7 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: bool = False,
         *,
         storage: str = "plain",
+        state: str = "plain",
     ) -> None:
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
@@ -72,8 +73,9 @@ class FusedLAMB(FusedOptimizer):
             "max_grad_norm": max_grad_norm,
         }  # fmt: skip
         super().__init__(
-            params, defaults, set_grad_none=set_grad_none, storage=storage, amsgrad=amsgrad
-        )
+            params, defaults, set_grad_none=set_grad_none, storage=storage, amsgrad=amsgrad,
+            state=state,
+        )  # fmt: skip
 
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
         if param.dtype == torch.bfloat16:

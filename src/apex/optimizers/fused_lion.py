@@ -44,6 +44,9 @@ class FusedLion(FusedOptimizer):
         set_grad_none: bool = True,
         *,
         storage: str = "plain",
+        state: str = "plain",
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+        super().__init__(
+            params, defaults, set_grad_none=set_grad_none, storage=storage, state=state
+        )

@@ -55,6 +55,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
+        *,
+        state: str = "plain",
     ) -> None:
         self.reduced_precision_dtype = reduced_precision_dtype
         self._first_step = step
@@ -62,7 +64,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             self._mastered = frozenset({reduced_precision_dtype}) - {torch.float32}
         super().__init__(
             params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode,
-            grad_averaging, max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb,
+            grad_averaging, max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb, state=state,
         )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

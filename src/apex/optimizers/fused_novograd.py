@@ -70,6 +70,7 @@ class FusedNovoGrad(FusedOptimizer):
         set_grad_none: bool = True,
         *,
         storage: str = "plain",
+        state: str = "plain",
     ) -> None:
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
@@ -79,8 +80,9 @@ class FusedNovoGrad(FusedOptimizer):
         self.reg_inside_moment = bool(reg_inside_moment)
         self.moment_mode = 0 if reg_inside_moment else 1
         super().__init__(
-            params, defaults, set_grad_none=set_grad_none, storage=storage, amsgrad=amsgrad
-        )
+            params, defaults, set_grad_none=set_grad_none, storage=storage, amsgrad=amsgrad,
+            state=state,
+        )  # fmt: skip
 
     def _check_numbers(self, group: Mapping[str, Any]) -> None:
         super()._check_numbers(group)

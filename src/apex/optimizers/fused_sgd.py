@@ -12,6 +12,7 @@ from torch.optim.optimizer import required
 from apex.multi_tensor_apply import list_functions
 from apex.ops import _runtime
 from apex.ops.lists.columns import Scalar
+from apex.ops.lists.quantized import NEGATIVE_ZERO
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.sgd import SGD, sgd_
 from apex.optimizers._base import FusedOptimizer
@@ -74,6 +75,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
         *,
         storage: str = "plain",
+        state: str = "plain",
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
@@ -85,7 +87,14 @@ class FusedSGD(FusedOptimizer):
         self.scale_set_by_backward = False
         # Buffers that are known to have a history, by the id of the first parameter of a bucket.
         self._begun: dict[int, Sequence[torch.Tensor]] = {}
-        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+        super().__init__(
+            params, defaults, set_grad_none=set_grad_none, storage=storage, state=state
+        )
+        if state == "8bit" and not self._stepped_slots():
+            raise ValueError(
+                'FusedSGD: state="8bit" holds momentum buffers, and no group has momentum. Pass a '
+                "momentum, or leave state out."
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -177,4 +186,6 @@ class FusedSGD(FusedOptimizer):
 
 def _is_new(buffer: torch.Tensor) -> torch.Tensor:
     """Whether a buffer has elements and no history: all are -0.0."""
+    if buffer.dtype == torch.uint8:  # held in 8 bits
+        return buffer.eq(NEGATIVE_ZERO).all() & bool(buffer.numel())
     return (buffer.eq(0) & buffer.signbit()).all() & bool(buffer.numel())

@@ -12,6 +12,8 @@ import torch
 from apex.kernels._tables import CHUNK, Layout, Table
 from apex.kernels.inspect.case import DTYPES, Case, launched, meta
 from apex.kernels.multi_tensor import BLOCK, launch
+from apex.kernels.quantized import HeldColumns
+from apex.kernels.quantized import launch as launch_held
 
 
 def case(
@@ -33,7 +35,8 @@ def case(
 
     Args:
         update: What runs.
-        columns: Triton's names of the columns' dtypes: ``"fp16 fp32 fp32 fp32"``.
+        columns: Triton's names of the columns' dtypes: ``"fp16 fp32 fp32 fp32"``. ``"u8"`` is one
+            that is held in 8 bits.
         stores: Pairs (column, number of the new value).
         scalars: Their names: ``"factor lr eps"``.
         variant: For people, in addition to ``columns``.
@@ -50,8 +53,16 @@ def case(
     of_kind = dict.fromkeys(on_device.split(), one) | dict.fromkeys(per_tensor.split(), each)
     numbers = range(len(kinds))
     behind = [f"tables.{number}[]" for number in numbers]
+    codes = tuple(number for number in numbers if kinds[number] == "u8")
+    table = Table([16], device)
+    held = HeldColumns(
+        codes, [table] * len(codes), [meta("fp32", 256)] * len(codes),
+        [meta("i32", 65536)] * len(codes), table,
+    )  # fmt: skip
+    if options.get("flags"):
+        options["flag"] = meta("i32", 1)
     case, *_ = launched(  # behind it, sums are added up
-        lambda: launch(
+        lambda: (launch_held if codes else launch)(
             Layout([CHUNK, CHUNK], device),
             [Table([8 if number in unaligned else 16], device) for number in numbers],
             [DTYPES[kind] for kind in kinds],
@@ -59,14 +70,14 @@ def case(
             stores,
             names,
             tuple(of_kind.get(name, 1.5) for name in names),
+            *([held] if codes else []),
             noop=one if noop else None,
             seed=meta("i32", 1) if seeded else None,
-            flag=meta("i32", 1) if options.get("flags") else None,
             **options,
         ),
         update.__name__,
         " ".join([columns, *([variant] if variant else [])]),
-        prefix="list_kernel",
+        prefix="held_kernel" if codes else "list_kernel",
         reads=tuple(p for number, p in enumerate(behind) if number not in write_only),
         writes=tuple(behind[number] for number in dict(stores)),
         tile=BLOCK,
@@ -75,8 +86,14 @@ def case(
         | {f"scalar_args.{number}": "a scalar" for number in range(len(names))}
         | dict.fromkeys(("seed_ptr", "noop_ptr", "flag_ptr"), "a scalar")
         | {"partial_ptr": "a few numbers a program"}
-        | {behind[number]: "addresses are those of its elements" for number in unaligned},
-        tables={f"tables.{number}": kind for number, kind in enumerate(kinds)},
+        | {behind[number]: "addresses are those of its elements" for number in unaligned}
+        | {f"absmaxes.{place}": "one address a program" for place in range(len(codes))}
+        | {f"absmaxes.{place}[]": "one number a block" for place in range(len(codes))}
+        | {f"values.{place}": "looked up by each code" for place in range(len(codes))}
+        | {f"cells.{place}": "looked up for each code" for place in range(len(codes))}
+        | {"lengths_ptr": "one number a program"},
+        tables={f"tables.{number}": kind for number, kind in enumerate(kinds)}
+        | {f"absmaxes.{place}": "fp32" for place in range(len(codes))},
         tail=True,
         computes="random bits of each element: ten rounds of Philox" if seeded else "",
     )

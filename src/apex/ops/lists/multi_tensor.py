@@ -18,8 +18,9 @@ by ``noop``, a one-element tensor that is read where the tensors are.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -28,6 +29,15 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists.columns import Column, Scalar, joined, odd_positions, set_flag, taken
 from apex.ops.lists.pointer_tables import TABLES
+from apex.ops.lists.quantized import (
+    BLOCK,
+    Held,
+    absmax_shape,
+    by_rows,
+    dequantize,
+    quantize,
+    row_length,
+)
 
 Values = tuple[torch.Tensor, ...]
 
@@ -57,11 +67,14 @@ class Codec:
         decode: ``(raw columns) -> values`` in plain PyTorch.
         encode: ``(raw, values, new) -> what is stored``.
         kernel: The same for Triton: ``"module:decode,encode"`` in ``apex.kernels``.
+        held: Columns that are held in 8 bits. The others see them as float32; ``flags`` and
+            ``largest`` are not for calls that have some.
     """
 
     decode: Callable[[Values], Values]
     encode: Callable[[Values, Values, Values], Values]
     kernel: str
+    held: tuple[Held, ...] = ()
 
 
 def widen(raw: Values) -> Values:
@@ -92,6 +105,10 @@ class _Call(NamedTuple):
     flags: tuple[int, ...]
     largest: bool
     dense: bool
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        return self.codec.held
 
     @property
     def device(self) -> torch.device:
@@ -142,7 +159,9 @@ def run(
     call = _Call(
         update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense
     )  # fmt: skip
-    if not _runtime.can_fuse(call.device) or not {column[0].dtype for column in columns} <= FUSABLE:
+    codes = {one.column for one in codec.held}
+    dtypes = {column[0].dtype for number, column in enumerate(columns) if number not in codes}
+    if not _runtime.can_fuse(call.device) or not dtypes <= FUSABLE:
         return _reference(call)
     odd = [] if call.dense else odd_positions(columns)
     if not odd:
@@ -159,7 +178,9 @@ def _part(call: _Call, positions: Sequence[int]) -> _Call:
     """The call at these positions alone."""
     columns = [[column[i] for i in positions] for column in call.columns]
     scalars = _scalars_at(call.scalars, lambda vector: taken(vector, positions))
-    return call._replace(columns=columns, scalars=scalars)
+    held = tuple(one._replace(absmax=[one.absmax[i] for i in positions]) for one in call.held)
+    codec = replace(call.codec, held=held)
+    return call._replace(columns=columns, scalars=scalars, codec=codec)
 
 
 # -- the definition ------------------------------------------------------------------------------
@@ -178,9 +199,10 @@ def _reference(call: _Call) -> torch.Tensor | None:
         noop = None
     skip = None if noop is None else noop.reshape(()) != 0
     totals: list[torch.Tensor] = []
-    for number, position in enumerate(zip(*call.columns, strict=True)):
+    absmaxes = [one.absmax for one in call.held]
+    for number, position in enumerate(zip(*call.columns, *absmaxes, strict=True)):
         scalars = _scalars_at(call.scalars, itemgetter(number))
-        partial = [_step(call, raw, scalars, skip) for raw in _pieces(position)]
+        partial = [_step(call, raw, scalars, skip) for raw in _pieces(position, bool(call.held))]
         totals += [_total(column, call.largest) for column in zip(*partial, strict=True)]
     return torch.stack(totals).view(-1, len(sums)).t() if sums else None
 
@@ -202,8 +224,8 @@ def _scalars_at(
     return found
 
 
-def _pieces(position: Values) -> Iterable[Values]:
-    """The tensors of a position; on a CPU in flat pieces.
+def _pieces(position: Values, held: bool) -> Iterable[Values]:
+    """The tensors of a position; on a CPU in flat pieces, or in rows if some are held in 8 bits.
 
     A definition makes a dozen tensors on the way. Those of a piece stay in the cache; those of a
     large tensor are pages that the system has to find and clear first.
@@ -211,6 +233,8 @@ def _pieces(position: Values) -> Iterable[Values]:
     large = position[0].is_cpu and position[0].numel() > PIECE
     if not large or not all(map(torch.Tensor.is_contiguous, position)):
         return [position]
+    if held:
+        return by_rows(position, 2 * PIECE)  # 10 % faster than PIECE
     return zip(*(torch.split(x.view(-1), PIECE) for x in position), strict=True)
 
 
@@ -218,14 +242,25 @@ def _step(
     call: _Call, raw: Values, scalars: tuple[Scalar, ...], skip: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Update one position, or a piece of it; returns the sums."""
+    columns = raw[: len(call.columns)]
+    absmaxes = zip(call.held, raw[len(columns) :], strict=True)
+    held = {one.column: (absmax, one.code) for one, absmax in absmaxes}
+    raw = tuple(
+        dequantize(x, *held[number]) if number in held else x for number, x in enumerate(columns)
+    )
     values = call.codec.decode(raw)
     new = call.codec.encode(raw, values, call.update.reference(values, scalars))
     if call.flag is not None:
         raise_flag(call.flag, [new[result] for result in call.flags], skip)
     reduced = [_reduced(new[result], call.largest) for result in call.sums]
     for column, result in call.stores:
-        value = new[result].to(raw[column].dtype)
-        raw[column].copy_(value if skip is None else torch.where(skip, raw[column], value))
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(columns[column], new[result])]
+        if column in held:
+            absmax, code = held[column]
+            pairs = zip((columns[column], absmax), quantize(new[result], code), strict=True)
+        for stored, value in pairs:
+            value = value.to(stored.dtype)
+            stored.copy_(value if skip is None else torch.where(skip, stored, value))
     return reduced
 
 
@@ -266,19 +301,39 @@ def _fused(call: _Call) -> torch.Tensor | None:
     from apex.kernels import multi_tensor as kernels  # late: importing us must not import triton
 
     device = call.device
-    layout = TABLES.layout(tuple(map(torch.Tensor.numel, call.columns[0])), device)
+    sizes = tuple(map(torch.Tensor.numel, call.columns[0]))
+    if call.held:  # programs walk whole blocks
+        shapes = [x.shape for x in call.columns[call.held[0].column]]
+        sizes = tuple(BLOCK * math.prod(absmax_shape(shape)) for shape in shapes)
+    layout = TABLES.layout(sizes, device)
     if not layout.programs:  # all tensors are empty
         return torch.zeros(len(call.sums), layout.tensors, device=device) if call.sums else None
     (function,) = _jitted(call.update.kernel)
     decode, encode = _jitted(call.codec.kernel)
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
     written = [tensor for column, _ in call.stores for tensor in call.columns[column]]
+    written += [tensor for one in call.held for tensor in one.absmax]
     torch.autograd.graph.increment_version(written)
-    return kernels.launch(
+    launched = (
         layout,
         [TABLES.table(column, device) for column in call.columns],
         [column[0].dtype for column in call.columns],
-        function, call.stores, call.update.scalars._fields, call.scalars, noop=call.noop,
-        sums=call.sums, codec=(decode, encode), seed=call.seed, largest=call.largest,
-        flag=call.flag, flags=call.flags,
+        function, call.stores, call.update.scalars._fields, call.scalars,
     )  # fmt: skip
+    options: dict[str, Any] = {
+        "noop": call.noop, "sums": call.sums, "codec": (decode, encode), "seed": call.seed,
+    }  # fmt: skip
+    if not call.held:
+        return kernels.launch(
+            *launched, **options, largest=call.largest, flag=call.flag, flags=call.flags
+        )
+    from apex.kernels import quantized
+
+    held = quantized.HeldColumns(
+        tuple(one.column for one in call.held),
+        [TABLES.table(one.absmax, device) for one in call.held],
+        [one.code.values(device) for one in call.held],
+        [one.code.cells(device) for one in call.held],
+        TABLES.numbers(map(row_length, shapes), device),
+    )
+    return quantized.launch(*launched, held, **options)

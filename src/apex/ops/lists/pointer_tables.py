@@ -54,7 +54,11 @@ class TableCache:
 
     def table(self, column: Iterable[torch.Tensor], device: torch.device) -> Table:
         """Find or upload the addresses of a column."""
-        found: Table = self._find(Table, tuple(map(torch.Tensor.data_ptr, column)), device)
+        return self.numbers(map(torch.Tensor.data_ptr, column), device)
+
+    def numbers(self, numbers: Iterable[int], device: torch.device) -> Table:
+        """Find or upload a number for each tensor of a column."""
+        found: Table = self._find(Table, tuple(numbers), device)
         return found
 
     def release_captured(self) -> None:

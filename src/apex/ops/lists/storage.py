@@ -28,6 +28,7 @@ import torch
 
 from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Codec, Update, Values, run
+from apex.ops.lists.quantized import Held
 
 PARAM = 1  # the column of the weight, in every optimizer's update
 
@@ -58,7 +59,7 @@ class Storage:
     column: str | None = None
     seeded: bool = False
 
-    def codec(self) -> Codec:
+    def codec(self, held: tuple[Held, ...] = ()) -> Codec:
         """How columns are stored: gradients, weights, states, and what is beside the weights."""
         beside = self.extra is not None
 
@@ -71,7 +72,7 @@ class Storage:
             weight, *more = self.narrow(new[0])
             return weight, *new[1:], *more
 
-        return Codec(decode, encode, f"storage:{self.decode},{self.encode}")
+        return Codec(decode, encode, f"storage:{self.decode},{self.encode}", held)
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
@@ -157,6 +158,7 @@ class StepOptions(NamedTuple):
             values too.
         dense: Whether no position is odd, known before, see
             :func:`apex.ops.lists.columns.odd_positions`.
+        held: The states that are held in 8 bits.
     """
 
     factor: Scalar = 1.0
@@ -165,6 +167,7 @@ class StepOptions(NamedTuple):
     storage: Storage = PLAIN
     extra: Column | None = None
     dense: bool = False
+    held: tuple[Held, ...] = ()
 
 
 DEFAULT_OPTIONS = StepOptions()
@@ -207,6 +210,6 @@ def run_stored(
         device = columns[PARAM][0].device
         seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
     run(
-        update, columns, tuple(stores), scalars, noop=options.noop, codec=options.storage.codec(),
-        seed=seed, dense=options.dense,
+        update, columns, tuple(stores), scalars, noop=options.noop,
+        codec=options.storage.codec(options.held), seed=seed, dense=options.dense,
     )  # fmt: skip

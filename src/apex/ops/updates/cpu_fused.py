@@ -30,7 +30,11 @@ Lists = list[list[torch.Tensor]]
 
 
 def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: object) -> bool:
-    """Whether :func:`step_` takes them: on a CPU, with numbers of the host."""
+    """Whether :func:`step_` takes them: on a CPU, with numbers of the host.
+
+    Not states in 8 bits: torch's kernels round the last few elements of a tensor in other ways, and
+    which these are depends on how many ranks share it.
+    """
     if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu:
         return False
     every = list(columns) if options.extra is None else [*columns, options.extra]

@@ -146,12 +146,14 @@ def lamb_phases(
             stores.pop(0)
         stores.append((4, 0))
         columns.append(terms)
-    codec = PLAIN.codec()
+    codec = PLAIN.codec(options.held)
     if options.storage is not PLAIN and options.extra is not None:
         columns.append(options.extra)
         # weights are read as they are stored; none is written yet
         decode = options.storage.codec().decode
-        codec = Codec(decode, codec.encode, f"storage:{options.storage.decode},rounded")
+        codec = Codec(
+            decode, codec.encode, f"storage:{options.storage.decode},rounded", options.held
+        )
     sums = run(
         TERM,
         columns,
@@ -167,7 +169,7 @@ def lamb_phases(
     else:
         whole = yield Sums(sums)
         rates = hyper.rates(*whole.sqrt().unbind())
-    second = options._replace(factor=1.0, write_grads=False)
+    second = options._replace(factor=1.0, write_grads=False, held=())
     run_stored(APPLY, [terms, params], ApplyScalars(rates), second)
 
 

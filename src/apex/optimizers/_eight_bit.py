@@ -1,0 +1,108 @@
+"""``state="8bit"``: which states are held in 8 bits, and how they are made, saved and loaded.
+
+The entry of a slot is then a tensor of codes of the parameter's shape, uint8, and beside it is
+``<slot>_absmax``, see :mod:`apex.ops.lists.quantized`: 2 * (1 + 4/256) bytes a weight for Adam's
+moments instead of 8. Both are placed as the parameter is, so that a checkpoint of shards can be
+loaded on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from apex.ops.lists.columns import local
+from apex.ops.lists.quantized import (
+    SIGNED,
+    UNSIGNED,
+    Code,
+    absmax_shape,
+    dequantize,
+    quantize,
+    row_length,
+)
+
+STATES = ("plain", "8bit")
+SMALLEST = 4096  # elements of a tensor whose state is held in 8 bits
+CODES: Mapping[str, Code] = {
+    "exp_avg": SIGNED,
+    "momentum_buffer": SIGNED,
+    "exp_avg_sq": UNSIGNED,
+    "sum": UNSIGNED,
+}
+
+
+def absmax_of(slot: str) -> str:
+    """The key of what belongs to the codes of a slot."""
+    return f"{slot}_absmax"
+
+
+def absmax_like(param: torch.Tensor) -> tuple[int, ...]:
+    """The shape of what belongs to the codes of a slot."""
+    return absmax_shape(param.shape) if param.dim() else ()
+
+
+def is_held(param: torch.Tensor) -> bool:
+    """Whether the state of a parameter is held in 8 bits; of a sharded one the whole counts.
+
+    Not that of a small one, of a vector (rows of one element too), and of float64.
+    """
+    return (
+        param.dim() > 1
+        and param.numel() >= SMALLEST
+        and row_length(param.shape) > 1
+        and param.dtype != torch.float64
+    )
+
+
+def check_placement(user: str, param: Any) -> None:
+    """Raise ``RuntimeError`` for a parameter whose rows are not whole on a rank."""
+    for place in getattr(param, "placements", ()):
+        if not place.is_replicate() and getattr(place, "dim", None) != 0 and is_held(param):
+            raise RuntimeError(
+                f'{user}: state="8bit" has blocks of codes in rows of dimension 0, and a parameter '
+                f"has the placements {param.placements}. Shard it by Shard(0), or leave state out."
+            )
+
+
+def held(value: torch.Tensor, slot: str) -> dict[str, torch.Tensor]:
+    """The entries of a slot from its value, which may be a DTensor."""
+    codes, absmax = quantize(local(value).float(), CODES[slot])
+    shape = absmax_shape(value.shape)
+    return {
+        slot: _placed(value, codes, value.shape),
+        absmax_of(slot): _placed(value, absmax, shape),
+    }
+
+
+def value_of(state: Mapping[str, Any], slot: str) -> torch.Tensor:
+    """The float32 value of a slot that is held in 8 bits."""
+    codes = state[slot]
+    value = dequantize(local(codes), local(state[absmax_of(slot)]), CODES[slot])
+    return _placed(codes, value, codes.shape)
+
+
+def widened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter with float32 instead of codes."""
+    codes = [slot for slot in state if is_code(state, slot)]
+    found = {key: x for key, x in state.items() if key not in map(absmax_of, codes)}
+    return found | {slot: value_of(state, slot) for slot in codes}
+
+
+def is_code(state: Mapping[str, Any], slot: str) -> bool:
+    """Whether an entry of a state holds codes."""
+    return slot in CODES and getattr(state[slot], "dtype", None) == torch.uint8
+
+
+def _placed(like: Any, part: torch.Tensor, shape: Any) -> torch.Tensor:
+    """A tensor of this shape that is placed as ``like``, from the local part."""
+    if not hasattr(like, "placements"):
+        return part
+    shape = torch.Size(shape)
+    whole: torch.Tensor = type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )  # fmt: skip
+    return whole

@@ -1,0 +1,150 @@
+"""What each of four ranks does in :mod:`tests.optimizers.test_eight_bit`."""
+
+import functools
+
+import torch
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from apex.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
+from tests.optimizers.common import on
+
+MAKERS = {
+    "FusedAdam": functools.partial(FusedAdam, lr=0.02, weight_decay=0.1),
+    "FusedLion": functools.partial(FusedLion, lr=0.02),
+    "FusedSGD": functools.partial(FusedSGD, lr=0.5, momentum=0.9, dampening=0.5),
+    "FusedAdagrad": functools.partial(FusedAdagrad, lr=0.02),
+}
+# Rows in uneven shards, two ranks without a row, three dimensions, and a state in float32: a shard
+# alone of each of the first three has less than 4,096 elements.
+SHAPES = ((66, 70), (2, 2100), (37, 4, 30), (5, 7))
+
+
+@functools.cache
+def meshes():
+    return {count: DeviceMesh("cpu", range(count)) for count in (2, 4)}
+
+
+def tensors(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def full(tensor):
+    return getattr(tensor.detach(), "full_tensor", tensor.detach)()
+
+
+class Training:
+    """Steps on given gradients; ``count`` ranks share the tensors, 1 is a process alone."""
+
+    def __init__(self, name, count, path=None):
+        self.count, self.path = count, path
+        made = [torch.nn.Parameter(self.spread(x)) for x in tensors(0)]
+        self.model = torch.nn.ParameterList(made)
+        self.optimizer = MAKERS[name](self.model.parameters(), state="8bit")
+
+    def spread(self, tensor):
+        if self.count == 1:
+            return tensor
+        return distribute_tensor(tensor, meshes()[self.count], [Shard(0)])
+
+    def step(self, seeds):
+        for seed in seeds:
+            for param, grad in zip(self.model, tensors(seed), strict=True):
+                param.grad = self.spread(grad)
+            with on(self.path):
+                self.optimizer.step()
+
+    def kept(self):
+        """Weights and state, whole."""
+        states = [self.optimizer.state[param] for param in self.model]
+        return [[full(param) for param in self.model]] + [
+            {key: full(value) for key, value in state.items()} for state in states
+        ]
+
+    def parts(self):
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+    def talks(self):
+        if self.count == 1:
+            return {"no_dist": True}
+        return {"process_group": meshes()[self.count].get_group()}
+
+    def save(self, folder):
+        checkpoint.save(self.parts(), checkpoint_id=folder, **self.talks())
+
+    def load(self, folder):
+        loaded = self.parts()
+        checkpoint.load(loaded, checkpoint_id=folder, **self.talks())
+        set_model_state_dict(self.model, loaded["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, loaded["optimizer"])
+
+
+def stepped(rank, name, path):
+    """What is kept after three steps on 1, 2 and 4 ranks, of those that this one is among."""
+    meshes()
+    found = {}
+    for count in (1, 2, 4):
+        if rank < count or count == 1:
+            training = Training(name, count, path)
+            training.step(range(1, 4))
+            found[count] = training.kept()
+    return found
+
+
+def chained(rank, name, folder, count, before, seed):
+    """One stage of a training: load what other ranks saved, step, save; what is kept then."""
+    meshes()
+    if rank >= count:
+        return None
+    training = Training(name, count, "reference")
+    if before:
+        training.load(f"{folder}/{before}")
+    training.step([seed])
+    training.save(f"{folder}/{count}")
+    return training.kept()
+
+
+def refused(rank):
+    """What is said of shards of other dimensions; small ones and copies are taken."""
+    mesh, found = meshes()[4], []
+    for shape, place in (((64, 64), Shard(1)), ((8, 8), Shard(1)), ((64, 64), Replicate())):
+        param = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [place]))
+        try:
+            FusedAdam([param], state="8bit")
+        except RuntimeError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    return found
+
+
+def fully_sharded(rank):
+    """Training with FSDP2: types and bytes of the state, and the losses."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+    fully_shard(model, mesh=meshes()[4])
+    optimizer = FusedAdam(model.parameters(), lr=0.01, state="8bit", max_grad_norm=1.0)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(10):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weight = optimizer.state[model[0].weight]
+    placed = all(isinstance(value, DTensor) for value in weight.values())
+    bytes_here = sum(value.to_local().nbytes for value in weight.values())
+    return losses, placed, bytes_here

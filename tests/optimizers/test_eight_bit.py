@@ -1,0 +1,586 @@
+"""``state="8bit"``: the codes, steps on every path, checkpoints, and shards on 1, 2 and 4 ranks."""
+
+import copy
+import functools
+import io
+import pickle
+
+import pytest
+import torch
+
+from apex.bench.catalogue.optimizers import OPTIMIZERS
+from apex.ops import _runtime
+from apex.ops.lists.quantized import (
+    BLOCK,
+    SIGNED,
+    UNSIGNED,
+    dequantize,
+    magnitudes,
+    quantize,
+)
+from apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLion,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
+from apex.optimizers._eight_bit import CODES, value_of
+from tests.optimizers import eight_bit_programs as programs
+from tests.optimizers.common import give_grads, on, parameters, same, train, values
+from tests.optimizers.test_placements import Call
+from tests.ranks import Ranks
+from tests.tolerance import EIGHT_BIT_LOSS, THREE_STEPS, assert_close_to_largest
+
+CODE = {"signed": SIGNED, "unsigned": UNSIGNED}
+codes = pytest.mark.parametrize("code", CODE.values(), ids=CODE)
+MAKERS = {
+    "FusedAdam": FusedAdam,
+    "FusedLAMB": functools.partial(FusedLAMB, max_grad_norm=0.0),  # a norm is summed in some order
+    "FusedLion": FusedLion,
+    "FusedSGD": lambda params, **more: FusedSGD(
+        params, **{"lr": 0.1, "momentum": 0.9, "dampening": 0.25, **more}
+    ),
+    "FusedAdagrad": FusedAdagrad,
+    "FusedNovoGrad": FusedNovoGrad,
+}
+makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+# Full blocks, more than a program of the kernel has; rows that are no multiple of a block; a
+# convolution, with rows shorter than a block. The last three keep float32: few elements, a vector,
+# rows of one element.
+SHAPES = ((34, 256), (13, 330), (36, 16, 3, 3), (33, 5), (4100,), (4100, 1))
+HELD = 3
+
+
+def held(optimizer, param):
+    """The state with float32 instead of codes."""
+    state = optimizer.state[param]
+    return {slot: value_of(state, slot) for slot in optimizer.slots if slot in CODES}
+
+
+# -- codes -----------------------------------------------------------------------------------------
+
+
+def drawn(code, rows=40, columns=300):
+    """Values over twelve decades, both signs for a signed code."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = 10 ** torch.linspace(-11, 1, columns)[torch.randperm(columns, generator=generator)]
+    value = torch.randn(rows, columns, generator=generator) * sizes
+    return value if code.signed else value.abs()
+
+
+@codes
+def test_every_value_becomes_the_nearest_code(code):
+    value = drawn(code)
+    found, absmax = quantize(value, code)
+    sizes = magnitudes(code)
+    parts = zip(value.split(BLOCK, 1), found.split(BLOCK, 1), absmax.unbind(1), strict=True)
+    for part, number, largest in parts:
+        assert torch.equal(largest, part.abs().amax(1))
+        ratio = (part / largest[:, None]).double()
+        off = (ratio.abs().unsqueeze(-1) - sizes).abs()
+        if not code.signed:
+            off[..., 0] = torch.where(ratio == 0, 0.0, torch.inf)  # only 0 becomes 0
+        number = number.long() & (0x7F if code.signed else 0xFF)
+        of_found = off.gather(-1, number.unsqueeze(-1)).squeeze(-1)
+        assert (
+            of_found <= off.amin(-1) + 2.0**-24 * ratio.abs()
+        ).all()  # one rounding of the ratio
+
+
+@codes
+def test_the_error_is_within_its_bound(code):
+    """4.5 / 2**n of the value in each decade, n bits of the fraction; below the last, absolute."""
+    value = drawn(code).double()
+    back = dequantize(*quantize(value.float(), code), code).double()
+    largest = value.abs().split(BLOCK, 1)
+    ratio = torch.cat([part / part.amax(1, keepdim=True) for part in largest], 1)
+    bits = 7 if code.signed else 8
+    decade = (-ratio.log10()).floor().clamp(max=bits - 1)
+    bound = 4.5 / 2 ** (bits - 1 - decade) * (1 + 2.0**-20)
+    error = (back - value).abs()
+    above = ratio > 10.0 ** -(bits - 1)
+    assert (error[above] <= (bound * value.abs())[above]).all()
+    largest = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in largest], 1)
+    assert (error[~above] <= 10.0 ** -(bits - 1) * largest[~above]).all()
+    assert (ratio[above] < 0.1).any()
+    assert (~above).any()
+
+
+@codes
+def test_quantising_again_changes_nothing(code):
+    once = quantize(drawn(code), code)
+    assert same(quantize(dequantize(*once, code), code), once)
+
+
+@codes
+def test_the_largest_is_exact_and_a_tie_goes_to_the_smaller(code):
+    sizes = magnitudes(code)
+    assert len(sizes) == (128 if code.signed else 256)
+    assert (sizes.diff() > 0).all()
+    assert sizes[0] == 0
+    assert sizes[-1] == 1
+    value = torch.cat([torch.ones(1), ((sizes[1:] + sizes[:-1]) / 2).float()[1:]])
+    expected = torch.arange(1, len(sizes) - 1)
+    found, absmax = quantize(value[:BLOCK][None], code)
+    assert absmax.item() == 1
+    assert torch.equal(found[0, 1:].long(), expected)
+    beyond = torch.cat([torch.ones(1), value[1:].nextafter(torch.ones(()))])
+    assert torch.equal(quantize(beyond[None], code)[0][0, 1:].long(), expected + 1)
+
+
+@codes
+def test_what_is_not_finite_is_its_whole_block_and_no_other(code):
+    value = drawn(code, rows=3)
+    for bad in (torch.inf, torch.nan):
+        value[1, 260] = bad
+        back = dequantize(*quantize(value, code), code)
+        assert back[1, 256:].isnan().all()
+        value[1, 256:] = back[1, 256:] = 1.0
+        assert torch.equal(back, dequantize(*quantize(value, code), code))
+
+
+@codes
+def test_zeros_denormals_and_signs(code):
+    value = torch.zeros(3, 300)
+    value[1] = torch.finfo(torch.float32).smallest_normal / 2
+    value[2] = torch.finfo(torch.float32).smallest_normal
+    value[0, 7] = -0.0
+    found, absmax = quantize(value, code)
+    back = dequantize(found, absmax, code)
+    assert torch.equal(back[2], value[2])
+    assert not back[:2].any()
+    assert not absmax[:2].any()
+    assert back[0].signbit().nonzero().tolist() == ([[7]] if code.signed else [])
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+@makers
+def test_the_kernel_has_the_bits_of_the_definition(make):
+    ends = []
+    for path in ("reference", "triton", None):
+        params = parameters(shapes=SHAPES[:HELD])
+        optimizer = make(params, state="8bit")
+        train(optimizer, params, range(1), "reference")
+        ends.append((train(optimizer, params, range(1, 2), path), optimizer, params))
+    (weights, definition, params), *others = ends
+    for found, optimizer, mine in others:
+        for one, two in zip(weights, found, strict=True):
+            assert_close_to_largest(two, one.double(), THREE_STEPS)
+        for param, other in zip(params, mine, strict=True):
+            left, right = definition.state[param], optimizer.state[other]
+            assert left.keys() == right.keys()
+            assert {"torch.uint8", "torch.float32"} == {
+                str(x.dtype) for x in left.values() if x.dim()
+            }
+            for key, value in left.items():
+                if value.dim():
+                    assert torch.equal(value, right[key]), key
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@makers
+def test_the_first_step_is_float32s_and_its_state_within_the_codes_error(make, path):
+    sides = {}
+    for state in ("plain", "8bit"):
+        params = parameters(shapes=SHAPES[1:2])
+        optimizer = make(params, state=state)
+        train(optimizer, params, range(1), path)
+        sides[state] = params, optimizer
+    (plain, first), (other, second) = sides.values()
+    assert same(values(plain), values(other))
+    for slot, value in held(second, other[0]).items():
+        exact = first.state[plain[0]][slot]
+        assert torch.equal(value, dequantize(*quantize(exact, CODES[slot]), CODES[slot]))
+        assert not torch.equal(value, exact)
+
+
+@makers
+def test_which_states_are_held(make):
+    params = parameters(shapes=SHAPES)
+    params += parameters(torch.float64, [(64, 64)]) + parameters(torch.bfloat16, [(64, 64), (9,)])
+    optimizer = make(params, state="8bit")
+    train(optimizer, params, range(1))
+    is_held = [*[True] * HELD, *[False] * 4, True, False]
+    for param, codes in zip(params, is_held, strict=True):
+        state = {key: x for key, x in optimizer.state[param].items() if key != "norm"}
+        dtypes = {x.dtype for x in state.values()}
+        rows, length = param.shape[0], param[0].numel()
+        if codes:
+            assert dtypes == {torch.uint8, torch.float32}
+            blocks = rows * -(-length // BLOCK)
+            moments = len(state) // 2
+            assert sum(x.nbytes for x in state.values()) == moments * (param.numel() + 4 * blocks)
+        else:
+            assert dtypes == {torch.promote_types(param.dtype, torch.float32)}
+
+
+def test_bytes_of_adams_state():
+    params = parameters(shapes=[(64, 1024)])
+    optimizer = FusedAdam(params, state="8bit")
+    train(optimizer, params, range(1))
+    kept = sum(x.nbytes for x in optimizer.state[params[0]].values())
+    assert kept / params[0].numel() == 2 * (1 + 4 / 256)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton", None])
+@makers
+def test_a_skipped_step_changes_nothing(make, path):
+    params = parameters(shapes=SHAPES[1:2])
+    optimizer = make(params, state="8bit")
+    train(optimizer, params, range(1), path)
+    before = values(params), copy.deepcopy(optimizer.state_dict()["state"])
+    give_grads(params, 1)
+    params[0].grad[0, 0] = torch.inf
+    with on(path):
+        optimizer.step_scaled(0.5, torch.ones(()))
+    assert same(values(params), before[0])
+    for key, value in before[1][0].items():
+        assert torch.equal(optimizer.state[params[0]][key], value)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton", None])
+def test_a_gradient_that_is_not_finite_is_its_block(path):
+    params = parameters(shapes=SHAPES[1:2])
+    optimizer = FusedAdam(params, state="8bit")
+    train(optimizer, params, range(1), path)
+    give_grads(params, 1)
+    params[0].grad[2, 300] = torch.nan
+    with on(path):
+        optimizer.step()
+    assert params[0].isnan().nonzero().tolist() == [[2, 300]]
+    train(optimizer, params, range(2, 3), path)
+    bad = torch.zeros(params[0].shape, dtype=torch.bool)
+    bad[2, 256:] = True
+    assert torch.equal(params[0].isnan(), bad)
+
+
+MEMORY = {
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("path", ["triton", None])
+@pytest.mark.parametrize("laid", MEMORY.values(), ids=MEMORY)
+def test_numbers_do_not_depend_on_the_memory(laid, path):
+    ends = []
+    for way in (lambda x: x, laid):
+        params = [torch.nn.Parameter(way(parameters(shapes=[(36, 16, 3, 3)])[0].detach()))]
+        optimizer = FusedAdam(params, state="8bit")
+        for seed in range(2):
+            give_grads(params, seed)
+            params[0].grad = way(params[0].grad)
+            with on("reference" if way is not laid else path):
+                optimizer.step()
+        ends.append((optimizer.state[params[0]], params))
+    for key, value in ends[0][0].items():
+        assert torch.equal(value, ends[1][0][key])
+    assert_close_to_largest(ends[1][1][0].detach(), ends[0][1][0].detach().double(), THREE_STEPS)
+
+
+@pytest.mark.parametrize("path", ["triton", None])
+@pytest.mark.parametrize("storage", ["low_bits", "kahan", "stochastic"])
+def test_storages_are_independent_of_it(storage, path):
+    params = parameters(torch.bfloat16, SHAPES[1:2])
+    exact = [torch.nn.Parameter(param.detach().float()) for param in params]
+    optimizer = FusedAdam(params, storage=storage, state="8bit")
+    other = FusedAdam(exact, state="8bit")
+    for seed, way in enumerate(("reference", path)):
+        give_grads(params, seed)
+        exact[0].grad = params[0].grad.float()
+        with on(way):
+            optimizer.step()
+        other.step()
+    mine, its = optimizer.state[params[0]], other.state[exact[0]]
+    for key, value in its.items():
+        assert torch.equal(mine[key], value)
+
+
+def test_masters_have_it_too():
+    params = parameters(torch.bfloat16, SHAPES[:1])
+    masters = FusedAdam(params, capturable=True, master_weights=True, state="8bit")
+    mixed_params = parameters(torch.bfloat16, SHAPES[:1])
+    mixed = FusedMixedPrecisionLamb(
+        mixed_params, reduced_precision_dtype=torch.bfloat16, state="8bit"
+    )
+    for optimizer, some in ((masters, params), (mixed, mixed_params)):
+        train(optimizer, some, range(2))
+        state = optimizer.state[some[0]]
+        assert state["exp_avg"].dtype == torch.uint8
+        assert state["master_param"].dtype == torch.float32
+        assert torch.equal(state["master_param"].bfloat16(), some[0])
+
+
+@pytest.mark.parametrize("path", ["triton", None])
+def test_the_first_gradient_enters_a_momentum_buffer_whole(path):
+    params = parameters(shapes=SHAPES[:1])
+    optimizer = MAKERS["FusedSGD"](params, state="8bit")
+    give_grads(params, 0)
+    with on(path):
+        optimizer.step_scaled(1.0, torch.ones(()))  # a skipped step begins no history
+        optimizer.step()
+    buffer = held(optimizer, params[0])["momentum_buffer"]
+    assert torch.equal(buffer, dequantize(*quantize(params[0].grad, SIGNED), SIGNED))
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def loss_of(seed, state, make):
+    """The loss of a small language model after 60 steps, of the last ten."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(64, 64),
+        torch.nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True),
+        torch.nn.Linear(64, 64),
+    )
+    optimizer = make(model.parameters(), state=state)
+    generator = torch.Generator().manual_seed(100)  # the same text for every seed
+    follows = torch.randint(64, (64, 4), generator=generator)
+    losses = []
+    for _ in range(60):
+        words = [torch.randint(64, (8,), generator=generator)]
+        for choice in torch.randint(4, (12, 8), generator=generator):
+            words.append(follows[words[-1], choice])
+        text = torch.stack(words, 1)
+        loss = torch.nn.functional.cross_entropy(
+            model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-10:]) / 10
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params, **more: FusedAdam(params, lr=3e-3, **more),
+        pytest.param(
+            lambda params, **more: FusedLion(params, lr=5e-4, **more), marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=["FusedAdam", "FusedLion"],
+)
+def test_a_language_model_learns_as_with_float32(make):
+    seeds = range(3)
+    plain = torch.tensor([loss_of(seed, "plain", make) for seed in seeds])
+    other = torch.tensor([loss_of(seed, "8bit", make) for seed in seeds])
+    assert plain.max() < 3.4  # of 4.16: it has learnt
+    assert (other - plain).mean().abs() <= EIGHT_BIT_LOSS
+
+
+# -- states that are saved -------------------------------------------------------------------------
+
+
+@makers
+def test_a_saved_state_comes_back_bit_for_bit(make):
+    params = parameters(shapes=SHAPES)
+    optimizer = make(params, state="8bit")
+    train(optimizer, params, range(2))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    others = parameters(shapes=SHAPES)
+    other = make(others, state="8bit")
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for copied in (other, pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        for mine, its in zip(optimizer.state.values(), copied.state.values(), strict=True):
+            assert mine.keys() == its.keys()
+            assert all(torch.equal(mine[key], its[key]) for key in mine)
+            assert all(mine[key].dtype == its[key].dtype for key in mine)
+    with torch.no_grad():
+        for param, mine in zip(others, params, strict=True):
+            param.copy_(mine)
+    assert same(train(optimizer, params, range(2, 4)), train(other, others, range(2, 4)))
+
+
+@makers
+def test_states_are_quantised_and_dequantised_on_loading(make):
+    params = parameters(shapes=SHAPES)
+    plain, eight = make(params), make(params, state="8bit")
+    train(plain, params, range(2))
+    eight.load_state_dict(plain.state_dict())
+    wide = make(params)
+    wide.load_state_dict(eight.state_dict())
+    again = make(params, state="8bit")
+    again.load_state_dict(wide.state_dict())
+    for number, param in enumerate(params):
+        assert wide.state[param].keys() == plain.state[param].keys()
+        for slot in set(plain.slots) & CODES.keys():
+            exact, value = plain.state[param][slot], wide.state[param][slot]
+            assert value.dtype == exact.dtype
+            if number < HELD:
+                exact = dequantize(*quantize(exact, CODES[slot]), CODES[slot])
+            assert torch.equal(value, exact)
+        for key, value in eight.state[param].items():
+            assert torch.equal(value, again.state[param][key])
+
+
+def test_torchs_state_both_ways():
+    params = parameters(shapes=SHAPES[1:3])
+    theirs = torch.optim.AdamW(params, lr=0.02)
+    give_grads(params, 0)
+    theirs.step()
+    ours = FusedAdam(params, lr=0.02, state="8bit")
+    ours.load_state_dict(theirs.state_dict())
+    back = torch.optim.AdamW(params, lr=0.02)
+    back.load_state_dict(ours.torch_state_dict())
+    for param in params:
+        assert back.state[param].keys() == theirs.state[param].keys()
+        for slot, value in held(ours, param).items():
+            exact = theirs.state[param][slot]
+            assert torch.equal(value, dequantize(*quantize(exact, CODES[slot]), CODES[slot]))
+            assert torch.equal(value, back.state[param][slot])
+
+
+def test_groups_that_are_added_later():
+    params = parameters(shapes=SHAPES[:2])
+    optimizer = FusedAdam(params[:1], state="8bit")
+    train(optimizer, params[:1], range(1))
+    optimizer.add_param_group({"params": params[1:], "lr": 0.5, "state": "8bit"})
+    train(optimizer, params, range(1, 2))
+    assert [optimizer.state[param]["exp_avg"].dtype for param in params] == [torch.uint8] * 2
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [*MAKERS.values(), FusedMixedPrecisionLamb])
+def test_an_unknown_state_is_refused(make):
+    with pytest.raises(ValueError, match="state was '4bit'; allowed are 'plain', '8bit'"):
+        make(parameters(), state="4bit")
+
+
+def test_sgd_without_momentum_has_no_state():
+    with pytest.raises(ValueError, match="no group has momentum. Pass a momentum"):
+        FusedSGD(parameters(), lr=0.1, state="8bit")
+    params = parameters()
+    FusedSGD([{"params": params, "momentum": 0.9}], lr=0.1, state="8bit")
+
+
+def test_a_group_of_another_state_is_refused():
+    with pytest.raises(
+        ValueError, match="a group has state='8bit', and the optimizer state='plain'"
+    ):
+        FusedAdam([{"params": parameters(), "state": "8bit"}])
+
+
+@pytest.mark.parametrize("path", ["triton", None])
+def test_what_was_taken_out_of_a_state_is_missed_before_anything_changes(path):
+    params = parameters(shapes=SHAPES[:2])
+    optimizer = FusedAdam(params, state="8bit")
+    train(optimizer, params, range(1), path)
+    whole = optimizer.state[params[1]]["exp_avg_absmax"]
+    before = values(params)
+    for wrong in (None, whole[1:], whole.double(), whole.t().contiguous().t()):
+        optimizer.state[params[1]]["exp_avg_absmax"] = wrong
+        if wrong is None:
+            del optimizer.state[params[1]]["exp_avg_absmax"]
+        with pytest.raises(RuntimeError, match='the "exp_avg_absmax" of a parameter does not fit'):
+            train(optimizer, params, range(1, 2), path)
+        assert same(values(params), before)
+
+
+def test_codes_that_were_saved_alone_are_refused():
+    params = parameters(shapes=SHAPES[:1])
+    optimizer = FusedAdam(params, state="8bit")
+    train(optimizer, params, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for maker in (lambda: FusedAdam(params, state="8bit"), lambda: FusedAdam(params)):
+        state = copy.deepcopy(saved)
+        absmax = state["state"][0].pop("exp_avg_absmax")
+        with pytest.raises(ValueError, match='there is no "exp_avg_absmax"'):
+            maker().load_state_dict(state)
+        state["state"][0]["exp_avg_absmax"] = absmax[1:]
+        with pytest.raises(ValueError, match="the saved exp_avg_absmax of parameter 0 has shape"):
+            maker().load_state_dict(state)
+
+
+def test_a_graph_does_not_begin_with_it(monkeypatch):
+    from apex.ops.lists import quantized
+
+    monkeypatch.setattr(_runtime, "capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="Take one before capturing a CUDA graph"):
+        quantized._tables.__wrapped__(SIGNED, torch.device("cpu"))
+
+
+def test_the_catalogue_has_it_for_every_optimizer():
+    found = {
+        optimizer.make
+        for optimizer in OPTIMIZERS
+        for variant in optimizer.variants
+        if variant.options.get("state") == "8bit"
+    }
+    assert found >= {FusedAdam, FusedLAMB, FusedLion, FusedSGD, FusedAdagrad, FusedNovoGrad}
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    with Ranks(tmp_path_factory.mktemp("ranks"), count=4) as ranks:
+        yield ranks
+
+
+def alike(left, right, count=4):
+    """Weights and states of the first parameters have the same bits."""
+    weights, *states = left
+    others, *its = right
+    assert same(weights[:count], others[:count])
+    for one, two in zip(states[:count], its[:count], strict=True):
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [*((name, "reference") for name in programs.MAKERS), ("FusedAdam", None)],
+)
+def test_numbers_do_not_depend_on_how_many_ranks_share(four, name, path):
+    answers = four.run(Call(programs.stepped, name, path))
+    alone = answers[0][1]
+    held = 3  # torch's own kernels step the last, and round a tensor's last elements elsewhere
+    assert [any(x.dtype == torch.uint8 for x in state.values()) for state in alone[1:]] == (
+        [True] * held + [False]
+    )
+    for answer in answers:
+        for kept in answer.values():
+            alike(kept, alone, 4 if path else held)
+    assert [len(answer) for answer in answers] == [3, 3, 2, 2]
+
+
+@pytest.mark.dist
+def test_a_checkpoint_goes_from_two_ranks_to_four_to_one(four, tmp_path):
+    alone, before = programs.Training("FusedAdam", 1, "reference"), 0
+    for seed, count in enumerate((2, 4, 1), 1):
+        job = Call(programs.chained, "FusedAdam", str(tmp_path), count, before, seed)
+        answers = four.run(job)
+        alone.step([seed])
+        for answer in answers[:count]:
+            alike(answer, alone.kept())
+        before = count
+
+
+@pytest.mark.dist
+def test_shards_of_other_dimensions_are_refused(four):
+    for large, small, copied in four.run(programs.refused):
+        assert "Shard it by Shard(0), or leave state out" in large
+        assert (small, copied) == ("", "")
+
+
+@pytest.mark.dist
+def test_fully_shard(four):
+    for losses, placed, kept in four.run(programs.fully_sharded):
+        assert losses[-1] < losses[0]
+        assert placed
+        assert kept == 2 * (32 * 64 + 4 * 32)  # a quarter of (128, 64)
