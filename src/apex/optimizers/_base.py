@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, repeat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, repeat, starmap
 from operator import attrgetter, is_
 from typing import Any
 
@@ -27,7 +27,15 @@ from apex.ops.lists.clip import clipped
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous
 from apex.ops.lists.placements import placed
 from apex.ops.lists.storage import ScaledStep, StepOptions
-from apex.optimizers._buckets import Bucket, GroupGrads, count_steps, counted, joined, split
+from apex.optimizers._buckets import (
+    Bucket,
+    GroupGrads,
+    SplitArguments,
+    count_steps,
+    counted,
+    joined,
+    split,
+)
 from apex.optimizers._state import StatefulOptimizer
 
 _DTYPE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "layout", "grad"))
@@ -197,7 +205,6 @@ class FusedOptimizer(StatefulOptimizer):
         if not plain:
             active = [a._replace(grads=[*placed(self._name, a.params, a.grads)]) for a in active]
         together = joined(active, self.defaults if self._joins_groups else None, noop)
-        sizes = [sum(len(params) for _, params, _ in groups) for groups in together]
         stepped = [param for groups in together for _, params, _ in groups for param in params]
         gradients = [grad for groups in together for _, _, found in groups for grad in found]
         # All checks before anything changes.
@@ -209,13 +216,15 @@ class FusedOptimizer(StatefulOptimizer):
         if largest:
             every = [grad for _, _, found in active for grad in found]
             factor = clipped(every, factor, largest)
-        columns, extra = self._columns(stepped, gradients, copies, plain=plain)
-        beside = [x for x in extra or () if x is not None]
+        lists = [*self._lists(together, copies, plain=plain)]
         # Only a gradient may have the negative bit: parameters that do are refused.
-        dense = are_contiguous([*columns, beside], columns[:1])
-        counters = count_steps(self.param_groups, noop) if self._counts_steps else None
+        dense = all(
+            are_contiguous([*columns, [x for x in extra or () if x is not None]], columns[:1])
+            for _, columns, extra, _ in lists
+        )
+        counters = count_steps(self._counted_groups(), noop) if self._counts_steps else None
         everywhere: dict[torch.device, StepOptions] = {}
-        for number, bucket in split(stepped, columns, extra, sizes):
+        for number, bucket in chain.from_iterable(starmap(split, lists)):
             device = bucket.device
             if device not in everywhere:
                 everywhere[device] = StepOptions(
@@ -232,7 +241,24 @@ class FusedOptimizer(StatefulOptimizer):
             if counters is not None:
                 group = counted(together[number], bucket, counters)
             self._update(group, bucket, options)
+        self._finish_step()
         self._note_versions()
+
+    def _lists(
+        self,
+        together: Sequence[list[GroupGrads]],
+        copies: Mapping[torch.Tensor, torch.Tensor] | None,
+        *,
+        plain: bool,
+    ) -> Iterator[SplitArguments]:
+        """Arguments of :func:`split`, once for all joined groups that have the same slots."""
+        kept = [self._slots_of(groups[0].group) for groups in together]
+        for slots in dict.fromkeys(kept):
+            some = [groups * (its == slots) for groups, its in zip(together, kept, strict=True)]
+            params = [param for groups in some for _, params, _ in groups for param in params]
+            grads = [grad for groups in some for _, _, found in groups for grad in found]
+            columns, extra = self._columns(params, grads, slots, copies, plain=plain)
+            yield params, columns, extra, [sum(len(one.params) for one in each) for each in some]
 
     def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a gradient is not dense and real."""
@@ -253,6 +279,13 @@ class FusedOptimizer(StatefulOptimizer):
     ) -> None:
         """Called once before the groups are stepped: for what needs all gradients."""
 
+    def _finish_step(self) -> None:
+        """Called once after the groups are stepped: for what needs all of them."""
+
+    def _counted_groups(self) -> Sequence[dict[str, Any]]:
+        """The groups that have a "step"."""
+        return self.param_groups
+
     def _largest_norm(self) -> float:
         """What the norm of all gradients together is clipped to; 0 for no clipping."""
         return 0.0
@@ -268,8 +301,9 @@ class FusedOptimizer(StatefulOptimizer):
         """
         self._algorithm(bucket.columns, self._numbers_of(group, bucket.device), options)
 
-    def _numbers_of(self, group: Mapping[str, Any], device: torch.device) -> Any:
+    def _numbers_of(self, group: Mapping[str, Any], device: torch.device, kind: Any = None) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""
+        kind = kind or self._numbers
         beta1, beta2 = group.get("betas", (0.0, 0.0))
         found = {"step": group.get("step"), "beta1": beta1, "beta2": beta2}
         for key in ("lr", "weight_decay"):
@@ -278,9 +312,9 @@ class FusedOptimizer(StatefulOptimizer):
             found[name]
             if name in found
             else (group[name] if name in self.defaults else getattr(self, name))
-            for name in self._numbers.__match_args__
+            for name in kind.__match_args__
         ]
-        return self._numbers(*numbers)
+        return kind(*numbers)
 
 
 def _with_grads(
