@@ -14,7 +14,7 @@ gradient for a sharded matrix takes part with zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, product
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -22,6 +22,11 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.ops.updates.muon import Iteration, orthogonalized, stacks
+
+Parts = dict[int, torch.Tensor]  # by the number of the direction, in order
+
+# Elements of all matrices that travel together, for each rank: 256 MiB of bfloat16.
+BATCH = 2**27
 
 
 class Leg(NamedTuple):
@@ -73,10 +78,11 @@ def legs(param: Any, flatten: bool) -> tuple[Leg, ...]:
     placements = getattr(param, "placements", ())
     shape, found, first = list(param.shape), [], 0 if flatten else param.dim() - 2
     shards = [number for number, place in enumerate(placements) if not place.is_replicate()]
+    strided = [number for number in shards if hasattr(placements[number], "split_factor")]
     # A strided shard is one of what the mesh dimensions behind it have sharded already.
-    for number in sorted(shards, key=lambda n: hasattr(placements[n], "split_factor")):
+    for number in sorted(shards, key=strided.__contains__):
         dim = getattr(placements[number], "dim", None)
-        if dim is None:
+        if dim is None or len(strided) > 1:
             raise RuntimeError(_UNKNOWN.format(placements))
         sizes = _shards(shape[dim], param.device_mesh.size(number))
         shape[dim] = sizes[param.device_mesh.get_coordinate()[number]]
@@ -102,64 +108,84 @@ def _shards(size: int, count: int) -> tuple[int, ...]:
 def orthogonalize(directions: Sequence[Direction]) -> list[torch.Tensor]:
     """Orthogonalise whole matrices; a collective for those that are sharded.
 
+    Args:
+        directions: The same and in the same order on all ranks, but for what they hold.
+
     Returns:
         Of each the local part.
     """
     updates = [one.here for one in directions]
-    routes: dict[Any, tuple[list[int], list[tuple[Leg, ...]]]] = {}
-    for number, one in enumerate(directions):
-        found = one.legs
-        mesh = one.param.device_mesh if found else None
-        key = mesh, tuple(leg.mesh_dim for leg in found), one.here.dtype, one.here.device
-        numbers, all_legs = routes.setdefault(key, ([], []))
-        numbers.append(number)
-        all_legs.append(found)
-    for (mesh, dims, *_), (numbers, all_legs) in routes.items():
-        some = [directions[number] for number in numbers]
-        for number, update in zip(numbers, _on_owners(some, mesh, dims, all_legs), strict=True):
-            updates[number] = update
+    all_legs = [one.legs for one in directions]
+    routes: dict[Any, list[int]] = {}
+    for number, (one, some) in enumerate(zip(directions, all_legs, strict=True)):
+        mesh = one.param.device_mesh if some else None
+        dims = tuple(leg.mesh_dim for leg in some)
+        routes.setdefault((mesh, dims, one.here.dtype, one.here.device), []).append(number)
+    for (mesh, dims, *_), numbers in routes.items():
+        kinds = [
+            (directions[n].shape, directions[n].numbers, directions[n].flatten) for n in numbers
+        ]
+        sizes = [directions[n].param.numel() for n in numbers]
+        plan = [[numbers[place] for place in stack] for stack in stacks(kinds, sizes)]
+        for batch in _batches(plan, directions, mesh, dims):
+            for number, update in _on_owners(batch, directions, all_legs, mesh, dims).items():
+                updates[number] = update
     return updates
 
 
+def _batches(
+    plan: Iterable[list[int]], directions: Sequence[Direction], mesh: Any, dims: Sequence[int]
+) -> list[list[list[int]]]:
+    """Stacks that travel together: at most ``BATCH`` elements for each rank, or one stack."""
+    most = BATCH * math.prod(mesh.size(dim) for dim in dims)
+    batches: list[list[list[int]]] = [[]]
+    left = most
+    for stack in plan:
+        left -= sum(directions[number].param.numel() for number in stack)
+        if left < 0 and batches[-1] and dims:
+            batches.append([])
+            left = most - sum(directions[number].param.numel() for number in stack)
+        batches[-1].append(stack)
+    return batches
+
+
 def _on_owners(
-    directions: Sequence[Direction], mesh: Any, dims: Sequence[int], legs: Sequence[Sequence[Leg]]
-) -> list[torch.Tensor]:
-    """Orthogonalise what travels together along these dimensions of a mesh."""
-    kinds = [(one.shape, one.numbers, one.flatten) for one in directions]
-    plan = stacks(kinds, [one.param.numel() for one in directions])
+    plan: Sequence[Sequence[int]],
+    directions: Sequence[Direction],
+    legs: Sequence[Sequence[Leg]],
+    mesh: Any,
+    dims: Sequence[int],
+) -> Parts:
+    """Orthogonalise stacks that travel together along these dimensions of a mesh."""
     owners = _owners(plan, directions, [mesh.size(dim) for dim in dims])
-    trips = [
-        _Trip(
-            mesh.get_group(dim),
-            mesh.get_coordinate()[dim],
-            [owner[level] for owner in owners],
-            [some[level] for some in legs],
-            directions[0].here.new_empty(0),
-        )
-        for level, dim in enumerate(dims)
-    ]
-    parts = {number: one.here for number, one in enumerate(directions)}
-    shapes = []  # of the parts here, before each trip
-    for trip in trips:
+    parts = {number: directions[number].here for number in sorted(owners)}
+    like = directions[plan[0][0]].here.new_empty(0)
+    trips, shapes = [], []  # shapes of the parts here, before each trip
+    for level, dim in enumerate(dims):
+        owned = {number: owner[level] for number, owner in owners.items()}
+        along = {number: legs[number][level] for number in owners}
+        trips.append(_Trip(mesh.get_group(dim), mesh.get_local_rank(dim), owned, along, like))
         shapes.append({number: part.shape for number, part in parts.items()})
-        parts = trip.collected(parts)
+        parts = trips[-1].collected(parts)
     for stack in plan:
         if stack[0] in parts:
-            _, numbers, flatten = kinds[stack[0]]
-            done = orthogonalized([parts[number] for number in stack], numbers, flatten)
-            parts.update(zip(stack, done, strict=True))
+            first = directions[stack[0]]
+            whole = [parts[number] for number in stack]
+            parts.update(
+                zip(stack, orthogonalized(whole, first.numbers, first.flatten), strict=True)
+            )
     for trip, before in zip(reversed(trips), reversed(shapes), strict=True):
         parts = trip.handed_out(parts, before)
-    return [parts[number] for number in range(len(directions))]
+    return parts
 
 
 def _owners(
     plan: Sequence[Sequence[int]], directions: Sequence[Direction], sizes: Sequence[int]
-) -> list[tuple[int, ...]]:
+) -> dict[int, tuple[int, ...]]:
     """Give each stack an owner, the dearest stack first to the owner who has least.
 
     Returns:
-        For each direction a coordinate in mesh dimensions of these sizes.
+        By the number of a direction: coordinates in mesh dimensions of these sizes.
     """
     costs = []  # about multiplications of an iteration
     for stack in plan:
@@ -167,17 +193,12 @@ def _owners(
         elements = sum(directions[number].param.numel() for number in stack)
         costs.append(elements * short * (2 * long + short) // max(1, long))
     coordinates = [*product(*map(range, sizes))]
-    loads = [0] * len(coordinates)
-    owners: list[tuple[int, ...]] = [()] * len(directions)
-    for number in sorted(range(len(plan)), key=lambda n: -costs[n]):
+    loads, owners = [0] * len(coordinates), {}
+    for cost, stack in sorted(zip(costs, plan, strict=True), key=lambda one: -one[0]):
         owner = loads.index(min(loads))
-        loads[owner] += costs[number]
-        for position in plan[number]:
-            owners[position] = coordinates[owner]
+        loads[owner] += cost
+        owners.update(dict.fromkeys(stack, coordinates[owner]))
     return owners
-
-
-Parts = dict[int, torch.Tensor]  # by the number of the direction, in order
 
 
 class _Trip(NamedTuple):
@@ -186,15 +207,15 @@ class _Trip(NamedTuple):
     Attributes:
         group: The ranks.
         me: Which of them this is.
-        owners: Who owns each matrix.
+        owners: Who owns each matrix, by the number of its direction.
         legs: How each is sharded.
         like: An empty tensor of the dtype and on the device of all.
     """
 
     group: Any
     me: int
-    owners: Sequence[int]
-    legs: Sequence[Leg]
+    owners: Mapping[int, int]
+    legs: Mapping[int, Leg]
     like: torch.Tensor
 
     def collected(self, parts: Parts) -> Parts:
