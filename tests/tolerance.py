@@ -182,6 +182,15 @@ PARALLEL = 4e-6
 # instead of two ranks, which adds up float16 gradients of other parts of a batch. Largest over
 # eight seeds: 4.2e-4 of the largest weight; 7.8e-4 with float16 weights, whose ulp that is.
 HALF_SHARDS = 2e-3
+# Weights of Muon after a few steps of lr 0.02, where products are bfloat16: an element of a
+# direction that rounds the other way changes a row by some 1e-2 of a step. The largest seen against
+# torch.optim.Muon: 2.5e-4, of 64 x 256; mostly it is none. Where products are float32: 1.4e-7 on
+# four ranks beside one process.
+MUON = {torch.bfloat16: 1e-3, torch.float32: 1e-6}
+# One step of Muon in bfloat16 against float64, as a part of the learning rate: 0.035 of 5 x 7.
+MUON_ROUNDED = 0.06
+# What Newton-Schulz makes of singular values, in float32 and bfloat16, of some ten to thousand.
+MUON_SINGULAR = (0.65, 1.25)
 
 
 # Three float32 steps of a ResNet on two ranks with SyncBatchNorm against one process: sums over

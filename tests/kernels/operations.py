@@ -18,7 +18,7 @@ from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
-from apex.optimizers import FusedAdam
+from apex.optimizers import FusedAdam, FusedMuon
 from apex.parallel import LARC
 from apex.transformer import functional as transformer
 from apex.transformer.functional.fused_softmax import scaled_masked_softmax
@@ -51,6 +51,14 @@ def stepped(make, dtype=FLOAT):
         return [*params, *(value for value in states if isinstance(value, torch.Tensor))]
 
     return run
+
+
+def a_wide_matrix():
+    param = torch.nn.Parameter(some(3, CHUNK))
+    param.grad = some(3, CHUNK, seed=1)
+    optimizer = FusedMuon([param])
+    optimizer.step()
+    return [param, optimizer.state[param]["momentum_buffer"]]
 
 
 def listed(op):
@@ -98,6 +106,7 @@ def lists():
             if not variant.larc:
                 dtype = DTYPES[variant.dtypes[0]]
                 yield optimizer.called(variant), stepped(make, dtype)
+    yield "muon, a wide matrix", a_wide_matrix
     yield "larc", stepped(lambda p: LARC(torch.optim.SGD(p, lr=0.1, weight_decay=0.1)))
     for op in LISTS:
         yield op.name, listed(op)

@@ -66,9 +66,9 @@ def test_dtypes_mixed_in_one_optimizer(name, path):
     check_steps(EVERY[name](params), WAYS[name][0].formula, 3, path)
 
 
-FUZZED = [(name, torch.float16, "triton") for name in EVERY]
+FUZZED = [(name, torch.float16, "triton") for name in EVERY if name != "FusedMuon"]  # vectors
 # a norm in float32 would show in float32 weights
-FUZZED += [(n, torch.float32, "triton") for n in EVERY if "norm" not in WAYS[n][0].make.slots]
+FUZZED += [(n, torch.float32, "triton") for n, *_ in FUZZED if n != "FusedNovoGrad"]
 FUZZED += [("FusedLAMB", torch.float32, path) for path in PATHS[:2]]
 
 

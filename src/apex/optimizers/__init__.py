@@ -11,6 +11,7 @@ from apex.optimizers.fused_adam import FusedAdam
 from apex.optimizers.fused_lamb import FusedLAMB
 from apex.optimizers.fused_lion import FusedLion
 from apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
+from apex.optimizers.fused_muon import FusedMuon
 from apex.optimizers.fused_novograd import FusedNovoGrad
 from apex.optimizers.fused_sgd import FusedSGD
 
@@ -21,6 +22,7 @@ __all__ = [
     "FusedLAMB",
     "FusedLion",
     "FusedMixedPrecisionLamb",
+    "FusedMuon",
     "FusedNovoGrad",
     "FusedSGD",
 ]

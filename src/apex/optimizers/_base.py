@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, repeat, starmap
 from operator import attrgetter, is_
 from typing import Any
 
@@ -29,7 +29,15 @@ from apex.ops.lists.phases import Kind, Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.lists.quantized import Held
 from apex.ops.lists.storage import ScaledStep, StepOptions
-from apex.optimizers._buckets import Bucket, GroupGrads, count_steps, counted, joined, split
+from apex.optimizers._buckets import (
+    Bucket,
+    GroupGrads,
+    SplitArguments,
+    count_steps,
+    counted,
+    joined,
+    split,
+)
 from apex.optimizers._eight_bit import CODES
 from apex.optimizers._state import StatefulOptimizer
 from apex.optimizers._zero import Partition, partition
@@ -211,7 +219,6 @@ class FusedOptimizer(StatefulOptimizer):
         if not plain:
             active = [a._replace(grads=[*placed(self._name, a.params, a.grads)]) for a in active]
         together = joined(active, self.defaults if self._joins_groups else None, noop)
-        sizes = [sum(len(params) for _, params, _ in groups) for groups in together]
         stepped = [param for groups in together for _, params, _ in groups for param in params]
         gradients = [grad for groups in together for _, _, found in groups for grad in found]
         # All checks before anything changes.
@@ -225,23 +232,26 @@ class FusedOptimizer(StatefulOptimizer):
             factor = clipped(
                 found, factor, largest, over=sharded and every, partition=self._partition
             )
-        columns, extra = self._columns(stepped, gradients, copies, plain=plain)
-        beside = [x for x in extra or () if x is not None]
+        lists = [*self._lists(together, copies, plain=plain)]
         options = StepOptions(
             factor=factor,
             noop=noop,
             write_grads=write_grads,
             storage=self._storage,
             # Only a gradient may have the negative bit: parameters that do are refused.
-            dense=are_contiguous([*columns, beside], columns[:1]),
+            dense=all(
+                are_contiguous([*columns, [x for x in extra or () if x is not None]], columns[:1])
+                for _, columns, extra, _ in lists
+            ),
         )
-        updates = self._updates(together, split(stepped, columns, extra, sizes), options)
+        updates = self._updates(together, chain.from_iterable(starmap(split, lists)), options)
         if sharded and (kinds := self._kinds()):
             finish_on_shards(updates, sharded, kinds)
         else:
             for _, phases in updates:
                 if phases is not None:
                     finish(phases)
+        self._finish_step()
         self._note_versions()
 
     def _updates(
@@ -252,7 +262,7 @@ class FusedOptimizer(StatefulOptimizer):
     ) -> Iterator[tuple[list[torch.Tensor], Phases | None]]:
         """Count the step and update each bucket; yields its parameters, and the rest to be done."""
         noop = options.noop
-        counters = count_steps(self.param_groups, noop) if self._counts_steps else None
+        counters = count_steps(self._counted_groups(), noop) if self._counts_steps else None
         everywhere: dict[torch.device, StepOptions] = {}
         for number, bucket in buckets:
             device = bucket.device
@@ -281,6 +291,22 @@ class FusedOptimizer(StatefulOptimizer):
             options = options._replace(held=tuple(held))
         return options
 
+    def _lists(
+        self,
+        together: Sequence[list[GroupGrads]],
+        copies: Mapping[torch.Tensor, torch.Tensor] | None,
+        *,
+        plain: bool,
+    ) -> Iterator[SplitArguments]:
+        """Arguments of :func:`split`, once for all joined groups that have the same slots."""
+        kept = [self._slots_of(groups[0].group) for groups in together]
+        for slots in dict.fromkeys(kept):
+            some = [groups * (its == slots) for groups, its in zip(together, kept, strict=True)]
+            params = [param for groups in some for _, params, _ in groups for param in params]
+            grads = [grad for groups in some for _, _, found in groups for grad in found]
+            columns, extra = self._columns(params, grads, slots, copies, plain=plain)
+            yield params, columns, extra, [sum(len(one.params) for one in each) for each in some]
+
     def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a gradient is not dense and real."""
         complex_ = any(dtype.is_complex for dtype in {*map(_DTYPE, found)})
@@ -299,6 +325,13 @@ class FusedOptimizer(StatefulOptimizer):
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
     ) -> None:
         """Called once before the groups are stepped: for what needs all gradients."""
+
+    def _finish_step(self) -> None:
+        """Called once after the groups are stepped: for what needs all of them."""
+
+    def _counted_groups(self) -> Sequence[dict[str, Any]]:
+        """The groups that have a "step"."""
+        return self.param_groups
 
     def _largest_norm(self) -> float:
         """What the norm of all gradients together is clipped to; 0 for no clipping."""
@@ -319,8 +352,9 @@ class FusedOptimizer(StatefulOptimizer):
         """
         return self._algorithm(bucket.columns, self._numbers_of(group, bucket.device), options)
 
-    def _numbers_of(self, group: Mapping[str, Any], device: torch.device) -> Any:
+    def _numbers_of(self, group: Mapping[str, Any], device: torch.device, kind: Any = None) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""
+        kind = kind or self._numbers
         beta1, beta2 = group.get("betas", (0.0, 0.0))
         found = {"step": group.get("step"), "beta1": beta1, "beta2": beta2}
         for key in ("lr", "weight_decay"):
@@ -329,9 +363,9 @@ class FusedOptimizer(StatefulOptimizer):
             found[name]
             if name in found
             else (group[name] if name in self.defaults else getattr(self, name))
-            for name in self._numbers.__match_args__
+            for name in kind.__match_args__
         ]
-        return self._numbers(*numbers)
+        return kind(*numbers)
 
 
 def _with_grads(

@@ -24,6 +24,13 @@ from apex.ops.updates.adam import StepCounts
 
 _DTYPE, _DEVICE = map(attrgetter, ("dtype", "device"))
 
+# Of `split`.
+SplitArguments = tuple[
+    Sequence[torch.Tensor],
+    Sequence[Sequence[torch.Tensor]],
+    Sequence[torch.Tensor | None] | None,
+    Sequence[int],
+]
 # By the id of a step on a device: the steps there, and which of them it is.
 Counters = Mapping[int, tuple[StepCounts, int]]
 

@@ -55,6 +55,10 @@ class SavedOptimizer(GroupedOptimizer):
         """The slots that a step needs now."""
         return self.slots
 
+    def _slots_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The slots that a step needs of a group's parameters."""
+        return self._stepped_slots()
+
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
         narrow = slot in self.narrow_slots and self._storage is PLAIN
         narrow = narrow and self._state_form == "plain"
@@ -133,24 +137,26 @@ class SavedOptimizer(GroupedOptimizer):
             )
         # A program may keep tensors of its own beside the slots, such as an average of the weights.
         # Where slots or numbers are missing, what looks like that is a slot of another optimizer.
-        states = [state for state in loaded["state"].values() if isinstance(state, Mapping)]
+        kept = [self._slots_of(group) for group in self.param_groups for _ in group["params"]]
+        saved = [*zip(self._saved_states(loaded), kept, strict=False)]
         numbers = self.defaults.keys() - {*self._not_in_torch}
         is_ours = all(numbers <= group.keys() for group in groups) and any(
-            {*self._stepped_slots()} <= state.keys() for state in states
+            isinstance(state, Mapping) and {*slots} <= state.keys() for (*_, state), slots in saved
         )
         shapes = {slot: self.slot_shapes.get(slot, _SHAPE) for slot in self.slots}
         of_codes = {eight_bit.absmax_of(slot): eight_bit.absmax_like for slot in shapes}
         known = {*shapes, *of_codes, *self._more_state}
-        for number, param, state in self._saved_states(loaded):
+        for (number, param, state), slots in saved:
+            own = {*(slots or self.slots)}
             tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
             both = param, local(param)
             others = {tensors[key].shape for key in tensors.keys() - known}
             foreign = not is_ours and any(x.shape in others for x in both)
-            if foreign or 0 < len(tensors.keys() & shapes.keys()) < len(shapes):
+            if foreign or tensors.keys() & shapes.keys() not in (set(), own):
                 raise ValueError(
                     f"{self._name}: the saved state of parameter {number} has "
-                    f"{', '.join(tensors)}, and this optimizer keeps {', '.join(shapes)}. Load the "
-                    "state into the kind of optimizer that saved it."
+                    f"{', '.join(tensors)}, and this optimizer keeps {', '.join(sorted(own))}. "
+                    "Load the state into the kind of optimizer that saved it."
                 )
             for key in tensors.keys() & known:
                 if eight_bit.is_code(state, key) and eight_bit.absmax_of(key) not in tensors:

@@ -135,7 +135,7 @@ class StatefulOptimizer(SavedOptimizer):
         name = self._storage.column
         if name is not None:
             if any(name not in state for state in states):
-                states = [*map(self._state_of, params)]
+                states = [*map(self._state_of, params, repeat(()))]  # slots are there
             return local_parts([state[name] for state in states])
         if not mastered and not copies:
             return None
@@ -149,12 +149,13 @@ class StatefulOptimizer(SavedOptimizer):
         self,
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
+        kept: tuple[str, ...],
         copies: Mapping[torch.Tensor, torch.Tensor] | None,
         *,
         plain: bool,
     ) -> tuple[list[Sequence[torch.Tensor]], Sequence[torch.Tensor | None] | None]:
-        """Gradients, weights and every slot; and what is stored beside the weights, if anything."""
-        states, kept = [*map(self.state.__getitem__, params)], self._stepped_slots()
+        """Gradients, weights and these slots; and what is stored beside the weights, or None."""
+        states = [*map(self.state.__getitem__, params)]
         if self._mastered and not all(map(_MASTERED, states)):
             for param in params:
                 self._master_or(param)

@@ -21,7 +21,8 @@ from apex.contrib import optimizers as contrib
 
 __all__ = [
     "OPTIMIZERS", "Formula", "Optimizer", "State", "Step", "TimedStep", "Variant",
-    "TRUST", "adagrad", "adam", "adam_eps_inside", "lamb", "larc", "lion", "novograd", "sgd",
+    "TRUST", "adagrad", "adam", "adam_eps_inside", "lamb", "larc", "lion", "muon", "novograd",
+    "sgd",
 ]  # fmt: skip
 
 TRUST = 0.02  # LARC's coefficient
@@ -147,6 +148,27 @@ def lion(step: Step) -> tuple[torch.Tensor, State]:
     update = (beta1 * before + (1 - beta1) * step.grad).sign() + group["weight_decay"] * step.param
     exp_avg = beta2 * before + (1 - beta2) * step.grad
     return step.param - group["lr"] * update, {"exp_avg": exp_avg}
+
+
+def muon(step: Step) -> tuple[torch.Tensor, State]:
+    """Muon for matrices and stacks of them; AdamW for what has other dimensions."""
+    group, grad, momentum = step.group, step.grad, step.group["momentum"]
+    if grad.dim() not in (2, 3):
+        return adam(step)
+    buffer = step.state.get("momentum_buffer", torch.zeros_like(grad)) * momentum
+    buffer += (1 - momentum) * grad
+    x = momentum * buffer + (1 - momentum) * grad if group["nesterov"] else buffer
+    (a, b, c), identity = group["ns_coefficients"], torch.eye(grad.size(-1)).to(grad)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = x.mT @ x
+        x = x @ (a * identity + b * gram + c * gram @ gram)
+    rows, columns = grad.shape[-2:]
+    rate = max(1, rows / max(1, columns)) ** 0.5
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        rate = 0.2 * max(rows, columns) ** 0.5
+    moved = group["weight_decay"] * step.param + rate * x
+    return step.param - group["lr"] * moved, {"momentum_buffer": buffer}
 
 
 def novograd(step: Step) -> tuple[torch.Tensor, State]:
@@ -337,5 +359,18 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
     Optimizer(
         optimizers.FusedLion, lion, (Variant(dtypes=EVERY, every_test=True),),
         training={"lr": 0.0005, "weight_decay": 0.01},
+    ),
+    Optimizer(
+        optimizers.FusedMuon, muon,
+        (
+            Variant(dtypes=EVERY, every_test=True),
+            Variant("match_rms_adamw", {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}),
+            *(
+                Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
+                for storage in ("low_bits", "kahan", "stochastic")
+            ),
+        ),
+        options={"iteration_dtype": torch.float32}, training={"lr": 0.02, "weight_decay": 0.01},
+        launches=3,
     ),
 )  # fmt: skip

@@ -1,0 +1,277 @@
+"""Matrices that are sharded over ranks, each computed whole on one rank, its owner.
+
+The shards of a matrix are collected at its owner, which computes the update of the whole matrix and
+hands each rank its shard of that. All matrices of a mesh travel together: one all-to-all for each
+mesh dimension that shards them, and one back. With two such dimensions (FSDP and tensor
+parallelism) a matrix is first collected along one of them and then, between the ranks that hold its
+parts, along the other. Along dimensions that replicate, each replica computes for itself.
+
+Which matrices are stacked, and who owns a stack, depends on the parameters alone. So all ranks call
+the same collectives, and a stack is multiplied as one process multiplies it. A rank that has no
+gradient for a sharded matrix takes part with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, product
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from apex.ops.updates.muon import Iteration, orthogonalized, stacks
+
+Parts = dict[int, torch.Tensor]  # by the number of the direction, in order
+
+# Elements of all matrices that travel together, for each rank: 256 MiB of bfloat16.
+BATCH = 2**27
+
+
+class Leg(NamedTuple):
+    """A mesh dimension that shards a dimension of a tensor, and the sizes of the shards there."""
+
+    mesh_dim: int
+    dim: int
+    sizes: tuple[int, ...]
+
+
+class Direction(NamedTuple):
+    """What is orthogonalised: of a parameter, as it is placed.
+
+    Attributes:
+        param: The parameter.
+        here: The direction, shaped as the local part of the parameter.
+        numbers: Of the iteration.
+        flatten: How the parameter is seen as matrices.
+    """
+
+    param: Any
+    here: torch.Tensor
+    numbers: Iteration
+    flatten: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole matrices."""
+        shape = self.param.shape
+        return (shape[0], shape[1:].numel()) if self.flatten else (shape[-2], shape[-1])
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        """The mesh dimensions that shard its matrices, in the order in which they are collected."""
+        return legs(self.param, self.flatten)
+
+
+def legs(param: Any, flatten: bool) -> tuple[Leg, ...]:
+    """How the shards of a DTensor are collected; none for a tensor that is not sharded.
+
+    Args:
+        param: The tensor.
+        flatten: Whether all its dimensions are of one matrix, or the last two: shards of a stack
+            have whole matrices.
+
+    Raises:
+        RuntimeError: It is placed in a way that is not known.
+    """
+    placements = getattr(param, "placements", ())
+    shape, found, first = list(param.shape), [], 0 if flatten else param.dim() - 2
+    shards = [number for number, place in enumerate(placements) if not place.is_replicate()]
+    strided = [number for number in shards if hasattr(placements[number], "split_factor")]
+    # A strided shard is one of what the mesh dimensions behind it have sharded already.
+    for number in sorted(shards, key=strided.__contains__):
+        dim = getattr(placements[number], "dim", None)
+        if dim is None or len(strided) > 1:
+            raise RuntimeError(_UNKNOWN.format(placements))
+        sizes = _shards(shape[dim], param.device_mesh.size(number))
+        shape[dim] = sizes[param.device_mesh.get_coordinate()[number]]
+        if dim >= first and len(sizes) > 1:
+            found.append(Leg(number, dim, sizes))
+    if placements and tuple(shape) != param.to_local().shape:
+        raise RuntimeError(_UNKNOWN.format(placements))
+    return tuple(reversed(found))
+
+
+_UNKNOWN = (
+    "FusedMuon collects shards as fully_shard and parallelize_module make them, and a parameter "
+    "has placements {}. Redistribute it, or step it by Adam: give its group algorithm='adam'."
+)
+
+
+def _shards(size: int, count: int) -> tuple[int, ...]:
+    """The sizes into which ``torch.chunk`` cuts, with zeros for the chunks that it leaves out."""
+    full = -(-size // count)
+    return tuple(max(0, min(full, size - number * full)) for number in range(count))
+
+
+def orthogonalize(directions: Sequence[Direction]) -> list[torch.Tensor]:
+    """Orthogonalise whole matrices; a collective for those that are sharded.
+
+    Args:
+        directions: The same and in the same order on all ranks, but for what they hold.
+
+    Returns:
+        Of each the local part.
+    """
+    updates = [one.here for one in directions]
+    all_legs = [one.legs for one in directions]
+    routes: dict[Any, list[int]] = {}
+    for number, (one, some) in enumerate(zip(directions, all_legs, strict=True)):
+        mesh = one.param.device_mesh if some else None
+        dims = tuple(leg.mesh_dim for leg in some)
+        routes.setdefault((mesh, dims, one.here.dtype, one.here.device), []).append(number)
+    for (mesh, dims, *_), numbers in routes.items():
+        kinds = [
+            (directions[n].shape, directions[n].numbers, directions[n].flatten) for n in numbers
+        ]
+        sizes = [directions[n].param.numel() for n in numbers]
+        plan = [[numbers[place] for place in stack] for stack in stacks(kinds, sizes)]
+        for batch in _batches(plan, directions, mesh, dims):
+            for number, update in _on_owners(batch, directions, all_legs, mesh, dims).items():
+                updates[number] = update
+    return updates
+
+
+def _batches(
+    plan: Iterable[list[int]], directions: Sequence[Direction], mesh: Any, dims: Sequence[int]
+) -> list[list[list[int]]]:
+    """Stacks that travel together: at most ``BATCH`` elements for each rank, or one stack."""
+    most = BATCH * math.prod(mesh.size(dim) for dim in dims)
+    batches: list[list[list[int]]] = [[]]
+    left = most
+    for stack in plan:
+        left -= sum(directions[number].param.numel() for number in stack)
+        if left < 0 and batches[-1] and dims:
+            batches.append([])
+            left = most - sum(directions[number].param.numel() for number in stack)
+        batches[-1].append(stack)
+    return batches
+
+
+def _on_owners(
+    plan: Sequence[Sequence[int]],
+    directions: Sequence[Direction],
+    legs: Sequence[Sequence[Leg]],
+    mesh: Any,
+    dims: Sequence[int],
+) -> Parts:
+    """Orthogonalise stacks that travel together along these dimensions of a mesh."""
+    owners = _owners(plan, directions, [mesh.size(dim) for dim in dims])
+    parts = {number: directions[number].here for number in sorted(owners)}
+    like = directions[plan[0][0]].here.new_empty(0)
+    trips, shapes = [], []  # shapes of the parts here, before each trip
+    for level, dim in enumerate(dims):
+        owned = {number: owner[level] for number, owner in owners.items()}
+        along = {number: legs[number][level] for number in owners}
+        trips.append(_Trip(mesh.get_group(dim), mesh.get_local_rank(dim), owned, along, like))
+        shapes.append({number: part.shape for number, part in parts.items()})
+        parts = trips[-1].collected(parts)
+    for stack in plan:
+        if stack[0] in parts:
+            first = directions[stack[0]]
+            whole = [parts[number] for number in stack]
+            parts.update(
+                zip(stack, orthogonalized(whole, first.numbers, first.flatten), strict=True)
+            )
+    for trip, before in zip(reversed(trips), reversed(shapes), strict=True):
+        parts = trip.handed_out(parts, before)
+    return parts
+
+
+def _owners(
+    plan: Sequence[Sequence[int]], directions: Sequence[Direction], sizes: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
+    """Give each stack an owner, the dearest stack first to the owner who has least.
+
+    Returns:
+        By the number of a direction: coordinates in mesh dimensions of these sizes.
+    """
+    costs = []  # about multiplications of an iteration
+    for stack in plan:
+        short, long = sorted(directions[stack[0]].shape)
+        elements = sum(directions[number].param.numel() for number in stack)
+        costs.append(elements * short * (2 * long + short) // max(1, long))
+    coordinates = [*product(*map(range, sizes))]
+    loads, owners = [0] * len(coordinates), {}
+    for cost, stack in sorted(zip(costs, plan, strict=True), key=lambda one: -one[0]):
+        owner = loads.index(min(loads))
+        loads[owner] += cost
+        owners.update(dict.fromkeys(stack, coordinates[owner]))
+    return owners
+
+
+class _Trip(NamedTuple):
+    """Between the ranks along one mesh dimension and the owners among them.
+
+    Attributes:
+        group: The ranks.
+        me: Which of them this is.
+        owners: Who owns each matrix, by the number of its direction.
+        legs: How each is sharded.
+        like: An empty tensor of the dtype and on the device of all.
+    """
+
+    group: Any
+    me: int
+    owners: Mapping[int, int]
+    legs: Mapping[int, Leg]
+    like: torch.Tensor
+
+    def collected(self, parts: Parts) -> Parts:
+        """The parts that are owned here, joined from those of all ranks."""
+        mine = [number for number in parts if self.owners[number] == self.me]
+        outgoing: list[list[torch.Tensor]] = [[] for _ in range(self.group.size())]
+        for number, part in parts.items():
+            outgoing[self.owners[number]].append(part)
+        incoming = []
+        for source in range(len(outgoing)):
+            shapes = [[*parts[number].shape] for number in mine]
+            for number, shape in zip(mine, shapes, strict=True):
+                shape[self.legs[number].dim] = self.legs[number].sizes[source]
+            incoming.append(shapes)
+        shards = zip(*self._exchanged(outgoing, incoming), strict=True)
+        return {
+            number: torch.cat(some, self.legs[number].dim)
+            for number, some in zip(mine, shards, strict=True)
+        }
+
+    def handed_out(self, parts: Parts, shapes: Mapping[int, torch.Size]) -> Parts:
+        """Undo :meth:`collected`: the parts here, of these shapes, from all owners."""
+        outgoing = []
+        for target in range(self.group.size()):
+            outgoing.append(
+                [
+                    whole.narrow(leg.dim, sum(leg.sizes[:target]), leg.sizes[target])
+                    for whole, leg in (
+                        (whole, self.legs[number]) for number, whole in parts.items()
+                    )
+                ]
+            )
+        of_owner: list[list[int]] = [[] for _ in outgoing]
+        for number in shapes:
+            of_owner[self.owners[number]].append(number)
+        incoming = [[[*shapes[number]] for number in some] for some in of_owner]
+        received = self._exchanged(outgoing, incoming)
+        found = zip(chain(*of_owner), chain(*received), strict=True)
+        return dict(sorted(found, key=itemgetter(0)))
+
+    def _exchanged(
+        self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[list[int]]]
+    ) -> list[list[torch.Tensor]]:
+        """Send tensors to each rank, and receive those of these shapes from each."""
+        flat = [x.reshape(-1) for some in outgoing for x in some]
+        sent = torch.cat([self.like, *flat])
+        lengths = [[math.prod(shape) for shape in some] for some in incoming]
+        received = self.like.new_empty(sum(map(sum, lengths)))
+        # As bytes: not every back end has every dtype.
+        size = self.like.element_size()
+        torch.distributed.all_to_all_single(
+            received.view(torch.uint8),
+            sent.view(torch.uint8),
+            [size * sum(some) for some in lengths],
+            [size * sum(x.numel() for x in some) for some in outgoing],
+            group=self.group,
+        )
+        pieces = iter(torch.split(received, [*chain(*lengths)]))
+        return [[next(pieces).view(shape) for shape in some] for some in incoming]

@@ -1,0 +1,315 @@
+"""``FusedMuon``: Muon for matrices, and AdamW for everything else, on one device and on shards.
+
+A group is stepped by one algorithm, its ``"algorithm"``. Of a group that names none, a rule picks
+the matrices, and a group that has both kinds becomes two. The state is thus what each algorithm
+keeps: one tensor for a matrix, two for others.
+
+A step of the matrices goes through three parts, of :mod:`apex.ops.updates.muon`. The first runs
+with the buckets of the base. When all are through, the directions of all matrices are
+orthogonalised together (:mod:`apex.optimizers._owners`); then the weights are moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from apex.ops.lists.columns import Scalar, local
+from apex.ops.lists.placements import is_sharded
+from apex.ops.lists.storage import StepOptions
+from apex.ops.updates.adam import Adam, adam_
+from apex.ops.updates.muon import Muon, begin_, finish_
+from apex.optimizers._base import FusedOptimizer
+from apex.optimizers._buckets import Bucket, GroupGrads
+from apex.optimizers._owners import Direction, legs, orthogonalize
+
+SLOTS = {"muon": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq")}
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
+JORDAN = (3.4445, -4.7750, 2.0315)
+
+Rule = Callable[[str | None, torch.Tensor], bool]
+
+
+class _Begun(NamedTuple):
+    """Matrices whose momentum is updated and whose weights are not."""
+
+    bucket: Bucket
+    hyper: Muon
+    options: StepOptions
+    directions: list[torch.Tensor]
+
+
+class FusedMuon(FusedOptimizer):
+    """Muon: each matrix moves by its orthogonalised momentum. Everything else is stepped by AdamW.
+
+    See :mod:`apex.ops.updates.muon` for the formula, and :class:`torch.optim.Muon`, for which it is
+    a drop-in: the numbers are the same. Unlike that it takes all parameters of a model, stacks of
+    matrices (3-D), convolutions and sharded parameters. Momentum is float32 for every parameter
+    dtype.
+
+    A parameter is stepped as a matrix if it has 2 dimensions, or 3: then it is a stack of matrices,
+    each orthogonalised on its own (the experts of a layer). Embeddings and output layers have 2
+    dimensions, and are better stepped by Adam: say so by ``is_matrix`` or by groups with
+    ``"algorithm": "adam"``. A group that has both kinds of parameters becomes two groups.
+
+    Of sharded parameters (``fully_shard``, ``parallelize_module``) each is collected at an owner
+    rank, see :mod:`apex.optimizers._owners`; replicated ones are computed on each rank. All ranks
+    of a mesh have to call ``step``.
+
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+
+    Args:
+        params: Parameters, named parameters or groups. Groups may have an ``"algorithm"``,
+            ``"muon"`` or ``"adam"``, with a ``lr``, ``eps`` and ``weight_decay`` of that.
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay.
+        momentum: Decay of the momentum, from 0 to below 1.
+        nesterov: Whether the gradient counts once more in the direction.
+        ns_coefficients: Of the Newton-Schulz iteration: three numbers.
+        eps: Least norm that a direction is divided by.
+        ns_steps: Iterations, at most 99.
+        adjust_lr_fn: What ``lr`` is multiplied by for a matrix of A rows and B columns:
+            ``"original"`` or ``None`` is ``sqrt(max(1, A / B))``; ``"match_rms_adamw"`` is
+            ``0.2 * sqrt(max(A, B))``, with which ``lr`` and ``weight_decay`` of AdamW fit.
+        flatten: Step parameters of 3 or more dimensions as matrices ``(shape[0], the others)``:
+            for convolutions. By default those of 4 or more are stepped by Adam.
+        is_matrix: ``(name or None, parameter) -> bool``, instead of the rule above; called once for
+            each parameter. Names are those of named parameters.
+        adam_lr: ``lr`` of what Adam steps, where a group gives none; ``None`` is ``lr``.
+        adam_weight_decay: The same for ``weight_decay``.
+        adam_eps: The same for ``eps``.
+        betas: Of Adam.
+        iteration_dtype: ``torch.bfloat16``, or ``torch.float32`` for products in float32 (float64
+            for float64 parameters).
+
+    Raises:
+        ValueError: As in the base; a number out of range, or a parameter that has no matrices and
+            was to be stepped as one.
+        RuntimeError: As in the base; a parameter is sharded in a way that cannot be collected.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
+        >>> optimizer = FusedMuon(
+        ...     model.named_parameters(), lr=0.02, adam_lr=1e-3, weight_decay=0.01,
+        ...     is_matrix=lambda name, param: param.dim() == 2 and name != "0.weight",
+        ... )
+        >>> [group["algorithm"] for group in optimizer.param_groups]
+        ['adam', 'muon']
+        >>> model(torch.arange(3)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    slots = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    adam_w_mode, bias_correction, eps_inside_sqrt = True, True, False
+    _not_in_torch = ("algorithm", "betas", "flatten")
+
+    def __init__(  # noqa: PLR0913 - torch's, and Adam's
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float | torch.Tensor = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = JORDAN,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        flatten: bool = False,
+        is_matrix: Rule | None = None,
+        adam_lr: float | torch.Tensor | None = None,
+        adam_weight_decay: float | torch.Tensor | None = None,
+        adam_eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.95),
+        iteration_dtype: torch.dtype = torch.bfloat16,
+        set_grad_none: bool = True,
+        storage: str = "plain",
+    ) -> None:
+        if iteration_dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"FusedMuon: iteration_dtype was {iteration_dtype}; allowed are torch.bfloat16 and "
+                "torch.float32."
+            )
+        if is_matrix is not None and not callable(is_matrix):
+            raise TypeError(
+                f"FusedMuon: is_matrix was {is_matrix!r}; pass a function of a name (or None) and "
+                "a parameter."
+            )
+        self.is_matrix, self.iteration_dtype = is_matrix, iteration_dtype
+        self.adam_lr, self.adam_weight_decay = adam_lr, adam_weight_decay
+        self.adam_eps = adam_eps
+        self._begun: list[_Begun] = []
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn, "flatten": flatten, "betas": betas, "algorithm": "muon",
+        }  # fmt: skip
+        self._check_numbers(defaults)
+        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The base leaves callables out, which may be methods that others have replaced.
+        return {**super().__getstate__(), "is_matrix": self.is_matrix}
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, or two: one for its matrices and one for the rest; see the base."""
+        before = len(self.param_groups)
+        try:
+            for part in self._parts(param_group):
+                super().add_param_group(part)
+        except Exception:
+            del self.param_groups[before:]
+            raise
+
+    def _parts(self, group: Any) -> list[dict[str, Any]]:
+        """A group as groups of one algorithm, in the order of their first parameters."""
+        if not isinstance(group, dict) or isinstance(group.get("params", set()), set):
+            return [group]  # torch's own error
+        params = group["params"]
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        entries: dict[str, list[Any]] = {} if listed else {group.get("algorithm", "muon"): []}
+        for entry in listed:
+            name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
+            if not isinstance(param, torch.Tensor):
+                return [{**group, "params": listed}]  # torch's own error
+            flatten = bool(group.get("flatten", self.defaults["flatten"]))
+            algorithm = group.get("algorithm") or self._chosen(name, param, flatten)
+            if algorithm == "muon" and not _has_matrices(param, flatten):
+                raise ValueError(
+                    f"FusedMuon: a parameter{f' ({name})' if name else ''} of shape "
+                    f"{tuple(param.shape)} was to be stepped as a matrix. That takes 2 dimensions, "
+                    "or 3 for a stack; flatten=True takes all from 2 on. Step it by Adam: put it "
+                    "into a group with algorithm='adam', or let is_matrix return False."
+                )
+            if algorithm == "muon":
+                legs(param, flatten)  # raises
+            entries.setdefault(algorithm, []).append(entry)
+        of_adam = {"lr": self.adam_lr, "weight_decay": self.adam_weight_decay, "eps": self.adam_eps}
+        own = {
+            key: value
+            for key, value in of_adam.items()
+            if value is not None and (key not in group or f"adam_{key}" in group)
+        }
+        return [
+            {**group, **(own if kind == "adam" else {}), "params": some, "algorithm": kind}
+            for kind, some in entries.items()
+        ]
+
+    def _chosen(self, name: str | None, param: torch.Tensor, flatten: bool) -> str:
+        rule = self.is_matrix
+        chosen = _has_matrices(param, flatten) if rule is None else rule(name, param)
+        return "muon" if chosen else "adam"
+
+    def _check_keys(self, group: Mapping[str, Any]) -> None:
+        if "use_muon" in group:
+            raise ValueError(
+                f"FusedMuon: a group has use_muon={group['use_muon']!r}. Write algorithm='muon' or "
+                "algorithm='adam'."
+            )
+        super()._check_keys(group)
+
+    def _check_numbers(self, group: Mapping[str, Any]) -> None:
+        super()._check_numbers(group)
+        group = {**self.defaults, **group} if hasattr(self, "defaults") else group
+        coefficients, steps = group["ns_coefficients"], group["ns_steps"]
+        for key, is_right, allowed in (
+            ("algorithm", group["algorithm"] in SLOTS, "'muon' and 'adam'"),
+            ("momentum", float(group["momentum"]) < 1, "numbers from 0 to below 1"),
+            ("ns_coefficients", len(coefficients) == 3, "three numbers"),
+            ("ns_steps", steps in range(100), "whole numbers from 0 to 99"),
+            ("adjust_lr_fn", group["adjust_lr_fn"] in ADJUSTMENTS,
+             "None, 'original' and 'match_rms_adamw'"),
+        ):  # fmt: skip
+            if not is_right:
+                raise ValueError(f"FusedMuon: {key} was {group[key]!r}; allowed are {allowed}.")
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def _slots_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return SLOTS[group["algorithm"]]
+
+    def _counted_groups(self) -> Sequence[dict[str, Any]]:
+        return [group for group in self.param_groups if group["algorithm"] == "adam"]
+
+    def _prepare_step(
+        self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
+    ) -> None:
+        self._begun = []
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
+        if group["algorithm"] == "adam":
+            numbers = self._numbers_of(group, bucket.device, Adam)
+            adam_(bucket.columns, numbers, options)
+            return
+        hyper = self._numbers_of(group, bucket.device, Muon)
+        directions = begin_(bucket.columns, hyper, options)
+        self._begun.append(_Begun(bucket, hyper, options, directions))
+
+    def _finish_step(self) -> None:
+        begun, self._begun = self._begun, []
+        found = [
+            (param, direction, one.hyper)
+            for one in begun
+            for param, direction in zip(one.bucket.params, one.directions, strict=True)
+        ]
+        found += self._without_grads({param for param, *_ in found})
+        place = {p: n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        found.sort(key=lambda one: place[one[0]])  # the same on all ranks
+        listed = [Direction(p, x, hyper.iteration, hyper.flatten) for p, x, hyper in found]
+        updates = dict(zip([one.param for one in listed], orthogonalize(listed), strict=True))
+        shapes = {one.param: one.shape for one in listed}
+        for bucket, hyper, options, _ in begun:
+            finish_(
+                bucket.columns,
+                [updates[param] for param in bucket.params],
+                [shapes[param] for param in bucket.params],
+                hyper,
+                options,
+            )
+
+    def _without_grads(
+        self, others: Collection[torch.Tensor]
+    ) -> list[tuple[Any, torch.Tensor, Muon]]:
+        """Zeros for sharded matrices that are not among the others: other ranks may have them."""
+        found = []
+        for group in self.param_groups:
+            for param in group["params"] if group["algorithm"] == "muon" else ():
+                if param not in others and param.requires_grad and is_sharded(param):
+                    here = local(param)
+                    hyper = self._numbers_of(group, here.device, Muon)
+                    zeros = torch.zeros_like(here, dtype=hyper.direction_dtype(here.dtype))
+                    found.append((param, zeros, hyper))
+        return found
+
+    # -- torch.optim -------------------------------------------------------------------------------
+
+    def _check_loaded(self, loaded: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        for number, (mine, saved) in enumerate(zip(self.param_groups, groups, strict=False)):
+            algorithm = saved.get("algorithm", mine["algorithm"])
+            if algorithm != mine["algorithm"]:
+                raise ValueError(
+                    f"FusedMuon: group {number} was saved with algorithm={algorithm!r}, and here "
+                    f"it has {mine['algorithm']!r}. Give the same groups, or the same is_matrix, "
+                    "as to the optimizer that saved the state."
+                )
+        super()._check_loaded(loaded, groups)
+
+    def _torch_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        state.pop("step")
+        return state
+
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        if group["algorithm"] != "muon":
+            raise ValueError(
+                "FusedMuon: torch.optim.Muon steps matrices alone, and a group has "
+                "algorithm='adam'. Make an optimizer for these, or save state_dict()."
+            )
+        return {key: group[key] for key in group if key not in self._not_in_torch}
+
+
+def _has_matrices(param: torch.Tensor, flatten: bool) -> bool:
+    return param.dim() >= 2 if flatten else param.dim() in (2, 3)
