@@ -230,13 +230,21 @@ class FusedOptimizer(StatefulOptimizer):
             dense=are_contiguous([*columns, beside], columns[:1]),
         )
         updates = self._updates(together, split(stepped, columns, extra, sizes), options)
+        self._finish(updates, sharded)
+        self._note_versions()
+
+    def _finish(
+        self,
+        updates: Iterable[tuple[list[torch.Tensor], Phases | None]],
+        sharded: Sequence[torch.Tensor],
+    ) -> None:
+        """Run updates to their ends; ``sharded`` are parameters of which ranks hold parts."""
         if sharded and (kinds := self._kinds()):
             finish_on_shards(updates, sharded, kinds)
         else:
             for _, phases in updates:
                 if phases is not None:
                     finish(phases)
-        self._note_versions()
 
     def _updates(
         self,
