@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from apex import amp
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops.lists import collectives
@@ -107,6 +108,25 @@ def sharded(options, ranks, rank, dtypes=(FLOAT,), without=None):
     train(optimizer, ps, rank, without)
     optimizer.param_sync()
     return [p.detach() for p in ps]
+
+
+def without_shards(rank):
+    """A backend that reduces and gathers whole tensors alone."""
+    collectives.WITHOUT_SHARDS.add("gloo")
+    try:
+        return sharded({}, 4, rank)
+    finally:
+        collectives.WITHOUT_SHARDS.discard("gloo")
+
+
+def tiny(make, rank):
+    """One number: three of four ranks have nothing of it."""
+    p = nn.Parameter(torch.ones(()))
+    optimizer = make([p], lr=0.1)
+    for _ in range(2):
+        (p * (rank + 1.0)).backward()
+        optimizer.step()
+    return [p.detach()], optimizer.state_dict()["param_groups"][0]["step"]
 
 
 def of_lamb(options, rank, dtypes=(FLOAT,)):
@@ -392,6 +412,7 @@ def refused(rank):
     texts["copy"] = error(optimizer.__getstate__)
     texts["old arguments"] = error(lambda: optimizer.step(grad_scaler=None) or optimizer.step(3))
     backward(ps, grads(0, rank, ps))
+    texts["amp"] = error(lambda: amp.initialize(MLP(), optimizer, opt_level="O5", verbosity=0))
     texts["no scale"] = error(optimizer.unscale_grads)
     optimizer.clip_grad_norm(1.0)
     texts["twice"] = error(lambda: optimizer.unscale_grads(inv_scale=1.0))
@@ -404,6 +425,9 @@ def refused(rank):
         warnings.simplefilter("ignore", FutureWarning)
         texts["torch's unscale_"] = error(lambda: scaler.step(optimizer))
     optimizer.zero_grad()
+    kept, ps[1].data = ps[1].data, torch.zeros(8)
+    texts["moved"] = error(optimizer.step)
+    ps[1].data = kept
     second = make(ps)
     texts["two optimizers"] = error(lambda: backward(ps, grads(1, rank, ps)))
     for one in (optimizer, second):

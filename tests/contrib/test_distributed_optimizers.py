@@ -64,6 +64,23 @@ def test_sums_instead_of_means(four):
         assert_close_to_largest(found, wanted, CLIPPED)
 
 
+def test_backends_that_reduce_whole_tensors_alone(four):
+    assert_all_are(four.run(programs.without_shards), programs.alone(4))
+
+
+@pytest.mark.parametrize("sharded", ["DistributedFusedAdam", "DistributedFusedLAMB"])
+def test_a_rank_without_any_part(four, sharded):
+    answers = four.run(functools.partial(programs.tiny, getattr(programs, sharded)))
+    p = torch.nn.Parameter(torch.ones(()))
+    make = {"DistributedFusedAdam": FusedAdam, "DistributedFusedLAMB": LAMB}[sharded]
+    optimizer = make([p], lr=0.1)
+    for _ in range(2):
+        p.grad = torch.tensor(2.5)
+        optimizer.step()
+    assert_all_are([found for found, _ in answers], [p.detach()])
+    assert {step for _, step in answers} == {2}
+
+
 def test_state_in_bfloat16(four):
     assert four.run(programs.narrow_state) == [True] * 4
 
@@ -244,6 +261,8 @@ ERRORS = {
     "norm type": "ValueError: .*norm_type was 1.0; only 2.0",
     "copy": "cannot be copied or pickled.* Save its state_dict",
     "old arguments": "TypeError",
+    "amp": "amp.initialize: DistributedFusedAdam keeps gradients and masters itself",
+    "moved": r"a parameter of shape \(8,\) on cpu was given other memory",
     "no scale": "TypeError: .*pass either inv_scale or grad_scaler",
     "twice": "gradients were unscaled or clipped already",
     "late gradient": "a gradient arrived after the gradients were unscaled or clipped",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from apex.contrib.optimizers._sharded_gradients import ShardedGradients
+from apex.contrib.optimizers._sharded_gradients import ShardedGradients, listed
 from apex.ops import _runtime
 from apex.ops.lists.collectives import wait
 from apex.ops.lists.columns import Scalar
@@ -137,10 +137,10 @@ class ShardedOptimizer(ShardedGradients):
         """Some of the parameters, or ``None`` for all."""
         if parameters is None:
             return None
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not {*map(id, listed)} <= {*map(id, self._params())}:
+        some = listed(parameters)
+        if not {*map(id, some)} <= {*map(id, self._params())}:
             raise ValueError(f"{self._name}: a parameter is in none of the optimizer's groups.")
-        return None if {*map(id, listed)} >= self._places.keys() else listed
+        return None if {*map(id, some)} >= self._places.keys() else some
 
     @torch.no_grad()
     def clip_grad_norm(
@@ -252,21 +252,18 @@ class ShardedOptimizer(ShardedGradients):
         copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
         grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """Take one step on gradients that are still scaled; all ranks call it.
-
-        Args:
-            factor: What gradients are multiplied by.
-            noop: One-element tensor; the step is skipped if it is not 0, on all ranks alike.
-            write_grads: Of no effect.
-            copies: Not supported.
-            grads: Not supported.
-
-        Raises:
-            RuntimeError: ``copies`` or ``grads``; a collective failed.
-        """
+        """Take one step; as that of ``FusedOptimizer``, without ``copies`` and ``grads``."""
         if copies or grads:
             raise RuntimeError(f"{self._name} has masters and gradients of its own.")
         self.param_sync()
+        for bucket in self._buckets:
+            if (param := bucket.moved()) is not None:
+                raise RuntimeError(
+                    f"{self._name}: a parameter of shape {tuple(param.shape)} on {param.device} "
+                    "was given other memory: of another device or shape, or outside of the "
+                    "contiguous buffer. Move a model before making its optimizer, and write new "
+                    "values by copy_()."
+                )
         self.grad_sync()
         present = self._exchange_present()
         if noop is None or _runtime.waits(noop.device) or not noop.item():
@@ -302,7 +299,8 @@ class ShardedOptimizer(ShardedGradients):
 
     def _step_shard(self, factor: Scalar, noop: torch.Tensor | None, present: set[int]) -> None:
         """Step the fragments of this rank and send them to the others."""
-        memory = [bucket.open(self._shard.state) for bucket in self._buckets]
+        for bucket in self._buckets:
+            bucket.open(self._shard.state)
         pieces = {
             id(bucket.params[piece.place]): (bucket, piece) for bucket, piece in self._pieces()
         }
@@ -325,10 +323,12 @@ class ShardedOptimizer(ShardedGradients):
         for group, mine in pairs:
             if mine["params"]:
                 group["step"] = mine["step"]
-        for bucket, flat in reversed([*zip(self._buckets, memory, strict=True)]):
-            work = bucket.gather(flat, self._own and self._own.shards)  # the first layers first
-            self._gathers.append((bucket, work, flat))
-        if not self._options.overlap_param_sync:
+        overlaps = self._options.overlap_param_sync
+        for bucket in reversed(self._buckets):  # the first layers first
+            self._gathers.append((bucket, *bucket.gather(self._own and self._own.shards)))
+            if not overlaps and len(self._gathers) >= self._options.pipeline_size:
+                self._finish_gather(0)
+        if not overlaps:
             self.param_sync()
         elif self._gathers:
             self._watch_forwards()

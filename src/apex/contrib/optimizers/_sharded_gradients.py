@@ -13,6 +13,7 @@ the hooks did not send is sent by :meth:`ShardedGradients.grad_sync`.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections import deque
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     overlap_grad_sync: bool = True
     overlap_param_sync: bool = False
     bucket_cap_mb: float = 100.0
+    pipeline_size: int = 2
     contiguous_param_buffer: bool = False
     contiguous_grad_buffer: bool = False
     store_params: bool = True
@@ -57,13 +59,7 @@ class Groups(NamedTuple):
 
 
 class ShardedGradients(FusedOptimizer):
-    """An optimizer whose gradients are reduced into shards.
-
-    Args:
-        params: Parameters or groups; the same on every rank.
-        defaults: Values of the group's numbers.
-        options: How gradients and parameters are sent.
-    """
+    """An optimizer whose gradients are reduced into shards."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         self._options, self._groups = options, _groups(self._name, options)
@@ -101,8 +97,7 @@ class ShardedGradients(FusedOptimizer):
 
     def _check_params(self, params: Any) -> None:
         super()._check_params(params)
-        listed = [params] if isinstance(params, torch.Tensor) else list(params)
-        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in listed(params)]
         nccl = torch.distributed.get_backend(self._groups.all) == "nccl"
         first = [*self._params(), *tensors][:1]
         for param in filter(torch.is_tensor, tensors):
@@ -161,13 +156,9 @@ class ShardedGradients(FusedOptimizer):
         )
         broadcast(params, self._groups.all)
         if self._own is None:  # the same ranks, without other collectives
-            (every, shards, copies), device = self._groups, params[0].device
-            mine = new_gradient_group(every, device)
-            self._own = Groups(
-                mine,
-                mine if shards is every else new_gradient_group(shards, device),
-                None if copies is None else new_gradient_group(copies, device),
-            )
+            device = params[0].device
+            made = {one: one and new_gradient_group(one, device) for one in self._groups}
+            self._own = Groups(*map(made.__getitem__, self._groups))
         self._hook(params)
 
     def _hook(self, params: Iterable[torch.Tensor]) -> None:
@@ -203,7 +194,8 @@ class ShardedGradients(FusedOptimizer):
         self._hook(new)
         options, own = self._options, self._own
         assert own is not None
-        world, rank = (ask(own.shards) for ask in _SIZE_AND_RANK)
+        world = torch.distributed.get_world_size(own.shards)
+        rank = torch.distributed.get_rank(own.shards)
         elements = min(cap_mb * 2**20 / kinds[0].grad.itemsize, 2**62) if new else 1
         made = []
         for members in group_by_size(range(len(new)), new, max(int(elements), 1)):
@@ -277,6 +269,8 @@ class ShardedGradients(FusedOptimizer):
         self._next += 1
         if self._next == len(self._buckets):
             self._round, self._next = self._round + 1, 0
+        while self._own.copies is None and self._sent and _is_there(self._sent[0]):
+            self._receive()  # frees its memory
 
     def _receive(self) -> None:
         assert self._own is not None
@@ -311,9 +305,7 @@ class ShardedGradients(FusedOptimizer):
     def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
         """Accumulate gradients on this rank; the next backward outside reduces the sum.
 
-        Args:
-            greedy_grad_copy: Copy gradients into buckets at once instead of leaving them in
-                ``param.grad``.
+        With ``greedy_grad_copy`` they are copied into buckets instead of staying in ``param.grad``.
         """
         before = self._syncs, self._greedy
         self._syncs, self._greedy = False, bool(greedy_grad_copy)
@@ -323,7 +315,13 @@ class ShardedGradients(FusedOptimizer):
             self._syncs, self._greedy = before
 
 
-_SIZE_AND_RANK = torch.distributed.get_world_size, torch.distributed.get_rank
+def _is_there(sent: Sent) -> bool:
+    return sent.bucket.grad_buffer is None and (sent.work is None or sent.work.is_completed())
+
+
+def listed(params: Any) -> list[Any]:
+    """One parameter or several as a list."""
+    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def _groups(user: str, options: Options) -> Groups:
@@ -343,9 +341,8 @@ def _groups(user: str, options: Options) -> Groups:
                 f"{user}: rank {distributed.get_rank()} is not in {name}. Pass one that it is in."
             )
     sizes = {name: distributed.get_world_size(group) for name, group in named.items()}
-    if sizes["process_group"] != sizes["distributed_process_group"] * sizes.get(
-        "redundant_process_group", 1
-    ):
+    whole, *parts = sizes.values()
+    if whole != math.prod(parts):
         raise RuntimeError(
             f"{user}: sizes of process groups are {sizes}; the first must be the product of the "
             "others. redundant_process_group has the ranks that keep equal shards."

@@ -12,11 +12,17 @@ from typing import Any
 
 import torch
 
-from apex.contrib.optimizers._sharded_gradients import Options
+from apex.contrib.optimizers._sharded_gradients import Options, listed
 from apex.contrib.optimizers._sharded_state import SavedShards
 from apex.ops.updates.adam import Adam, adam_
 
 __all__ = ["DistributedFusedAdam"]
+
+_REFUSED = {
+    "amsgrad": "leave it out",
+    "with_scaled_states": "use dtype=torch.bfloat16",
+    "nccl_ub": "use torch.cuda.MemPool with NCCL's allocator",
+}
 
 
 class DistributedFusedAdam(SavedShards):
@@ -27,15 +33,11 @@ class DistributedFusedAdam(SavedShards):
     shards and gathers the parameters. Numbers are those of ``FusedAdam`` in one process with the
     mean gradients. All ranks construct, step, save and load together.
 
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+
     Args:
         params: Parameters or groups, on one device; rank 0 sends their values at construction.
-        lr: Learning rate; a tensor is read on its device.
-        bias_correction: Whether moments are corrected for their start at 0.
-        betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
         adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
-        weight_decay: Weight decay.
-        amsgrad: Not supported.
         dtype: Of the state: moments and stored parameters.
         grad_sync_dtype: In which gradients are summed; by default ``dtype``.
         param_sync_dtype: In which parameters are gathered; by default their own. With an integer
@@ -49,7 +51,7 @@ class DistributedFusedAdam(SavedShards):
         overlap_param_sync: Whether parameters are gathered during the next forward pass: a module
             waits for its own. Call ``param_sync()`` before anything else reads them.
         bucket_cap_mb: MiB of gradients from which on a bucket is full.
-        pipeline_size: Of no effect: how many buckets the original processed at once.
+        pipeline_size: Of how many buckets parameters are gathered at once.
         contiguous_param_buffer: Whether the parameters of a bucket are views of one buffer.
         contiguous_grad_buffer: Whether gradients of a bucket have a persistent buffer, see
             :meth:`grad_buffer_view`.
@@ -105,24 +107,18 @@ class DistributedFusedAdam(SavedShards):
         nccl_ub: bool = False,
         capturable: bool = False,
     ) -> None:
-        refused = {
-            "amsgrad": (amsgrad, "leave it out"),
-            "with_scaled_states": (with_scaled_states, "use dtype=torch.bfloat16"),
-            "nccl_ub": (nccl_ub, "use torch.cuda.MemPool with NCCL's allocator"),
-        }
-        for name, (given, remedy) in refused.items():
-            if given:
+        given = locals()
+        for name, remedy in _REFUSED.items():
+            if given[name]:
                 raise RuntimeError(f"DistributedFusedAdam does not support {name}=True: {remedy}.")
         if store_params and store_param_remainders:
             raise RuntimeError(
                 "DistributedFusedAdam: store_param_remainders=True keeps what bfloat16 parameters "
                 "round away, and store_params=True whole parameters. Pass store_params=False."
             )
-        for name, number in {
-            "bucket_cap_mb": bucket_cap_mb,
-            "pipeline_size": pipeline_size,
-        }.items():
-            if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+        for name, kind in {"bucket_cap_mb": int | float, "pipeline_size": int}.items():
+            number = given[name]
+            if isinstance(number, bool) or not isinstance(number, kind) or not number > 0:
                 raise ValueError(
                     f"DistributedFusedAdam: {name} was {number!r}; it must be a number above 0."
                 )
@@ -135,22 +131,7 @@ class DistributedFusedAdam(SavedShards):
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
             "weight_decay": weight_decay,
         }  # fmt: skip
-        options = Options(
-            dtype=dtype,
-            grad_sync_dtype=grad_sync_dtype,
-            param_sync_dtype=param_sync_dtype,
-            process_group=process_group,
-            distributed_process_group=distributed_process_group,
-            redundant_process_group=redundant_process_group,
-            average_grad_sync=average_grad_sync,
-            overlap_grad_sync=overlap_grad_sync,
-            overlap_param_sync=overlap_param_sync,
-            bucket_cap_mb=bucket_cap_mb,
-            contiguous_param_buffer=contiguous_param_buffer,
-            contiguous_grad_buffer=contiguous_grad_buffer,
-            store_params=store_params,
-            store_param_remainders=store_param_remainders,
-        )
+        options = Options(**{name: given[name] for name in Options._fields})
         super().__init__(params, defaults, options)
 
     @property
@@ -190,9 +171,9 @@ class DistributedFusedAdam(SavedShards):
             grad_sync_dtype: In which their gradients are summed.
             param_sync_dtype: In which they are gathered.
         """
-        listed = self._trained() if params is None else _listed(params)
+        some = self._trained() if params is None else listed(params)
         dtypes = dtype, grad_sync_dtype, param_sync_dtype
-        self._make_buckets(listed, dtypes, self._options.bucket_cap_mb)
+        self._make_buckets(some, dtypes, self._options.bucket_cap_mb)
 
     def init_params_bucket(
         self,
@@ -203,7 +184,7 @@ class DistributedFusedAdam(SavedShards):
     ) -> None:
         """Put parameters into a bucket of their own, of any size; see :meth:`init_params`."""
         dtypes = dtype, grad_sync_dtype, param_sync_dtype
-        self._make_buckets(_listed(params), dtypes, float("inf"))
+        self._make_buckets(listed(params), dtypes, float("inf"))
 
     def init_param_buffer(self) -> None:
         """Make the parameters of each bucket views of one buffer.
@@ -238,7 +219,3 @@ class DistributedFusedAdam(SavedShards):
         bucket.viewed.add(place)
         assert bucket.grad_buffer is not None
         return bucket.views(bucket.grad_buffer)[place]
-
-
-def _listed(params: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)

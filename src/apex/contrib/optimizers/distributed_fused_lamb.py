@@ -35,15 +35,11 @@ class DistributedFusedLAMB(SavedShards):
     such masters. The original's order of calls: ``set_global_scale``, backward,
     ``complete_reductions``, ``step``; the first and the third may be left out.
 
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+
     Args:
         params: Parameters or groups, on one device; rank 0 sends their values at construction.
-        lr: Learning rate; a tensor is read on its device.
-        bias_correction: Whether moments are corrected for their start at 0.
-        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
-        betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Weight decay; where it is 0 steps are not scaled.
-        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
+        weight_decay: As in the base. Where it is 0 steps are not scaled.
         adam_w_mode: Decoupled weight decay instead of an L2 penalty.
         use_nvlamb: Whether steps without weight decay are scaled too.
         step_supports_amp_scaling: Whether a ``GradScaler`` leaves unscaling and the skip to

@@ -85,6 +85,7 @@ class Bucket:
         self, params: Sequence[torch.Tensor], kinds: Kinds, rank: int, world: int, *, stores: bool
     ) -> None:
         self.params, self.kinds = list(params), kinds
+        self.device, self.shapes = params[0].device, [param.shape for param in params]
         self.starts, size = list[int](), 0
         for param in params:
             self.starts.append(size)
@@ -95,6 +96,7 @@ class Bucket:
         self.main = params[0].new_zeros(self.shard_size, dtype=kinds.state) if stores else None
         self.pieces = [*map(self._piece, range(len(params)))]
         self.pieces = [piece for piece in self.pieces if piece.part.stop > piece.part.start]
+        self.stepped = params[0].new_empty(0)  # without stored weights: those of this step
         self.flat: torch.Tensor | None = None
         self.grad_buffer: torch.Tensor | None = None
         self.sums: torch.Tensor | None = None
@@ -209,41 +211,54 @@ class Bucket:
         """Remember that the parameters are now as this optimizer wrote them."""
         self.versions = [param._version for param in self.params]
 
-    def open(self, states: Mapping[torch.Tensor, Any]) -> torch.Tensor:
-        """Make fragments ready for a step; returns the memory in which parameters are sent.
+    def moved(self) -> torch.Tensor | None:
+        """A parameter whose device or shape changed, or that left the buffer, if there is one."""
+        memory = self.views(self.buffer) if self.buffer is not None else self.params
+        for param, shape, view in zip(self.params, self.shapes, memory, strict=True):
+            if (param.device, param.shape) != (self.device, shape):
+                return param
+            if param.data_ptr() != view.data_ptr():
+                return param
+        return None
+
+    def open(self, states: Mapping[torch.Tensor, Any]) -> None:
+        """Make fragments ready for a step.
 
         A weight that somebody else wrote since the last step is taken over: a master becomes the
         weight where it would not be rounded to it, low bits become 0.
+
+        Args:
+            states: From a fragment to its state.
         """
-        flat = self.buffer
-        if flat is None:
-            flat = self.params[0].new_zeros(self.size, dtype=self.kinds.param)
-        own = flat[self.own]
+        if self.main is None:
+            if self.buffer is None:
+                self.stepped = self.params[0].new_zeros(self.shard_size, dtype=self.kinds.param)
+            else:
+                self.stepped = self.buffer[self.own]
         for piece in self.pieces:
             param, versions = self.params[piece.place], self.versions
             written = versions is not None and param._version != versions[piece.place]
             weight = self.part_of_param(piece)
             if self.main is None:
                 if self.buffer is None:
-                    own[piece.here].copy_(weight)
-                piece.tensor.data = own[piece.here]
+                    self.stepped[piece.here].copy_(weight)
+                piece.tensor.data = self.stepped[piece.here]
                 if written and "low_bits" in states.get(piece.tensor, ()):
                     states[piece.tensor]["low_bits"].zero_()
             elif written:
                 same = piece.tensor.to(weight.dtype) == weight
                 piece.tensor.copy_(torch.where(same, piece.tensor, weight))
-        return flat
 
-    def gather(self, flat: torch.Tensor, group: Any) -> Any:
-        """Begin to collect the stepped shards in ``flat``."""
-        own = flat[self.own]
-        if self.main is not None and self.main.dtype != flat.dtype:
-            own.copy_(self.main)
-        elif self.main is not None:
-            own = self.main
+    def gather(self, group: Any) -> tuple[Any, torch.Tensor]:
+        """Begin to collect the stepped shards; returns what to wait for, and where they will be."""
+        flat, own = self.buffer, self.stepped if self.main is None else self.main
+        if flat is None:
+            flat = self.params[0].new_empty(self.size, dtype=self.kinds.param)
+        if own.dtype != flat.dtype:
+            own = flat[self.own].copy_(own)
         if self.kinds.raw:
-            flat, own = flat.view(torch.uint8), own.view(torch.uint8)
-        return all_gather(flat, own, group)
+            return all_gather(flat.view(torch.uint8), own.view(torch.uint8), group), flat
+        return all_gather(flat, own, group), flat
 
     @torch.no_grad()
     def close(self, work: Any, flat: torch.Tensor, user: str) -> None:
@@ -254,8 +269,9 @@ class Bucket:
         else:
             torch.autograd.graph.increment_version(self.params)
         if self.main is None and self.buffer is None:
+            self.stepped = flat.new_empty(0)  # frees the memory of the step
             for piece in self.pieces:
-                piece.tensor.data = flat.new_empty(0)  # frees that of the step
+                piece.tensor.data = self.stepped
         self.note_versions()
 
     @torch.no_grad()
