@@ -39,7 +39,8 @@ ALLOWED = {  # package -> other packages it may import
     "contrib": {"ops", "optimizers", "normalization"},  # the same under older names
     # FP16_Optimizer, under its name of 2019; attributes by which subclasses step by themselves
     "optimizers": {"fp16_utils", "multi_tensor_apply", "ops"},
-    "transformer": {"contrib", "normalization", "ops"},  # its norms are theirs, marked
+    # its norms are theirs, marked; its GradScaler is amp's with other defaults
+    "transformer": {"amp", "contrib", "normalization", "ops"},
     "parallel": {"amp", "ops"},  # the wrapper sends masters to all ranks
 }
 TRITON_PACKAGE = "kernels"

@@ -51,6 +51,13 @@ def cpu_capabilities() -> dict[str, Any] | None:
     return None if query is None else dict(query())
 
 
+def root_mesh(mesh: Any) -> Any:
+    """The ``DeviceMesh`` that ``mesh`` is a part of, or itself; in 2.9 a table has it."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    return torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh)
+
+
 # How many owners a storage has, by its address; ``None`` where torch does not count, or has not the
 # same for tensors. Private names.
 storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)

@@ -18,12 +18,12 @@ from apex._compat import IS_2_13
 from apex.amp.casting import cpu_float16
 from apex.optimizers import FusedAdam
 from tests.amp import agreement_programs as programs
-from tests.amp import sharded_programs
+from tests.amp import scaler_programs, sharded_programs
 from tests.amp.agreement_programs import SCALE, Case
 from tests.amp.sharded_programs import BAD, Parallel, Sharded
 from tests.amp.training import no_waits, same
 from tests.ranks import RankError
-from tests.tolerance import PARALLEL, assert_close_to_largest
+from tests.tolerance import HALF_SHARDS, PARALLEL, assert_close_to_largest
 
 
 @pytest.fixture(autouse=True)
@@ -214,6 +214,24 @@ def test_the_recipe_for_fsdp2(pair, tmp_path):
         assert same(shards, others)
         assert state == other_state
         assert dtypes == [torch.float16, torch.float32]
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("half", [False, True])
+def test_the_recipe_for_float16_on_shards(pair, tmp_path, half):
+    """Restored bit for bit on two ranks and on one; trained on bit for bit on two."""
+    job = functools.partial(scaler_programs.recipe, page=PAGE, folder=str(tmp_path), half=half)
+    answers = pair.run(job)
+    alone, gone_on_alone = scaler_programs.recipe_alone(PAGE, str(tmp_path), half)
+    for saved, restored, straight_on, gone_on, numbers in answers:
+        assert numbers == [(True, 5, 0, 2.0**16), (True, 2, 0, 2.0**16)]
+        for one, other in ((saved, restored), (straight_on, gone_on), (saved, alone)):
+            assert same([*one[0], *one[1]], [*other[0], *other[1]])
+            assert one[2] == other[2]
+        assert not same(saved[0], straight_on[0])
+        for mine, theirs in zip(gone_on_alone[0], straight_on[0], strict=True):
+            assert_close_to_largest(mine, theirs, HALF_SHARDS)
 
 
 # -- devices ---------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from apex.amp.scaler import (
     scale_check_overflow,
     scale_check_overflow_python,
 )
+from apex.ops.lists import unscale as unscaling
 from apex.ops.lists.unscale import unscale_
 from tests.amp.sequences import Scale
 
@@ -135,7 +136,10 @@ def test_bad_numbers_are_refused(kwargs, match):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("value", "place"), [(math.inf, -1), (-math.inf, 0), (math.nan, 17)])
-def test_unscale_checks_every_element(dtype, value, place):
+@pytest.mark.parametrize("torchs", [True, False])
+def test_unscale_checks_every_element(dtype, value, place, torchs, monkeypatch):
+    if not torchs:  # as bfloat16 on CUDA, which torch's kernel does not take
+        monkeypatch.setattr(unscaling, "_torch_unscales", lambda device, dtype: False)
     grads = [torch.full((n,), 4.0, dtype=dtype) for n in (1, 33, 0, 1000)]
     assert unscale_(grads, torch.tensor(2.0)).item() == 0.0
     assert all(torch.equal(g, torch.full_like(g, 2.0)) for g in grads)

@@ -78,15 +78,15 @@ def test_bounds_hold_from_the_start_and_for_a_loaded_scale():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("poisoned", ["cpu", "cuda", None])
+@pytest.mark.parametrize("poisoned", ["here", "there", None])
 def test_a_model_on_two_devices(poisoned):
     class Split(nn.Module):
         def __init__(self):
             super().__init__()
-            self.cpu, self.cuda = nn.Linear(2, 2), nn.Linear(2, 2, device="cuda")
+            self.here, self.there = nn.Linear(2, 2), nn.Linear(2, 2, device="cuda")
 
         def forward(self, x):
-            return self.cuda(self.cpu(x).cuda())
+            return self.there(self.here(x).cuda())
 
     model, optimizer = start("O2", Split(), init_scale=8.0)
     before = [p.clone() for p in model.parameters()]

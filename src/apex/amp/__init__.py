@@ -19,8 +19,6 @@ torch's autocast in the process (``tests/amp/test_footprint.py`` has the numbers
 takes all of it off, but for torch's own mark of a skipped step, ``_opt_called``.
 """
 
-from torch.amp import GradScaler
-
 from apex._missing import explain_attributes
 from apex.amp import lists
 from apex.amp.amp import (
@@ -33,8 +31,9 @@ from apex.amp.amp import (
     register_half_function,
     register_promote_function,
 )
-from apex.amp.clipping import clip_grad_norm_, clip_grad_value_, stepped
+from apex.amp.clipping import clip_grad_norm_, clip_grad_value_, outcome, stepped
 from apex.amp.frontend import initialize, load_state_dict, reset, state_dict
+from apex.amp.grad_scaler import GradScaler
 from apex.amp.handle import disable_casts, scale_loss
 
 from apex.amp import _initialize, handle, opt, scaler  # isort: skip  # reached as attributes
@@ -57,6 +56,7 @@ __all__ = [
     "load_state_dict",
     "master_params",
     "opt",
+    "outcome",
     "promote_function",
     "register_float_function",
     "register_half_function",

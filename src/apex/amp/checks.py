@@ -125,14 +125,14 @@ def refuse_unfused(optimizers: Sequence[Any]) -> None:
             )
 
 
-def group_of_several(group: Any) -> Any:
+def group_of_several(user: str, group: Any) -> Any:
     """``process_group`` checked; ``None`` for a group of one rank, which decides alone."""
     if group is None:
         return None
     kind: Any = getattr(torch.distributed, "ProcessGroup", ())
     if not isinstance(group, kind):
         raise TypeError(
-            f"amp.initialize: process_group was {group!r}; it must be a "
+            f"{user}: process_group was {group!r}; it must be a "
             "torch.distributed.ProcessGroup with this rank in it. Pass what "
             "torch.distributed.new_group(ranks) has returned on these ranks (elsewhere it returns "
             "-100: pass None there), or mesh.get_group(name) of a DeviceMesh."

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from apex.amp._amp_state import master_params
+from apex.amp.gradients.overflow import Outcome
 from apex.amp.optimizer import state_of
+from apex.amp.scaler import SCALE
 from apex.ops.lists.columns import OWN_MEMORY, local
 
 
@@ -104,7 +106,53 @@ def stepped(optimizer: Any) -> bool:
     """Say whether the last ``step()`` of ``optimizer`` was taken, not skipped.
 
     A scheduler or a moving average can follow it. True for an optimizer that amp does not manage,
-    because its steps are never skipped.
+    because amp never skips its steps; of :class:`~apex.amp.GradScaler` ask ``scaler.stepped``.
     """
     state = state_of(optimizer)
     return True if state is None else state.overflow.taken
+
+
+def outcome(optimizer: Any, loss_id: int = 0) -> Outcome:
+    """What became of the steps of ``optimizer`` since ``initialize``, without waiting for a device.
+
+    :class:`~apex.amp.GradScaler` has a method of this name. Counts are not part of checkpoints.
+
+    Args:
+        optimizer: An optimizer that went through ``initialize``.
+        loss_id: Whose loss scale it is to have.
+
+    Returns:
+        ``stepped``, ``taken``, ``skipped`` and ``scale`` as 0-dim tensors; ``numbers()`` reads
+        them.
+
+    Raises:
+        RuntimeError: amp does not manage the optimizer, so it has not seen its steps.
+        IndexError: ``loss_id`` is not below ``num_losses``.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        >>> with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
+        >>> amp.outcome(optimizer).numbers()
+        (True, 1, 0, 65536.0)
+    """
+    state = state_of(optimizer)
+    if state is None:
+        raise RuntimeError(
+            f"amp.outcome was given {type(optimizer).__name__}, whose steps amp does not see: it "
+            "did not go through amp.initialize, or that was called with enabled=False. Of a "
+            "GradScaler call scaler.outcome(optimizer)."
+        )
+    scalers = state.training.loss_scalers
+    if not 0 <= loss_id < len(scalers):
+        raise IndexError(
+            f"amp.outcome: loss_id was {loss_id}, but initialize was called with "
+            f"num_losses={len(scalers)}; allowed are 0 to {len(scalers) - 1}."
+        )
+    scaler = scalers[loss_id]
+    return state.overflow.counts.outcome(
+        scaler._state[SCALE] if scaler.dynamic else scaler.loss_scale()
+    )

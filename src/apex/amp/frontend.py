@@ -208,7 +208,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     checks.refuse_copies(model_list, optimizer_list)
     checks.check_dtypes(model_list, properties)
     checks.refuse_sharded(model_list, properties, process_group)
-    process_group = checks.group_of_several(process_group)
+    process_group = checks.group_of_several("amp.initialize", process_group)
     scalers = [
         LossScaler(
             properties.loss_scale,

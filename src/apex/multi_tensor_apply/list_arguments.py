@@ -10,6 +10,8 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
+from operator import attrgetter, is_
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,12 +19,13 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists import columns
-from apex.ops.lists.columns import flag_on, local, scalar_on
+from apex.ops.lists.columns import Column, flag_on, local_parts, scalar_on
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 Lists = Sequence[Sequence[torch.Tensor]]
+_LAYOUT, _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("layout", "device", "dtype", "shape"))
 
 _NAMES = {
     torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char",
@@ -139,7 +142,9 @@ def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.T
             f"tensor_lists.size() != depth: {name} takes {wanted} lists of tensors and got "
             f"{len(lists)}."
         )
-    columns = [[local(tensor) for tensor in tensors] for tensors in lists]
+    columns = [[*local_parts(tensors)] for tensors in lists]
+    if _fit_as_they_are(columns):
+        return columns
     first = columns[0]
     if not first:
         raise RuntimeError(f"tensor_lists[0].size() is not > 0: {name} got no tensors.")
@@ -154,6 +159,22 @@ def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.T
             _check_tensor(name, f"list {number}, tensor {index}", tensor, first[0], first[index])
     positions = [_alike(position) for position in zip(*columns, strict=True)]
     return [list(column) for column in zip(*positions, strict=True)]
+
+
+def _fit_as_they_are(columns: Sequence[Column]) -> bool:
+    """Whether nothing is to be refused or viewed, by functions in C: a fifth of the time."""
+    if not columns[0] or len({*map(len, columns)}) > 1:
+        return False
+    first, *others = columns
+    others = [column for column in others if not all(map(is_, column, first))]  # not in place
+    every = [*chain(first, *others)]
+    return (
+        {*map(_LAYOUT, every)} == {torch.strided}
+        and len({*map(_DEVICE, every)}) == 1
+        and all(dtype.is_floating_point for dtype in {*map(_DTYPE, every)})
+        and all(map(torch.Tensor.is_contiguous, every))
+        and all([*map(_SHAPE, first)] == [*map(_SHAPE, column)] for column in others)
+    )
 
 
 def _check_tensor(

@@ -191,6 +191,7 @@ class FusedOptimizer(StatefulOptimizer):
             copies: 16-bit weights that also get the new values, by parameter.
             grads: Gradients instead of ``param.grad``, by parameter.
         """
+        vars(self).pop("_scaled_step", None)  # where Dynamo traces _step, its pop is lost
         if noop is not None and not _runtime.waits(noop.device):
             if noop.item():
                 return

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from apex import _compat
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.pairs import Pairs
 from apex.ops.lists import flat
@@ -300,15 +301,41 @@ def agree_(found_inf: torch.Tensor, ledgers: Iterable[Any]) -> torch.Tensor:
     """
     if not several_ranks():
         return found_inf
-    groups: list[Any] = []  # of more than one rank, in the same order on every rank
+    groups: list[Any] = []  # in the same order on every rank
     for ledger in ledgers:
-        weights = ledger.params.targets
-        if not OWN_MEMORY.issuperset(map(type, weights)):
-            parallel: list[Any] = [weight for weight in weights if hasattr(weight, "device_mesh")]
-            for mesh in dict.fromkeys(weight.device_mesh for weight in parallel):
-                groups += [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-        if ledger.training.process_group is not None:
-            groups.append(ledger.training.process_group)
+        group = ledger.training.process_group
+        groups += groups_of(root_meshes(ledger.params.targets, group), group)
+    return agree_over_(found_inf, groups)
+
+
+def root_meshes(params: Sequence[torch.Tensor], process_group: Any = None) -> list[Any]:
+    """The root meshes of DTensors, but those all of whose ranks are in ``process_group``.
+
+    The root: a weight that is sharded over ``mesh["tp"]`` alone has copies over the other
+    dimensions, which have to take the same steps.
+    """
+    if OWN_MEMORY.issuperset(map(type, params)):
+        return []
+    parallel: list[Any] = [param for param in params if hasattr(param, "device_mesh")]
+    meshes = dict.fromkeys(param.device_mesh for param in parallel)
+    roots = [*dict.fromkeys(map(_compat.root_mesh, meshes))]
+    if process_group is None:
+        return roots
+    ranks = {*torch.distributed.get_process_group_ranks(process_group)}
+    return [root for root in roots if not ranks.issuperset(root.mesh.flatten().tolist())]
+
+
+def groups_of(meshes: Iterable[Any], process_group: Any = None) -> list[Any]:
+    """The process groups of more than one rank that decide together, one after the other."""
+    groups = []
+    for mesh in meshes:
+        if mesh.get_coordinate() is not None:  # this rank is in it
+            groups += [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    return groups if process_group is None else [*groups, process_group]
+
+
+def agree_over_(found_inf: torch.Tensor, groups: Iterable[Any]) -> torch.Tensor:
+    """Set a flag to the largest one of the ranks of ``groups``, in place; nothing waits."""
     for group in dict.fromkeys(groups):
         torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=group)
     return found_inf

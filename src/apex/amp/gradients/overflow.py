@@ -52,6 +52,57 @@ class AsyncCopy:
         return values
 
 
+class Outcome(NamedTuple):
+    """What became of an optimizer's steps, without waiting for the device that decides.
+
+    0-dim tensors; later steps do not change them.
+
+    Attributes:
+        stepped: Whether the last step was taken, not skipped: bool.
+        taken: How many steps were taken: int64.
+        skipped: How many were skipped.
+        scale: The loss scale now: float32.
+    """
+
+    stepped: torch.Tensor
+    taken: torch.Tensor
+    skipped: torch.Tensor
+    scale: torch.Tensor
+
+    def numbers(self) -> tuple[bool, int, int, float]:
+        """The same as Python numbers: one transfer, which waits for the device."""
+        stepped, taken, skipped, scale = torch.stack([value.double() for value in self]).tolist()
+        return bool(stepped), int(taken), int(skipped), scale
+
+
+@dataclass
+class StepCounts:
+    """Counts the steps of an optimizer; numbers are tensors as soon as a device has decided one."""
+
+    stepped: bool | torch.Tensor = False  # whether the last step was taken
+    steps: int = 0
+    taken: int | torch.Tensor = 0
+
+    def count(self, taken: bool | torch.Tensor) -> None:
+        """Count a step; a tensor is 0-dim, bool."""
+        self.stepped = taken
+        self.steps += 1
+        self.taken = self.taken + taken
+
+    def outcome(self, scale: torch.Tensor | float) -> Outcome:
+        """The counts so far, on the device of the loss scale."""
+        device = scale.device if isinstance(scale, torch.Tensor) else torch.device("cpu")
+
+        def tensor(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            if isinstance(value, torch.Tensor):
+                return value.to(device, dtype, non_blocking=device.type != "cpu")
+            return torch.full((), value, dtype=dtype, device=device)
+
+        taken = tensor(self.taken, torch.int64)
+        stepped, now = tensor(self.stepped, torch.bool), tensor(scale, torch.float32)
+        return Outcome(stepped, taken, self.steps - taken, now)
+
+
 class Report(NamedTuple):
     """A skipped step: how many in a row, the first scaler that was not finite, its scale now."""
 
@@ -77,15 +128,16 @@ class Overflow:
     skipped: int = 0  # steps in a row, as far as the host knows
     # Copies of the flags of deferred steps that have not arrived.
     sent: deque[tuple[list[int], AsyncCopy]] = field(default_factory=deque)
-    _taken: bool | torch.Tensor = False  # whether the last step was
+    counts: StepCounts = field(default_factory=StepCounts)
     _skips: torch.Tensor | None = None  # steps in a row, counted on the device
 
     @property
     def taken(self) -> bool:
         """Whether the last step was taken; waits for a device that decided it."""
-        if isinstance(self._taken, torch.Tensor):
-            self._taken = False if self._taken.is_meta else bool(self._taken)
-        return self._taken
+        stepped = self.counts.stepped
+        if isinstance(stepped, torch.Tensor):
+            stepped = self.counts.stepped = False if stepped.is_meta else bool(stepped)
+        return stepped
 
     def read(self, passes: Sequence[Pass]) -> Report | None:
         """Let the host decide: one read of a device.
@@ -93,8 +145,9 @@ class Overflow:
         Returns the skipped step, or ``None`` for a step to be taken; the scalers count it.
         """
         skipped = self.skipped + 1
-        self._taken, self.skipped = True, 0
+        self.skipped = 0
         if not passes:
+            self.counts.count(True)
             return None
         device = passes[0].scaler._state.device
         values = [value for one in passes for value in (one.found_inf, one.scaler._state[SCALE])]
@@ -102,8 +155,10 @@ class Overflow:
         numbers = flags.tolist()
         for index, one in enumerate(passes):
             if numbers[2 * index]:
-                self._taken, self.skipped = False, skipped
+                self.skipped = skipped
+                self.counts.count(False)
                 return Report(self.skipped, one.index, numbers[2 * index + 1])
+        self.counts.count(True)
         for one in passes:
             one.scaler.count_step(since=one.counted)
         return None
@@ -123,9 +178,10 @@ class Overflow:
         copy = AsyncCopy(torch.stack([self._skips, *flags, *scales]))
         if copy.arrives:
             self.sent.append(([one.index for one in passes], copy))
-        self._taken = noop == 0
+        taken = noop == 0
+        self.counts.count(taken)
         for one in passes:
-            one.scaler.count_step(self._taken, since=one.counted)
+            one.scaler.count_step(taken, since=one.counted)
         return noop
 
     def log_reports(self) -> None:

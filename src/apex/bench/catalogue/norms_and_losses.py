@@ -81,7 +81,7 @@ def _of_memory_efficient(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    layer = FastLayerNorm(len(weight), EPS).to(x)
+    layer = FastLayerNorm(len(weight), EPS)  # wherever its own parameters are
     y: Tensor = torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
     return y
 

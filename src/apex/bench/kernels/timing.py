@@ -77,7 +77,12 @@ def how_measured(device: torch.device) -> dict[str, str]:
     return {
         "ms": f"by {'CUDA events' if cuda else 'the host clock'}, after {WARM_UP} calls that do "
         "not count; providers take turns on the same tensors, in an order drawn for each turn"
-        + (", the L2 cache overwritten before each call" if cuda else ""),
+        + (
+            ", the L2 cache overwritten before each call, so long that the host has issued it "
+            "by then; host ms is what the host took"
+            if cuda
+            else ""
+        ),
         "GB/s": "from the bytes that have to be moved, which are declared for each provider: an "
         "optimizer with 16-bit state has fewer",
         "peak MiB": f"of one call, beyond its inputs; from {source(device)}",

@@ -53,6 +53,17 @@ def clip_(
     if not grads:
         return torch.tensor(0.0)
     norm = total_norm(grads, norm_type)
+    multiply_by_(grads, coefficient(norm, max_norm, norm_type, error_if_nonfinite))
+    return norm
+
+
+def coefficient(
+    norm: torch.Tensor,
+    max_norm: float | torch.Tensor,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """What gradients of that total norm are multiplied by: 0-dim, at most 1; as :func:`clip_`."""
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
@@ -60,19 +71,23 @@ def clip_(
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     max_norm = scalar_on(max_norm, norm.device)
-    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).reshape(())
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0).reshape(())
+
+
+@torch.no_grad()
+def multiply_by_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients, as those of :func:`clip_`, by a 0-dim tensor in place."""
     grads = local_parts(grads)
     if not _runtime.forced() and all(map(_IS_CPU, grads)):
-        multiply_(grads, coefficient.item())
-        return norm
+        multiply_(grads, factor.item())
+        return
     if not _are_dense(grads):
         for grad in grads:
-            grad.mul_(coefficient.to(grad.device, non_blocking=True))
-        return norm
+            grad.mul_(factor.to(grad.device, non_blocking=True))
+        return
     for _, (some,) in grouped([grads]):
-        here = coefficient.to(some[0].device, non_blocking=not some[0].is_cpu)
+        here = factor.to(some[0].device, non_blocking=not some[0].is_cpu)
         scale_(some, some, here if some[0].dtype == torch.float64 else here.float())
-    return norm
 
 
 def clipped(

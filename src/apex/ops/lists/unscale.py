@@ -125,6 +125,11 @@ def multiply_(grads: Column, factor: float) -> None:
             torch._foreach_mul_(group, by)
 
 
+def _torch_unscales(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's kernel takes a dtype: on CUDA not bfloat16, of which torch 2.11 says so."""
+    return device.type != "cuda" or dtype != torch.bfloat16
+
+
 def unscale_(grads: Sequence[torch.Tensor], scale: Scalar) -> torch.Tensor | None:
     """Divide ``grads`` by ``scale`` in place and say whether any element is not finite.
 
@@ -141,16 +146,32 @@ def unscale_(grads: Sequence[torch.Tensor], scale: Scalar) -> torch.Tensor | Non
         if scale != 1.0:
             multiply_(grads, 1.0 / scale)
         return None
-    factor = scale.reciprocal()
+    return check_and_multiply_(grads, scale.reciprocal())
+
+
+@torch.no_grad()
+def check_and_multiply_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+    """Multiply ``grads`` by ``factor`` in place and say whether any element is not finite.
+
+    Args:
+        grads: As those of :func:`unscale_`.
+        factor: A 0-dim float32 tensor.
+
+    Returns:
+        0-dim float32 tensor on ``factor``'s device, 1 if an element on this rank was inf or nan.
+    """
     found: dict[torch.device, torch.Tensor] = {}
     for group in _groups(grads):
         device = group[0].device
         if device not in found:
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            group, found[device], factor.to(device, non_blocking=True)
-        )
-    flags = [flag.to(scale.device, non_blocking=True) for flag in found.values()]
+        by = factor.to(device, non_blocking=True)
+        if _torch_unscales(device, group[0].dtype):
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], by)
+        else:
+            scalars = ScaleScalars(by)
+            run(SCALE, [group], ((0, SCALED),), scalars, flag=found[device], flags=(GIVEN,))
+    flags = [flag.to(factor.device, non_blocking=True) for flag in found.values()]
     if len(flags) == 1:
         return flags[0]
-    return torch.stack(flags).amax() if flags else torch.zeros_like(scale)
+    return torch.stack(flags).amax() if flags else torch.zeros_like(factor)
