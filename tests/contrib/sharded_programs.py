@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from apex import amp
+from apex.amp import GradScaler
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops.lists import collectives
 from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers import FusedAdam, FusedLAMB
-from apex.transformer.amp import GradScaler
 from tests.ranks import COLLECTIVE
 
 SHAPES = ((5, 3), (7,), (130, 9), (1,), (33, 2))
@@ -271,7 +271,7 @@ def scaled(kind, rank):
     make = DistributedFusedLAMB if kind == "lamb" else DistributedFusedAdam
     optimizer = make(groups(ps))
     apexs = kind in ("apex", "unscale")
-    scaler = GradScaler(4.0, device="cpu") if apexs else torch.amp.GradScaler("cpu", 4.0)
+    scaler = GradScaler("cpu", 4.0) if apexs else torch.amp.GradScaler("cpu", 4.0)
     seen = []
     for step in range(4):
         if kind == "lamb":
