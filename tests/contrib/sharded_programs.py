@@ -1,5 +1,6 @@
 """What the ranks of tests/contrib/test_distributed_optimizers.py run; each function is a job."""
 
+import contextlib
 import functools
 import os
 import re
@@ -270,7 +271,7 @@ def scaled(kind, rank):
     ps = params((HALF,))
     make = DistributedFusedLAMB if kind == "lamb" else DistributedFusedAdam
     optimizer = make(groups(ps))
-    apexs = kind in ("apex", "unscale")
+    apexs = kind in ("apex", "unscale", "left")
     scaler = GradScaler("cpu", 4.0) if apexs else torch.amp.GradScaler("cpu", 4.0)
     seen = []
     for step in range(4):
@@ -280,7 +281,8 @@ def scaled(kind, rank):
         if step == 1 and rank == 1:
             gs[2][3, 3] = float("inf")
         terms = [(p.float() * g).sum() for p, g in zip(ps, gs, strict=True)]
-        scaler.scale(sum(terms)).backward()
+        with optimizer.no_sync() if kind == "left" else contextlib.nullcontext():
+            scaler.scale(sum(terms)).backward()
         if kind == "lamb":
             optimizer.complete_reductions()
         if kind == "unscale":
@@ -294,6 +296,34 @@ def scaled(kind, rank):
         scaler.update()
         seen.append((scaler.get_scale(), torch.equal(before, ps[2].detach())))
     return seen, [p.detach() for p in ps]
+
+
+def one_rank(device):
+    """One process of its own: FusedAdam's bits, and on a GPU the host waits for no flag."""
+    for options, dtypes in (({}, MIXED), (REMAINDERS, (BFLOAT,)), ({"capturable": True}, MIXED)):
+        ps = [nn.Parameter(p.detach().to(device)) for p in params(dtypes)]
+        stepped = [nn.Parameter(p.detach().float()) for p in ps]
+        optimizer, other = DistributedFusedAdam(ps, **options), FusedAdam(stepped)
+        for step in range(STEPS):
+            for p, q, grad in zip(ps, stepped, grads(step, 0, ps), strict=True):
+                p.grad = grad.to(device)
+                q.grad = p.grad.float()
+            optimizer.step()
+            other.step()
+        assert all(torch.equal(p, q.to(p.dtype)) for p, q in zip(ps, stepped, strict=True))
+    ps = [nn.Parameter(p.detach().to(device)) for p in params((HALF,))]
+    optimizer, scaler = DistributedFusedAdam(ps), GradScaler(device, 4.0)
+    for _ in range(2):
+        scaler.scale(sum(p.float().square().sum() for p in ps)).backward()
+        optimizer.grad_sync()
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            scaler.step(optimizer)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        scaler.update()
 
 
 def clipping(rank):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from apex.optimizers import FusedAdam
 from tests.contrib import sharded_programs as programs
@@ -160,7 +161,7 @@ def test_parameters_are_gathered_during_the_forward(four):
 # -- scaling ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["torch", "apex", "unscale", "lamb"])
+@pytest.mark.parametrize("kind", ["torch", "apex", "unscale", "left", "lamb"])
 def test_an_inf_on_one_rank_skips_on_all(four, kind):
     answers = four.run(functools.partial(programs.scaled, kind))
     for seen, _ in answers:
@@ -312,6 +313,16 @@ def test_a_killed_rank_ends_the_others(tmp_path):
         for process in both:
             process.kill()
             process.join()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_one_rank(device):
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        programs.one_rank(device)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_it_needs_a_process_group():
