@@ -7,9 +7,13 @@ in 16 bits (O3) or plain (O0). Both train the same model in the same processes, 
 turn; the ratio is the median of the ratios of neighbouring steps, on rank 0.
 
     python benchmarks/parallel.py [--levels O0 O2 ...] [--models convnet many mlp] [--steps 60]
+    python benchmarks/parallel.py --sharded [--models many mlp] [--steps 60]
 
 Models: ``convnet`` is the tutorial's (two convolutions, batch of 100 28x28 images), ``many`` has
 300 tensors of 16x16, ``mlp`` four layers of 1024x1024.
+
+``--sharded`` times ``DistributedFusedAdam`` (ZeRO stage 2: parameters are whole on every rank)
+against ``fully_shard`` with ``torch.optim.AdamW(fused=True)``, both in float32.
 """
 
 import argparse
@@ -22,8 +26,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from apex import amp, parallel
+from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 
 RANKS = 2
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -105,6 +112,52 @@ def by_hand(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
     return step
 
 
+def sharded_ours(model: nn.Module, x: torch.Tensor):  # noqa: ANN201
+    """Return a step of Apex's sharded optimizer."""
+    optimizer = DistributedFusedAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def sharded_theirs(model: nn.Module, x: torch.Tensor):  # noqa: ANN201
+    """Return a step of ``fully_shard`` with torch's optimizer; each layer is gathered by itself."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def time_sharded(name: str, steps: int, rank: int) -> None:
+    """Time both sharded steps of a model in turn; rank 0 prints."""
+    sides = []
+    for make in (sharded_ours, sharded_theirs):
+        torch.manual_seed(0)
+        sides.append(make(*MODELS[name]()))
+    rows = [[milliseconds(side, False) for side in sides] for _ in range(steps + 5)][5:]
+    mine, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
+    ratio = statistics.median(a / b for a, b in rows)
+    if rank == 0:
+        print(
+            f"{name:8} DistributedFusedAdam {mine:7.2f} ms  fully_shard + AdamW {theirs:7.2f} ms  "
+            f"ratio {ratio:.3f}",
+            flush=True,
+        )
+
+
 def milliseconds(step, casts: bool) -> float:  # noqa: ANN001
     """Time one step, with the thread's casts as its side has them."""
     torch.set_autocast_enabled("cpu", casts)
@@ -118,7 +171,9 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
     """Time every model and level; rank 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    for name in options.models:
+    for name in options.models if options.sharded else ():
+        time_sharded(name, options.steps, rank)
+    for name in () if options.sharded else options.models:
         for level in options.levels:
             torch.manual_seed(0)
             left = ours(level, *MODELS[name]())
@@ -147,6 +202,7 @@ def main() -> None:
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--sharded", action="store_true", help="time the sharded optimizers")
     with tempfile.TemporaryDirectory() as folder:
         options = parser.parse_args()
         torch.multiprocessing.spawn(

@@ -28,6 +28,11 @@ CUDA_ONLY = {
 TRACES_SET_AUTOCAST = IS_2_13
 
 
+# 2.13: the names of collectives on flat tensors; the older ones warn there.
+REDUCE_SCATTER = "reduce_scatter_single" if IS_2_13 else "reduce_scatter_tensor"
+ALL_GATHER = "all_gather_single" if IS_2_13 else "all_gather_into_tensor"
+
+
 def is_compiling() -> bool:
     """``torch.compiler.is_compiling()`` of 2.13: in 2.9 it is False while AOTAutograd traces."""
     if torch.compiler.is_compiling():

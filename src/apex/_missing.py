@@ -25,8 +25,6 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-_SHARDED_ADAM = "torch.distributed.fsdp.fully_shard with torch.optim.AdamW(fused=True)"
-
 NOT_YET = {
     "apex.transformer.context": "torch.distributed.tensor.experimental.context_parallel",
     "apex.transformer.parallel_state": "torch.distributed.device_mesh.init_device_mesh",
@@ -39,13 +37,10 @@ NOT_YET = {
     "apex.contrib.fmha": "torch.nn.attention.varlen.varlen_attn (torch 2.9 lacks it)",
     "apex.contrib.groupbn": "torch.nn.BatchNorm2d or torch.nn.SyncBatchNorm, with "
     "model.to(memory_format=torch.channels_last)",
-    "apex.contrib.optimizers.distributed_fused_adam": _SHARDED_ADAM,
-    "apex.contrib.optimizers.distributed_fused_adam_v2": _SHARDED_ADAM,
-    "apex.contrib.optimizers.distributed_fused_adam_v3": _SHARDED_ADAM,
-    "apex.contrib.optimizers.distributed_fused_lamb": _SHARDED_ADAM,
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
 }
 
+_SHARDED_ADAM = "apex.contrib.optimizers.distributed_fused_adam"
 _MHA = "apex.contrib.multihead_attn"
 _PERMUTATION = "apex.contrib.sparsity.ASP, which permutes channels itself"
 
@@ -69,6 +64,9 @@ OUT_OF_SCOPE = {
     f"{_MHA}.fast_self_multihead_attn_norm_add_func": f"{_MHA}.SelfMultiheadAttn",
     f"{_MHA}.self_multihead_attn_func": f"{_MHA}.SelfMultiheadAttn",
     "apex.contrib.nccl_allocator": "torch.cuda.MemPool and torch.cuda.use_mem_pool",
+    # earlier versions, of 2019 and 2020
+    "apex.contrib.optimizers.distributed_fused_adam_v2": _SHARDED_ADAM,
+    "apex.contrib.optimizers.distributed_fused_adam_v3": _SHARDED_ADAM,
     "apex.contrib.openfold_triton": "torch.nn.functional.scaled_dot_product_attention and "
     "torch.compile",
     "apex.contrib.peer_memory": "torch.distributed.batch_isend_irecv",
@@ -90,7 +88,7 @@ COMPILED = {
     "_apex_nccl_allocator": "apex.contrib.nccl_allocator",
     "bnp": "apex.contrib.groupbn",
     "cudnn_gbn_lib": "apex.contrib.cudnn_gbn",
-    "distributed_adam_cuda": "apex.contrib.optimizers.distributed_fused_adam",
+    "distributed_adam_cuda": _SHARDED_ADAM,
     "distributed_lamb_cuda": "apex.contrib.optimizers.distributed_fused_lamb",
     "fast_additive_mask_softmax_dropout": f"{_MHA}.fast_mask_softmax_dropout_func",
     "fast_bottleneck": "apex.contrib.bottleneck",

@@ -59,6 +59,11 @@ def optimizer_list(optimizers: Any, call: str = "amp.initialize") -> list[Any]:
         name = type(optimizer).__name__
         if name in _SCALE_LOSSES:
             raise RuntimeError(f"{call}: an {name} {_SCALE_LOSSES[name]} instead.")
+        if getattr(optimizer, "_custom_amp_unscale_grads", False):
+            raise RuntimeError(
+                f"{call}: {name} keeps gradients and masters itself. Use it with "
+                "apex.amp.GradScaler and torch.autocast, or a model in 16 bits."
+            )
         needed = ("param_groups", "state", "step", "zero_grad", "add_param_group", "__dict__")
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in needed):
             raise TypeError(

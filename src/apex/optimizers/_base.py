@@ -245,14 +245,21 @@ class FusedOptimizer(StatefulOptimizer):
             ),
         )
         updates = self._updates(together, chain.from_iterable(starmap(split, lists)), options)
+        self._finish(updates, sharded)
+        self._note_versions()
+
+    def _finish(
+        self,
+        updates: Iterable[tuple[list[torch.Tensor], Phases | None]],
+        sharded: Sequence[torch.Tensor],
+    ) -> None:
+        """Run updates to their ends; ``sharded`` are parameters of which ranks hold parts."""
         if sharded and (kinds := self._kinds()):
             finish_on_shards(updates, sharded, kinds)
         else:
             for _, phases in updates:
                 if phases is not None:
                     finish(phases)
-        self._finish_step()
-        self._note_versions()
 
     def _updates(
         self,
@@ -325,9 +332,6 @@ class FusedOptimizer(StatefulOptimizer):
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
     ) -> None:
         """Called once before the groups are stepped: for what needs all gradients."""
-
-    def _finish_step(self) -> None:
-        """Called once after the groups are stepped: for what needs all of them."""
 
     def _counted_groups(self) -> Sequence[dict[str, Any]]:
         """The groups that have a "step"."""

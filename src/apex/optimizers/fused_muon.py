@@ -11,12 +11,13 @@ orthogonalised together (:mod:`apex.optimizers._owners`); then the weights are m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from apex.ops.lists.columns import Scalar, local
+from apex.ops.lists.phases import Phases
 from apex.ops.lists.placements import is_sharded
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.adam import Adam, adam_
@@ -249,7 +250,12 @@ class FusedMuon(FusedOptimizer):
         directions = begin_(bucket.columns, hyper, options)
         self._begun.append(_Begun(bucket, hyper, options, directions))
 
-    def _finish_step(self) -> None:
+    def _finish(
+        self,
+        updates: Iterable[tuple[list[torch.Tensor], Phases | None]],
+        sharded: Sequence[torch.Tensor],
+    ) -> None:
+        super()._finish(updates, sharded)
         begun, self._begun = self._begun, []
         found = [
             (param, direction, one.hyper)

@@ -1,10 +1,8 @@
-"""Arguments of the wrapper: what is checked, what has no effect, and the group for gradients."""
+"""Arguments of the wrapper: what is checked, and what has no effect."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -86,23 +84,3 @@ def indices(
             "Pass parameters of the module."
         )
     return tuple(found)
-
-
-# A process group -> another one of the same ranks, in which only gradients are reduced.
-_gradient_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def gradient_group(group: Any, device: torch.device) -> Any:
-    """The process group for the gradients of all wrappers of ``group``; all its ranks call this."""
-    if group not in _gradient_groups:
-        options = None
-        with contextlib.suppress(RuntimeError):  # a group of GPUs, and a module of none
-            options = getattr(group._get_backend(device), "options", None)
-        is_world = group is torch.distributed.group.WORLD
-        _gradient_groups[group] = torch.distributed.new_group(
-            torch.distributed.get_process_group_ranks(group),
-            timeout=getattr(options, "_timeout", None),
-            backend=torch.distributed.get_backend(group),
-            use_local_synchronization=not is_world,  # others do not know of this group
-        )
-    return _gradient_groups[group]

@@ -99,22 +99,6 @@ class Bucket:
                     param.grad = torch.empty_like(param).copy_(view)
 
 
-def group_by_size(
-    order: Sequence[int], params: Sequence[torch.Tensor], options: Options
-) -> list[list[int]]:
-    """Group indices of parameters into buckets of one dtype and device, in the given order."""
-    full, growing, sizes = [], dict[Any, list[int]](), dict[Any, int]()
-    for index in order:
-        kind = params[index].dtype, params[index].device
-        growing.setdefault(kind, []).append(index)
-        sizes[kind] = sizes.get(kind, 0) + params[index].numel()
-        is_large = sizes[kind] >= options.message_size
-        if index in options.triggers if options.triggers else is_large:
-            full.append(growing.pop(kind))
-            sizes[kind] = 0
-    return [*full, *growing.values()]
-
-
 @dataclass(eq=False)
 class Pass:
     """One backward pass.

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex.ops.lists.flat import broadcast, unflatten
-from apex.parallel._bucket import AllReduce, Bucket, Options, Pass, group_by_size
+from apex.ops.lists.flat import broadcast, group_by_size, unflatten
+from apex.parallel._bucket import AllReduce, Bucket, Options, Pass
 
 # Parameter -> a weak reference to the reduction whose hook it has. A parameter has one hook.
 _owners: Any = WeakTensorKeyDictionary()
@@ -236,7 +236,9 @@ class Reduction:
         numbers = torch.tensor([*order, *sorted(rest, reverse=True)], device=self.device())
         broadcast([numbers], self.group)
         self._kinds = self._find_kinds()
-        self.buckets = group_by_size(numbers.tolist(), self._params, self.options)
+        self.buckets = group_by_size(
+            numbers.tolist(), self._params, self.options.message_size, self.options.triggers
+        )
         self._bucket_of = {i: number for number, b in enumerate(self.buckets) for i in b}
 
     @torch.no_grad()

@@ -18,9 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,11 +26,11 @@ from torch._compile import _disable_dynamo
 
 from apex.amp.casting.containers import applier
 from apex.amp.gradients.distributed import broadcast_parameters, inside
+from apex.ops.lists.collectives import gradient_group, ranks_agree
 from apex.ops.lists.flat import broadcast
 from apex.parallel._arguments import (
     EXCLUDE,
     check_tensors,
-    gradient_group,
     indices,
     refuse,
     warn_of_idle,
@@ -266,21 +264,14 @@ class DistributedDataParallel(torch.nn.Module):
         described: list[Any] = [(name, *t.shape, t.dtype, t.requires_grad) for name, t in named]
         described.append(self._options)
         device = named[0][1].device if named else torch.device("cpu")
-        mine = torch.tensor(zlib.crc32(repr(described).encode()), device=device)
-        all_ = [torch.empty_like(mine) for _ in range(self.process_group.size())]
-        torch.distributed.all_gather(all_, mine, group=self.process_group)
-        if all(one.item() == all_[0].item() for one in all_):
-            return
-        every: list[Any] = [None] * len(all_)
-        torch.distributed.all_gather_object(every, list(map(str, described)), self.process_group)
-        rank = next(rank for rank, one in enumerate(every) if one != every[0])
-        both = list(zip_longest(every[0], every[rank], fillvalue="nothing"))
-        first, other = next(pair for pair in both if pair[0] != pair[1])
-        raise RuntimeError(
-            f"DistributedDataParallel: rank {rank} differs from rank 0 in names, shapes, dtypes or "
+        ranks_agree(
+            described,
+            self.process_group,
+            device,
+            "DistributedDataParallel: rank {rank} differs from rank 0 in names, shapes, dtypes or "
             "requires_grad of parameters and buffers, or in the arguments of "
-            f"DistributedDataParallel: it has {other}, and rank 0 has {first}. Build the same on "
-            "every rank."
+            "DistributedDataParallel: it has {other}, and rank 0 has {first}. Build the same on "
+            "every rank.",
         )
 
     # -- copies --------------------------------------------------------------------------------

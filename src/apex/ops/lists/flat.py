@@ -6,13 +6,13 @@ Collectives are ``torch.distributed``'s; nothing here imports it before a proces
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch._utils import _unflatten_dense_tensors
 
-__all__ = ["broadcast", "by_kind", "flatten", "unflatten"]
+__all__ = ["broadcast", "by_kind", "flatten", "group_by_size", "unflatten"]
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -48,6 +48,31 @@ def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(kinds.values())
+
+
+def group_by_size(
+    order: Sequence[int],
+    params: Sequence[torch.Tensor],
+    size: int,
+    last: Collection[int] = (),
+) -> list[list[int]]:
+    """Group indices of tensors into buckets of one dtype and device, in the given order.
+
+    Args:
+        order: The indices.
+        params: The tensors.
+        size: Elements that a full bucket has at least.
+        last: Indices that end a bucket each, instead of ``size``.
+    """
+    full, growing, sizes = [], dict[Any, list[int]](), dict[Any, int]()
+    for index in order:
+        kind = params[index].dtype, params[index].device
+        growing.setdefault(kind, []).append(index)
+        sizes[kind] = sizes.get(kind, 0) + params[index].numel()
+        if index in last if last else sizes[kind] >= size:
+            full.append(growing.pop(kind))
+            sizes[kind] = 0
+    return [*full, *growing.values()]
 
 
 @torch.no_grad()

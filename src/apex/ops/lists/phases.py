@@ -79,6 +79,7 @@ def finish_on_shards(
     updates: Iterable[tuple[Sequence[torch.Tensor], Phases | None]],
     sharded: Sequence[torch.Tensor],
     kinds: Collection[Kind],
+    total: Callable[..., torch.Tensor] = over_ranks,
 ) -> None:
     """Run the updates of one step to their ends, with sums over all ranks.
 
@@ -90,6 +91,7 @@ def finish_on_shards(
             Parameters are in the order of ``sharded``; those that are not in it are whole.
         sharded: All sharded parameters of the optimizer, in the same order on all ranks.
         kinds: What the updates may yield, the same on all ranks.
+        total: Adds up over ranks, see :func:`apex.ops.lists.placements.over_ranks`.
     """
     begun = [(owners, phases, next(phases, None)) for owners, phases in updates if phases]
     place = {id(param): number for number, param in enumerate(sharded)}
@@ -105,7 +107,7 @@ def finish_on_shards(
             waiting.append((phases, values, mine, there))
             if mine:
                 parts.append((there, taken(values, mine)))
-        whole = over_ranks(_all_places(parts, sharded, kind), sharded, largest=kind.largest)
+        whole = total(_all_places(parts, sharded, kind), sharded, largest=kind.largest)
         for phases, values, mine, there in waiting:
             new = values
             if mine:

@@ -1,0 +1,378 @@
+"""The engine of the sharded optimizers: ZeRO stage 2 over ``torch.distributed``.
+
+Each rank keeps every parameter, and a *shard* of the reduced gradients and of the optimizer's
+state. ``step`` waits for the gradients (:mod:`apex.contrib.optimizers._sharded_gradients`), steps
+the fragments of parameters in this rank's shard by the same code as one process (:class:`Shard`),
+and all-gathers the parameters.
+
+**Parameters without a gradient on all ranks** are not stepped, as in one process. One byte for each
+parameter is reduced in each step; only a rank that misses a gradient reads it, which waits.
+
+**Scaling is deferred.** Loss scale and clipping go to the update as one number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from apex.contrib.optimizers._sharded_gradients import ShardedGradients, listed
+from apex.ops import _runtime
+from apex.ops.lists.collectives import wait
+from apex.ops.lists.columns import Scalar
+from apex.ops.lists.phases import Phases
+from apex.ops.lists.shards import Bucket, Piece
+from apex.ops.lists.storage import LOW_BITS, StepOptions
+from apex.ops.lists.tensor_norms import square_sums
+from apex.optimizers import _buckets
+from apex.optimizers._base import FusedOptimizer
+
+
+class Shard(FusedOptimizer):
+    """The optimizer of this rank's fragments.
+
+    Args:
+        owner: Has the groups, the algorithm and the numbers.
+        low_bits: Whether the fragments are bfloat16, with their low bits beside them.
+    """
+
+    slots = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, owner: ShardedOptimizer, *, low_bits: bool) -> None:
+        self._owner = weakref.proxy(owner)
+        self.dtypes: dict[torch.Tensor, torch.dtype] = {}
+        storage = LOW_BITS.name if low_bits else "plain"
+        super().__init__([{"params": []}], dict(owner.defaults), storage=storage)
+
+    def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
+        return self.dtypes[param]
+
+    def _update(
+        self, group: dict[str, Any], bucket: _buckets.Bucket, options: StepOptions
+    ) -> Phases | None:
+        phases: Phases | None = self._owner._update(group, bucket, options)
+        return phases
+
+    def _finish(self, updates: Any, sharded: Sequence[torch.Tensor]) -> None:
+        self._owner._finish(updates, sharded)
+
+
+class ShardedOptimizer(ShardedGradients):
+    """Base of the sharded optimizers: norms, scaling, the step."""
+
+    slots = ("exp_avg", "exp_avg_sq")
+    _step_supports_amp_scaling = True
+    #: GradScaler calls :meth:`unscale_grads`: there are no gradients to be seen.
+    _custom_amp_unscale_grads = True
+
+    def _make_buckets(self, *args: Any) -> list[Bucket]:
+        made = super()._make_buckets(*args)
+        if "_shard" not in vars(self):
+            self._shard = Shard(self, low_bits=self._options.store_param_remainders)
+        for bucket in made:
+            self._shard.dtypes |= {piece.tensor: bucket.kinds.state for piece in bucket.pieces}
+        return made
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Drop all gradients, also those that are reduced already or on their way."""
+        self.param_sync()
+        if self._round or self._next or any(any(bucket.arrivals) for bucket in self._buckets):
+            self.grad_sync()  # so that ranks stay in the same round
+        self._forget()
+        super().zero_grad(set_to_none)
+
+    # -- norms and scaling -------------------------------------------------------------------------
+
+    def _pieces(self, of: Iterable[torch.Tensor] | None = None) -> Iterator[tuple[Bucket, Piece]]:
+        """The fragments of all parameters, or of some."""
+        wanted = self._places.keys() if of is None else {*map(id, of)}
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                if id(bucket.params[piece.place]) in wanted:
+                    yield bucket, piece
+
+    def _measure(self, of: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """The sum of squares of reduced gradients, and above 0 if one is not finite."""
+        if of is None and self._measured is not None:
+            return self._measured
+        found = torch.zeros(2, device=self._params()[0].device)
+        grads = [bucket.grad_of(piece) for bucket, piece in self._pieces(of)]
+        if grads:
+            found[0] = square_sums(grads, flag=found[1:]).sum()
+        torch.distributed.all_reduce(found, group=self._own and self._own.shards)
+        self._measured = found if of is None else self._measured
+        return found
+
+    @torch.no_grad()
+    def grad_norm(
+        self, parameters: Any = None, norm_type: float = 2.0, force: bool = False
+    ) -> torch.Tensor:
+        """Norm of the reduced gradients over all ranks, unscaled if ``unscale_grads`` was called.
+
+        It reduces gradients that are left. All ranks call it.
+
+        Args:
+            parameters: Some of the optimizer's; by default all.
+            norm_type: Only 2.
+            force: Compute it again even if no gradient has arrived since.
+
+        Returns:
+            0-dim float32 tensor.
+
+        Raises:
+            ValueError: Another norm, or a parameter of another optimizer.
+        """
+        if float(norm_type) != 2.0:
+            raise ValueError(f"{self._name}: norm_type was {norm_type}; only 2.0 is computed.")
+        self.grad_sync()
+        if force:
+            self._measured = None
+        return self._measure(self._some(parameters))[0].sqrt() * self._factor
+
+    def _some(self, parameters: Any) -> list[torch.Tensor] | None:
+        """Some of the parameters, or ``None`` for all."""
+        if parameters is None:
+            return None
+        some = listed(parameters)
+        if not {*map(id, some)} <= {*map(id, self._params())}:
+            raise ValueError(f"{self._name}: a parameter is in none of the optimizer's groups.")
+        return None if {*map(id, some)} >= self._places.keys() else some
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self, max_norm: float, parameters: Any = None, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip gradients by their norm over all ranks, all of which call it.
+
+        Args:
+            max_norm: Largest norm allowed.
+            parameters: Those whose gradients are measured and clipped; by default all.
+            norm_type: Only 2.
+
+        Returns:
+            The norm before, 0-dim.
+        """
+        some = [*parameters] if isinstance(parameters, Iterator) else parameters
+        norm = self.grad_norm(some, norm_type)
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        some = self._some(some)
+        if some is None:
+            self._factor = self._factor * known(clip)
+        else:
+            for bucket, piece in self._pieces(some):
+                bucket.grad_of(piece).mul_(clip)
+            self._measured = None
+        self._is_final = True
+        return norm
+
+    @torch.no_grad()
+    def unscale_grads(
+        self, *args: Any, inv_scale: Any = None, grad_scaler: Any = None
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale the reduced gradients and look for inf and nan; all ranks call it.
+
+        Args:
+            *args: ``inv_scale, found_inf, allow_fp16``, as a ``GradScaler`` calls it.
+            inv_scale: What gradients are multiplied by, a number or a one-element tensor.
+            grad_scaler: Instead of it, the scaler, which is told what was found.
+
+        Returns:
+            From the device to a flag, 1.0 if a gradient of any rank is not finite.
+
+        Raises:
+            TypeError: None or both of the arguments.
+            RuntimeError: Gradients were unscaled or clipped already.
+        """
+        inv_scale = args[0] if args else inv_scale
+        if (inv_scale is None) == (grad_scaler is None):
+            raise TypeError(f"{self._name}.unscale_grads: pass either inv_scale or grad_scaler.")
+        if self._is_final:
+            raise RuntimeError(
+                f"{self._name}: gradients were unscaled or clipped already. Unscale once, before "
+                "clipping."
+            )
+        if grad_scaler is not None:
+            inv_scale = self._inverse_scale(grad_scaler)
+        self.grad_sync()
+        flag = (self._measure()[1] != 0).float()
+        if isinstance(inv_scale, torch.Tensor):
+            inv_scale = known(inv_scale.detach().to(flag.device).reshape(()))
+        self._factor = self._factor * inv_scale
+        self._is_final = self._is_unscaled = True
+        found = {flag.device: flag}
+        if grad_scaler is not None:
+            state = grad_scaler._per_optimizer_states[id(self)]
+            state.update(found_inf_per_device=found, stage=OptState.UNSCALED)
+        return found
+
+    def _inverse_scale(self, scaler: Any) -> Any:
+        return scaler._get_scale_async().double().reciprocal().float()
+
+    def _found_inf(self, scaler: Any) -> torch.Tensor | None:
+        state = scaler._per_optimizer_states[id(self)]
+        if state["stage"] is OptState.READY:
+            self.unscale_grads(grad_scaler=scaler)
+        elif not self._is_unscaled:
+            raise RuntimeError(
+                f"{self._name}: {type(scaler).__name__}.unscale_ has not seen any gradients. Use "
+                "apex.amp.GradScaler, or call optimizer.unscale_grads(grad_scaler=scaler) instead."
+            )
+        found: torch.Tensor = torch.stack([*state["found_inf_per_device"].values()]).amax()
+        return found
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None
+    ) -> Any:
+        """Take one step, which uses the gradients up; all ranks call it.
+
+        Args:
+            closure: Evaluates the loss again.
+            grad_scaler: A scaler that drives the step: gradients are unscaled if they were not, and
+                all ranks skip the step if a gradient of one of them is not finite.
+
+        Returns:
+            What ``closure`` returned, else ``None``.
+        """
+        return self._stepped(closure, {"grad_scaler": grad_scaler})
+
+    @_runtime.not_compiled
+    @torch.no_grad()
+    def step_scaled(
+        self,
+        factor: Scalar = 1.0,
+        noop: torch.Tensor | None = None,
+        *,
+        write_grads: bool = False,
+        copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Take one step; as that of ``FusedOptimizer``, without ``copies`` and ``grads``."""
+        if copies or grads:
+            raise RuntimeError(f"{self._name} has masters and gradients of its own.")
+        self.param_sync()
+        for bucket in self._buckets:
+            if (param := bucket.moved()) is not None:
+                raise RuntimeError(
+                    f"{self._name}: a parameter of shape {tuple(param.shape)} on {param.device} "
+                    "was given other memory: of another device or shape, or outside of the "
+                    "contiguous buffer. Move a model before making its optimizer, and write new "
+                    "values by copy_()."
+                )
+        self.grad_sync()
+        present = self._exchange_present()
+        if noop is None or _runtime.waits(noop.device) or not noop.item():
+            noop = None if noop is None or not _runtime.waits(noop.device) else noop
+            self._step_shard(self._clipped(known(factor) * self._factor), noop, present())
+        self._forget()
+
+    def _clipped(self, factor: Scalar) -> Scalar:
+        """``factor``, times what clips all gradients to the largest norm."""
+        return factor
+
+    def _exchange_present(self) -> Callable[[], set[int]]:
+        """Find ids of parameters that are to be stepped here: that have gradients on any rank."""
+        params = [param for bucket in self._buckets for param in bucket.params]
+        if not params:
+            return set
+        flags = torch.ones(len(params), dtype=torch.uint8, device=params[0].device)
+        for number, param in enumerate(params):
+            if id(param) not in self._present:
+                flags[number].zero_()
+        most, group = torch.distributed.ReduceOp.MAX, self._own and self._own.all
+        work = torch.distributed.all_reduce(flags, most, group=group, async_op=True)
+
+        def read() -> set[int]:
+            wait(work, self._name, flags)
+            if {
+                id(bucket.params[piece.place]) for bucket, piece in self._pieces()
+            } <= self._present:
+                return self._present
+            return {id(p) for p, flag in zip(params, flags.tolist(), strict=True) if flag}
+
+        return read
+
+    def _step_shard(self, factor: Scalar, noop: torch.Tensor | None, present: set[int]) -> None:
+        """Step the fragments of this rank and send them to the others."""
+        for bucket in self._buckets:
+            bucket.open(self._shard.state)
+        pieces = {
+            id(bucket.params[piece.place]): (bucket, piece) for bucket, piece in self._pieces()
+        }
+        groups: list[dict[str, Any]] = []
+        grads: dict[torch.Tensor, torch.Tensor] = {}
+        for group in self.param_groups:
+            here = {id(p): pieces[id(p)] for p in group["params"] if id(p) in pieces}
+            grads |= {
+                piece.tensor: bucket.grad_of(piece)
+                for number, (bucket, piece) in here.items()
+                if number in present
+            }
+            groups.append({**group, "params": [piece.tensor for _, piece in here.values()]})
+        # The shard counts the steps of groups of which this rank has something.
+        pairs = [*zip(self.param_groups, groups, strict=True)]
+        _buckets.count_steps([group for group, mine in pairs if not mine["params"]], noop)
+        if self._buckets:
+            self._shard.param_groups = [mine for mine in groups if mine["params"]]
+            self._shard.step_scaled(factor, noop, grads=grads)
+        for group, mine in pairs:
+            if mine["params"]:
+                group["step"] = mine["step"]
+        overlaps = self._options.overlap_param_sync
+        for bucket in reversed(self._buckets):  # the first layers first
+            self._gathers.append((bucket, *bucket.gather(self._own and self._own.shards)))
+            if not overlaps and len(self._gathers) >= self._options.pipeline_size:
+                self._finish_gather(0)
+        if not overlaps:
+            self.param_sync()
+        elif self._gathers:
+            self._watch_forwards()
+
+    # -- parameters after the step -----------------------------------------------------------------
+
+    def param_sync(self) -> None:
+        """Wait until all parameters have the values of the last step, with overlap_param_sync.
+
+        A module's forward does so for its own parameters. Call it before anything else reads
+        parameters: ``model.state_dict()``, ``torch.nn.functional`` with a weight of another module.
+        """
+        while self._gathers:
+            self._finish_gather(0)
+
+    def _finish_gather(self, number: int) -> None:
+        bucket, work, flat = self._gathers.pop(number)
+        bucket.close(work, flat, self._name)
+        if not self._gathers and "_watcher" in vars(self):
+            vars(self).pop("_watcher").remove()
+
+    def _watch_forwards(self) -> None:
+        this = weakref.ref(self)
+
+        def before(module: torch.nn.Module, _: Any) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._need(module._parameters.values())
+
+        if "_watcher" not in vars(self):
+            register = torch.nn.modules.module.register_module_forward_pre_hook
+            self._watcher = register(before)
+            weakref.finalize(self, self._watcher.remove)
+
+    def _need(self, params: Iterable[torch.Tensor | None]) -> None:
+        """Wait for some parameters."""
+        wanted = {id(self._places[id(p)][0]) for p in params if id(p) in self._places}
+        for number in reversed(range(len(self._gathers))):
+            if id(self._gathers[number][0]) in wanted:
+                self._finish_gather(number)
+
+
+def known(number: Scalar) -> Scalar:
+    """A number of the host where reading it waits for nothing."""
+    if isinstance(number, torch.Tensor) and not _runtime.waits(number.device):
+        return number.item()
+    return number

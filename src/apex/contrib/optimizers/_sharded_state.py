@@ -1,0 +1,177 @@
+"""State dicts of the sharded optimizers.
+
+``state[number of a parameter]`` has ``param``, ``exp_avg`` and ``exp_avg_sq`` on the CPU: whole in
+format 2, which any number of ranks can load, and this rank's fragments, flat, in format 1. Their
+``param`` is the weight as it is stepped, with ``store_param_remainders`` in float32. Groups have
+their own steps; ``state["step"]`` is the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from apex.contrib.optimizers._sharded import ShardedOptimizer
+from apex.ops.lists.collectives import all_gather, wait
+from apex.ops.lists.shards import Bucket, Piece
+from apex.ops.lists.storage import join, split
+
+
+class SavedShards(ShardedOptimizer):
+    """A sharded optimizer with state dicts."""
+
+    @torch.no_grad()
+    def state_dict(
+        self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None
+    ) -> dict[str, Any]:
+        """The state; all ranks call it.
+
+        Args:
+            state_dict_format: 2 (by default) gathers whole tensors, which any number of ranks can
+                load. 1 is this rank's part, which the same rank of as many ranks can load.
+            gather_on_root: With format 2: whether only rank 0 gets tensors; by default all do.
+
+        Returns:
+            ``{"state", "param_groups", "format"}``, and ``"shards"`` in format 1.
+
+        Raises:
+            ValueError: Another format; or format 1, which gathers nothing, with ``gather_on_root``.
+        """
+        form = 2 if state_dict_format is None else state_dict_format
+        if form not in (1, 2) or (form == 1 and gather_on_root):
+            raise ValueError(
+                f"{self._name}.state_dict: state_dict_format was {state_dict_format} and "
+                f"gather_on_root {gather_on_root}; allowed are 2, with or without gather_on_root, "
+                "and 1 without it."
+            )
+        self.param_sync()
+        self._prepare_buckets()
+        groups, numbers = super().state_dict()["param_groups"], self._numbering()
+        step = max((int(group.get("step", 0)) for group in self.param_groups), default=0)
+        state: dict[Any, Any] = {"step": step}
+        keeps = not gather_on_root or torch.distributed.get_rank(self._groups.all) == 0
+        for bucket in self._buckets:
+            places = self._fragments(bucket) if form == 1 else self._gathered(bucket)
+            if keeps:
+                state |= {numbers[id(bucket.params[n])]: one for n, one in places.items()}
+        layout = {"shards": self._layout()} if form == 1 else {}
+        return {"state": state, "param_groups": groups, "format": form, **layout}
+
+    def _numbering(self) -> dict[int, int]:
+        return {id(param): number for number, param in enumerate(self._params())}
+
+    def _layout(self) -> dict[str, Any]:
+        group, numbers = self._groups.shards, self._numbering()
+        return {
+            "rank": torch.distributed.get_rank(group),
+            "ranks": torch.distributed.get_world_size(group),
+            "buckets": [[numbers[id(param)] for param in b.params] for b in self._buckets],
+        }
+
+    def _saved(self, bucket: Bucket, piece: Piece) -> dict[str, torch.Tensor]:
+        """The state of a fragment."""
+        state = self._shard.state.get(piece.tensor, {})
+        weight = piece.tensor if bucket.main is not None else bucket.part_of_param(piece)
+        if self._options.store_param_remainders:
+            low = state.get("low_bits")
+            weight = weight.float() if low is None else join(weight.contiguous(), low)
+        return {"param": weight, **{slot: state[slot] for slot in self.slots if slot in state}}
+
+    def _fragments(self, bucket: Bucket) -> dict[int, dict[str, torch.Tensor]]:
+        return {
+            piece.place: {key: x.cpu().clone() for key, x in self._saved(bucket, piece).items()}
+            for piece in bucket.pieces
+        }
+
+    def _gathered(self, bucket: Bucket) -> dict[int, dict[str, torch.Tensor]]:
+        """The state of whole parameters, by place."""
+        assert self._own is not None
+        saved = [(piece, self._saved(bucket, piece)) for piece in bucket.pieces]
+        device, count = bucket.params[0].device, len(bucket.params)
+        stepped = torch.zeros(count, dtype=torch.uint8, device=device)
+        for piece, one in saved:
+            if len(one) > 1:
+                stepped[piece.place].fill_(1)
+        torch.distributed.all_reduce(stepped, torch.distributed.ReduceOp.MAX, group=self._own.all)
+        has = {"param": [1] * count, **dict.fromkeys(self.slots, stepped.tolist())}
+        whole: dict[int, dict[str, torch.Tensor]] = {place: {} for place in range(count)}
+        wide = bucket.kinds.state
+        is_stored = bucket.main is not None or self._options.store_param_remainders
+        dtypes = {"param": wide if is_stored else bucket.params[0].dtype}
+        for slot in filter(lambda slot: any(has[slot]), has):
+            flat = torch.zeros(bucket.size, dtype=dtypes.get(slot, wide), device=device)
+            own = flat[bucket.own]
+            for piece, one in saved:
+                if slot in one:
+                    own[piece.here].copy_(one[slot])
+            wait(all_gather(flat, own, self._own.shards), self._name)
+            for place, view in enumerate(bucket.views(flat)):
+                if has[slot][place]:
+                    whole[place][slot] = view.cpu().clone()
+        return whole
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of either format; every rank loads one.
+
+        The model's weights are its own: load them too, before or afterwards.
+
+        Raises:
+            ValueError: It does not fit; nothing was changed then.
+        """
+        self.param_sync()
+        self._prepare_buckets()
+        state, form = state_dict.get("state"), state_dict.get("format", 2)
+        problem, layout, saved = "", self._layout(), state_dict.get("shards") or {}
+        if not isinstance(state, Mapping) or "param_groups" not in state_dict or form not in (1, 2):
+            has = ", ".join(map(str, state_dict)) or "nothing"
+            problem = f"the dict has format {form!r} and {has}. Pass what state_dict() returned"
+        elif form == 1 and saved != layout:
+            problem = (
+                f"the state is the part of rank {saved.get('rank')} of {saved.get('ranks')}, and "
+                f"this is rank {layout['rank']} of {layout['ranks']}; format 1 needs the same "
+                "ranks and buckets. Save with state_dict_format=2"
+            )
+        if problem:
+            raise ValueError(f"{self._name}.load_state_dict: {problem}.")
+        assert state is not None
+        found = [(b, piece, self._part(state, form, b, piece)) for b, piece in self._pieces()]
+        step = int(state.get("step", 0))
+        groups = [{"step": step, **group} for group in state_dict["param_groups"]]
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        for bucket, piece, parts in found:
+            weight = parts.pop("param")
+            kept: dict[str, torch.Tensor] = self._shard.state[piece.tensor]
+            kept.clear()
+            for key, x in parts.items():
+                kept[key] = x.to(weight.device, bucket.kinds.state, copy=True)
+            if bucket.main is not None:
+                piece.tensor.copy_(weight)
+            elif self._options.store_param_remainders:
+                kept["low_bits"] = split(weight.float())[1]
+        for bucket in self._buckets:
+            bucket.versions = None  # model and optimizer are loaded in any order
+
+    def _part(
+        self, state: Mapping[Any, Any], form: int, bucket: Bucket, piece: Piece
+    ) -> dict[str, torch.Tensor]:
+        """What was saved of a fragment, checked."""
+        param = bucket.params[piece.place]
+        number = self._numbering()[id(param)]
+        saved = state.get(number, {})
+        size = (piece.part.stop - piece.part.start,) if form == 1 else tuple(param.shape)
+        parts = {}
+        for key in ("param", *(self.slots if {*self.slots} & {*saved} else ())):
+            x = saved.get(key)
+            if x is None or tuple(x.shape) != size:
+                has = f"has shape {tuple(x.shape)}" if x is not None else "is missing"
+                raise ValueError(
+                    f"{self._name}.load_state_dict: the saved {key} of parameter {number} {has}, "
+                    f"and here it has {size}. Load the state into the model that it was saved with;"
+                    " with gather_on_root=True only that of rank 0 has tensors."
+                )
+            part = x if form == 1 else x.reshape(-1)[piece.part]
+            parts[key] = part.detach().to(param.device)
+        return parts

@@ -1,0 +1,221 @@
+"""``DistributedFusedAdam``: Adam with gradients and state sharded over ranks (ZeRO stage 2).
+
+The engine is :mod:`apex.contrib.optimizers._sharded`, the update that of ``FusedAdam``.
+
+Source: Rajbhandari et al., arXiv:1910.02054, section 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from apex.contrib.optimizers._sharded_gradients import Options, listed
+from apex.contrib.optimizers._sharded_state import SavedShards
+from apex.ops.updates.adam import Adam, adam_
+
+__all__ = ["DistributedFusedAdam"]
+
+_REFUSED = {
+    "amsgrad": "leave it out",
+    "with_scaled_states": "use dtype=torch.bfloat16",
+    "nccl_ub": "use torch.cuda.MemPool with NCCL's allocator",
+}
+
+
+class DistributedFusedAdam(SavedShards):
+    """Adam or AdamW whose gradients and state are sharded over ranks.
+
+    Every rank keeps all parameters. Gradients are averaged over ranks as they arrive, and each rank
+    gets those of its shard; after a backward pass ``param.grad`` is ``None``. ``step`` steps the
+    shards and gathers the parameters. Numbers are those of ``FusedAdam`` in one process with the
+    mean gradients. All ranks construct, step, save and load together.
+
+    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+
+    Args:
+        params: Parameters or groups, on one device; rank 0 sends their values at construction.
+        adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
+        dtype: Of the state: moments and stored parameters.
+        grad_sync_dtype: In which gradients are summed; by default ``dtype``.
+        param_sync_dtype: In which parameters are gathered; by default their own. With an integer
+            type their bytes are sent.
+        device: Kept from the original; the state is where the parameters are.
+        process_group: All ranks; by default those of the program.
+        distributed_process_group: Those that share the state; by default all.
+        redundant_process_group: Those that keep equal shards; by default none do.
+        average_grad_sync: Whether gradients are averaged over ranks, or summed.
+        overlap_grad_sync: Whether gradients are sent during the backward pass.
+        overlap_param_sync: Whether parameters are gathered during the next forward pass: a module
+            waits for its own. Call ``param_sync()`` before anything else reads them.
+        bucket_cap_mb: MiB of gradients from which on a bucket is full.
+        pipeline_size: Of how many buckets parameters are gathered at once.
+        contiguous_param_buffer: Whether the parameters of a bucket are views of one buffer.
+        contiguous_grad_buffer: Whether gradients of a bucket have a persistent buffer, see
+            :meth:`grad_buffer_view`.
+        store_params: Whether shards keep the parameters in ``dtype``. If not, the model's own are
+            stepped, which loses what their dtype rounds away.
+        store_param_remainders: Of bfloat16 parameters keep only the 16 low bits of float32 ones;
+            needs ``store_params=False``.
+        with_scaled_states: Not supported.
+        nccl_ub: Not supported.
+        capturable: Keep ``lr`` and ``step`` on the device.
+
+    Raises:
+        RuntimeError: There is no process group, or options exclude each other or do not fit the
+            parameters.
+        ValueError: A number out of range, or this process is not in a group.
+
+    Example:
+        >>> optimizer = DistributedFusedAdam(model.parameters(), lr=1e-3)  # doctest: +SKIP
+        >>> model(x).sum().backward()  # doctest: +SKIP
+        >>> optimizer.step()  # doctest: +SKIP
+        >>> optimizer.zero_grad()  # doctest: +SKIP
+    """
+
+    _algorithm, _numbers = staticmethod(adam_), Adam
+
+    def __init__(  # noqa: PLR0913 - the original's signature
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float | torch.Tensor = 0.0,
+        amsgrad: bool = False,
+        dtype: torch.dtype = torch.float32,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+        device: Any = "cuda",
+        process_group: Any = None,
+        distributed_process_group: Any = None,
+        redundant_process_group: Any = None,
+        average_grad_sync: bool = True,
+        overlap_grad_sync: bool = True,
+        overlap_param_sync: bool = False,
+        bucket_cap_mb: float = 100.0,
+        pipeline_size: int = 2,
+        contiguous_param_buffer: bool = False,
+        contiguous_grad_buffer: bool = False,
+        store_params: bool = True,
+        store_param_remainders: bool = False,
+        with_scaled_states: bool = False,
+        nccl_ub: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        given = locals()
+        for name, remedy in _REFUSED.items():
+            if given[name]:
+                raise RuntimeError(f"DistributedFusedAdam does not support {name}=True: {remedy}.")
+        if store_params and store_param_remainders:
+            raise RuntimeError(
+                "DistributedFusedAdam: store_param_remainders=True keeps what bfloat16 parameters "
+                "round away, and store_params=True whole parameters. Pass store_params=False."
+            )
+        for name, kind in {"bucket_cap_mb": int | float, "pipeline_size": int}.items():
+            number = given[name]
+            if isinstance(number, bool) or not isinstance(number, kind) or not number > 0:
+                raise ValueError(
+                    f"DistributedFusedAdam: {name} was {number!r}; it must be a number above 0."
+                )
+        self.adam_w_mode, self.eps_inside_sqrt = bool(adam_w_mode), False
+        self.capturable = capturable
+        self.dtype, self.device = dtype, device
+        if capturable and not isinstance(lr, torch.Tensor):
+            lr = torch.tensor(lr, dtype=torch.float32, device="cpu")
+        defaults = {
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay,
+        }  # fmt: skip
+        options = Options(**{name: given[name] for name in Options._fields})
+        super().__init__(params, defaults, options)
+
+    @property
+    def _on_device(self) -> bool:  # type: ignore[override]
+        return self.capturable
+
+    # -- parameters and buckets --------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters, group by group."""
+        yield from self._params()
+
+    def parameter(self, *args: int) -> torch.Tensor:
+        """The parameter of the number of a group, and its number in the group."""
+        if len(args) != 2 or not all(isinstance(arg, int) for arg in args):
+            raise TypeError(
+                f"DistributedFusedAdam.parameter takes two numbers, of a group and of a parameter "
+                f"in it; {args} was passed."
+            )
+        found: torch.Tensor = self.param_groups[args[0]]["params"][args[1]]
+        return found
+
+    def init_params(
+        self,
+        params: Iterable[torch.Tensor] | torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Put parameters into buckets now instead of in the first backward pass.
+
+        Those that are in buckets stay there. Every rank makes the same calls.
+
+        Args:
+            params: Some of the optimizer's; by default all that are trained, the last ones first.
+            dtype: Of their state; by default the constructor's, as the next two.
+            grad_sync_dtype: In which their gradients are summed.
+            param_sync_dtype: In which they are gathered.
+        """
+        some = self._trained() if params is None else listed(params)
+        dtypes = dtype, grad_sync_dtype, param_sync_dtype
+        self._make_buckets(some, dtypes, self._options.bucket_cap_mb)
+
+    def init_params_bucket(
+        self,
+        params: Iterable[torch.Tensor] | torch.Tensor,
+        dtype: torch.dtype | None = None,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Put parameters into a bucket of their own, of any size; see :meth:`init_params`."""
+        dtypes = dtype, grad_sync_dtype, param_sync_dtype
+        self._make_buckets(listed(params), dtypes, float("inf"))
+
+    def init_param_buffer(self) -> None:
+        """Make the parameters of each bucket views of one buffer.
+
+        Raises:
+            RuntimeError: ``contiguous_param_buffer`` was not set.
+        """
+        if not self._options.contiguous_param_buffer:
+            raise RuntimeError(
+                "DistributedFusedAdam.init_param_buffer needs contiguous_param_buffer=True."
+            )
+        self._prepare_buckets()
+
+    def grad_buffer_view(self, param: torch.Tensor) -> torch.Tensor:
+        """The memory for the gradient of a parameter, of its shape.
+
+        A program may add gradients to it by itself until the backward pass ends. The parameter then
+        counts as one that has a gradient in every step.
+
+        Raises:
+            RuntimeError: ``contiguous_grad_buffer`` was not set.
+            ValueError: ``param`` is in none of the groups.
+        """
+        if not self._options.contiguous_grad_buffer:
+            raise RuntimeError(
+                "DistributedFusedAdam.grad_buffer_view needs contiguous_grad_buffer=True."
+            )
+        self._prepare_buckets()
+        if id(param) not in self._places:
+            raise ValueError("DistributedFusedAdam: the parameter is in none of the groups.")
+        bucket, place = self._places[id(param)]
+        bucket.viewed.add(place)
+        assert bucket.grad_buffer is not None
+        return bucket.views(bucket.grad_buffer)[place]

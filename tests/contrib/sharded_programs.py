@@ -1,0 +1,506 @@
+"""What the ranks of tests/contrib/test_distributed_optimizers.py run; each function is a job."""
+
+import contextlib
+import functools
+import os
+import re
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from apex import amp
+from apex.amp import GradScaler
+from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
+from apex.ops.lists import collectives
+from apex.ops.updates.adam import Adam, adam_
+from apex.optimizers import FusedAdam, FusedLAMB
+from tests.ranks import COLLECTIVE
+
+SHAPES = ((5, 3), (7,), (130, 9), (1,), (33, 2))
+STEPS = 3
+GROUPS = ({"weight_decay": 0.1}, {"lr": 3e-3, "betas": (0.8, 0.99)})
+FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
+MIXED = (FLOAT, BFLOAT, HALF)
+LAMB = functools.partial(FusedLAMB, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
+
+
+# -- one training: on ranks, and in one process with the mean gradients ----------------------------
+
+
+def params(dtypes=(FLOAT,)):
+    """Parameters, the same on every rank and in every process."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [nn.Parameter(x.to(dtypes[i % len(dtypes)])) for i, x in enumerate(made)]
+
+
+def grads(number, rank, ps, without=()):
+    """The gradient of each parameter: quarters, whose sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    made = [torch.randint(-40, 41, p.shape, generator=generator) / 4 for p in ps]
+    pairs = enumerate(zip(made, ps, strict=True))
+    return [None if i in without else g.to(p.dtype) for i, (g, p) in pairs]
+
+
+def backward(ps, gs):
+    """A backward pass that gives these gradients."""
+    terms = [(p * g).sum().float() for p, g in zip(ps, gs, strict=True) if g is not None]
+    if terms:
+        sum(terms).backward()
+
+
+def groups(ps):
+    return [{"params": ps[:2], **GROUPS[0]}, {"params": ps[2:], **GROUPS[1]}]
+
+
+def alone(ranks, dtypes=(FLOAT,), make=FusedAdam, without=None, passes=1, steps=STEPS, rounds=True):
+    """One process with the mean gradients and float32 masters; ``rounds``: to the dtypes."""
+    ps = params(dtypes)
+    stepped = [nn.Parameter(p.detach().float()) for p in ps]
+    optimizer = make(groups(stepped))
+    for step in range(steps):
+        every = [
+            grads(passes * step + number, rank, ps, without[rank] if without else ())
+            for rank in range(ranks)
+            for number in range(passes)
+        ]
+        for i, p in enumerate(stepped):
+            found = [gs[i].float() for gs in every if gs[i] is not None]
+            p.grad = sum(found) / ranks if found else None
+        optimizer.step()
+    return [
+        s.detach().to(p.dtype) if rounds else s.detach() for s, p in zip(stepped, ps, strict=True)
+    ]
+
+
+@functools.cache
+def pairs(everybody):
+    return dist.new_group([0, 1]), dist.new_group([2, 3])
+
+
+def pair(rank):
+    """The process group of ranks 0 and 1, or 2 and 3: two worlds that run the same jobs."""
+    return pairs(dist.group.WORLD)[rank // 2]
+
+
+def world(rank, ranks):
+    """The process group of 2 or 4 ranks, and the rank in it."""
+    return (pair(rank), rank % 2) if ranks == 2 else (dist.group.WORLD, rank)
+
+
+def train(optimizer, ps, rank, without=None, steps=range(STEPS)):
+    for step in steps:
+        backward(ps, grads(step, rank, ps, without[rank] if without else ()))
+        assert all(p.grad is None for p in ps)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in ps]
+
+
+def sharded(options, ranks, rank, dtypes=(FLOAT,), without=None):
+    group, rank = world(rank, ranks)
+    ps = params(dtypes)
+    if rank:
+        ps[0].data.zero_()  # rank 0's are sent
+    optimizer = DistributedFusedAdam(groups(ps), process_group=group, **options)
+    train(optimizer, ps, rank, without)
+    optimizer.param_sync()
+    return [p.detach() for p in ps]
+
+
+def without_shards(rank):
+    """A backend that reduces and gathers whole tensors alone."""
+    collectives.WITHOUT_SHARDS.add("gloo")
+    try:
+        return sharded({}, 4, rank)
+    finally:
+        collectives.WITHOUT_SHARDS.discard("gloo")
+
+
+def tiny(make, rank):
+    """One number: three of four ranks have nothing of it."""
+    p = nn.Parameter(torch.ones(()))
+    optimizer = make([p], lr=0.1)
+    for _ in range(2):
+        (p * (rank + 1.0)).backward()
+        optimizer.step()
+    return [p.detach()], optimizer.state_dict()["param_groups"][0]["step"]
+
+
+def of_lamb(options, rank, dtypes=(FLOAT,)):
+    ps = params(dtypes)
+    optimizer = DistributedFusedLAMB(groups(ps), **options)
+    return train(optimizer, ps, rank)
+
+
+def redundant(rank):
+    """Shards over the two ranks of a pair, equal shards on the other pair."""
+    ps = params()
+    copies = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    optimizer = DistributedFusedAdam(
+        groups(ps), distributed_process_group=pair(rank), redundant_process_group=copies
+    )
+    return train(optimizer, ps, rank), optimizer.grad_norm().item()
+
+
+def narrow_state(rank):
+    """State in bfloat16 on two ranks, and the update by hand."""
+    group, rank = world(rank, 2)
+    ps, mine = params((BFLOAT,)), params((BFLOAT,))
+    optimizer = DistributedFusedAdam(ps, process_group=group, dtype=BFLOAT, lr=0.1)
+    states = [[torch.zeros_like(p.detach()) for p in mine] for _ in range(2)]
+    for step in range(STEPS):
+        backward(ps, grads(step, rank, ps))
+        optimizer.step()
+        both = zip(grads(step, 0, mine), grads(step, 1, mine), strict=True)
+        mean = [(a / 2 + b / 2) for a, b in both]
+        numbers = Adam(0.1, 0.9, 0.999, 1e-8, 0.0, True, True, step + 1)
+        adam_([mean, [p.detach() for p in mine], *states], numbers)
+    return all(map(torch.equal, ps, mine))
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def accumulation(how, rank):
+    """Two backward passes for a step."""
+    ps = params()
+    optimizer = DistributedFusedAdam(groups(ps), contiguous_grad_buffer=how == "buffer")
+    for step in range(STEPS):
+        if how in ("no_sync", "greedy", "buffer"):
+            with optimizer.no_sync(greedy_grad_copy=how != "no_sync"):
+                backward(ps, grads(2 * step, rank, ps))
+        else:
+            backward(ps, grads(2 * step, rank, ps))
+        if how == "last":
+            with optimizer.no_sync():
+                backward(ps, grads(2 * step + 1, rank, ps))
+        else:
+            backward(ps, grads(2 * step + 1, rank, ps))
+        optimizer.step()
+    return [p.detach() for p in ps]
+
+
+def buffers(rank):
+    """Gradients written into the buffer by the program, and parameters in buffers."""
+    ps = params()
+    optimizer = DistributedFusedAdam(
+        groups(ps), contiguous_grad_buffer=True, contiguous_param_buffer=True, bucket_cap_mb=1e-4
+    )
+    optimizer.init_param_buffer()
+    views = [optimizer.grad_buffer_view(p) for p in ps]
+    for step in range(STEPS):
+        for view, grad in zip(views, grads(step, rank, ps), strict=True):
+            view.add_(grad)
+        if step == 1:  # also as param.grad
+            for p, view in zip(ps, views, strict=True):
+                p.grad = view
+        optimizer.step()
+        assert not any(view.any() for view in views)
+    return [p.detach() for p in ps], len({p.untyped_storage().data_ptr() for p in ps})
+
+
+def bytes_sent(rank):
+    """What one step sends, and what the padded buckets say."""
+    sent = []
+
+    def counted(name):
+        function = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            sent.append((name, sum(x.nbytes for x in args if isinstance(x, torch.Tensor))))
+            return function(*args, **kwargs)
+
+        return function, call
+
+    ps = params((FLOAT, BFLOAT))
+    optimizer = DistributedFusedAdam(ps, grad_sync_dtype=FLOAT)
+    names = (collectives.REDUCE_SCATTER, collectives.ALL_GATHER, "all_reduce")
+    kept = {name: counted(name) for name in names}
+    for name, (_, call) in kept.items():
+        setattr(dist, name, call)
+    try:
+        train(optimizer, ps, rank, steps=range(1))
+    finally:
+        for name, (function, _) in kept.items():
+            setattr(dist, name, function)
+    return sent
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(self.second(self.first(x).relu()) + x)
+
+
+def overlapped(rank):
+    """overlap_param_sync: modules wait for their own parameters; other readers see old ones."""
+    found = []
+    for overlap in (False, True):
+        model = MLP()
+        optimizer = DistributedFusedAdam(
+            model.parameters(), lr=0.1, overlap_param_sync=overlap, bucket_cap_mb=1e-4
+        )
+        hooks = torch.nn.modules.module._global_forward_pre_hooks
+        for step in range(STEPS):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).square().sum().backward()
+            optimizer.step()
+            pending = len(optimizer._gathers)
+            assert (pending > 1) == bool(hooks) == overlap
+        model(x)
+        assert not optimizer._gathers
+        assert not hooks
+        found.append([p.detach().clone() for p in model.parameters()])
+    return all(map(torch.equal, *found)), found[0]
+
+
+# -- scaling ---------------------------------------------------------------------------------------
+
+
+def scaled(kind, rank):
+    """Four steps, an inf on rank 1 in the second; scales, and weights after the first three."""
+    ps = params((HALF,))
+    make = DistributedFusedLAMB if kind == "lamb" else DistributedFusedAdam
+    optimizer = make(groups(ps))
+    apexs = kind in ("apex", "unscale", "left")
+    scaler = GradScaler("cpu", 4.0) if apexs else torch.amp.GradScaler("cpu", 4.0)
+    seen = []
+    for step in range(4):
+        if kind == "lamb":
+            optimizer.set_global_scale(scaler._get_scale_async() if step else 4.0)
+        gs = grads(step, rank, ps)
+        if step == 1 and rank == 1:
+            gs[2][3, 3] = float("inf")
+        terms = [(p.float() * g).sum() for p, g in zip(ps, gs, strict=True)]
+        with optimizer.no_sync() if kind == "left" else contextlib.nullcontext():
+            scaler.scale(sum(terms)).backward()
+        if kind == "lamb":
+            optimizer.complete_reductions()
+        if kind == "unscale":
+            scaler.unscale_(optimizer)
+            norm = optimizer.clip_grad_norm(1e9)
+            assert torch.isfinite(norm) == (step != 1)
+        before = ps[2].detach().clone()
+        with warnings.catch_warnings():  # torch's scaler will not pass itself to step for ever
+            warnings.simplefilter("ignore", FutureWarning)
+            scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), torch.equal(before, ps[2].detach())))
+    return seen, [p.detach() for p in ps]
+
+
+def one_rank(device):
+    """One process of its own: FusedAdam's bits, and on a GPU the host waits for no flag."""
+    for options, dtypes in (({}, MIXED), (REMAINDERS, (BFLOAT,)), ({"capturable": True}, MIXED)):
+        ps = [nn.Parameter(p.detach().to(device)) for p in params(dtypes)]
+        stepped = [nn.Parameter(p.detach().float()) for p in ps]
+        optimizer, other = DistributedFusedAdam(ps, **options), FusedAdam(stepped)
+        for step in range(STEPS):
+            for p, q, grad in zip(ps, stepped, grads(step, 0, ps), strict=True):
+                p.grad = grad.to(device)
+                q.grad = p.grad.float()
+            optimizer.step()
+            other.step()
+        assert all(torch.equal(p, q.to(p.dtype)) for p, q in zip(ps, stepped, strict=True))
+    ps = [nn.Parameter(p.detach().to(device)) for p in params((HALF,))]
+    optimizer, scaler = DistributedFusedAdam(ps), GradScaler(device, 4.0)
+    for _ in range(2):
+        scaler.scale(sum(p.float().square().sum() for p in ps)).backward()
+        optimizer.grad_sync()
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            scaler.step(optimizer)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        scaler.update()
+
+
+def clipping(rank):
+    """Norms and clipping: of all, and of some."""
+    group, rank = world(rank, 2)
+    found = []
+    for some in (False, True):
+        ps = params()
+        optimizer = DistributedFusedAdam(ps, process_group=group, lr=0.1)
+        backward(ps, grads(0, rank, ps))
+        if not some:
+            optimizer.unscale_grads(inv_scale=torch.tensor(0.5))
+        chosen = ps[2:] if some else None
+        norms = [optimizer.grad_norm(chosen), optimizer.clip_grad_norm(1.0, chosen)]
+        norms += [optimizer.grad_norm(chosen), optimizer.grad_norm(ps[:2], force=True)]
+        optimizer.step()
+        found.append(([norm.item() for norm in norms], [p.detach() for p in ps]))
+    return found
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+REMAINDERS = {"store_params": False, "store_param_remainders": True}
+
+
+def saved(options, dtypes, ranks, form, rank):
+    """Train two steps; the weights and the state."""
+    group, rank = world(rank, ranks)
+    ps = params(dtypes)
+    optimizer = DistributedFusedAdam(groups(ps), process_group=group, **options)
+    train(optimizer, ps, rank, steps=range(2))
+    state = optimizer.state_dict(state_dict_format=form)
+    return [p.detach() for p in ps], state
+
+
+def resumed(options, dtypes, ranks, weights, state, first, rank):
+    """Load a state, before the weights or afterwards, and train one more step."""
+    group, rank = world(rank, ranks)
+    ps = params(dtypes)
+    optimizer = DistributedFusedAdam(groups(ps), process_group=group, **options)
+    state = state[rank] if isinstance(state, list) else state
+    if first == "state":
+        optimizer.load_state_dict(state)
+    with torch.no_grad():
+        torch._foreach_copy_(ps, weights)
+    if first == "weights":
+        optimizer.load_state_dict(state)
+    again = optimizer.state_dict(state_dict_format=state["format"])
+    train(optimizer, ps, 0, steps=range(2, 3))  # the same gradients on all ranks
+    return [p.detach() for p in ps], again
+
+
+def written(options, dtypes, rank):
+    """Weights that the program writes after two steps are those that are stepped."""
+    group, rank = world(rank, 2)
+    ps, fresh = params(dtypes), params(dtypes)
+    optimizer = DistributedFusedAdam(ps, process_group=group, lr=0.0, weight_decay=1.0, **options)
+    train(optimizer, ps, rank, steps=range(2))
+    with torch.no_grad():
+        torch._foreach_mul_(ps, 2.0)
+    train(optimizer, ps, rank, steps=range(2, 3))  # lr 0: nothing but the rounding of masters
+    return [torch.equal(p, 2 * f) for p, f in zip(ps, fresh, strict=True)]
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def error(call):
+    """The kind of an error and its text; ``None`` for none."""
+    try:
+        call()
+    except Exception as caught:  # noqa: BLE001
+        return f"{type(caught).__name__}: {re.sub(chr(10), ' ', str(caught))}"
+    return None
+
+
+def refused(rank):
+    """Errors, by name; nothing else happens."""
+    ps, make = params(), DistributedFusedAdam
+    before = [p.detach().clone() for p in ps]
+    half = params((BFLOAT,))
+    texts, other = {}, pairs(dist.group.WORLD)[1 - rank // 2]
+    wrong = {
+        "amsgrad": {"amsgrad": True},
+        "scaled states": {"with_scaled_states": True},
+        "nccl_ub": {"nccl_ub": True},
+        "both stored": {"store_param_remainders": True},
+        "remainders": REMAINDERS,
+        "rounds": {"store_params": False, "param_sync_dtype": HALF},
+        "buffer": {"contiguous_param_buffer": True, "param_sync_dtype": HALF},
+        "dtype": {"dtype": torch.int32},
+        "cap": {"bucket_cap_mb": 0},
+        "pipeline": {"pipeline_size": "2"},
+        "lr": {"lr": -1.0},
+        "not in group": {"process_group": other},
+        "sizes": {"distributed_process_group": pair(rank)},
+    }
+    for name, options in wrong.items():
+        texts[name] = error(lambda options=options: make(ps, **options))
+    texts["meta"] = error(lambda: make([ps[0], nn.Parameter(torch.ones(2, device="meta"))]))
+    texts["float64"] = error(lambda: make([nn.Parameter(torch.ones(2).double())]))
+    texts["ranks differ"] = error(lambda: make([nn.Parameter(torch.ones(2 + rank))]))
+    lamb = {
+        "tuning": {"dwu_num_chunks": 4.0}, "gather": {"skip_allgather": True},
+        "e5m2": {"e5m2_allgather": True}, "clip": {"clip_after_ar": False},
+    }  # fmt: skip
+    for name, options in lamb.items():
+        texts[name] = error(lambda options=options: DistributedFusedLAMB(ps, **options))
+    assert all(map(torch.equal, ps, before))
+    assert not any(p._post_accumulate_grad_hooks for p in ps)
+    optimizer = make(ps)
+    texts["view"] = error(lambda: optimizer.grad_buffer_view(ps[0]))
+    texts["param buffer"] = error(optimizer.init_param_buffer)
+    texts["stranger"] = error(lambda: optimizer.init_params(half))
+    texts["norm type"] = error(lambda: optimizer.grad_norm(norm_type=1.0))
+    texts["copy"] = error(optimizer.__getstate__)
+    texts["old arguments"] = error(lambda: optimizer.step(grad_scaler=None) or optimizer.step(3))
+    backward(ps, grads(0, rank, ps))
+    texts["amp"] = error(lambda: amp.initialize(MLP(), optimizer, opt_level="O5", verbosity=0))
+    texts["no scale"] = error(optimizer.unscale_grads)
+    optimizer.clip_grad_norm(1.0)
+    texts["twice"] = error(lambda: optimizer.unscale_grads(inv_scale=1.0))
+    texts["late gradient"] = error(lambda: backward(ps, grads(1, rank, ps)))
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale((ps[0] * 1.0).sum()).backward()
+    scaler.unscale_(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        texts["torch's unscale_"] = error(lambda: scaler.step(optimizer))
+    optimizer.zero_grad()
+    kept, ps[1].data = ps[1].data, torch.zeros(8)
+    texts["moved"] = error(optimizer.step)
+    ps[1].data = kept
+    second = make(ps)
+    texts["two optimizers"] = error(lambda: backward(ps, grads(1, rank, ps)))
+    for one in (optimizer, second):
+        one._forget()
+        one._sent.clear()
+    return texts
+
+
+def bad_states(rank):
+    """Errors of load_state_dict."""
+    group, _ = world(rank, 2)
+    ps = params()
+    optimizer = DistributedFusedAdam(groups(ps), process_group=group)
+    train(optimizer, ps, rank % 2, steps=range(1))
+    whole, part = optimizer.state_dict(), optimizer.state_dict(state_dict_format=1)
+    rooted = optimizer.state_dict(gather_on_root=True)
+    four = DistributedFusedAdam(groups(ps))
+    more = DistributedFusedAdam(params()[:4])
+    texts = {
+        "format": error(lambda: optimizer.load_state_dict({"format": 3, "state": {}})),
+        "nothing": error(lambda: optimizer.load_state_dict({})),
+        "ranks": error(lambda: four.load_state_dict(part)),
+        "not root": error(lambda: optimizer.load_state_dict(rooted)),
+        "groups": error(lambda: more.load_state_dict(whole)),
+        "what": error(lambda: optimizer.state_dict(state_dict_format=1, gather_on_root=True)),
+    }
+    whole["state"][2]["exp_avg"] = torch.zeros(3)
+    texts["shape"] = error(lambda: optimizer.load_state_dict(whole))
+    kept = optimizer.state_dict(state_dict_format=1)["state"]
+    for number, saved_ in part["state"].items():
+        if number != "step":
+            assert all(torch.equal(saved_[key], kept[number][key]) for key in saved_)
+    return texts
+
+
+def killed(store, rank, pipe):
+    """A whole process: rank 1 ends before its second step; rank 0 sends what it sees."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(store, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=COLLECTIVE)
+    ps = params()
+    optimizer = DistributedFusedAdam(ps)
+    train(optimizer, ps, rank, steps=range(1))
+    if rank:
+        os._exit(1)
+    pipe.send(error(lambda: train(optimizer, ps, rank, steps=range(1, 2))))

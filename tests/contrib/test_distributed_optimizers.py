@@ -1,0 +1,330 @@
+"""DistributedFusedAdam and DistributedFusedLAMB on four ranks, or on pairs of two, over gloo."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from apex.optimizers import FusedAdam
+from tests.contrib import sharded_programs as programs
+from tests.contrib.sharded_programs import BFLOAT, FLOAT, HALF, LAMB, MIXED, REMAINDERS
+from tests.ranks import Ranks, processes
+from tests.tolerance import CLIPPED, assert_close_to_largest
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    with Ranks(tmp_path_factory.mktemp("sharded"), count=4) as ranks:
+        yield ranks
+
+
+def assert_all_are(answers, wanted):
+    for found in answers:
+        assert [*map(torch.equal, found, wanted)] == [True] * len(wanted)
+        assert [p.dtype for p in found] == [p.dtype for p in wanted]
+
+
+BUFFERS = {"contiguous_grad_buffer": True, "contiguous_param_buffer": True}
+SMALL = {"bucket_cap_mb": 1e-4}  # three buckets
+CASES = {
+    "defaults": ({}, (FLOAT,)),
+    "mixed": (SMALL, MIXED),
+    "summed in 16 bits": ({"grad_sync_dtype": HALF, "overlap_grad_sync": False}, MIXED),
+    "nothing stored": ({"store_params": False, "grad_sync_dtype": BFLOAT}, (FLOAT,)),
+    "remainders": (REMAINDERS, (BFLOAT,)),
+    "buffers": ({**BUFFERS, **SMALL, "overlap_param_sync": True}, MIXED),
+    "bytes": ({**REMAINDERS, **BUFFERS, "param_sync_dtype": torch.int16}, (BFLOAT,)),
+    "capturable": ({"capturable": True, "device": "cpu", "param_sync_dtype": torch.uint8}, MIXED),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_fused_adam_with_the_mean_gradients(four, name, ranks):
+    options, dtypes = CASES[name]
+    answers = four.run(functools.partial(programs.sharded, options, ranks, dtypes=dtypes))
+    assert_all_are(answers, programs.alone(ranks, dtypes))
+
+
+def test_parameters_are_rounded_to_the_dtype_that_is_sent(four):
+    answers = four.run(functools.partial(programs.sharded, {"param_sync_dtype": HALF}, 4))
+    assert_all_are(answers, [p.half().float() for p in programs.alone(4)])
+
+
+def test_sums_instead_of_means(four):
+    answers = four.run(functools.partial(programs.sharded, {"average_grad_sync": False}, 2))
+    twice = functools.partial(programs.alone, 2, passes=1)
+    mean = twice()
+    assert any(not torch.equal(p, q) for p, q in zip(answers[0], mean, strict=True))
+    eps = functools.partial(FusedAdam, eps=0.5e-8)  # Adam of doubled gradients, but for eps
+    for found, wanted in zip(answers[0], programs.alone(2, make=eps), strict=True):
+        assert_close_to_largest(found, wanted, CLIPPED)
+
+
+def test_backends_that_reduce_whole_tensors_alone(four):
+    assert_all_are(four.run(programs.without_shards), programs.alone(4))
+
+
+@pytest.mark.parametrize("sharded", ["DistributedFusedAdam", "DistributedFusedLAMB"])
+def test_a_rank_without_any_part(four, sharded):
+    answers = four.run(functools.partial(programs.tiny, getattr(programs, sharded)))
+    p = torch.nn.Parameter(torch.ones(()))
+    make = {"DistributedFusedAdam": FusedAdam, "DistributedFusedLAMB": LAMB}[sharded]
+    optimizer = make([p], lr=0.1)
+    for _ in range(2):
+        p.grad = torch.tensor(2.5)
+        optimizer.step()
+    assert_all_are([found for found, _ in answers], [p.detach()])
+    assert {step for _, step in answers} == {2}
+
+
+def test_state_in_bfloat16(four):
+    assert four.run(programs.narrow_state) == [True] * 4
+
+
+def test_equal_shards_on_other_ranks(four):
+    answers = four.run(programs.redundant)
+    assert_all_are([weights for weights, _ in answers], programs.alone(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtypes", "equal"),
+    [
+        ({}, (FLOAT,), True),
+        ({"set_param_views_to_flat_buffer": True, "adam_w_mode": False}, MIXED, True),
+        ({"max_grad_norm": 1.0, "use_nvlamb": True, "grad_averaging": False}, (FLOAT,), False),
+    ],
+)
+def test_numbers_are_those_of_fused_lamb(four, options, dtypes, equal):
+    """Norms are added up by fragments, which may change their last bit."""
+    answers = four.run(functools.partial(programs.of_lamb, options, dtypes=dtypes))
+    theirs = {key: value for key, value in options.items() if not key.startswith("set")}
+    wanted = programs.alone(4, dtypes, functools.partial(LAMB, **theirs))
+    if equal:
+        assert_all_are(answers, wanted)
+    for found in answers:
+        assert_all_are([found], answers[0])
+        for p, q in zip(found, wanted, strict=True):
+            assert_close_to_largest(p, q, CLIPPED)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+WITHOUT = {
+    "on one rank": [(1, 4), (), (), ()],
+    "on all": [(0, 2)] * 4,
+    "a rank has none": [(0, 1, 2, 3, 4), (), (), (1,)],
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_missing_gradients(four, name):
+    job = functools.partial(programs.sharded, SMALL, 4, without=WITHOUT[name])
+    assert_all_are(four.run(job), programs.alone(4, without=WITHOUT[name]))
+
+
+@pytest.mark.parametrize("how", ["no_sync", "greedy", "buffer", "twice", "last"])
+def test_accumulation(four, how):
+    answers = four.run(functools.partial(programs.accumulation, how))
+    assert_all_are(answers, programs.alone(4, passes=2))
+
+
+def test_gradients_that_the_program_writes_into_the_buffer(four):
+    answers = four.run(programs.buffers)
+    assert_all_are([weights for weights, _ in answers], programs.alone(4))
+    assert {memories for _, memories in answers} == {3}  # five parameters in three buckets
+
+
+def test_bytes_sent(four):
+    """Each parameter begins at a multiple of 8 elements, each of four shards too."""
+    sizes = [[math.prod(shape) for shape in programs.SHAPES[i::2]] for i in (0, 1)]
+    padded = [math.ceil(sum(8 * math.ceil(n / 8) for n in some) / 32) * 32 for some in sizes]
+    reduced = [4 * size + size for size in padded]  # flat, and the shard: a quarter of 4 bytes
+    gathered = [4 * padded[0] + padded[0], 2 * padded[1] + padded[1] // 2]
+    for sent in four.run(programs.bytes_sent):
+        scattered = [n for name, n in sent if name.startswith("reduce_scatter")]
+        assert sorted(scattered) == sorted(reduced)
+        assert sorted(n for name, n in sent if name.startswith("all_gather")) == sorted(gathered)
+        assert [n for name, n in sent if name == "all_reduce"] == [5]  # a byte for each parameter
+
+
+def test_parameters_are_gathered_during_the_forward(four):
+    answers = four.run(programs.overlapped)
+    assert all(same for same, _ in answers)
+    assert_all_are([weights for _, weights in answers], answers[0][1])
+
+
+# -- scaling ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["torch", "apex", "unscale", "left", "lamb"])
+def test_an_inf_on_one_rank_skips_on_all(four, kind):
+    answers = four.run(functools.partial(programs.scaled, kind))
+    for seen, _ in answers:
+        assert seen == [(4.0, False), (2.0, True), (2.0, False), (2.0, False)]
+    assert_all_are([weights for _, weights in answers], answers[0][1])
+
+
+def test_norms_and_clipping(four):
+    mean = [
+        (a + b) / 2
+        for a, b in zip(*(programs.grads(0, r, programs.params()) for r in (0, 1)), strict=True)
+    ]
+    whole, part, rest = (torch.cat([*map(torch.flatten, x)]) for x in (mean, mean[2:], mean[:2]))
+    first = [whole.norm() / 2, whole.norm() / 2, 1.0, rest.norm() / whole.norm()]
+    second = [part.norm(), part.norm(), 1.0, rest.norm()]
+    for found in four.run(programs.clipping):
+        clips = [1 / whole.norm()] * 5, [1, 1, *[1 / part.norm()] * 3]
+        for (norms, weights), wanted, factors in zip(found, (first, second), clips, strict=True):
+            assert_close_to_largest(torch.tensor(norms), torch.tensor(wanted), CLIPPED)
+            ps = programs.params()
+            for p, grad, factor in zip(ps, mean, factors, strict=True):
+                p.grad = grad * factor
+            FusedAdam(ps, lr=0.1).step()
+            for p, q in zip(weights, ps, strict=True):
+                assert_close_to_largest(p, q.detach(), CLIPPED)
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["state", "weights"])
+@pytest.mark.parametrize("name", ["mixed", "remainders"])
+def test_state_of_other_numbers_of_ranks(four, name, first):
+    options, dtypes = CASES[name]
+    weights, state = four.run(functools.partial(programs.saved, options, dtypes, 2, None))[0]
+    stepped = programs.alone(2, dtypes, steps=2, rounds=False)
+    for number, p in enumerate(stepped):
+        assert torch.equal(state["state"][number]["param"], p)
+        assert state["state"][number]["exp_avg"].shape == p.shape
+    assert (state["state"]["step"], state["format"]) == (2, 2)
+    job = functools.partial(programs.resumed, options, dtypes)
+    on_two = four.run(functools.partial(job, 2, weights, state, first))
+    on_four = four.run(functools.partial(job, 4, weights, state, first))
+    assert_all_are([found for found, _ in (*on_two, *on_four)], on_two[0][0])
+    for _, again in (*on_two, *on_four):
+        for number in range(len(stepped)):
+            both = again["state"][number], state["state"][number]
+            assert all(torch.equal(both[0][key], both[1][key]) for key in both[1])
+
+
+def test_state_of_this_rank(four):
+    options, dtypes = CASES["remainders"]
+    answers = four.run(functools.partial(programs.saved, options, dtypes, 4, 1))
+    weights, states = answers[0][0], [state for _, state in answers]
+    job = functools.partial(programs.resumed, options, dtypes, 4, weights)
+    by_parts = four.run(functools.partial(job, states, "weights"))
+    whole = four.run(functools.partial(programs.saved, options, dtypes, 4, 2))[0][1]
+    by_whole = four.run(functools.partial(job, whole, "weights"))
+    assert_all_are([found for found, _ in by_parts], by_whole[0][0])
+    kept = [x.numel() for state in states for n, s in state["state"].items() if n != "step"
+            for x in [s["exp_avg"]]]  # fmt: skip
+    assert sum(kept) == sum(math.prod(shape) for shape in programs.SHAPES)
+
+
+@pytest.mark.parametrize("name", ["mixed", "remainders", "nothing stored", "buffers"])
+def test_weights_that_the_program_writes(four, name):
+    options, dtypes = CASES[name]
+    for found in four.run(functools.partial(programs.written, options, dtypes)):
+        assert found == [True] * 5
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+ERRORS = {
+    "amsgrad": "RuntimeError: DistributedFusedAdam does not support amsgrad=True",
+    "scaled states": "does not support with_scaled_states=True: use dtype=torch.bfloat16",
+    "nccl_ub": "does not support nccl_ub=True",
+    "both stored": "RuntimeError: .*Pass store_params=False",
+    "remainders": "has torch.float32, and store_param_remainders=True needs torch.bfloat16",
+    "rounds": "param_sync_dtype=torch.float16 would round it. Pass store_params=True",
+    "buffer": "contiguous_param_buffer=True excludes param_sync_dtype=torch.float16",
+    "dtype": "dtype was torch.int32; allowed are",
+    "cap": "ValueError: .*bucket_cap_mb was 0; it must be a number above 0",
+    "pipeline": "ValueError: .*pipeline_size was '2'",
+    "lr": "ValueError: Invalid learning rate: -1.0",
+    "not in group": "ValueError: .*rank . is not in process_group. Pass one that it is in",
+    "sizes": "RuntimeError: .*the first must be the product of the others",
+    "meta": "is on meta, and another one on cpu",
+    "float64": "dtype=torch.float32 would round it. Pass dtype=torch.float64",
+    "ranks differ": "rank 1 differs from rank 0 .* Build the same on every rank",
+    "tuning": "TypeError: .*dwu_num_chunks was 4.0; it must be of type int, and has no effect",
+    "gather": "does not support skip_allgather=True",
+    "e5m2": "does not support e5m2_allgather=True",
+    "clip": "does not support clip_after_ar=False",
+    "view": "grad_buffer_view needs contiguous_grad_buffer=True",
+    "param buffer": "init_param_buffer needs contiguous_param_buffer=True",
+    "stranger": "ValueError: .*a parameter is in none of the optimizer's groups",
+    "norm type": "ValueError: .*norm_type was 1.0; only 2.0",
+    "copy": "cannot be copied or pickled.* Save its state_dict",
+    "old arguments": "TypeError",
+    "amp": "amp.initialize: DistributedFusedAdam keeps gradients and masters itself",
+    "moved": r"a parameter of shape \(8,\) on cpu was given other memory",
+    "no scale": "TypeError: .*pass either inv_scale or grad_scaler",
+    "twice": "gradients were unscaled or clipped already",
+    "late gradient": "a gradient arrived after the gradients were unscaled or clipped",
+    "torch's unscale_": "GradScaler.unscale_ has not seen any gradients. Use apex.amp.GradScaler",
+    "two optimizers": "another hook has taken the gradient",
+}
+
+
+def test_bad_input(four):
+    for texts in four.run(programs.refused):
+        assert texts.keys() == ERRORS.keys()
+        for name, text in texts.items():
+            assert text is not None, name
+            with pytest.raises(AssertionError, match=ERRORS[name]):
+                raise AssertionError(text)
+
+
+def test_states_that_do_not_fit(four):
+    wanted = {
+        "format": "the dict has format 3",
+        "nothing": "the dict has format 2 and nothing. Pass what state_dict\\(\\) returned",
+        "ranks": "is the part of rank . of 2, and this is rank . of 4; .*state_dict_format=2",
+        "not root": "only that of rank 0 has tensors",
+        "groups": "ValueError",
+        "what": "state_dict_format was 1 and gather_on_root True",
+        "shape": r"saved exp_avg of parameter 2 has shape \(3,\), and here it has \(130, 9\)",
+    }
+    for rank, texts in enumerate(four.run(programs.bad_states)):
+        for name, text in texts.items():
+            if name == "not root" and rank % 2 == 0:
+                assert text is None
+                continue
+            with pytest.raises(AssertionError, match=wanted[name]):
+                raise AssertionError(text)
+
+
+def test_a_killed_rank_ends_the_others(tmp_path):
+    context, store = processes(), str(tmp_path / "store")
+    here, there = context.Pipe()
+    both = [context.Process(target=programs.killed, args=(store, n, there)) for n in (0, 1)]
+    for process in both:
+        process.start()
+    try:
+        assert here.poll(60)
+        assert "a collective failed. Has another rank ended" in here.recv()
+    finally:
+        for process in both:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_one_rank(device):
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        programs.one_rank(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_it_needs_a_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        programs.DistributedFusedAdam(programs.params())
