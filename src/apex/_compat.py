@@ -55,7 +55,9 @@ if not hasattr(torch.Tensor, "_use_count"):
 
 def has_varlen_attention(x: torch.Tensor) -> bool:
     """Whether ``torch.nn.attention.varlen`` of 2.13 takes queries ``(tokens, ..., head_dim)``."""
-    return IS_2_13 and x.is_cuda and x.element_size() == 2 and x.shape[-1] in range(8, 257, 8)
+    fits = x.is_cuda and x.element_size() == 2 and x.shape[-1] in range(8, 257, 8)
+    new = IS_2_13 and torch.version.cuda is not None
+    return fits and new and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def varlen_attention(qkv: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:

@@ -1,57 +1,40 @@
-"""``fused_conv_bias_relu``: convolutions with bias and ReLU, without autograd.
+"""``fused_conv_bias_relu``: ``apex.contrib.conv_bias_relu`` without autograd, for lists of tensors.
 
 A module of compiled Apex. Arguments are positional only: tensors, padding, stride.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from apex.contrib.conv_bias_relu import conv_bias_relu as functions
+from apex.contrib.conv_bias_relu import conv_bias_relu as of
 
-__all__ = [
-    "backward",
-    "backward_cscale_cbias_relu",
-    "backward_no_relu",
-    "forward",
-    "forward_cscale_cbias_relu",
-    "forward_mask",
-    "forward_no_relu",
-]
+__all__ = ["backward", "backward_cscale_cbias_relu", "backward_no_relu", "forward",
+           "forward_cscale_cbias_relu", "forward_mask", "forward_no_relu"]  # fmt: skip
 
-Tensors = list[Any]
+Tensors = list[torch.Tensor]
 
 
-@torch.no_grad()
-def forward(tensors: Tensors, padding: int, stride: int, /) -> Tensors:
-    """``[x, weight, bias]``: :func:`~apex.contrib.conv_bias_relu.ConvBiasReLU`."""
-    return [functions.ConvBiasReLU(*[*tensors, padding, stride])]
+def _forward(function: Callable[..., torch.Tensor]) -> Callable[[Tensors, int, int], Tensors]:
+    @torch.no_grad()
+    def forward(tensors: Tensors, padding: int, stride: int, /) -> Tensors:
+        return [function(*tensors, padding, stride)]
+
+    forward.__doc__ = f"``[{function.__name__}(*tensors, padding, stride)]``."
+    return forward
 
 
-@torch.no_grad()
-def forward_no_relu(tensors: Tensors, padding: int, stride: int, /) -> Tensors:
-    """``[x, weight, bias]``: :func:`~apex.contrib.conv_bias_relu.ConvBias`."""
-    return [functions.ConvBias(*[*tensors, padding, stride])]
+forward, forward_no_relu = _forward(of.ConvBiasReLU), _forward(of.ConvBias)
+forward_mask = _forward(of.ConvBiasMaskReLU)
+forward_cscale_cbias_relu = _forward(of.ConvFrozenScaleBiasReLU)
 
 
-@torch.no_grad()
-def forward_mask(tensors: Tensors, padding: int, stride: int, /) -> Tensors:
-    """``[x, weight, bias, mask]``: :func:`~apex.contrib.conv_bias_relu.ConvBiasMaskReLU`."""
-    return [functions.ConvBiasMaskReLU(*[*tensors, padding, stride])]
-
-
-@torch.no_grad()
-def forward_cscale_cbias_relu(tensors: Tensors, padding: int, stride: int, /) -> Tensors:
-    """``[x, weight, scale, bias]``: ``ConvFrozenScaleBiasReLU``."""
-    return [functions.ConvFrozenScaleBiasReLU(*[*tensors, padding, stride])]
-
-
-@torch.no_grad()
 def backward_no_relu(tensors: Tensors, padding: int, stride: int, /) -> Tensors:
     """``[x, weight, grad]``: gradients of x, weight and bias ``(1, K, 1, 1)``."""
     x, weight, dy = tensors
-    both = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, [True, True, True]
-    dx, dw, db = torch.ops.aten.convolution_backward(dy, x, weight, [len(weight)], *both)
+    rest: Any = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, [True] * 3)
+    dx, dw, db = torch.ops.aten.convolution_backward(dy, x, weight, [len(weight)], *rest)
     return [dx, dw, db.view(1, -1, 1, 1)]
 
 

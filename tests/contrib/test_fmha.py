@@ -6,6 +6,7 @@ import fmhalib
 import pytest
 import torch
 
+from apex import _compat
 from apex.contrib.fmha import FMHA, FMHAFun
 from apex.contrib.fmha.fmha import attention
 from tests.tolerance import (
@@ -114,6 +115,33 @@ class Own(FMHAFun):
     """With a forward of its own, which calls Apex's."""
 
     forward = staticmethod(FMHAFun.forward)
+
+
+def test_one_call_for_all_sequences_where_torch_has_it(monkeypatch):
+    """In place of the kernel, which needs a GPU, the definition; what is passed to it."""
+    qkv, ends, dy = data([5, 3, 0], torch.float32)
+    leaf, calls = qkv.requires_grad_(), []
+
+    def varlen(x, given, longest):
+        calls.append((len(x), given.tolist(), longest))
+        monkeypatch.setattr(_compat, "has_varlen_attention", lambda x: False)
+        return attention(x, given, 0.0, longest, True)
+
+    wanted = attention(leaf, ends, 0.0, 6, True)
+    monkeypatch.setattr(_compat, "has_varlen_attention", lambda x: True)
+    monkeypatch.setattr(_compat, "varlen_attention", varlen)
+    y = attention(leaf, ends, 0.5, 6, False)
+    assert calls == [(8, [0, 5, 8, 8], 5)]
+    assert torch.equal(y, wanted)
+    grads = [torch.autograd.grad(each, leaf, dy)[0] for each in (y, wanted)]
+    assert torch.equal(*grads)
+
+
+def test_autocast_casts_all_tokens():
+    qkv, ends, _ = data([5, 3], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = attention(qkv, ends, 0.0, 5, True)
+    assert torch.equal(y, attention(qkv.bfloat16(), ends, 0.0, 5, True))
 
 
 def test_second_derivatives_with_the_composed_kernel():

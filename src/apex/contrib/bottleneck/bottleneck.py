@@ -23,12 +23,10 @@ _USE = (
     "torch.distributed.batch_isend_irecv and use Bottleneck."
 )
 #: Names of the original that are here to be imported and raise when they are used, with the reason.
-REFUSED = dict.fromkeys(
-    (
-        "HaloExchangerAllGather", "HaloExchangerNoComm", "HaloExchangerPeer",
-        "HaloExchangerSendRecv", "SpatialBottleneck", "spatial_bottleneck_function",
-    ), _USE,
-)  # fmt: skip
+REFUSED = {
+    "HaloExchangerAllGather": _USE, "HaloExchangerNoComm": _USE, "HaloExchangerPeer": _USE,
+    "HaloExchangerSendRecv": _USE, "SpatialBottleneck": _USE, "spatial_bottleneck_function": _USE,
+}  # fmt: skip
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -51,7 +49,7 @@ spatial_bottleneck_function = functools.partial(_refuse, "spatial_bottleneck_fun
 def kaiming_uniform_(
     tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
 ) -> None:
-    """``torch.nn.init.kaiming_uniform_`` in place."""
+    """``torch.nn.init.kaiming_uniform_``, without a result."""
     nn.init.kaiming_uniform_(tensor, a, mode, nonlinearity)  # type: ignore[arg-type]
 
 
@@ -71,10 +69,9 @@ def compute_scale_bias_one(
     nhwc: bool, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
     w_scale: Tensor, w_bias: Tensor,
 ) -> None:  # fmt: skip
-    """Write what a frozen batch norm multiplies by and adds; ``nhwc`` has no effect."""
-    scale = weight * running_var.rsqrt()
-    w_scale.copy_(scale)
-    w_bias.copy_(bias - running_mean * scale)
+    """Write what a frozen batch norm multiplies by, and what it adds; ``nhwc`` has no effect."""
+    w_scale.copy_(weight * running_var.rsqrt())
+    w_bias.copy_(bias - running_mean * w_scale)
 
 
 def compute_scale_bias_method(nhwc: bool, args: Iterable[Sequence[Tensor]]) -> None:
@@ -85,8 +82,7 @@ def compute_scale_bias_method(nhwc: bool, args: Iterable[Sequence[Tensor]]) -> N
 
 def drelu_dscale1(grad_o: Tensor, output: Tensor, scale1: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients before ReLU and scale, and before ReLU alone."""
-    before = grad_o.masked_fill(output <= 0, 0.0)
-    return before * scale1, before
+    return drelu_dscale2(grad_o, output, scale1, torch.ones_like(scale1))
 
 
 def drelu_dscale2(
@@ -112,12 +108,9 @@ class FrozenBatchNorm2d(nn.Module):
 
     def get_scale_bias(self, nhwc: bool) -> tuple[Tensor, Tensor]:
         """What x is multiplied by, and what is added; channels are last with ``nhwc``."""
+        shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
         scale = self.weight * self.running_var.rsqrt()
-        bias, shape = (
-            self.bias - self.running_mean * scale,
-            (1, 1, 1, -1) if nhwc else (1, -1, 1, 1),
-        )
-        return scale.reshape(shape), bias.reshape(shape)
+        return scale.view(shape), (self.bias - self.running_mean * scale).view(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``(N, C, H, W)``."""
@@ -181,26 +174,26 @@ class Bottleneck(nn.Module):
                 f"Bottleneck: groups is {groups}, dilation {dilation} and norm_func {norm_func}. "
                 "Only 1, 1 and None are possible: use torchvision.models.resnet.Bottleneck."
             )
-        self.downsample = None
+        self.downsample = None  # first, as there: optimizers number the parameters
         if stride != 1 or in_channels != out_channels:
-            convolution = conv1x1(in_channels, out_channels, stride)
-            self.downsample = nn.Sequential(convolution, FrozenBatchNorm2d(out_channels))
+            aside = conv1x1(in_channels, out_channels, stride)
+            self.downsample = nn.Sequential(aside, FrozenBatchNorm2d(out_channels))
         self.conv1 = conv1x1(in_channels, bottleneck_channels, stride)
         self.conv2 = conv3x3(bottleneck_channels, bottleneck_channels)
         self.conv3 = conv1x1(bottleneck_channels, out_channels)
         self.bn1, self.bn2 = (FrozenBatchNorm2d(bottleneck_channels) for _ in range(2))
         self.bn3 = FrozenBatchNorm2d(out_channels)
         self.stride, self.use_cudnn, self.explicit_nhwc = stride, use_cudnn, explicit_nhwc
-        self.w_scale: list[Tensor] | None = None
-        self.w_bias: list[Tensor] | None = None
+        self.w_scale: Any = None
+        self.w_bias: Any = None
         for convolution, _ in self._pairs():
-            kaiming_uniform_(convolution.weight, a=1)
-            if explicit_nhwc:
-                convolution.weight.data = convolution.weight.data.permute(0, 2, 3, 1).contiguous()
+            weight = convolution.weight
+            kaiming_uniform_(weight, a=1)
+            weight.data = weight.permute(0, 2, 3, 1).contiguous() if explicit_nhwc else weight.data
 
-    def _pairs(self) -> list[tuple[nn.Conv2d, FrozenBatchNorm2d]]:
+    def _pairs(self) -> list[Any]:
         pairs = [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
-        return pairs if self.downsample is None else [*pairs, tuple(self.downsample)]  # type: ignore[list-item]
+        return pairs if self.downsample is None else [*pairs, tuple(self.downsample)]
 
     def get_scale_bias_callable(self) -> Callable[[], None]:
         """Keep scales and biases from now on; call the result after a change of the buffers."""
@@ -214,10 +207,8 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the block; ``(N, C, H, W)``, or ``(N, H, W, C)`` with ``explicit_nhwc``."""
-        pairs = self._pairs()
-        scale: Any = self.w_scale
-        bias: Any = self.w_bias
-        if scale is None:
-            scale, bias = zip(*(norm.get_scale_bias(False) for _, norm in pairs), strict=True)
+        pairs, kept = self._pairs(), iter((self.w_scale, self.w_bias))
+        if self.w_scale is None:
+            kept = zip(*(norm.get_scale_bias(False) for _, norm in pairs), strict=True)
         weights = [convolution.weight for convolution, _ in pairs]
-        return _block(self.explicit_nhwc, self.stride, scale, bias, x, *weights)
+        return _block(self.explicit_nhwc, self.stride, *kept, x, *weights)
