@@ -26,7 +26,7 @@ def forward(
     rows, cells, labels = ops.loss_rows(name, x, label, fLen, yLen, blankIdx, packed)
     lse = torch.zeros_like(labels, dtype=wide(x))
     alpha, beta, losses = ops.alignments(rows, labels, lse, cells, blankIdx)
-    return [alpha, beta, losses.to(x.dtype)]
+    return [alpha.to(lse.dtype), beta.to(lse.dtype), losses.to(x.dtype)]
 
 
 @torch.no_grad()

@@ -51,6 +51,18 @@ def exact_loss(x, labels, dloss, blank=0):
     return _transducer_ref.transducer_loss_reference(x, labels, *lengths, blank, dloss.double())
 
 
+def test_long_sequences_lose_no_digits():
+    """In float32 lattices a gradient would be off by 1e-4: losses are 600 here."""
+    x = normal(1, 80, 30, 40)
+    labels, lengths = torch.arange(1, 30)[None], (torch.tensor([80]), torch.tensor([29]))
+    found = []
+    for dtype in (FLOAT, DOUBLE):
+        given = x.float().to(dtype).requires_grad_()
+        losses = TransducerLoss()(given, labels, *lengths, 0)
+        found += torch.autograd.grad(losses.sum(), given)
+    assert_close_to_largest(*found, TRANSDUCER)
+
+
 @dtypes
 @pytest.mark.parametrize("packed", [False, True])
 def test_loss(dtype, packed):
@@ -67,9 +79,9 @@ def test_loss(dtype, packed):
         assert_one_rounding(found, losses)
         assert_one_rounding(dx, gradient[USED])
         return
-    roundings = TRANSDUCER if dtype == FLOAT else TORCH_IN_FLOAT64
-    assert_close_to_largest(found, losses, roundings)
-    assert_close_to_largest(dx, gradient[USED], roundings * losses.max().item())
+    allowed = TRANSDUCER if dtype == FLOAT else 100 * TORCH_IN_FLOAT64  # e to the power of a sum
+    assert_close_to_largest(found, losses, allowed)
+    assert_close_to_largest(dx, gradient[USED], allowed)
 
 
 def test_loss_of_another_blank_and_options_without_effect():
@@ -78,7 +90,7 @@ def test_loss_of_another_blank_and_options_without_effect():
     _, _, gradient, losses = exact_loss(x, labels, dloss, 5)
     found = loss_of(x, labels, dloss, 5)
     assert_close_to_largest(found[0], losses, TORCH_IN_FLOAT64)
-    assert_close_to_largest(found[1], gradient, TORCH_IN_FLOAT64 * losses.max().item())
+    assert_close_to_largest(found[1], gradient, 100 * TORCH_IN_FLOAT64)
     other = loss_of(x, labels, dloss, 5, fuse_softmax_backward=False, opt=0)
     assert all(map(torch.equal, found, other))
 

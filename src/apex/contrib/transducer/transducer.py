@@ -171,7 +171,7 @@ class TransducerLoss(torch.nn.Module):
         batch_offset: Tensor | None = None, max_f_len: int | None = None,
         debug_list: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Compute the loss of each sample, in float32, and round it to the dtype of x.
+        """Compute the loss of each sample, in float64, and round it to the dtype of x.
 
         Args:
             x: Logits ``(B, T, U, classes)``, or packed ``(rows, classes)``; any floating dtype. U

@@ -7,6 +7,7 @@
 ``blank`` and ``emit`` are logarithms of the probabilities of the blank and of the next label; beta
 is alpha from the end. Both are computed together, one anti-diagonal (t + u) after the other, and
 give the slopes of the loss by ``blank`` and ``emit``, so that a backward reads the logits once.
+They are float64: in float32 a loss of 1,000 is off by 6e-5, and so would be the slopes, relatively.
 Source: Graves, arXiv:1211.3711, sections 2.4 and 2.5.
 
 A tensor has a row for each cell (b, t, u): of the whole grid or, packed, of the used cells alone.
@@ -261,16 +262,16 @@ def gradient(
 
     ``found`` are alpha, beta and losses.
     """
-    alpha, beta, losses = found
+    alpha, beta, losses = (each.double() for each in found)
     scores = _scores(x, labels, lse, blank)
     blanks, emits = _on_grid(scores, cells)
     t, u = (torch.arange(size, device=x.device) for size in blanks.shape[1:])
     ends = (t == cells.t_len[:, None] - 1)[:, :, None] & (u == cells.u_len[:, None] - 1)[:, None]
     after_blank = F.pad(beta[:, 1:], (0, 0, 0, 1), value=-INF).masked_fill(ends, 0.0)
     after_label = F.pad(beta[:, :, 1:], (0, 1), value=-INF)
-    so_far, factor = alpha + losses[:, None, None], -dloss.to(alpha.dtype)[:, None, None]
+    so_far, factor = alpha + losses[:, None, None], -dloss.double()[:, None, None]
     by_blank, by_label = (
-        _on_rows(factor * (so_far + step + after).exp(), cells)
+        _on_rows(factor * (so_far + step + after).exp(), cells, lse.dtype)
         for step, after in ((blanks, after_blank), (emits, after_label))
     )
     both, padded, same = by_blank + by_label, labels == PADDING, labels == blank
@@ -295,12 +296,12 @@ def _scores(x: Tensor, labels: Tensor, lse: Tensor, blank: int) -> tuple[Tensor,
 
 
 def _on_grid(rows: tuple[Tensor, ...], cells: Grid) -> list[Tensor]:
-    return [F.pad(each, (0, 1), value=-INF)[cells.row] for each in rows]
+    return [F.pad(each.double(), (0, 1), value=-INF)[cells.row] for each in rows]
 
 
-def _on_rows(values: Tensor, cells: Grid) -> Tensor:
-    rows = values.new_zeros(cells.rows + 1)
-    values = values.masked_fill(~cells.used, 0.0)
+def _on_rows(values: Tensor, cells: Grid, dtype: torch.dtype) -> Tensor:
+    rows = values.new_zeros(cells.rows + 1, dtype=dtype)
+    values = values.masked_fill(~cells.used, 0.0).to(dtype)
     return rows.scatter_(0, cells.row.flatten(), values.flatten())[:-1]
 
 
