@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import apex
+import apex.contrib.bottleneck
 import apex.contrib.multihead_attn
 import apex.contrib.optimizers
 import apex.contrib.sparsity
 from apex import _missing
-from apex._compat import IS_2_13
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -105,9 +105,9 @@ apex.transformer.testing: arguments commons distributed_test_base global_vars st
   standalone_gpt standalone_transformer_lm
 """
 
-FMHA = (
-    f"apex.contrib.fmha is not in apex {apex.__version__} yet; "
-    "use torch.nn.attention.varlen.varlen_attn (torch 2.9 lacks it)"
+PEER = (
+    f"apex.contrib.peer_memory is not in apex {apex.__version__}; "
+    "use torch.distributed.batch_isend_irecv"
 )
 PYPROF = f"apex.pyprof is not in apex {apex.__version__}; use torch.profiler"
 
@@ -155,8 +155,8 @@ def test_every_way_to_ask_for_a_missing_name_explains(name):
 @pytest.mark.parametrize(
     ("statement", "text"),
     [
-        ("import apex.contrib.fmha", FMHA),
-        ("import fmhalib", FMHA.replace("apex.contrib.fmha", "fmhalib")),
+        ("import apex.contrib.peer_memory", PEER),
+        ("import peer_memory_cuda", PEER.replace("apex.contrib.peer_memory", "peer_memory_cuda")),
         ("import apex.pyprof", PYPROF),
         (
             "import fast_multihead_attn",
@@ -172,20 +172,21 @@ def test_the_whole_text(statement, text):
 @pytest.mark.parametrize(
     "statement",
     [
-        "import apex.contrib.fmha.models",
-        "from apex.contrib.fmha import LSTM",
-        "from apex.contrib.fmha.models import LSTM as Other",
-        "__import__('importlib').import_module('.fmha', 'apex.contrib')",
-        "__import__('importlib').import_module('apex.contrib.fmha.models')",
-        "__import__('importlib.util').util.find_spec('apex.contrib.fmha.a')",  # imports the parent
+        "import apex.contrib.peer_memory.models",
+        "from apex.contrib.peer_memory import LSTM",
+        "from apex.contrib.peer_memory.models import LSTM as Other",
+        "__import__('importlib').import_module('.peer_memory', 'apex.contrib')",
+        "__import__('importlib').import_module('apex.contrib.peer_memory.models')",
+        # imports the parent
+        "__import__('importlib.util').util.find_spec('apex.contrib.peer_memory.a')",
     ],
 )
 def test_what_is_inside_a_missing_package(statement):
     error = error_of(statement)
     assert (type(error), error.name, str(error)) == (
         ModuleNotFoundError,
-        "apex.contrib.fmha",
-        FMHA,
+        "apex.contrib.peer_memory",
+        PEER,
     )
 
 
@@ -197,14 +198,15 @@ def test_what_is_gone_for_good_as_a_program():
 
 def test_among_others_that_exist():
     assert "register_half is not" in str(error_of("from apex.amp import initialize, register_half"))
-    assert "fmha is not" in str(error_of("from apex.contrib import xentropy, fmha"))
+    text = str(error_of("from apex.contrib import xentropy, peer_memory"))
+    assert "peer_memory is not" in text
 
 
 def test_pickles_of_missing_classes():
     with pytest.raises(
-        ModuleNotFoundError, match="apex.contrib.fmha is not in apex .* use torch.nn.attention"
+        ModuleNotFoundError, match="apex.contrib.peer_memory is not in apex .* use torch.distr"
     ):
-        pickle.loads(b"capex.contrib.fmha.fmha\nFMHA\n.")
+        pickle.loads(b"capex.contrib.peer_memory.peer_memory\nPeerMemoryPool\n.")
 
 
 @pytest.mark.parametrize(
@@ -241,9 +243,9 @@ try:
 except ModuleNotFoundError:
     assert "apex" not in sys.modules  # the finder has looked at the name alone
 try:
-    import apex.contrib.fmha
+    import apex.contrib.peer_memory
 except ModuleNotFoundError as error:
-    assert "varlen_attn" in str(error)
+    assert "batch_isend_irecv" in str(error)
 assert len(sys.meta_path) == len(before) + 1
 """
     subprocess.run([sys.executable, "-c", probe], check=True)
@@ -254,8 +256,6 @@ TORCH_NAMES = sorted({name for use in USES.values() for name in re.findall(r"tor
 
 @pytest.mark.parametrize("name", TORCH_NAMES)
 def test_what_to_use_is_in_torch(name):
-    if name.startswith("torch.nn.attention.varlen") and not IS_2_13:
-        pytest.skip("torch 2.13 has this name, 2.9 has not")
     found, done = torch, "torch"
     for part in name.split(".")[1:]:
         done = f"{done}.{part}"

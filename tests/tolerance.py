@@ -229,3 +229,6 @@ ROUNDED_ONCE = 0.99
 
 # Mean loss of a small language model over three seeds, with moments in 8 bits and in float32.
 EIGHT_BIT_LOSS = 0.02
+# Losses and gradients of a transducer in float32, of the largest: the logarithms of probabilities
+# are float32 and added up in float64. Largest over 25 seeds: 1.4e-7 and 3.5e-7.
+TRANSDUCER = 1e-6

@@ -5,7 +5,7 @@ release that has it. "2.13" means: 2.13 has it and 2.9 does not. Releases betwee
 of 2.9, which works in both. "2.10" means 2.10 itself.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.torch_version import TorchVersion
@@ -63,3 +63,19 @@ def root_mesh(mesh: Any) -> Any:
 storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 if not hasattr(torch.Tensor, "_use_count"):
     storage_use_count = None
+
+
+def has_varlen_attention(x: torch.Tensor) -> bool:
+    """Whether ``torch.nn.attention.varlen`` of 2.13 takes queries ``(tokens, ..., head_dim)``."""
+    fits = x.is_cuda and x.element_size() == 2 and x.shape[-1] in range(8, 257, 8)
+    new = IS_2_13 and torch.version.cuda is not None
+    return fits and new and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def varlen_attention(qkv: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
+    """Attention of packed sequences ``(tokens, 3, heads, head_dim)``; ``has_varlen_attention``."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    (q, k, v), ends, attend = qkv.unbind(1), ends.int(), cast("Any", varlen_attn)
+    y: torch.Tensor = attend(q, k, v, ends, ends, longest, longest)
+    return y

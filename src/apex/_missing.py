@@ -7,14 +7,14 @@ Whoever adds a module removes its line here and in ``docs/compatibility.md``.
 
 The text of the table is in the error of each way to ask for a name, once ``apex`` is imported:
 
-======================================  ============================  =============================
-statement                               error                         who raises it
-======================================  ============================  =============================
-``import apex.contrib.fmha, fmhalib``   ``ModuleNotFoundError``       :class:`MissingNames`
-``from apex.contrib.fmha import FMHA``  ``ModuleNotFoundError``       :class:`MissingNames`
-``from apex.contrib import fmha``       ``ImportError``, as Python's  :class:`MissingNames`
-``apex.contrib.fmha``                   ``AttributeError``            the package's ``__getattr__``
-======================================  ============================  =============================
+====================================  ============================  =============================
+statement                             error                         who raises it
+====================================  ============================  =============================
+``import apex.pyprof, bnp``           ``ModuleNotFoundError``       :class:`MissingNames`
+``from apex.pyprof.nvtx import nop``  ``ModuleNotFoundError``       :class:`MissingNames`
+``from apex import pyprof``           ``ImportError``, as Python's  :class:`MissingNames`
+``apex.pyprof``                       ``AttributeError``            the package's ``__getattr__``
+====================================  ============================  =============================
 
 ``hasattr`` returns False and ``importlib.util.find_spec`` returns None for these names, as usual in
 Python, because programs check before they import. Names that are not in the table get Python's own
@@ -31,13 +31,6 @@ NOT_YET = {
     "apex.transformer.pipeline_parallel": "torch.distributed.pipelining",
     "apex.transformer.tensor_parallel": "torch.distributed.tensor.parallel",
     "apex.transformer.testing": "torch.multiprocessing.spawn",
-    "apex.contrib.bottleneck": "torch.nn.Conv2d and torch.nn.BatchNorm2d with torch.compile",
-    "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and torch.nn.ReLU with torch.compile",
-    "apex.contrib.cudnn_gbn": "torch.nn.SyncBatchNorm",
-    "apex.contrib.fmha": "torch.nn.attention.varlen.varlen_attn (torch 2.9 lacks it)",
-    "apex.contrib.groupbn": "torch.nn.BatchNorm2d or torch.nn.SyncBatchNorm, with "
-    "model.to(memory_format=torch.channels_last)",
-    "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
 }
 
 _SHARDED_ADAM = "apex.contrib.optimizers.distributed_fused_adam"
@@ -55,6 +48,7 @@ OUT_OF_SCOPE = {
     "apex.amp.rnn_compat": "torch.autocast",
     "apex.amp.utils": "torch.autocast",
     "apex.amp.wrap": "torch.autocast",
+    "apex.contrib.bottleneck.halo_exchangers": "torch.distributed.batch_isend_irecv",
     "apex.contrib.gpu_direct_storage": "torch.cuda.gds",
     # modules of 2020 with the autograd functions inside of the two layers
     f"{_MHA}.encdec_multihead_attn_func": f"{_MHA}.EncdecMultiheadAttn",
@@ -100,15 +94,10 @@ COMPILED = {
     "fast_self_multihead_attn_bias": f"{_MHA}.SelfMultiheadAttn",
     "fast_self_multihead_attn_bias_additive_mask": f"{_MHA}.SelfMultiheadAttn",
     "fast_self_multihead_attn_norm_add": f"{_MHA}.SelfMultiheadAttn",
-    "fmhalib": "apex.contrib.fmha",
-    "fused_conv_bias_relu": "apex.contrib.conv_bias_relu",
-    "fused_lamb_cuda": "apex.optimizers.FusedLAMB",
     "group_norm_v2_cuda": "apex.contrib.group_norm.GroupNorm",
     "nccl_p2p_cuda": "apex.contrib.peer_memory",
     "peer_memory_cuda": "apex.contrib.peer_memory",
     "permutation_search_cuda": "apex.contrib.sparsity.permutation_search_kernels",
-    "transducer_joint_cuda": "apex.contrib.transducer",
-    "transducer_loss_cuda": "apex.contrib.transducer",
 }
 
 
@@ -124,7 +113,7 @@ class MissingNames:
 
         Raises:
             ModuleNotFoundError: The name is imported; also by ``importlib.import_module``.
-            ImportError: The name is imported from its package: ``from apex.contrib import fmha``.
+            ImportError: The name is imported from its package: ``from apex import pyprof``.
                 Python raises this very class there, and drops a ModuleNotFoundError with its text.
         """
         text = _explain(name)

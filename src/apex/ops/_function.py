@@ -23,11 +23,13 @@ class Applied(torch.autograd.Function, metaclass=_Inlined):
 
     So an operation chooses its path, derivatives have any order, and ``torch.func`` works.
     ``forward`` and ``backward`` are for programs that call them, and for a subclass with one
-    of its own, which calls them: this backward computes ``function`` once more.
+    of its own, which calls them: this backward computes ``function`` once more, unless that may
+    not be computed twice (``keeps_graph``), as with dropout; then the forward keeps its graph.
     """
 
     function: ClassVar[Callable[..., torch.Tensor]]
     autocasts: ClassVar[bool] = False  #: Whether autocast matters to ``apply``.
+    keeps_graph: ClassVar[bool] = False  #: Whether ``forward`` keeps the graph for ``backward``.
     gradient: ClassVar[str] = "grad_output"  #: What the argument of ``backward`` is called.
     _own: ClassVar[Any] = None  # of a subclass with a forward or backward of its own
 
@@ -60,6 +62,13 @@ def _methods(cls: type[Applied]) -> tuple[Callable[..., torch.Tensor], Callable[
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute, and save the arguments."""
         args = signature.bind(*args, **kwargs).args
+        if cls.keeps_graph:
+            needs = (*ctx.needs_input_grad, *[False] * len(args))
+            with torch.enable_grad():
+                ctx.args = [a.detach().requires_grad_(need) if isinstance(a, torch.Tensor) else a
+                            for a, need in zip(args, needs, strict=False)]  # fmt: skip
+                ctx.y = cls.apply(*ctx.args)
+            return ctx.y.detach()  # type: ignore[no-any-return]
         ctx.save_for_backward(*[a if isinstance(a, torch.Tensor) else None for a in args])
         ctx.rest = [None if isinstance(a, torch.Tensor) else a for a in args]
         y: torch.Tensor = cls.apply(*args)
@@ -69,6 +78,11 @@ def _methods(cls: type[Applied]) -> tuple[Callable[..., torch.Tensor], Callable[
 
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         """Compute the gradients of the arguments, from a forward of them."""
+        if cls.keeps_graph:
+            taken = [isinstance(a, torch.Tensor) and a.requires_grad for a in ctx.args]
+            wanted = [a for a, need in zip(ctx.args, taken, strict=True) if need]
+            found = iter(torch.autograd.grad(ctx.y, wanted, grad_output, retain_graph=True))
+            return tuple(next(found) if need else None for need in taken)
         create, device = torch.is_grad_enabled(), grad_output.device.type
         saved, args = ctx.saved_tensors, [*ctx.rest]
         needs = (*ctx.needs_input_grad, *[False] * len(args))[: len(args)]

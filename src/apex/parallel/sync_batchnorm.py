@@ -1,10 +1,8 @@
 """Batch norm whose statistics are those of the batches of all processes together.
 
-Each process sends the mean, the variance and the number of its elements (one ``all_gather`` in the
-forward) and two sums of its gradients (one ``all_reduce`` in the backward). Statistics are merged
-with these numbers, so that batches may have different sizes, or be empty. The computation is
-:mod:`apex.ops.norms.batch_norm`, the communication :mod:`torch.distributed`; both are the same on
-every device and back end.
+Statistics are merged with the number of elements of each process, so that batches may have
+different sizes, or be empty. What is computed and sent: :mod:`apex.ops.norms.synced_batch_norm`; it
+is the same on every device and back end.
 
 ``torch.nn.SyncBatchNorm`` is not the base class: it refuses CPU tensors, torch's
 DistributedDataParallel refuses CPU models that contain it, and its backward hangs if the inputs of
@@ -14,16 +12,16 @@ only some processes need gradients.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex.amp.gradients.distributed import is_initialized
 from apex.ops._check import ArgumentError
 from apex.ops._dtypes import NARROW
-from apex.ops.norms.batch_norm import gradient_sums, input_gradient, merge, moments, normalize
+from apex.ops.norms.synced_batch_norm import synced, track
 
 if TYPE_CHECKING:  # a torch without torch.distributed imports this file too
     from torch.distributed import ProcessGroup
@@ -178,80 +176,5 @@ class SyncBatchNorm(_BatchNorm):
         return group if size > 1 else None
 
     def _synced(self, x: Tensor, group: ProcessGroup) -> Tensor:
-        own = [t for t in (x, self.weight, self.bias) if t is not None]
-        recorded = torch.is_grad_enabled()
-        wanted = recorded and any(tensor.requires_grad for tensor in own)
-        mean, variance, total, wanted_anywhere = _gather(x, wanted, group)
-        # Only where there is at most one element here, because to read a total waits for a GPU.
-        if _count(x) <= 1 and total.item() == 1:
-            raise ValueError(
-                "SyncBatchNorm: Expected more than 1 value per channel when training, got input "
-                f"size {list(x.shape)}, and 1 value in all processes together. Pass more values."
-            )
-        self._track(mean, variance, total)
-        if recorded and not wanted and wanted_anywhere.any():
-            x = x.detach().requires_grad_()  # so that the backward of this process runs as well
-        rstd = (variance + self.eps).rsqrt()
-        y: Tensor = _Normalize.apply(group, x, self.weight, self.bias, mean, rstd, total)  # type: ignore[no-untyped-call]
-        return y
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-        """Count the batch, and update the running statistics unless there was no element at all."""
-        if not self.track_running_stats or self.running_mean is None:
-            return
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        factor = (total > 0).to(mean.dtype)
-        factor *= 1 / self.num_batches_tracked.to(mean) if self.momentum is None else self.momentum
-        unbiased = variance * (total / (total - 1).clamp(min=1))
-        for buffer, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-            buffer.copy_(buffer.to(mean.dtype).lerp(new, factor))
-
-
-def _count(x: Tensor) -> int:
-    """How many elements a channel has."""
-    return x.shape[0] * x.shape[2:].numel()
-
-
-@torch.no_grad()
-def _gather(x: Tensor, wanted: bool, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Statistics of all processes: mean, biased variance, count; and who wants a gradient."""
-    mean, variance = moments(x)
-    numbers = (mean.new_full((1,), number) for number in (_count(x), wanted))
-    message = torch.cat([mean, variance, *numbers])
-    gathered = message.new_empty(torch.distributed.get_world_size(group), message.numel())
-    torch.distributed.all_gather(list(gathered.unbind()), message, group=group)
-    channels = mean.numel()
-    ends = (channels, 2 * channels, 2 * channels + 1)
-    means, variances, counts, wanted_by = gathered.tensor_split(ends, 1)
-    return *merge(means, variances, counts), wanted_by
-
-
-class _Normalize(torch.autograd.Function):
-    """Normalization with given statistics, of which the backward knows that they depend on x.
-
-    Every process makes the one ``all_reduce`` of the backward: another's input may need a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, *tensors: Any) -> Tensor:
-        x, weight, bias, mean, rstd, _ = tensors
-        ctx.save_for_backward(*tensors)
-        ctx.group = group
-        return normalize(x, mean, rstd, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, rstd, total = ctx.saved_tensors
-        dbias, products = gradient_sums(dy, x, mean, rstd)
-        sums = torch.stack([dbias, products])
-        torch.distributed.all_reduce(sums, group=ctx.group)
-        _, *needs = ctx.needs_input_grad
-        dx = (
-            input_gradient(dy, x, mean, rstd, weight, sums[0], sums[1], total) if needs[0] else None
-        )
-        dweight = (products * rstd).to(weight.dtype) if needs[1] else None
-        return None, dx, dweight, dbias.to(bias.dtype) if needs[2] else None, None, None, None
+        own = (self.weight, self.bias, self.eps)
+        return synced("SyncBatchNorm", x, *own, group, partial(track, self))[0]

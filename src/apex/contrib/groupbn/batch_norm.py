@@ -1,0 +1,135 @@
+"""``BatchNorm2d_NHWC``: batch norm of ``(N, H, W, C)``, of groups of processes, with sum and ReLU.
+
+What is computed and sent: :mod:`apex.ops.norms.synced_batch_norm`. The original's processes wrote
+into each other's memory; here a group is a process group of ``torch.distributed``.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._function import Applied
+from apex.ops.norms.synced_batch_norm import group_of, synced, update_running
+
+Tensor = torch.Tensor
+_NAME = "BatchNorm2d_NHWC"
+
+
+def _norm(  # noqa: PLR0913
+    x: Tensor, s: Tensor, b: Tensor, rm: Tensor, riv: Tensor, mini_m: Tensor, mini_riv: Tensor,
+    ret_cta: Any, mom: float, epsilon: float, fuse_relu: bool, is_train: bool, bn_group: int = 1,
+    my_data: Any = None, pair_data: Any = None, magic: Any = None, pair_data2: Any = None,
+    pair_data3: Any = None, fwd_occup: Any = None, fwd_grid_x: Any = None, bwd_occup: Any = None,
+    bwd_grid_x: Any = None, multi_stream: bool = False,
+) -> Tensor:  # fmt: skip
+    tensors = {"x": x, "weight": s, "bias": b, "running_mean": rm, "running_var": riv}
+    check_tensors(_NAME, tensors, floating=tensors, required=tensors)
+    if x.dim() != 4 or x.shape[3] != len(s):
+        raise ArgumentError(
+            f"{_NAME}: x has shape {list(x.shape)}. Pass (N, H, W, {len(s)}), such as "
+            "image.permute(0, 2, 3, 1)."
+        )
+    x = x.permute(0, 3, 1, 2)
+    if is_train:
+        group = group_of(f"{_NAME}: bn_group", bn_group)
+        record = partial(update_running, rm, riv, mom)
+        y, *statistics = synced(_NAME, x, s, b, epsilon, group, record)
+        for kept, new in zip((mini_m, mini_riv), statistics, strict=True):
+            kept.copy_(new)
+    else:
+        y = F.batch_norm(x, rm, riv, s, b, False, 0.0, epsilon)
+    return (y.relu() if fuse_relu else y).permute(0, 2, 3, 1)
+
+
+def _norm_add_relu(  # noqa: PLR0913
+    x: Tensor, z: Tensor, s: Tensor, b: Tensor, rm: Tensor, riv: Tensor, mini_m: Tensor,
+    mini_riv: Tensor, grid_dim_y: Any, ret_cta: Any, mom: float, epsilon: float, is_train: bool,
+    bn_group: int = 1, my_data: Any = None, pair_data: Any = None, magic: Any = None,
+    pair_data2: Any = None, pair_data3: Any = None, fwd_occup: Any = None, fwd_grid_x: Any = None,
+    bwd_occup: Any = None, bwd_grid_x: Any = None, multi_stream: bool = False,
+) -> Tensor:  # fmt: skip
+    check_shape(_NAME, "z", z, tuple(x.shape), f"x has {list(x.shape)}")
+    numbers = (mom, epsilon, False, is_train, bn_group)
+    return (_norm(x, s, b, rm, riv, mini_m, mini_riv, ret_cta, *numbers) + z).to(x.dtype).relu()
+
+
+class bn_NHWC_impl(Applied):
+    """The norm as an autograd function; what follows ``bn_group`` is accepted with no effect."""
+
+    function = staticmethod(_norm)
+    gradient, autocasts, keeps_graph = "grad_y", True, True
+
+
+class bn_addrelu_NHWC_impl(Applied):
+    """``relu(norm(x) + z)`` as an autograd function."""
+
+    function = staticmethod(_norm_add_relu)
+    gradient, autocasts, keeps_graph = "grad_y", True, True
+
+
+class BatchNorm2d_NHWC(_BatchNorm):
+    """Batch norm of ``(N, H, W, C)`` by the statistics of ``bn_group`` neighbouring ranks.
+
+    Parameters, buffers and state dict are those of ``torch.nn.BatchNorm2d``. In training mode all
+    processes must call the layer equally often and in the same order; ``eval()`` does not
+    communicate. After a call ``minibatch_mean`` and ``minibatch_riv`` are the mean and 1 / sqrt(
+    variance + eps) of the batch. Any number of processes is possible, where the original took 8.
+
+    Args:
+        num_features: Number of channels.
+        fuse_relu: Whether ReLU follows.
+        bn_group: Number of ranks, which divides that of all processes.
+        max_cta_per_sm: Accepted with no effect.
+        cta_launch_margin: Accepted with no effect.
+        multi_stream: Accepted with no effect.
+
+    Raises:
+        ArgumentError: There is no group of ``bn_group`` ranks.
+    """
+
+    def __init__(
+        self, num_features: int, fuse_relu: bool = False, bn_group: int = 1,
+        max_cta_per_sm: int = 2, cta_launch_margin: int = 12, multi_stream: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(num_features)
+        group_of(f"{_NAME}: bn_group", bn_group)
+        self.fuse_relu, self.bn_group, self.multi_stream = fuse_relu, bn_group, multi_stream
+        self.max_cta_per_sm, self.cta_launch_margin = max_cta_per_sm, cta_launch_margin
+        self.minibatch_mean = torch.zeros(num_features)
+        self.minibatch_riv = torch.ones(num_features)
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalize; with ``z``, for which ``fuse_relu`` must be set, return ``relu(y + z)``.
+
+        Args:
+            x: ``(N, H, W, C)``, floating.
+            z: Of the shape of x.
+
+        Raises:
+            ArgumentError: A shape or dtype is not what it should be, or ``fuse_relu`` is not set.
+            ValueError: There is one element for each channel in all processes of the group.
+        """
+        if z is not None and not self.fuse_relu:
+            raise ArgumentError(f"{_NAME}: z is added before a ReLU. Pass fuse_relu=True.")
+        mean, var = self.running_mean, self.running_var
+        assert mean is not None
+        mini_m, mini_riv = torch.empty_like(mean), torch.empty_like(mean)
+        tensors = (self.weight, self.bias, mean, var, mini_m, mini_riv)
+        count = (self.num_batches_tracked or 0) + 1
+        momentum = 1 / count if self.momentum is None else self.momentum
+        numbers: tuple[Any, ...] = (momentum, self.eps)
+        last = (self.training, self.bn_group)
+        if z is None:
+            numbers = (*numbers, self.fuse_relu)
+            y: Tensor = bn_NHWC_impl.apply(x, *tensors, None, *numbers, *last)
+        else:
+            y = bn_addrelu_NHWC_impl.apply(x, z, *tensors, None, None, *numbers, *last)
+        if self.training:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            self.minibatch_mean, self.minibatch_riv = mini_m, mini_riv
+        return y

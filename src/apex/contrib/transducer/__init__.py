@@ -1,0 +1,6 @@
+"""RNN transducer: the sums of the joint network, and the loss."""
+
+from apex.contrib.transducer import _transducer_ref
+from apex.contrib.transducer.transducer import TransducerJoint, TransducerLoss
+
+__all__ = ["TransducerJoint", "TransducerLoss", "_transducer_ref"]

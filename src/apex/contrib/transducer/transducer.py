@@ -1,0 +1,223 @@
+"""``TransducerJoint`` and ``TransducerLoss``: the joint network's sums, and the loss, of RNN-T.
+
+Formulas, and what happens to lengths and labels out of range: :mod:`apex.ops.losses.transducer`.
+Their backward is computed by hand and has no derivative. ``opt``, ``fwd_tile_size`` and
+``fuse_softmax_backward`` chose among the original's kernels: they are checked and change nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex.ops import _runtime
+from apex.ops._check import ArgumentError
+from apex.ops.losses import transducer as ops
+
+Tensor = torch.Tensor
+
+
+class TransducerJointFunc(torch.autograd.Function):
+    """:class:`TransducerJoint` as an autograd function, to be called by ``apply``."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913
+        ctx: Any, f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor, pack_output: bool,
+        relu: bool, dropout: bool, batch_offset: Tensor | None, packed_batch: int, opt: int,
+        fwd_tile_size: int, dropout_prob: float, mask_probe: list[Tensor] | None,
+    ) -> Tensor:  # fmt: skip
+        """Compute h; append its mask to ``mask_probe``, if that is a list and there is a mask."""
+        packed = (batch_offset, int(packed_batch)) if pack_output else None
+        cells = ops.joint_cells("TransducerJoint", f, g, f_len, g_len, packed)
+        h, mask = ops.joint(f, g, cells, pack_output, relu, dropout_prob if dropout else None)
+        ctx.cells, ctx.scale = cells, ops.dropout_scale(dropout_prob) if dropout else 1.0
+        ctx.save_for_backward(mask)
+        shape = h.shape if pack_output else (*cells.row.shape, f.shape[2])
+        if mask is not None and mask_probe is not None:
+            mask_probe.append(mask.view(shape))
+        return h.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, loss_grad: Tensor) -> Any:
+        """Compute the gradients of f and g; that of a cell which is not used is not read."""
+        rows = loss_grad.reshape(-1, loss_grad.shape[-1])
+        _refuse_create_graph("TransducerJoint")
+        (mask,) = ctx.saved_tensors
+        return *ops.joint_gradients(rows, mask, ctx.cells, ctx.scale), *[None] * 11
+
+
+class TransducerJoint(torch.nn.Module):
+    """``h[b, t, u] = f[b, t] + g[b, u]``, with ReLU and dropout if wanted, packed if wanted.
+
+    Args:
+        pack_output: Return the cells of ``t < f_len`` and ``u < g_len`` alone, one after the other.
+        relu: Apply ReLU to the sum.
+        dropout: Apply dropout after it, in training mode.
+        opt: Accepted, 0 or 1, with no effect.
+        fwd_tile_size: Accepted with no effect.
+        dropout_prob: Which share of the elements is set to 0.
+        probe_mask: Append the mask of each call (bool, of the shape of h; True where ReLU and
+            dropout kept the element) to the list ``mask_probe``.
+
+    Raises:
+        ArgumentError: An option is not what it should be.
+
+    Example:
+        >>> joint, lengths = TransducerJoint(relu=True), torch.tensor([3, 2])
+        >>> joint(torch.zeros(2, 3, 8), torch.ones(2, 4, 8), lengths, lengths).shape
+        torch.Size([2, 3, 4, 8])
+    """
+
+    def __init__(
+        self, pack_output: bool = False, relu: bool = False, dropout: bool = False, opt: int = 1,
+        fwd_tile_size: int = 4, dropout_prob: float = 0, probe_mask: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        _check_tuning("TransducerJoint", opt=opt, fwd_tile_size=fwd_tile_size)
+        if not 0 <= dropout_prob <= 1:
+            raise ArgumentError(f"TransducerJoint: dropout_prob is {dropout_prob}; pass 0 to 1.")
+        self.pack_output, self.relu, self.dropout = pack_output, relu, dropout
+        self.opt, self.fwd_tile_size, self.dropout_prob = opt, fwd_tile_size, dropout_prob
+        self.mask_probe: list[Tensor] | None = [] if probe_mask and (relu or dropout) else None
+
+    def forward(
+        self, f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor,
+        batch_offset: Tensor | None = None, packed_batch: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """Compute h, rounded once to the dtype of f and g.
+
+        Args:
+            f: ``(B, T, H)``, any floating dtype: of the encoder.
+            g: ``(B, U, H)``, of the same dtype: of the predictor.
+            f_len: ``(B,)``, integers: how many time steps each sample has.
+            g_len: ``(B,)``, integers: how many positions.
+            batch_offset: ``(B,)``, integers, needed to pack: ``(f_len * g_len).cumsum(0)``.
+            packed_batch: Its last number, needed to pack; a tensor makes the host wait.
+
+        Returns:
+            ``(B, T, U, H)``, -1 where a sample has no such cell; or ``(packed_batch, H)``.
+
+        Raises:
+            ArgumentError: A type, dtype, shape or device is not what it should be.
+            IndexError: A length or offset is out of range, on a CPU. Elsewhere the sample is nan.
+        """
+        return _called(
+            TransducerJointFunc, f, g, f_len, g_len, self.pack_output, self.relu,
+            self.dropout and self.training, batch_offset, packed_batch, self.opt,
+            self.fwd_tile_size, self.dropout_prob, self.mask_probe,
+        )  # fmt: skip
+
+
+class TransducerLossFunc(torch.autograd.Function):
+    """:class:`TransducerLoss` as an autograd function, to be called by ``apply``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor,
+        batch_offset: Tensor | None, max_f_len: int | None, blank_idx: int,
+        fuse_softmax_backward: bool, debug_list: list[Tensor] | None, opt: int, packed_input: bool,
+    ) -> Tensor:  # fmt: skip
+        """Compute the losses; an empty ``debug_list`` gets alpha and beta."""
+        packed = (batch_offset, max_f_len) if packed_input else None
+        rows, cells, labels = ops.loss_rows(
+            "TransducerLoss", x, label, f_len, y_len, blank_idx, packed
+        )
+        lse = ops.logsumexp(rows, labels)
+        alpha, beta, losses = ops.alignments(rows, labels, lse, cells, blank_idx)
+        if debug_list == []:
+            debug_list += [alpha, beta]
+        ctx.cells, ctx.blank = cells, blank_idx
+        ctx.save_for_backward(x, labels, lse, alpha, beta, losses)
+        return losses.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, loss_grad: Tensor) -> Any:
+        """Compute the gradient of the logits."""
+        _refuse_create_graph("TransducerLoss")
+        x, labels, lse, *found = ctx.saved_tensors
+        known = (x.reshape(-1, x.shape[-1]), labels, lse, found, ctx.cells, ctx.blank)
+        dx = ops.gradient(loss_grad, *known)
+        return dx.view(x.shape), *[None] * 10
+
+
+class TransducerLoss(torch.nn.Module):
+    """The negative logarithm of the probability of the labels, over all alignments.
+
+    Args:
+        fuse_softmax_backward: Accepted with no effect: the gradient is always computed in one pass.
+        opt: Accepted, 0 or 1, with no effect.
+        packed_input: Whether the logits are packed, as :class:`TransducerJoint` packs.
+
+    Raises:
+        ArgumentError: An option is not what it should be.
+
+    Example:
+        >>> x, label = torch.zeros(1, 3, 2, 5), torch.tensor([[1]])
+        >>> TransducerLoss()(x, label, torch.tensor([3]), torch.tensor([1]), 4)
+        tensor([5.3391])
+    """
+
+    def __init__(
+        self, fuse_softmax_backward: bool = True, opt: int = 1, packed_input: bool = False
+    ) -> None:
+        super().__init__()
+        _check_tuning("TransducerLoss", opt=opt)
+        self.fuse_softmax_backward, self.opt = fuse_softmax_backward, opt
+        self.packed_input = packed_input
+
+    def forward(
+        self, x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank_idx: int,
+        batch_offset: Tensor | None = None, max_f_len: int | None = None,
+        debug_list: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute the loss of each sample, in float64, and round it to the dtype of x.
+
+        Args:
+            x: Logits ``(B, T, U, classes)``, or packed ``(rows, classes)``; any floating dtype. U
+                is one more than the most labels. Cells that are not used are not read.
+            label: ``(B, U - 1)``, integers.
+            f_len: ``(B,)``, integers: how many time steps each sample has.
+            y_len: ``(B,)``, integers: how many labels. There may be none.
+            blank_idx: The class that stands for the blank.
+            batch_offset: ``(B,)``, integers, if packed: ``(f_len * (y_len + 1)).cumsum(0)``.
+            max_f_len: T, if packed.
+            debug_list: An empty list gets alpha and beta, ``(B, T, U)``.
+
+        Returns:
+            ``(B,)``.
+
+        Raises:
+            ArgumentError: A type, dtype, shape or device is not what it should be.
+            IndexError: A length, label or offset is out of range, on a CPU. Elsewhere the sample's
+                loss is nan.
+        """
+        return _called(
+            TransducerLossFunc, x, label, f_len, y_len, batch_offset, max_f_len, blank_idx,
+            self.fuse_softmax_backward, debug_list, self.opt, self.packed_input,
+        )  # fmt: skip
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    y: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return y
+
+
+_uncompiled = _runtime.not_compiled(_apply)
+
+
+def _called(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Call between two graphs, if torch.compile is at work: it would unroll all diagonals."""
+    return (_uncompiled if torch.compiler.is_compiling() else _apply)(function, *args)
+
+
+def _refuse_create_graph(name: str) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{name}: its gradients have no derivative; pass create_graph=False.")
+
+
+def _check_tuning(name: str, *, opt: int, fwd_tile_size: int = 4) -> None:
+    if opt not in (0, 1):
+        raise ArgumentError(f"{name}: opt is {opt!r}; allowed are 0 and 1, which do the same.")
+    if not isinstance(fwd_tile_size, int) or fwd_tile_size < 1:
+        raise ArgumentError(f"{name}: fwd_tile_size is {fwd_tile_size!r}; pass a positive integer.")
