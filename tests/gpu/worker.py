@@ -58,16 +58,16 @@ def serve():
     import torch
 
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a call prints is no answer
-    while True:
-        try:
-            function, arguments = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            answer = function(*arguments), ""
-        except Exception:  # noqa: BLE001  (the other process raises it)
-            answer = None, traceback.format_exc()
-        pickle.dump(answer, answers)
-        answers.flush()
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # what a call prints is no answer
+        while True:
+            try:
+                function, arguments = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            try:
+                answer = function(*arguments), ""
+            except Exception:  # noqa: BLE001  (the other process raises it)
+                answer = None, traceback.format_exc()
+            pickle.dump(answer, answers)
+            answers.flush()
