@@ -1,0 +1,261 @@
+"""Memory: what may be touched, who touched it when, and what that moves.
+
+A `Space` has a shadow: who wrote each element last, who read it, and when. Time is counted in
+barriers. Two accesses of an element conflict if one of them writes, and they are by different
+programs, or by different threads of a program with no barrier between. A write of the value that is
+there already conflicts with nothing: layouts that replicate values store them several times.
+
+A thread has a number in the whole launch. Where one access stands for several threads, it is that
+of one with the bit `SEVERAL`, and `MANY` for threads of several programs.
+
+The bounds of global memory are those of the tensors that a launch has as arguments and in tables of
+addresses. An access beyond one of them that hits another is not seen.
+"""
+
+import ctypes
+from collections import Counter
+
+import numpy as np
+
+NOBODY, PENDING, MANY, SEVERAL = -1, -2, -3, 1 << 40
+
+
+class Fault(Exception):
+    """What an execution did that it may not do."""
+
+
+class Problem(Exception):
+    """A `Fault` without its place: words, and the number of a thread."""
+
+
+def refuse(bad, words, who):
+    """Raise for the first of the accesses that are bad."""
+    if bad.any():
+        raise Problem(words, int(who[np.argmax(bad)]))
+
+
+class Space:
+    """Bytes with a shadow.
+
+    Args:
+        words: What it is, for people.
+        start, stop: Addresses of its first byte and behind its last.
+        memory: Its bytes, from the multiple of 16 at or below ``start``.
+        element: Bytes of which the shadow knows one writer.
+        threads: Of a program, a power of 2.
+        valid: Which bytes belong to it; all by default.
+        shared: Bytes of a program's part if it is shared memory, which has a part for each program
+            and where reading what nobody wrote is a fault.
+    """
+
+    def __init__(self, words, start, stop, memory, element, threads, valid=None, shared=0):
+        self.words, self.start, self.stop, self.memory = words, start, stop, memory
+        self.element, self.threads, self.valid, self.shared = element, threads, valid, shared
+        self.sectors = {"read": set(), "write": set()}  # that were touched
+        self.shift = threads.bit_length() - 1
+        self._writer = None
+        self._reads = []  # while nobody has written
+
+    def read(self, addresses, size, count, who, time):
+        """Read ``count`` numbers of ``size`` bytes at each address: a row for each."""
+        access = self._elements(addresses, size * count), who, time
+        if self._writer is None and not self.shared:
+            self._reads.append(access)
+        else:
+            self._check_read(*access)
+        return self._cells(size, count)[self._rows(addresses, size * count)]
+
+    def write(self, addresses, size, values, who, time):
+        """Write a row of ``values`` at each address."""
+        count = values.shape[1]
+        cells, rows = self._cells(size, count), self._rows(addresses, size * count)
+        elements = self._elements(addresses, size * count)
+        self._check_write(elements, self._by_element(cells[rows] != values, size), who, time)
+        cells[rows] = values
+        self._writer[elements], self._written[elements] = who[:, None], time
+        lost = (cells[rows] != values).any(1)
+        refuse(lost, f"writes what another thread writes with another value ({self.words})", who)
+
+    def expect(self, addresses, size, who, time):
+        """Note that bytes are on their way: until they are written no one may read them."""
+        elements = self._elements(addresses, size)
+        self._check_write(elements, np.ones(elements.shape, bool), who, time)
+        self._writer[elements] = PENDING
+
+    def _check_write(self, elements, changed, who, time):
+        if self._writer is None:
+            self._begin()
+        for by, when, word in (
+            (self._writer, self._written, "wrote with another value"),
+            (self._reader, self._read, "read"),
+        ):
+            bad = changed & self._conflict(by[elements], when[elements], who, time)
+            self._refuse(bad, f"writes what {{}} {word}", by, elements, who)
+
+    def _check_read(self, elements, who, time):
+        if self._writer is None:
+            self._begin()
+        writer = self._writer[elements]
+        if self.shared:
+            refuse((writer == NOBODY).any(1), "reads shared memory that nobody wrote", who)
+            refuse((writer == PENDING).any(1), "reads what is still being copied", who)
+        bad = self._conflict(writer, self._written[elements], who, time)
+        self._refuse(bad, "reads what {} wrote", self._writer, elements, who)
+        reader, mine = self._reader[elements], who[:, None]
+        own = self._program(reader) == self._program(mine)
+        fresh = (reader == NOBODY) | (reader == mine) | (own & (self._read[elements] < time))
+        several = mine | SEVERAL
+        new = np.where(fresh, mine, np.where(own, several, MANY))
+        self._reader[elements], self._read[elements] = new, time
+        now = self._reader[elements]  # of several in this instruction the last one
+        if (lost := now != new).any():
+            both = np.where(self._program(now) == self._program(mine), several, MANY)
+            self._reader[elements[lost]] = both[lost]
+
+    def _conflict(self, by, when, who, time):
+        other = self._program(by) != self._program(who)[:, None]
+        return (by != NOBODY) & (by != PENDING) & (by != who[:, None]) & (other | (when >= time))
+
+    def _program(self, who):
+        """The program of threads; of nobody and of several programs one that is no program."""
+        return (who & (SEVERAL - 1)) >> self.shift
+
+    def _refuse(self, bad, words, by, elements, who):
+        if bad.any():
+            access, number = np.argwhere(bad)[0]
+            one = int(by[elements[access, number]])
+            other = "several programs" if one < 0 else f"{thread(one, self.threads)[0]} of program "
+            other += str(self._program(one)) * (one >= 0)
+            place = int(elements[access, number]) * self.element % (self.shared or 1 << 62)
+            words = f"{words.format(other)} without a barrier between ({self.words}, byte {place})"
+            raise Problem(words, int(who[access]))
+
+    def _begin(self):
+        many = (self.stop - self.start) // self.element + 1
+        self._writer, self._reader = np.full((2, many), NOBODY, "i8")
+        self._written, self._read = np.zeros((2, many), "i4")
+        for access in self._reads:
+            self._check_read(*access)
+
+    def _elements(self, addresses, size):
+        first = (addresses - self.start) // self.element
+        return first[:, None] + np.arange(max(1, size // self.element))
+
+    def _by_element(self, changed, size):
+        """Whether each element changed, from whether each number of ``size`` bytes did."""
+        if size >= self.element:
+            return np.repeat(changed, size // self.element, axis=1)
+        each = min(self.element // size, changed.shape[1])
+        return changed.reshape(len(changed), -1, each).any(2)
+
+    def _cells(self, size, count):
+        whole = len(self.memory) // (size * count) * size * count
+        return self.memory[:whole].view(f"u{size}").reshape(-1, count)
+
+    def _rows(self, addresses, size):
+        return (addresses - (self.start - self.start % 16)) // size
+
+
+def thread(who, threads):
+    """Words for a thread or several, and the number of the program."""
+    words = f"thread {who % threads}" if 0 <= who < SEVERAL else "several threads"
+    return words, max(who, 0) % SEVERAL // threads
+
+
+class Global:
+    """The tensors of a launch; ``tensors`` are pairs of words and a tensor."""
+
+    def __init__(self, tensors, threads):
+        stretches = (_stretch(words, tensor) for words, tensor in tensors if tensor.numel())
+        joined = []
+        for one in sorted(stretches, key=lambda stretch: stretch[:2]):
+            if joined and one[0] < joined[-1][1]:
+                one = _united(joined.pop(), one)
+            joined.append(one)
+        self.spaces = []
+        for start, stop, words, element, valid in joined:
+            base = start - start % 16
+            memory = (ctypes.c_uint8 * (-(-(stop - base) // 16) * 16)).from_address(base)
+            memory = np.frombuffer(memory, "u1")
+            self.spaces.append(Space(words, start, stop, memory, element, threads, valid))
+        self._starts = np.array([space.start for space in self.spaces], "i8")
+
+    def split(self, addresses, size, who):
+        """Yield each space that is touched, with the numbers of the accesses that touch it."""
+        refuse(addresses % size != 0, f"misaligned access of {size} bytes", who)
+        numbers = np.searchsorted(self._starts, addresses, side="right") - 1
+        refuse(numbers < 0, f"out of bounds: {size} bytes before every tensor", who)
+        for number in numbers[:1] if (numbers == numbers[:1]).all() else np.unique(numbers):
+            which, space = np.flatnonzero(numbers == number), self.spaces[number]
+            first = addresses[which] - space.start
+            bad = first + size > space.stop - space.start
+            if not bad.any() and space.valid is not None:
+                bad = ~space.valid[first[:, None] + np.arange(size)].all(1)
+            place = f"byte {first[np.argmax(bad)]} of {space.words}"
+            words = f"out of bounds: {size} bytes at {place}, which has {space.stop - space.start}"
+            refuse(bad, words, who[which])
+            yield space, which
+
+
+def _stretch(words, tensor):
+    """First byte, end, words, bytes of an element, valid bytes."""
+    size, sizes, strides = tensor.element_size(), tuple(tensor.shape), tensor.stride()
+    extent = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)) + 1
+    valid = None
+    if tensor.numel() < extent:
+        places = sum(
+            np.arange(n).reshape(-1, *[1] * (len(sizes) - 1 - axis)) * stride
+            for axis, (n, stride) in enumerate(zip(sizes, strides, strict=True))
+        )
+        valid = np.zeros(extent, bool)
+        valid[places] = True
+        valid = np.repeat(valid, size)
+    return tensor.data_ptr(), tensor.data_ptr() + extent * size, words, size, valid
+
+
+def _united(one, other):
+    """Two stretches that overlap."""
+    start, stop = one[0], max(one[1], other[1])
+    valid = np.zeros(stop - start, bool)
+    for first, end, _, _, own in (one, other):
+        valid[first - start : end - start] |= True if own is None else own
+    words = one[2] if one[2] == other[2] else f"{one[2]} and {other[2]}"
+    return start, stop, words, min(one[3], other[3]), None if valid.all() else valid
+
+
+class Counters:
+    """What an execution moved.
+
+    Attributes:
+        asked: (words of a tensor, "read" or "write") -> bytes that threads asked for.
+        sectors: The same -> sectors of 32 bytes, counted for each instruction of a warp.
+        once: The same -> sectors, each counted once in a launch.
+        paths: (kernel, block) -> how many programs ran it.
+        totals: Threads' ``"instructions"``, programs' ``"barriers"``, ``"conflicts"``: extra passes
+            of shared memory because threads of a warp use different words of one bank.
+    """
+
+    def __init__(self):
+        self.asked, self.sectors, self.once = Counter(), Counter(), Counter()
+        self.paths, self.totals = Counter(), Counter()
+
+    def count_global(self, space, kind, addresses, size, who):
+        """Count an access of active threads."""
+        self.asked[space.words, kind] += size * len(addresses)
+        sectors = addresses // 32
+        requests = np.unique(who // 32 * (1 << 43) + sectors)
+        self.sectors[space.words, kind] += len(requests)
+        before = len(space.sectors[kind])
+        space.sectors[kind].update(np.unique(sectors).tolist())
+        self.once[space.words, kind] += len(space.sectors[kind]) - before
+
+    def count_shared(self, addresses, size, who):
+        """Count the passes beyond the first of each group of threads that moves 128 bytes."""
+        each = max(1, size // 4)
+        words = (addresses[:, None] // 4 + np.arange(each)).ravel()
+        groups = np.repeat(who // (32 // each), each)
+        keys = np.unique(groups * (1 << 32) + words)
+        banks, many = np.unique((keys >> 32) * 32 + keys % 32, return_counts=True)
+        starts = np.flatnonzero(np.diff(banks // 32, prepend=-1))
+        if len(starts):
+            self.totals["conflicts"] += int((np.maximum.reduceat(many, starts) - 1).sum())
