@@ -58,8 +58,9 @@ def test_transducer(dtype, packed):
 
     ends, total = {"cpu": OFFSET, DEVICE: OFFSET.to(DEVICE)}, int(OFFSET[-1])
     x = normal(total, 8) if packed else normal(3, 9, 5, 8)
-    for actual, exact in (*both(loss, [x], dtype, True),
-                          *both(joint, [normal(3, 9, 16), normal(3, 5, 16)], dtype, True)):  # fmt: skip
+    found = [*both(loss, [x], dtype, True)]
+    found += both(joint, [normal(3, 9, 16), normal(3, 5, 16)], dtype, True)
+    for actual, exact in found:
         assert_one_rounding(actual, exact)
 
 

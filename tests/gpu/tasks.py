@@ -7,7 +7,6 @@ from unittest import mock
 import torch
 
 from apex.bench.selftest import check, ops, optimizers, training
-from apex.ops import _runtime
 from tests.gpu.driver import gpu
 from tests.kernels.operations import operations
 
