@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from apex.bench.catalogue.optimizers import OPTIMIZERS
-from apex.ops import _runtime
 from apex.ops.lists.quantized import (
     BLOCK,
     SIGNED,
@@ -502,14 +501,6 @@ def test_codes_that_were_saved_alone_are_refused():
         state["state"][0]["exp_avg_absmax"] = absmax[1:]
         with pytest.raises(ValueError, match="the saved exp_avg_absmax of parameter 0 has shape"):
             maker().load_state_dict(state)
-
-
-def test_a_graph_does_not_begin_with_it(monkeypatch):
-    from apex.ops.lists import quantized
-
-    monkeypatch.setattr(_runtime, "capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="Take one before capturing a CUDA graph"):
-        quantized._tables.__wrapped__(SIGNED, torch.device("cpu"))
 
 
 def test_the_catalogue_has_it_for_every_optimizer():
