@@ -462,7 +462,9 @@ def test_sgd_without_momentum_has_no_state():
     with pytest.raises(ValueError, match="no group has momentum. Pass a momentum"):
         FusedSGD(parameters(), lr=0.1, state="8bit")
     params = parameters()
-    FusedSGD([{"params": params, "momentum": 0.9}], lr=0.1, state="8bit")
+    optimizer = FusedSGD([{"params": params, "momentum": 0.9}], lr=0.1, state="8bit")
+    with pytest.raises(RuntimeError, match="a momentum buffer may be codes"):
+        optimizer.get_momentums(params)
 
 
 def test_a_group_of_another_state_is_refused():

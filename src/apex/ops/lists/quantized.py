@@ -130,7 +130,8 @@ def row_length(shape: Sequence[int]) -> int:
     return math.prod(shape[1:])
 
 
-def absmax_shape(shape: Sequence[int]) -> tuple[int, int]:
+@functools.lru_cache(maxsize=1024)
+def absmax_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows, and blocks of a row."""
     return shape[0], -(-row_length(shape) // BLOCK)
 
@@ -146,7 +147,7 @@ def quantize(value: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tenso
         Codes, uint8 of the same shape; and ``absmax``, float32 ``(rows, blocks of a row)``. Both
         are contiguous.
     """
-    cut = value.reshape(value.shape[0], row_length(value.shape))
+    cut = value.float().reshape(value.shape[0], row_length(value.shape))
     size = cut.abs()
     largest = torch.cat([part.amax(-1) for part in _blocks(size)], 1)  # nan if one is
     absmax = largest.masked_fill(largest == math.inf, math.nan).masked_fill_(largest < TINY, 0.0)
