@@ -232,8 +232,9 @@ TWO_LAYERS = 1.6
 # that is allowed. Summed in float16, fewer than 70 % are.
 ROUNDED_ONCE = 0.99
 
-# Mean loss of a small language model over three seeds, with moments in 8 bits and in float32.
-EIGHT_BIT_LOSS = 0.02
+# Loss of a small language model after 60 steps, the mean over three seeds, with moments in 8 bits
+# and in float32. Seen: 8e-4 apart with Adam, 1e-4 with Lion. Seeds differ by 0.025.
+EIGHT_BIT_LOSS = 5e-3
 # Losses and gradients of a transducer in float32, of the largest: the logarithms of probabilities
 # are float32 and added up in float64. Largest over 25 seeds: 1.4e-7 and 3.5e-7.
 TRANSDUCER = 1e-6

@@ -68,6 +68,11 @@ def stepped(make, dtype=FLOAT, **attributes):
     return prepare
 
 
+def in_eight_bits(device):
+    shapes = ((40, 256), (41, 100), (3, 5))
+    return FusedAdam(parameters(device, shapes=shapes), state="8bit").step
+
+
 def with_tensor_lr(device):
     optimizer = FusedAdam(parameters(device), capturable=True)
     optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device=device)  # a constructor reads it
@@ -128,6 +133,7 @@ def optimizers():
     masters = functools.partial(FusedAdam, capturable=True, master_weights=True)
     yield "adam, masters, scaled", 1, stepped(masters, HALF, **scaler)
     yield "adam, tensor lr", 1, with_tensor_lr
+    yield "adam, 8 bits", 2, in_eight_bits  # one for the small tensors
     yield "larc", 4, stepped(lambda params: LARC(FusedSGD(params, lr=0.1, weight_decay=0.1)))
 
 

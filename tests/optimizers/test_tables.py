@@ -110,14 +110,14 @@ def test_tables_are_bounded_by_bytes_and_the_oldest_go_first(built):
     sizes = [(number, *range(10_000)) for number in range(12)]  # 0.48 MB each
     for numels in sizes[:7]:
         cache.table([torch.empty(0)], device)  # used all the time: stays
-        cache._find(pointer_tables.Table, numels, device)
+        cache.find(pointer_tables.Table, numels, device)
         assert cache._bytes <= cache._limit
     kept = {key[1] for key in cache._tables}
     assert kept == {(0,), *sizes[1:7]}
     large = tuple(range(100_000))
-    assert cache._find(pointer_tables.Table, large, device) is not None  # alone too large
+    assert cache.find(pointer_tables.Table, large, device) is not None  # alone too large
     assert [key[1] for key in cache._tables] == [large]
-    cache._find(pointer_tables.Table, (1,), device)
+    cache.find(pointer_tables.Table, (1,), device)
     assert cache._bytes == sum(
         pointer_tables._size(numbers, table)
         for (_, numbers, _), tables in cache._tables.items()
@@ -154,7 +154,7 @@ def test_threads_share_the_cache(cache):
     def work():
         try:
             for number in range(200):
-                cache._find(pointer_tables.Table, (number % 7,), torch.device("cpu"))
+                cache.find(pointer_tables.Table, (number % 7,), torch.device("cpu"))
         except RuntimeError as error:
             errors.append(error)
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, local, local_parts
+from apex.ops.lists.columns import Column, are_contiguous, local_parts
+from apex.ops.lists.quantized import absmax_shape
 from apex.optimizers._checkpoint import SavedOptimizer
-from apex.optimizers._eight_bit import absmax_like, absmax_of
+from apex.optimizers._eight_bit import absmax_of
 
 _MASTERED = methodcaller("__contains__", "master_param")
-_SHAPE, _GET_DEVICE = attrgetter("shape"), torch.Tensor.get_device
+_SHAPE, _DTYPE, _GET_DEVICE = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.get_device
 # Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
 # others in the copy, and a flag that a copy makes on the device where it is.
 _NOT_COPIED = {"_amp_stash", "_scaled_step", "_written", "_dummy_overflow_buf"}
@@ -189,20 +190,22 @@ class StatefulOptimizer(SavedOptimizer):
     ) -> None:
         """Raise ``RuntimeError`` if what belongs to codes does not fit; arguments as above."""
         for slot, column in zip(slots, columns, strict=True):
-            for param, codes in zip(params, column, strict=True):
-                if codes.dtype != torch.uint8:
-                    continue
-                absmax = self.state[param].get(absmax_of(slot))
-                part = None if absmax is None else local(absmax)
-                if (
-                    part is None or part.shape != absmax_like(codes) or part.device != codes.device
-                    or part.dtype != torch.float32 or not part.is_contiguous()
-                ):  # fmt: skip
-                    raise RuntimeError(
-                        f'{self._name}: the "{absmax_of(slot)}" of a parameter does not fit its '
-                        f'"{slot}", of shape {tuple(codes.shape)} on {codes.device}. Clear the '
-                        "parameter's entry in optimizer.state, or load the state as it was saved."
-                    )
+            if torch.uint8 not in {*map(_DTYPE, column)}:
+                continue
+            name = absmax_of(slot)
+            pairs = [(p, x) for p, x in zip(params, column, strict=True) if x.dtype == torch.uint8]
+            codes = [x for _, x in pairs]  # instead of what is missing, which then does not fit
+            parts = local_parts([self.state[param].get(name, x) for param, x in pairs])
+            if not (
+                [*map(_SHAPE, parts)] == [*map(absmax_shape, map(_SHAPE, codes))]
+                and [*map(_GET_DEVICE, parts)] == [*map(_GET_DEVICE, codes)]
+                and {*map(_DTYPE, parts)} == {torch.float32}
+                and are_contiguous([parts], [])
+            ):
+                raise RuntimeError(
+                    f'{self._name}: the "{name}" of a parameter does not fit its "{slot}". Clear '
+                    "its entry in optimizer.state, or load the state as it was saved."
+                )
 
     def _check_places(
         self,

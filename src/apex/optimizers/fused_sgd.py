@@ -117,7 +117,15 @@ class FusedSGD(FusedOptimizer):
 
         Returns:
             The buffers, and whether all of them are new.
+
+        Raises:
+            RuntimeError: Buffers are held in 8 bits.
         """
+        if self._state_form == "8bit":
+            raise RuntimeError(
+                'FusedSGD: with state="8bit" a momentum buffer may be codes. A program with a step '
+                "of its own leaves state out."
+            )
         params = list(params)
         fresh = all(self._is_fresh(param) for param in params)
         return [self._state_of(param, self.slots)["momentum_buffer"] for param in params], fresh

@@ -275,6 +275,7 @@ class Optimizer:
 
 
 MOMENTUM = {"momentum": 0.9}
+EIGHT_BIT = Variant("state=8bit", {"state": "8bit"}, ("fp32", "bf16"))
 OPTIMIZERS: tuple[Optimizer, ...] = (
     Optimizer(
         optimizers.FusedAdam, adam,
@@ -290,6 +291,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
                 Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
                 for storage in ("low_bits", "kahan", "stochastic")
             ),
+            EIGHT_BIT,
         ),
         training={"lr": 0.005, "weight_decay": 0.01},
         timed=TimedStep(of_torch("AdamW"), {"weight_decay": 0.01}, 2, float32_states=True),
@@ -309,6 +311,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant("no dampening", MOMENTUM),
             Variant("Nesterov", {**MOMENTUM, "nesterov": True}),
             Variant("LARC", MOMENTUM, larc=True),
+            Variant("state=8bit", {**MOMENTUM, "state": "8bit"}, EIGHT_BIT.dtypes),
         ),
         options={"lr": 0.05}, training={"lr": 0.05, "momentum": 0.9},
         timed=TimedStep(of_torch("SGD"), {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}, 1),
@@ -318,6 +321,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
         (
             Variant(dtypes=EVERY, every_test=True),
             Variant("decoupled decay", {"adagrad_w_mode": True}, every_test=True),
+            EIGHT_BIT,
         ),
         options={"lr": 0.05}, training={"lr": 0.05},
         timed=TimedStep(of_torch("Adagrad"), {"lr": 1e-2}, 1),
@@ -328,6 +332,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant(dtypes=EVERY, every_test=True),
             Variant("L2", {"adam_w_mode": False}, every_test=True),
             Variant("storage=low_bits", {"storage": "low_bits"}, ("bf16",)),
+            EIGHT_BIT,
         ),
         max_norm=1.0, training={"lr": 0.005, "weight_decay": 0.01},
         launches=5, shared_launches=2,  # the norm of all gradients
@@ -348,6 +353,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant(dtypes=EVERY, every_test=True),
             Variant("decay inside", {"reg_inside_moment": True}, every_test=True),
             Variant("largest", {"norm_type": 0}),
+            EIGHT_BIT,
         ),
         training={"lr": 0.3}, launches=3,
         timed=TimedStep(
@@ -357,7 +363,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
         ),
     ),
     Optimizer(
-        optimizers.FusedLion, lion, (Variant(dtypes=EVERY, every_test=True),),
+        optimizers.FusedLion, lion, (Variant(dtypes=EVERY, every_test=True), EIGHT_BIT),
         training={"lr": 0.0005, "weight_decay": 0.01},
     ),
     Optimizer(

@@ -108,7 +108,7 @@ def _replayed(make: Callable[[Setting], Stepped], setting: Setting) -> Iterator[
 
 def _stepping(optimizer: Optimizer, variant: Variant, setting: Setting) -> Stepped:
     """Step from gradients that stay where they are."""
-    params = optimizers.parameters(setting, DTYPES[variant.dtypes[0]])
+    params = optimizers.parameters(setting, DTYPES[variant.dtypes[0]], variant)
     made = optimizers.made(optimizer, variant, params)
     grads = [torch.empty_like(param) for param in params]
     given = optimizers.gradients(params, setting, 0)  # a step may change its gradients

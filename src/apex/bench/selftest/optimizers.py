@@ -16,17 +16,20 @@ from typing import Any
 import torch
 
 from apex.bench import tolerance
-from apex.bench.catalogue.entry import DTYPES
+from apex.bench.catalogue.entry import DTYPES, random
 from apex.bench.catalogue.optimizers import OPTIMIZERS, TRUST, Optimizer, State, Step, Variant, larc
 from apex.bench.selftest.check import Check, Measured, Pair, Setting, joined, one_rounding, same
 from apex.bench.selftest.ops import tensors
+from apex.ops.lists.quantized import quantize
 from apex.ops.lists.storage import join
+from apex.optimizers._eight_bit import CODES, absmax_of, is_code, widened
 from apex.parallel import LARC
 
 __all__ = ["EVERY", "checks", "give", "gradients", "made", "parameters", "tell"]
 
 AREA = "optimizers"
 STEPS = 3
+HELD = (17, 250)  # large enough for a state in 8 bits
 SCALE = 1024.0  # of the gradients; a power of two, so that taking it out is exact
 EVERY = [(optimizer, variant) for optimizer in OPTIMIZERS for variant in optimizer.variants]
 
@@ -50,14 +53,20 @@ def made(optimizer: Optimizer, variant: Variant, params: Params) -> Any:
     return LARC(made, trust_coefficient=TRUST) if variant.larc else made
 
 
-def parameters(setting: Setting, dtype: torch.dtype) -> Params:
+def parameters(setting: Setting, dtype: torch.dtype, variant: Variant) -> Params:
     """Make parameters of awkward sizes."""
-    return [torch.nn.Parameter(x) for x in tensors(setting, dtype, 20)]
+    found = tensors(setting, dtype, 20)
+    if "state" in variant.options:
+        found.append(random(HELD, dtype, setting.device))
+    return [*map(torch.nn.Parameter, found)]
 
 
 def gradients(params: Params, setting: Setting, number: int) -> list[torch.Tensor]:
     """The gradients of a step."""
-    return [grad * SCALE for grad in tensors(setting, params[0].dtype, 20 + number)]
+    return [
+        random(param.shape, param.dtype, setting.device, seed=100 * (20 + number) + n) * SCALE
+        for n, param in enumerate(params)
+    ]
 
 
 def give(params: Params, grads: list[torch.Tensor]) -> None:
@@ -78,7 +87,7 @@ def _compared(
     ends = []
     for _ in range(2):
         torch.manual_seed(0)  # stochastic rounding draws
-        params = parameters(setting, dtype)
+        params = parameters(setting, dtype, variant)
         optimizer = made(entry, variant, params)
         found = [*_steps(entry, variant, optimizer, params, setting)]
         ends.append(copy.deepcopy(_kept(optimizer)))
@@ -111,7 +120,8 @@ def _steps(
         for group in optimizer.param_groups:
             options = {**entry.options, **variant.options, **group}
             for param in group["params"]:
-                kept = {slot: x.double() for slot, x in _state(optimizer, param).items()}
+                state = widened(_state(optimizer, param))
+                kept = {slot: x.double() for slot, x in state.items()}
                 kept.update(norms.get(param, {}))
                 step = Step(number, options, of[param], _weight(optimizer, param).double(), kept)
                 exact, after = (larc if variant.larc else entry.formula)(step)
@@ -126,8 +136,12 @@ def _steps(
         yield from one_rounding(f"weights from masters, step {number}", pairs, setting)
         of_slots = _normed if max_norm or variant.larc else one_rounding
         for slot in wanted[0][2]:
-            pairs = [(optimizer.state[param][slot], after[slot]) for param, _, after in wanted]
+            states = [(optimizer.state[param], after[slot]) for param, _, after in wanted]
+            pairs = [(state[slot], exact) for state, exact in states if not is_code(state, slot)]
             yield from of_slots(f"{slot}, step {number}", pairs, setting)
+            for state, exact in states:
+                if is_code(state, slot):
+                    yield from _coded(f"{slot}, step {number}", slot, state, exact)
 
 
 def _kept(optimizer: Any) -> list[torch.Tensor]:
@@ -157,6 +171,21 @@ def _normed(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured
     yield from one_rounding(what, [p for p in pairs if p[0].dtype != torch.float32], setting)
     if wide:
         yield Measured(what, tolerance.errors_in_eps(*joined(wide)), tolerance.NORMED, "eps")
+
+
+def _coded(what: str, slot: str, state: State, exact: torch.Tensor) -> Iterator[Measured]:
+    """Compare codes with those of the exact moment: few differ, and by one."""
+    code = CODES[slot]
+    pair = []
+    for number in (codes := quantize(exact.float(), code))[0], state[slot]:
+        size = number.int() & 0x7F if code.signed else number.int()
+        pair.append(torch.where((number >= 0x80) & code.signed, -size, size))
+    steps = (pair[0] - pair[1]).abs()
+    yield Measured(f"{what}, codes beyond the next one", int((steps > 1).sum()), 0, "elements")
+    share = (steps > 0).double().mean().item()
+    yield Measured(f"{what}, codes", share, tolerance.OTHER_CODES, "of all differ")
+    largest = tolerance.errors_in_eps(state[absmax_of(slot)], codes[1].double())
+    yield Measured(f"{what}, largest of the blocks", largest, tolerance.NORMED, "eps")
 
 
 def _kahan(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured]:

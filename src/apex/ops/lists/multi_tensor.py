@@ -329,11 +329,12 @@ def _fused(call: _Call) -> torch.Tensor | None:
         )
     from apex.kernels import quantized
 
+    tables = [one.code.tables(device) for one in call.held]
     held = quantized.HeldColumns(
         tuple(one.column for one in call.held),
         [TABLES.table(one.absmax, device) for one in call.held],
-        [one.code.values(device) for one in call.held],
-        [one.code.cells(device) for one in call.held],
+        [table.values for table in tables],
+        [table.cells for table in tables],
         TABLES.numbers(map(row_length, shapes), device),
     )
     return quantized.launch(*launched, held, **options)

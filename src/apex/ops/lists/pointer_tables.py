@@ -49,7 +49,7 @@ class TableCache:
 
     def layout(self, numels: tuple[int, ...], device: torch.device) -> Layout:
         """Find or upload where programs work in tensors of these sizes."""
-        found: Layout = self._find(Layout, numels, device)
+        found: Layout = self.find(Layout, numels, device)
         return found
 
     def table(self, column: Iterable[torch.Tensor], device: torch.device) -> Table:
@@ -58,7 +58,7 @@ class TableCache:
 
     def numbers(self, numbers: Iterable[int], device: torch.device) -> Table:
         """Find or upload a number for each tensor of a column."""
-        found: Table = self._find(Table, tuple(numbers), device)
+        found: Table = self.find(Table, tuple(numbers), device)
         return found
 
     def release_captured(self) -> None:
@@ -66,7 +66,8 @@ class TableCache:
         with self._lock:
             self._captured.clear()
 
-    def _find(self, kind: type, numbers: tuple[int, ...], device: torch.device) -> Any:
+    def find(self, kind: type, numbers: tuple[int, ...], device: torch.device) -> Any:
+        """Find or upload ``kind(numbers, device)``: its tensors, from those in its ``hosts``."""
         key = kind, numbers, device
         stream = current_stream(device)
         with self._lock:

@@ -45,8 +45,8 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops import _runtime
 from apex.ops.lists.columns import Column
+from apex.ops.lists.pointer_tables import TABLES
 
 BLOCK = 256  # elements of a block, at most
 TINY = 2.0**-126  # the smallest normal float32
@@ -63,13 +63,10 @@ class Code:
 
     signed: bool
 
-    def values(self, device: torch.device) -> torch.Tensor:
-        """float32 ``(256,)``: what each code stands for, relative to the block's largest."""
-        return _tables(self, device)[0]
-
-    def cells(self, device: torch.device) -> torch.Tensor:
-        """int32 ``(65536,)``: what is added to the bits in each cell."""
-        return _tables(self, device)[1]
+    def tables(self, device: torch.device) -> CodeTables:
+        """The tables on a device."""
+        found: CodeTables = TABLES.find(CodeTables, (int(self.signed),), device)
+        return found
 
 
 SIGNED, UNSIGNED = Code(True), Code(False)
@@ -96,12 +93,8 @@ def magnitudes(code: Code) -> torch.Tensor:
 
 
 @functools.cache
-def _tables(code: Code, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    if _runtime.capturing():
-        raise RuntimeError(
-            'This is the first step with state="8bit" on this device. Take one before capturing a '
-            "CUDA graph."
-        )
+def _made(code: Code) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tables, on the CPU."""
     sizes = magnitudes(code)
     between = ((sizes[1:] + sizes[:-1]) / 2).float()
     if not code.signed:
@@ -114,7 +107,22 @@ def _tables(code: Code, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
     carried += (below << 16) - upper
     negative = carried + (2**31 + (NEGATIVE_ZERO << 16 if code.signed else 0))
     values = torch.cat([sizes, -sizes]) if code.signed else sizes
-    return values.float().to(device), torch.cat([carried, negative]).to(torch.int32).to(device)
+    return values.float(), torch.cat([carried, negative]).to(torch.int32)
+
+
+class CodeTables:
+    """The tables of a code on a device, kept by :mod:`apex.ops.lists.pointer_tables`.
+
+    Attributes:
+        values: float32 ``(256,)``: what each code stands for, relative to the block's largest.
+        cells: int32 ``(65536,)``: what is added to the bits in each cell.
+    """
+
+    def __init__(self, numbers: tuple[int, ...], device: torch.device) -> None:
+        self.hosts = [*_made(Code(bool(numbers[0])))]
+        if device.type == "cuda":
+            self.hosts = [host.pin_memory() for host in self.hosts]
+        self.values, self.cells = (host.to(device, non_blocking=True) for host in self.hosts)
 
 
 def row_length(shape: Sequence[int]) -> int:
@@ -122,7 +130,8 @@ def row_length(shape: Sequence[int]) -> int:
     return math.prod(shape[1:])
 
 
-def absmax_shape(shape: Sequence[int]) -> tuple[int, int]:
+@functools.lru_cache(maxsize=1024)
+def absmax_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows, and blocks of a row."""
     return shape[0], -(-row_length(shape) // BLOCK)
 
@@ -138,7 +147,7 @@ def quantize(value: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tenso
         Codes, uint8 of the same shape; and ``absmax``, float32 ``(rows, blocks of a row)``. Both
         are contiguous.
     """
-    cut = value.reshape(value.shape[0], row_length(value.shape))
+    cut = value.float().reshape(value.shape[0], row_length(value.shape))
     size = cut.abs()
     largest = torch.cat([part.amax(-1) for part in _blocks(size)], 1)  # nan if one is
     absmax = largest.masked_fill(largest == math.inf, math.nan).masked_fill_(largest < TINY, 0.0)
@@ -147,13 +156,13 @@ def quantize(value: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tenso
         torch.mul(part, one, out=relative)
     bits = size.view(torch.int32).view(-1)
     cells = (bits >> 16).bitwise_and_(0xFFFF)
-    found = code.cells(value.device).index_select(0, cells).add_(bits)
+    found = code.tables(value.device).cells.index_select(0, cells).add_(bits)
     return found.bitwise_right_shift_(16).to(torch.uint8).view(value.shape), absmax
 
 
 def dequantize(codes: torch.Tensor, absmax: torch.Tensor, code: Code) -> torch.Tensor:
     """What :func:`quantize` has kept of a tensor: float32, contiguous, of the codes' shape."""
-    value = code.values(codes.device).index_select(0, codes.reshape(-1).int())
+    value = code.tables(codes.device).values.index_select(0, codes.reshape(-1).int())
     value = value.view(codes.shape[0], row_length(codes.shape))
     for part, one in zip(_blocks(value), _of(absmax, value), strict=True):
         part.mul_(one)
