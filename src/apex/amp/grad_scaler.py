@@ -305,8 +305,9 @@ def _unscales_itself(optimizer: Any) -> bool:
 def _takes_scale(optimizer: Any) -> bool:
     """Whether the optimizer multiplies scaled gradients by a number in its step."""
     managed = getattr(optimizer, "_amp_stash", None)
-    if managed is not None and managed.use_masters:
-        return False  # amp refuses the step
+    refused = managed is not None and managed.use_masters  # by amp
+    if refused or _unscales_itself(optimizer):
+        return False
     marked = getattr(optimizer, "_step_supports_amp_scaling", False)
     return hasattr(optimizer, "step_scaled") or (marked and not _wants_scaler(optimizer))
 
