@@ -67,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
         >>> optimizer, scaler = apex.optimizers.FusedAdam([weight]), GradScaler("cpu")
-        >>> scaler.scale(weight.float().sum()).backward()
+        >>> scaler.scale(weight.float().mean()).backward()
         >>> norm = scaler.clip_grad_norm_(optimizer, 1.0)
         >>> scaler.step(optimizer)
         >>> scaler.update()
