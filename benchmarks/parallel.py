@@ -7,16 +7,20 @@ in 16 bits (O3) or plain (O0). Both train the same model in the same processes, 
 turn; the ratio is the median of the ratios of neighbouring steps, on rank 0.
 
     python benchmarks/parallel.py [--levels O0 O2 ...] [--models convnet many mlp] [--steps 60]
-    python benchmarks/parallel.py --sharded [--models many mlp] [--steps 60]
+
+The level ``shards`` is another pair: a model of ``fully_shard`` with ``FusedAdam``, stepped with
+``apex.amp.GradScaler`` and its ``clip_grad_norm_``, and with torch's scaler and function and the
+MAX over ranks by hand. Both compute in float32: on a CPU float16 would hide what the scaler costs.
 
 Models: ``convnet`` is the tutorial's (two convolutions, batch of 100 28x28 images), ``many`` has
 300 tensors of 16x16, ``mlp`` four layers of 1024x1024.
 
-``--sharded`` times ``DistributedFusedAdam`` (ZeRO stage 2: parameters are whole on every rank)
+The level ``zero`` is ``DistributedFusedAdam`` (ZeRO stage 2: parameters are whole on every rank)
 against ``fully_shard`` with ``torch.optim.AdamW(fused=True)``, both in float32.
 """
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -31,9 +35,11 @@ from torch.distributed.fsdp import fully_shard
 
 from apex import amp, parallel
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from apex.optimizers import FusedAdam
 
 RANKS = 2
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+LARGE = 2**16  # elements of a layer that fully_shard gathers by itself
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "shards", "zero")
 HALF = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O0": torch.float32}
 
 
@@ -112,7 +118,7 @@ def by_hand(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
     return step
 
 
-def sharded_ours(model: nn.Module, x: torch.Tensor):  # noqa: ANN201
+def sharded_optimizer(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
     """Return a step of Apex's sharded optimizer."""
     optimizer = DistributedFusedAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
 
@@ -124,7 +130,7 @@ def sharded_ours(model: nn.Module, x: torch.Tensor):  # noqa: ANN201
     return step
 
 
-def sharded_theirs(model: nn.Module, x: torch.Tensor):  # noqa: ANN201
+def sharded_adamw(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
     """Return a step of ``fully_shard`` with torch's optimizer; each layer is gathered by itself."""
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in model:
@@ -141,21 +147,39 @@ def sharded_theirs(model: nn.Module, x: torch.Tensor):  # noqa: ANN201
     return step
 
 
-def time_sharded(name: str, steps: int, rank: int) -> None:
-    """Time both sharded steps of a model in turn; rank 0 prints."""
-    sides = []
-    for make in (sharded_ours, sharded_theirs):
-        torch.manual_seed(0)
-        sides.append(make(*MODELS[name]()))
-    rows = [[milliseconds(side, False) for side in sides] for _ in range(steps + 5)][5:]
-    mine, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
-    ratio = statistics.median(a / b for a, b in rows)
-    if rank == 0:
-        print(
-            f"{name:8} DistributedFusedAdam {mine:7.2f} ms  fully_shard + AdamW {theirs:7.2f} ms  "
-            f"ratio {ratio:.3f}",
-            flush=True,
-        )
+def sharded(level: str, model: nn.Module, x: torch.Tensor, *, by_hand: bool):  # noqa: ANN201
+    """Return a step of a sharded model with our scaler, or with torch's."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for module in model:
+        if sum(param.numel() for param in module.parameters()) >= LARGE:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    scaler = (torch.amp.GradScaler if by_hand else amp.GradScaler)("cpu", init_scale=1024.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        if by_hand:
+            scaler.unscale_(optimizer)
+            for flag in scaler._found_inf_per_device(optimizer).values():
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def pair(level: str):  # noqa: ANN201
+    """Return what makes our step at a level, and what makes the one by hand."""
+    if level == "shards":
+        return (functools.partial(sharded, by_hand=hand) for hand in (False, True))
+    if level == "zero":
+        return sharded_optimizer, sharded_adamw
+    return ours, by_hand
 
 
 def milliseconds(step, casts: bool) -> float:  # noqa: ANN001
@@ -167,31 +191,31 @@ def milliseconds(step, casts: bool) -> float:  # noqa: ANN001
     return (time.perf_counter() - begin) * 1e3
 
 
+def measure(rank: int, name: str, level: str, steps: int) -> None:
+    """Time a model at a level; rank 0 prints. What was made is freed before the group is."""
+    torch.manual_seed(0)
+    make, make_by_hand = pair(level)
+    left = make(level, *MODELS[name]())
+    casts = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)
+    right = make_by_hand(level, *MODELS[name]())
+    rows = [(milliseconds(left, casts), milliseconds(right, False)) for _ in range(steps + 5)][5:]
+    mine, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
+    ratio = statistics.median(a / b for a, b in rows)
+    if rank == 0:
+        print(
+            f"{name:8} {level:6}  apex {mine:7.2f} ms  torch {theirs:7.2f} ms  ratio {ratio:.3f}",
+            flush=True,
+        )
+
+
 def work(rank: int, store: str, options: argparse.Namespace) -> None:
     """Time every model and level; rank 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    for name in options.models if options.sharded else ():
-        time_sharded(name, options.steps, rank)
-    for name in () if options.sharded else options.models:
+    for name in options.models:
         for level in options.levels:
-            torch.manual_seed(0)
-            left = ours(level, *MODELS[name]())
-            casts = torch.is_autocast_enabled("cpu")
-            torch.set_autocast_enabled("cpu", False)
-            right = by_hand(level, *MODELS[name]())
-            rows = [
-                (milliseconds(left, casts), milliseconds(right, False))
-                for _ in range(options.steps + 5)
-            ][5:]
-            mine, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
-            ratio = statistics.median(a / b for a, b in rows)
-            if rank == 0:
-                print(
-                    f"{name:8} {level}  apex {mine:7.2f} ms  torch {theirs:7.2f} ms  "
-                    f"ratio {ratio:.3f}",
-                    flush=True,
-                )
+            measure(rank, name, level, options.steps)
             amp.reset()
     dist.destroy_process_group()
 
@@ -202,7 +226,6 @@ def main() -> None:
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--sharded", action="store_true", help="time the sharded optimizers")
     with tempfile.TemporaryDirectory() as folder:
         options = parser.parse_args()
         torch.multiprocessing.spawn(

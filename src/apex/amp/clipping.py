@@ -135,7 +135,8 @@ def outcome(optimizer: Any, loss_id: int = 0) -> Outcome:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-        >>> with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        >>> loss = model(torch.ones(1, 2)).float().mean() / 2
+        >>> with amp.scale_loss(loss, optimizer) as scaled_loss:
         ...     scaled_loss.backward()
         >>> optimizer.step()
         >>> amp.outcome(optimizer).numbers()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -67,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
         >>> optimizer, scaler = apex.optimizers.FusedAdam([weight]), GradScaler("cpu")
-        >>> scaler.scale(weight.float().sum()).backward()
+        >>> scaler.scale(weight.float().mean()).backward()
         >>> norm = scaler.clip_grad_norm_(optimizer, 1.0)
         >>> scaler.step(optimizer)
         >>> scaler.update()
@@ -178,16 +178,17 @@ class GradScaler(torch.amp.GradScaler):
                 raise RuntimeError(f"{user} is being called after step().")
             if state["stage"] is OptState.READY and not takes_scale:
                 self.unscale_(optimizer)
-        grads, factor = [*_grads_and_places(optimizer)], self._factor(state)
-        if not grads:
+        params = [*iter_params(optimizer.param_groups)]
+        grads, factor = _placed_grads(optimizer), self._factor(state)
+        if not grads and not any(map(is_sharded, params)):
             return torch.tensor(0.0)
-        norm = clip.total_norm(grads, norm_type)
+        norm = clip.total_norm(grads, norm_type, params)  # also over ranks without gradients
         norm = norm if factor is None else norm * scalar_on(factor, norm.device)
         coefficient = clip.coefficient(norm, max_norm, norm_type, error_if_nonfinite)
         if takes_scale:
             state["clip"] = (coefficient * state.get("clip", 1.0)).float()
         else:
-            clip.multiply_by_(_placed_grads(optimizer), coefficient)
+            clip.multiply_by_(grads, coefficient)
         return norm
 
     # -- the step ------------------------------------------------------------------------------
@@ -304,8 +305,9 @@ def _unscales_itself(optimizer: Any) -> bool:
 def _takes_scale(optimizer: Any) -> bool:
     """Whether the optimizer multiplies scaled gradients by a number in its step."""
     managed = getattr(optimizer, "_amp_stash", None)
-    if managed is not None and managed.use_masters:
-        return False  # amp refuses the step
+    refused = managed is not None and managed.use_masters  # by amp
+    if refused or _unscales_itself(optimizer):
+        return False
     marked = getattr(optimizer, "_step_supports_amp_scaling", False)
     return hasattr(optimizer, "step_scaled") or (marked and not _wants_scaler(optimizer))
 
@@ -342,24 +344,3 @@ def _placed_grads(optimizer: Any) -> Sequence[torch.Tensor]:
     params = [*iter_params(optimizer.param_groups)]
     grads = grads_of(params)
     return placed("apex.amp.GradScaler", [p for p in params if p.grad is not None], grads)
-
-
-class _NoGradient:
-    """Stands for a missing gradient of a sharded parameter, so that all ranks measure its norm."""
-
-    def __init__(self, param: Any) -> None:
-        self.placements, self.device_mesh = param.placements, param.device_mesh
-        self._local: torch.Tensor = param.to_local().new_empty(0)
-
-    def to_local(self) -> torch.Tensor:
-        return self._local
-
-
-def _grads_and_places(optimizer: Any) -> Iterator[Any]:
-    """For each parameter its gradient, or what stands for one, in the same order on all ranks."""
-    _placed_grads(optimizer)
-    for param in iter_params(optimizer.param_groups):
-        if param.grad is not None:
-            yield param.grad
-        elif param.requires_grad and is_sharded(param):
-            yield _NoGradient(param)
