@@ -18,6 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from apex.contrib import optimizers as contrib
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.ops.lists.clip import clip_
+from apex.ops.lists.columns import local
 from apex.ops.lists.storage import STORAGES
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from apex.parallel import LARC
@@ -206,6 +207,23 @@ def refused(rank):
         except (RuntimeError, ValueError) as error:
             found.append((type(error), str(error)))
     return found
+
+
+def other_states(rank, name):
+    """Messages for states of other shards, and of whole tensors; and whether nothing changed."""
+    training = Training("rows", name)
+    training.step(1)
+    before = [x.clone() for x in map(local, training.tensors().values())]
+    found = []
+    for case in ("HSDP", "columns", None):
+        other = Training(case, name)
+        other.step(1)
+        try:
+            training.optimizer.load_state_dict(other.optimizer.state_dict())
+        except ValueError as error:
+            found.append(str(error))
+    after = [*map(local, training.tensors().values())]
+    return found, all(map(torch.equal, before, after))
 
 
 # -- ZeroRedundancyOptimizer -----------------------------------------------------------------------

@@ -113,6 +113,15 @@ def test_what_has_no_norm_is_refused(ranks):
         assert "it must be above 0" in order
 
 
+@pytest.mark.parametrize("name", ["FusedAdam, low_bits", "FusedNovoGrad, plain"])
+def test_a_state_of_other_shards_is_refused(ranks, name):
+    for found, is_unchanged in ranks.run(call(programs.other_states, name)):
+        assert is_unchanged
+        assert len(found) == 3
+        assert all("load with torch.distributed.checkpoint" in text for text in found)
+        assert "no DTensor, of shape" in found[2]
+
+
 @pytest.mark.parametrize("name", programs.PARTITIONED)
 def test_zero_redundancy_optimizer_clips_by_the_norm_of_all(ranks, name):
     for pairs in ranks.run(call(programs.partitioned, name)):
