@@ -6,6 +6,7 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -350,6 +351,23 @@ class Training:
                 exact = spread(exact, self.case).to_local() if exact.dim() else exact
             found[key] = value.clone(), exact
         return found
+
+
+def gathered(rank, name):
+    """Local parts of a training that goes on, and of one with its state, which rank 0 gathered."""
+    gathers = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    spreads = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    one, other = Training("rows", name), Training("rows", name)
+    one.step(1, 2)
+    weights = get_model_state_dict(one.model, options=gathers)
+    states = get_optimizer_state_dict(one.model, one.optimizer, options=gathers)
+    set_model_state_dict(other.model, weights, options=spreads)
+    set_optimizer_state_dict(other.model, other.optimizer, states, options=spreads)
+    found = []
+    for training in (one, other):
+        training.step(3)
+        found.append([*map(local, training.tensors().values())])
+    return found
 
 
 def trainings(rank, case, names):

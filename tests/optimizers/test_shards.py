@@ -187,6 +187,12 @@ def test_checkpoints_fit_other_placements(ranks, tmp_path):
     _assert_saved(ranks, ELSEWHERE, ["HSDP", "columns", "rows and columns"], str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["FusedAdam, kahan", "FusedNovoGrad, plain"])
+def test_gathered_states_are_spread_again(ranks, name):
+    for straight_on, resumed in ranks.run(call(programs.gathered, name)):
+        assert same(straight_on, resumed)
+
+
 @pytest.mark.exhaustive
 def test_every_checkpoint_fits_every_placement(ranks, tmp_path):
     _assert_saved(ranks, [*programs.STORED], [*PLACED], str(tmp_path))
