@@ -6,6 +6,7 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -18,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from apex.contrib import optimizers as contrib
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.ops.lists.clip import clip_
+from apex.ops.lists.columns import local
 from apex.ops.lists.storage import STORAGES
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from apex.parallel import LARC
@@ -208,6 +210,23 @@ def refused(rank):
     return found
 
 
+def other_states(rank, name):
+    """Messages for states of other shards, and of whole tensors; and whether nothing changed."""
+    training = Training("rows", name)
+    training.step(1)
+    before = [x.clone() for x in map(local, training.tensors().values())]
+    found = []
+    for case in ("HSDP", "columns", None):
+        other = Training(case, name)
+        other.step(1)
+        try:
+            training.optimizer.load_state_dict(other.optimizer.state_dict())
+        except ValueError as error:
+            found.append(str(error))
+    after = [*map(local, training.tensors().values())]
+    return found, all(map(torch.equal, before, after))
+
+
 # -- ZeroRedundancyOptimizer -----------------------------------------------------------------------
 
 PARTITIONED = {
@@ -332,6 +351,23 @@ class Training:
                 exact = spread(exact, self.case).to_local() if exact.dim() else exact
             found[key] = value.clone(), exact
         return found
+
+
+def gathered(rank, name):
+    """Local parts of a training that goes on, and of one with its state, which rank 0 gathered."""
+    gathers = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    spreads = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    one, other = Training("rows", name), Training("rows", name)
+    one.step(1, 2)
+    weights = get_model_state_dict(one.model, options=gathers)
+    states = get_optimizer_state_dict(one.model, one.optimizer, options=gathers)
+    set_model_state_dict(other.model, weights, options=spreads)
+    set_optimizer_state_dict(other.model, other.optimizer, states, options=spreads)
+    found = []
+    for training in (one, other):
+        training.step(3)
+        found.append([*map(local, training.tensors().values())])
+    return found
 
 
 def trainings(rank, case, names):

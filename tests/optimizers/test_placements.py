@@ -66,14 +66,14 @@ def test_norms_go_over_all_ranks(pair, order):
 def test_what_cannot_be_placed_is_refused(pair, name):
     for mesh, *partial in pair.run(Call(programs.refused, name)):
         assert "Make both DTensors of one mesh" in mesh
-        assert all("terms of a sum (Partial)" in text for text in partial)
+        assert all("Partial" in text for text in partial)
         assert len(partial) == 1
 
 
 @pytest.mark.parametrize(
-    ("storage", "column"), [("plain", None), ("low_bits", "low_bits"), ("kahan", "error")]
+    ("make", "storage", "column"),
+    [("FusedSGD", "plain", None), ("FusedAdam", "low_bits", "low_bits")],
 )
-@pytest.mark.parametrize("make", ["FusedAdam", "FusedSGD", "FusedAdagrad"])
 def test_sharded_checkpoints_resume(pair, make, storage, column, tmp_path):
     for different, are_dtensors, keys in pair.run(
         Call(programs.resumed, make, storage, str(tmp_path))

@@ -113,6 +113,15 @@ def test_what_has_no_norm_is_refused(ranks):
         assert "it must be above 0" in order
 
 
+@pytest.mark.parametrize("name", ["FusedAdam, low_bits", "FusedNovoGrad, plain"])
+def test_a_state_of_other_shards_is_refused(ranks, name):
+    for found, is_unchanged in ranks.run(call(programs.other_states, name)):
+        assert is_unchanged
+        assert len(found) == 3
+        assert all("load with torch.distributed.checkpoint" in text for text in found)
+        assert "no DTensor, of shape" in found[2]
+
+
 @pytest.mark.parametrize("name", programs.PARTITIONED)
 def test_zero_redundancy_optimizer_clips_by_the_norm_of_all(ranks, name):
     for pairs in ranks.run(call(programs.partitioned, name)):
@@ -176,6 +185,12 @@ def test_checkpoints_fit_any_number_of_ranks(ranks, tmp_path):
 
 def test_checkpoints_fit_other_placements(ranks, tmp_path):
     _assert_saved(ranks, ELSEWHERE, ["HSDP", "columns", "rows and columns"], str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["FusedAdam, kahan", "FusedNovoGrad, plain"])
+def test_gathered_states_are_spread_again(ranks, name):
+    for straight_on, resumed in ranks.run(call(programs.gathered, name)):
+        assert same(straight_on, resumed)
 
 
 @pytest.mark.exhaustive

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from apex.ops.lists.columns import local
+from apex.ops.lists.placements import described, fits
 from apex.ops.lists.storage import PLAIN
 from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._groups import GroupedOptimizer
@@ -171,6 +172,13 @@ class SavedOptimizer(GroupedOptimizer):
                         f"{self._name}: the saved {key} of parameter {number} has shape {shape}, "
                         f"and the parameter {tuple(param.shape)}. Load the state into the model "
                         "that it was saved with."
+                    )
+                if key not in self.slot_shapes and not fits(param, tensors[key]):
+                    raise ValueError(
+                        f"{self._name}: the saved {key} of parameter {number} is "
+                        f"{described(tensors[key])}, and the parameter is {described(param)}. Save "
+                        "and load with torch.distributed.checkpoint, which brings states to the "
+                        "placements of this run."
                     )
 
     def _restore(self, loaded: StateDict) -> None:

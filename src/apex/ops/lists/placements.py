@@ -42,8 +42,8 @@ def placed(
     for param, grad in pairs:  # all checks before anything changes
         if _mesh(param) != _mesh(grad):
             raise RuntimeError(
-                f"{user}: a gradient is {_described(grad)}, and its parameter is "
-                f"{_described(param)}. Make both DTensors of one mesh."
+                f"{user}: a gradient is {described(grad)}, and its parameter is "
+                f"{described(param)}. Make both DTensors of one mesh."
             )
     return [_placed(param, grad) for param, grad in pairs]
 
@@ -61,6 +61,16 @@ def _placed(param: Any, grad: Any) -> torch.Tensor:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether other ranks hold other elements of the tensor."""
     return any(not place.is_replicate() for place in _placements(tensor) or ())
+
+
+def fits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a rank holds the same elements of both, which have one shape."""
+    if local(tensor).shape != local(other).shape:
+        return False
+    if _placements(tensor) is None or _placements(other) is None:
+        return True
+    is_placed_alike = _mesh(tensor) == _mesh(other) and _placements(tensor) == _placements(other)
+    return is_placed_alike or not (is_sharded(tensor) or is_sharded(other))
 
 
 def is_partial(tensor: torch.Tensor) -> bool:
@@ -216,7 +226,8 @@ def _mesh(tensor: Any) -> Any:
     return getattr(tensor, "device_mesh", None)
 
 
-def _described(tensor: torch.Tensor) -> str:
+def described(tensor: Any) -> str:
+    """What to say of a tensor in a message about placements."""
     if _placements(tensor) is None:
-        return "no DTensor"
-    return f"a DTensor of {_mesh(tensor)}"
+        return f"no DTensor, of shape {tuple(tensor.shape)},"
+    return f"a DTensor of {_mesh(tensor)}, placed {tensor.placements}"
