@@ -326,6 +326,21 @@ def one_rank(device):
         scaler.update()
 
 
+def recipe(page, rank):
+    """The program of the page: steps taken and skipped, the scale, and the weights."""
+    _, _, section = page.read_text().partition("\n## Apex's sharded optimizers\n")
+    code, names = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], {}
+    exec(compile(code, str(page), "exec"), names)
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(64, 8, generator=generator).half() for _ in range(30)]
+    batches = [(x, x.argmax(1) % 4) for x in inputs]
+    optimizer, scaler = names["train"](model, batches, "cpu")
+    _, taken, skipped, scale = scaler.outcome(optimizer).numbers()
+    return taken, skipped, scale, [p.detach() for p in model.parameters()]
+
+
 def clipping(rank):
     """Norms and clipping: of all, and of some."""
     group, rank = world(rank, 2)
