@@ -119,8 +119,10 @@ def by_hand(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
 
 
 def sharded_optimizer(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
-    """Return a step of Apex's sharded optimizer."""
-    optimizer = DistributedFusedAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
+    """Return a step of Apex's sharded optimizer; a bucket is as large as a layer of ``mlp``."""
+    optimizer = DistributedFusedAdam(
+        model.parameters(), lr=1e-3, weight_decay=0.01, bucket_cap_mb=4.0
+    )
 
     def step() -> None:
         optimizer.zero_grad()

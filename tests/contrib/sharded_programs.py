@@ -190,7 +190,11 @@ def buffers(rank):
     optimizer = DistributedFusedAdam(
         groups(ps), contiguous_grad_buffer=True, contiguous_param_buffer=True, bucket_cap_mb=1e-4
     )
+    optimizer.init_params_bucket(ps[:2])  # of 22 elements: as it would be without this
+    optimizer.init_params()
     optimizer.init_param_buffer()
+    assert [*map(id, optimizer.parameters())] == [*map(id, ps)]
+    assert optimizer.parameter(1, 2) is ps[4]
     views = [optimizer.grad_buffer_view(p) for p in ps]
     for step in range(STEPS):
         for view, grad in zip(views, grads(step, rank, ps), strict=True):
@@ -254,12 +258,20 @@ def overlapped(rank):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
             model(x).square().sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
             pending = len(optimizer._gathers)
             assert (pending > 1) == bool(hooks) == overlap
         model(x)
         assert not optimizer._gathers
         assert not hooks
         found.append([p.detach().clone() for p in model.parameters()])
+    model(x).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.first.bias.zero_()
+    assert "call param_sync() before writing" in error(optimizer.param_sync)
+    optimizer._gathers.clear()
+    vars(optimizer).pop("_watcher").remove()
     return all(map(torch.equal, *found)), found[0]
 
 
@@ -326,6 +338,21 @@ def one_rank(device):
         scaler.update()
 
 
+def recipe(page, rank):
+    """The program of the page: steps taken and skipped, the scale, and the weights."""
+    _, _, section = page.read_text().partition("\n## Apex's sharded optimizers\n")
+    code, names = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], {}
+    exec(compile(code, str(page), "exec"), names)
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(64, 8, generator=generator).half() for _ in range(30)]
+    batches = [(x, x.argmax(1) % 4) for x in inputs]
+    optimizer, scaler = names["train"](model, batches, "cpu")
+    _, taken, skipped, scale = scaler.outcome(optimizer).numbers()
+    return taken, skipped, scale, [p.detach() for p in model.parameters()]
+
+
 def clipping(rank):
     """Norms and clipping: of all, and of some."""
     group, rank = world(rank, 2)
@@ -365,6 +392,9 @@ def resumed(options, dtypes, ranks, weights, state, first, rank):
     ps = params(dtypes)
     optimizer = DistributedFusedAdam(groups(ps), process_group=group, **options)
     state = state[rank] if isinstance(state, list) else state
+    if first == "weights":  # the original's groups have no steps
+        for group in state["param_groups"]:
+            group.pop("step")
     if first == "state":
         optimizer.load_state_dict(state)
     with torch.no_grad():
@@ -372,6 +402,7 @@ def resumed(options, dtypes, ranks, weights, state, first, rank):
     if first == "weights":
         optimizer.load_state_dict(state)
     again = optimizer.state_dict(state_dict_format=state["format"])
+    assert [group["step"] for group in again["param_groups"]] == [2, 2]
     train(optimizer, ps, 0, steps=range(2, 3))  # the same gradients on all ranks
     return [p.detach() for p in ps], again
 
@@ -382,6 +413,7 @@ def written(options, dtypes, rank):
     ps, fresh = params(dtypes), params(dtypes)
     optimizer = DistributedFusedAdam(ps, process_group=group, lr=0.0, weight_decay=1.0, **options)
     train(optimizer, ps, rank, steps=range(2))
+    optimizer.param_sync()
     with torch.no_grad():
         torch._foreach_mul_(ps, 2.0)
     train(optimizer, ps, rank, steps=range(2, 3))  # lr 0: nothing but the rounding of masters

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pathlib
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.ranks import Ranks, processes
 from tests.tolerance import CLIPPED, assert_close_to_largest
 
 pytestmark = pytest.mark.dist
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +169,17 @@ def test_an_inf_on_one_rank_skips_on_all(four, kind):
     for seen, _ in answers:
         assert seen == [(4.0, False), (2.0, True), (2.0, False), (2.0, False)]
     assert_all_are([weights for _, weights in answers], answers[0][1])
+
+
+def test_the_program_of_the_page(four):
+    answers = four.run(functools.partial(programs.recipe, PAGE))
+    assert len({answer[:3] for answer in answers}) == 1
+    taken, skipped, *_ = answers[0]
+    assert taken + skipped == 30
+    assert taken > 20
+    assert_all_are([answer[3] for answer in answers], answers[0][3])
+    torch.manual_seed(2)
+    assert not torch.equal(answers[0][3][0], torch.nn.Linear(8, 16).weight.half())
 
 
 def test_norms_and_clipping(four):

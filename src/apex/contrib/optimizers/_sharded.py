@@ -79,7 +79,6 @@ class ShardedOptimizer(ShardedGradients):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Drop all gradients, also those that are reduced already or on their way."""
-        self.param_sync()
         if self._round or self._next or any(any(bucket.arrivals) for bucket in self._buckets):
             self.grad_sync()  # so that ranks stay in the same round
         self._forget()

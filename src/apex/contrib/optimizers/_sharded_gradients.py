@@ -225,7 +225,8 @@ class ShardedGradients(FusedOptimizer):
     @torch.no_grad()
     def _arrived(self, param: torch.Tensor) -> None:
         with self._lock:
-            self._prepare_buckets()
+            if id(param) not in self._places:
+                self._prepare_buckets()
             bucket, place = self._places[id(param)]
             if self._is_final:
                 raise RuntimeError(

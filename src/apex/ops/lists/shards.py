@@ -251,6 +251,7 @@ class Bucket:
 
     def gather(self, group: Any) -> tuple[Any, torch.Tensor]:
         """Begin to collect the stepped shards; returns what to wait for, and where they will be."""
+        self.note_versions()
         flat, own = self.buffer, self.stepped if self.main is None else self.main
         if flat is None:
             flat = self.params[0].new_empty(self.size, dtype=self.kinds.param)
@@ -262,8 +263,17 @@ class Bucket:
 
     @torch.no_grad()
     def close(self, work: Any, flat: torch.Tensor, user: str) -> None:
-        """Wait for the shards of all ranks and write the parameters."""
+        """Wait for the shards of all ranks and write the parameters.
+
+        Raises:
+            RuntimeError: A parameter was written since :meth:`gather`.
+        """
         wait(work, user, flat)
+        if self.versions != [param._version for param in self.params]:
+            raise RuntimeError(
+                f"{user}: a parameter was written while its new value was on its way. With "
+                "overlap_param_sync=True call param_sync() before writing parameters."
+            )
         if self.buffer is None:
             torch._foreach_copy_(self.params, self.views(flat))
         else:
