@@ -135,8 +135,8 @@ def _steps(
         pairs = [(p, master.double()) for p, master in masters if master is not None]
         yield from one_rounding(f"weights from masters, step {number}", pairs, setting)
         of_slots = _normed if max_norm or variant.larc else one_rounding
-        for slot in wanted[0][2]:
-            states = [(optimizer.state[param], after[slot]) for param, _, after in wanted]
+        for slot in dict.fromkeys(slot for *_, after in wanted for slot in after):
+            states = [(optimizer.state[p], after[slot]) for p, _, after in wanted if slot in after]
             pairs = [(state[slot], exact) for state, exact in states if not is_code(state, slot)]
             yield from of_slots(f"{slot}, step {number}", pairs, setting)
             for state, exact in states:
