@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from apex.ops.lists.storage import KAHAN, LOW_BITS
+from tests.optimizers import shard_checkpoints as checkpoints
 from tests.optimizers import shard_programs as programs
 from tests.optimizers.common import same
 from tests.ranks import Ranks
@@ -115,7 +116,7 @@ def test_what_has_no_norm_is_refused(ranks):
 
 @pytest.mark.parametrize("name", ["FusedAdam, low_bits", "FusedNovoGrad, plain"])
 def test_a_state_of_other_shards_is_refused(ranks, name):
-    for found, is_unchanged in ranks.run(call(programs.other_states, name)):
+    for found, is_unchanged in ranks.run(call(checkpoints.other_states, name)):
         assert is_unchanged
         assert len(found) == 3
         assert all("load with torch.distributed.checkpoint" in text for text in found)
@@ -142,11 +143,11 @@ ELSEWHERE = ["FusedAdam, low_bits", "FusedLAMB, low_bits", "FusedNovoGrad, kahan
 
 def _assert_saved(ranks, names, cases, folder):
     """Assert that shards of two ranks have the numbers of one process, there and after loading."""
-    alone = programs.stepped_and_saved(0, None, names)
-    saved = ranks.run(call(programs.stepped_and_saved, "two ranks", names, folder))[0]
-    found = [x for case in cases for x in ranks.run(call(programs.loaded, case, saved, folder))]
+    alone = checkpoints.stepped_and_saved(0, None, names)
+    saved = ranks.run(call(checkpoints.stepped_and_saved, "two ranks", names, folder))[0]
+    found = [x for case in cases for x in ranks.run(call(checkpoints.loaded, case, saved, folder))]
     with pytest.warns(UserWarning, match="in a single process"):
-        found.append(programs.loaded(0, None, saved, folder))
+        found.append(checkpoints.loaded(0, None, saved, folder))
     for name in names:
         if "stochastic" not in name:
             here = alone[name][0]
@@ -189,10 +190,10 @@ def test_checkpoints_fit_other_placements(ranks, tmp_path):
 
 @pytest.mark.parametrize("name", ["FusedAdam, kahan", "FusedNovoGrad, plain"])
 def test_gathered_states_are_spread_again(ranks, name):
-    for straight_on, resumed in ranks.run(call(programs.gathered, name)):
+    for straight_on, resumed in ranks.run(call(checkpoints.gathered, name)):
         assert same(straight_on, resumed)
 
 
 @pytest.mark.exhaustive
 def test_every_checkpoint_fits_every_placement(ranks, tmp_path):
-    _assert_saved(ranks, [*programs.STORED], [*PLACED], str(tmp_path))
+    _assert_saved(ranks, [*checkpoints.STORED], [*PLACED], str(tmp_path))
