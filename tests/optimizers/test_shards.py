@@ -135,7 +135,7 @@ USUAL = [  # each key of a state in each dtype
     *[f"FusedAdam, {storage}" for storage in ("plain", "low_bits", "kahan", "stochastic")],
     "FusedSGD, plain", "FusedSGD, low_bits", "FusedAdagrad, kahan", "FusedLion, low_bits",
     "FusedLAMB, low_bits", "FusedNovoGrad, plain", "FusedNovoGrad, kahan",
-    "FusedMixedPrecisionLamb, masters", "FusedAdam, masters", "LARC, plain",
+    "FusedMuon, low_bits", "FusedMixedPrecisionLamb, masters", "FusedAdam, masters", "LARC, plain",
     "contrib.FusedAdam, plain",
 ]  # fmt: skip
 ELSEWHERE = ["FusedAdam, low_bits", "FusedLAMB, low_bits", "FusedNovoGrad, kahan"]
