@@ -362,6 +362,13 @@ def test_shards_give_the_bits_of_one_process(four, case):
 
 
 @pytest.mark.dist
+def test_shards_of_shards_give_the_bits_of_one_process(four):
+    """Collected in another order the rows of a matrix would be, and its sums."""
+    for weights, alone in four.run(functools.partial(programs.strided, iteration_dtype=FLOAT)):
+        assert same(weights, alone)
+
+
+@pytest.mark.dist
 def test_matrices_that_are_whole_on_a_rank_do_not_travel(four):
     for weight, alone, calls in four.run(programs.stack_of_experts):
         assert torch.equal(weight, alone)
