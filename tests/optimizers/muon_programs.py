@@ -177,6 +177,25 @@ def trained(rank, kind, **options):
     return weights, [param.detach() for param in alone.parameters()]
 
 
+def strided(rank, **options):
+    """Weights of a step on given gradients, of FSDP over tensor parallelism and of one process."""
+    several, alone = sharded("tensor parallel")[0], Net()
+    makers = [FusedMuon(m.named_parameters(), lr=0.02, **options) for m in (several, alone)]
+    for number, (param, other) in enumerate(
+        zip(several.parameters(), alone.parameters(), strict=True)
+    ):
+        (other.grad,) = tensors(number, [other.shape])
+        here = other.grad
+        for dim, place in reversed([*enumerate(param.placements)]):  # tensor parallelism is first
+            if not place.is_replicate():
+                here = here.chunk(2, place.dim)[param.device_mesh.get_local_rank(dim)]
+        param.grad = DTensor.from_local(here, param.device_mesh, param.placements, run_check=False)
+    for optimizer in makers:
+        optimizer.step()
+    weights = [whole(param) for param in several.parameters()]
+    return weights, [param.detach() for param in alone.parameters()]
+
+
 def resumed(rank, kind, folder):
     """How many numbers differ between a training that goes on and one that was saved and loaded."""
 

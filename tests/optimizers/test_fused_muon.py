@@ -9,7 +9,7 @@ import torch
 from apex import amp
 from apex.bench.catalogue.optimizers import Step, muon
 from apex.ops.lists.storage import join
-from apex.ops.updates import muon as update
+from apex.ops.updates import newton_schulz as middle
 from apex.optimizers import FusedAdam, FusedMuon
 from tests.optimizers import muon_programs as programs
 from tests.optimizers.common import PATHS, give_grads, on, parameters, same, train, values
@@ -67,8 +67,8 @@ def test_bfloat16_products_against_the_formula(dtype, path):
 @pytest.mark.parametrize("shape", [(30, 10), (10, 30), (3, 16, 16)])
 def test_singular_values_come_near_to_one(shape, dtype):
     matrices = parameters(dtype, [shape])[0].detach()
-    hyper = update.Iteration((3.4445, -4.7750, 2.0315), 1e-7, 5)
-    (found,) = update.orthogonalized([matrices], hyper, flatten=False)
+    hyper = middle.Iteration((3.4445, -4.7750, 2.0315), 1e-7, 5)
+    (found,) = middle.orthogonalized([matrices], hyper, flatten=False)
     values = torch.linalg.svdvals(found.double())
     assert MUON_SINGULAR[0] < values.min()
     assert values.max() < MUON_SINGULAR[1]
@@ -114,16 +114,16 @@ def test_stacks_are_their_matrices(dtype):
 
 def test_what_is_stacked(monkeypatch):
     """Tensors of one kind, up to a number of elements, or one that is larger; in small batches."""
-    monkeypatch.setattr(update, "STACK", 20)
+    monkeypatch.setattr(middle, "STACK", 20)
     kinds, sizes = ["a", "b", "a", "a", "b", "b"], [8, 30, 8, 8, 10, 10]
-    assert update.stacks(kinds, sizes) == [[0, 2], [1], [3], [4, 5]]
-    seen, real = [], update.newton_schulz
-    monkeypatch.setattr(update, "newton_schulz", lambda x, _: seen.append(len(x)) or real(x, _))
+    assert middle.stacks(kinds, sizes) == [[0, 2], [1], [3], [4, 5]]
+    seen, real = [], middle.newton_schulz
+    monkeypatch.setattr(middle, "newton_schulz", lambda x, _: seen.append(len(x)) or real(x, _))
     params = parameters(shapes=[(5, 3, 2), (3, 2), (3, 2)])
     expected = parameters(shapes=[(5, 3, 2), (3, 2), (3, 2)])
     found = train(FusedMuon(params), params, range(1))
     assert seen == [3, 2, 2]
-    monkeypatch.setattr(update, "STACK", 2**22)
+    monkeypatch.setattr(middle, "STACK", 2**22)
     assert same(found, train(FusedMuon(expected), expected, range(1)))
 
 
@@ -207,6 +207,7 @@ def test_what_the_rest_is_stepped_with():
         ({"momentum": 1.0}, "momentum was 1.0; allowed are numbers from 0 to below 1"),
         ({"momentum": -0.1}, "Invalid momentum value: -0.1"),
         ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients was \(1.0, 2.0\); .* three"),
+        ({"ns_coefficients": 3.0}, "ns_coefficients was 3.0; allowed are three numbers"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn was 'rms'; allowed are None, 'original' and"),
         ({"algorithm": "sgd"}, "algorithm was 'sgd'; allowed are 'muon' and 'adam'"),
         ({"use_muon": False}, "use_muon=False. Write algorithm='muon' or algorithm='adam'"),
@@ -358,6 +359,13 @@ def test_shards_give_the_bits_of_one_process(four, case):
     assert computed == sorted(matrices * copies)
     if dims and case != "hybrid":
         assert all(shapes for *_, shapes in answers)  # nobody is idle
+
+
+@pytest.mark.dist
+def test_shards_of_shards_give_the_bits_of_one_process(four):
+    """Collected in another order the rows of a matrix would be, and its sums."""
+    for weights, alone in four.run(functools.partial(programs.strided, iteration_dtype=FLOAT)):
+        assert same(weights, alone)
 
 
 @pytest.mark.dist

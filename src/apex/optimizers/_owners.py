@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apex.ops.updates.muon import Iteration, orthogonalized, stacks
+from apex.ops.updates.newton_schulz import Iteration, orthogonalized, stacks
 
 Parts = dict[int, torch.Tensor]  # by the number of the direction, in order
 

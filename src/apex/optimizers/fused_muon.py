@@ -217,11 +217,12 @@ class FusedMuon(FusedOptimizer):
         super()._check_numbers(group)
         group = {**self.defaults, **group} if hasattr(self, "defaults") else group
         coefficients, steps = group["ns_coefficients"], group["ns_steps"]
+        is_listed = isinstance(coefficients, tuple | list)
         for key, is_right, allowed in (
             ("algorithm", group["algorithm"] in SLOTS, "'muon' and 'adam'"),
             ("momentum", float(group["momentum"]) < 1, "numbers from 0 to below 1"),
-            ("ns_coefficients", len(coefficients) == 3, "three numbers"),
-            ("ns_steps", steps in range(100), "whole numbers from 0 to 99"),
+            ("ns_coefficients", is_listed and len(coefficients) == 3, "three numbers"),
+            ("ns_steps", isinstance(steps, int) and 0 <= steps < 100, "whole numbers from 0 to 99"),
             ("adjust_lr_fn", group["adjust_lr_fn"] in ADJUSTMENTS,
              "None, 'original' and 'match_rms_adamw'"),
         ):  # fmt: skip

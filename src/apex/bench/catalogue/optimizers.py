@@ -376,7 +376,8 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
                 for storage in ("low_bits", "kahan", "stochastic")
             ),
         ),
-        options={"iteration_dtype": torch.float32}, training={"lr": 0.02, "weight_decay": 0.01},
+        options={"iteration_dtype": torch.float32},
+        training={"lr": 0.02, "adam_lr": 0.005, "weight_decay": 0.01},
         launches=3,
     ),
 )  # fmt: skip
