@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from apex.bench.catalogue.optimizers import OPTIMIZERS
+from apex.ops import _runtime
 from apex.ops.lists.quantized import (
     BLOCK,
     SIGNED,
@@ -165,7 +166,14 @@ def test_the_kernel_has_the_bits_of_the_definition(make):
         params = parameters(shapes=SHAPES[:HELD])
         optimizer = make(params, state="8bit")
         train(optimizer, params, range(1), "reference")
-        ends.append((train(optimizer, params, range(1, 2), path), optimizer, params))
+        give_grads(params, 1)
+        for param in params:
+            param.grad[0] *= 2.0**-126  # denormals
+            optimizer.state[param][optimizer.slots[0]][:2] = 0
+        params[0].grad[1] = 0.0
+        with on(path):
+            optimizer.step()
+        ends.append((values(params), optimizer, params))
     (weights, definition, params), *others = ends
     for found, optimizer, mine in others:
         for one, two in zip(weights, found, strict=True):
@@ -226,12 +234,14 @@ def test_bytes_of_adams_state():
     assert kept / params[0].numel() == 2 * (1 + 4 / 256)
 
 
-@pytest.mark.parametrize("path", ["reference", "triton", None])
+@pytest.mark.parametrize("path", ["reference", "triton"])
 @makers
-def test_a_skipped_step_changes_nothing(make, path):
+def test_a_skipped_step_changes_nothing(make, path, monkeypatch):
+    """On a device, where the flag is read."""
     params = parameters(shapes=SHAPES[1:2])
     optimizer = make(params, state="8bit")
     train(optimizer, params, range(1), path)
+    monkeypatch.setattr(_runtime, "waits", lambda device: True)
     before = values(params), copy.deepcopy(optimizer.state_dict()["state"])
     give_grads(params, 1)
     params[0].grad[0, 0] = torch.inf
@@ -383,7 +393,10 @@ def test_a_language_model_learns_as_with_float32(make):
 def test_a_saved_state_comes_back_bit_for_bit(make):
     params = parameters(shapes=SHAPES)
     optimizer = make(params, state="8bit")
-    train(optimizer, params, range(2))
+    train(optimizer, params, range(1))
+    for param, state in optimizer.state.items():
+        if param.dim() > 1:  # smaller than is kept: quantised again it would be 0
+            state.get(optimizer.slots[0] + "_absmax", param.grad)[0] = 2.0**-140
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
