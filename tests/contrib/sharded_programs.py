@@ -56,24 +56,26 @@ def groups(ps):
     return [{"params": ps[:2], **GROUPS[0]}, {"params": ps[2:], **GROUPS[1]}]
 
 
-def alone(ranks, dtypes=(FLOAT,), make=FusedAdam, without=None, passes=1, steps=STEPS, rounds=True):
-    """One process with the mean gradients and float32 masters; ``rounds``: to the dtypes."""
+def alone(ranks, dtypes=(FLOAT,), make=FusedAdam, without=None, passes=1, more=0):
+    """One process with the mean gradients and float32 masters.
+
+    ``more`` steps at the end have the gradients of rank 0 alone.
+    """
     ps = params(dtypes)
     stepped = [nn.Parameter(p.detach().float()) for p in ps]
     optimizer = make(groups(stepped))
-    for step in range(steps):
+    for step in range(STEPS):
+        here = 1 if step >= STEPS - more else ranks
         every = [
             grads(passes * step + number, rank, ps, without[rank] if without else ())
-            for rank in range(ranks)
+            for rank in range(here)
             for number in range(passes)
         ]
         for i, p in enumerate(stepped):
             found = [gs[i].float() for gs in every if gs[i] is not None]
-            p.grad = sum(found) / ranks if found else None
+            p.grad = sum(found) / here if found else None
         optimizer.step()
-    return [
-        s.detach().to(p.dtype) if rounds else s.detach() for s, p in zip(stepped, ps, strict=True)
-    ]
+    return [s.detach().to(p.dtype) for s, p in zip(stepped, ps, strict=True)]
 
 
 @functools.cache
