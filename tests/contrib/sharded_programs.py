@@ -170,19 +170,31 @@ def narrow_state(rank):
 def accumulation(how, rank):
     """Two backward passes for a step."""
     ps = params()
-    optimizer = DistributedFusedAdam(groups(ps), contiguous_grad_buffer=how == "buffer")
+    optimizer = DistributedFusedAdam(groups(ps), contiguous_grad_buffer="buffer" in how)
     for step in range(STEPS):
         if how in ("no_sync", "greedy", "buffer"):
             with optimizer.no_sync(greedy_grad_copy=how != "no_sync"):
                 backward(ps, grads(2 * step, rank, ps))
         else:
             backward(ps, grads(2 * step, rank, ps))
-        if how == "last":
-            with optimizer.no_sync():
+        if how.startswith("last"):
+            with optimizer.no_sync(greedy_grad_copy=how == "last, greedy"):
                 backward(ps, grads(2 * step + 1, rank, ps))
         else:
             backward(ps, grads(2 * step + 1, rank, ps))
         optimizer.step()
+    return [p.detach() for p in ps]
+
+
+def dropped(rank):
+    """A batch without a step, in which ranks have sent other buckets by themselves."""
+    ps = params()
+    optimizer = DistributedFusedAdam(groups(ps), bucket_cap_mb=1e-4)
+    for step in range(STEPS):
+        if step == 1:
+            backward(ps, grads(50, rank, ps, () if rank else (4,)))
+            optimizer.zero_grad()
+        train(optimizer, ps, rank, steps=range(step, step + 1))
     return [p.detach() for p in ps]
 
 

@@ -128,10 +128,16 @@ def test_missing_gradients(four, name):
     assert_all_are(four.run(job), programs.alone(4, without=WITHOUT[name]))
 
 
-@pytest.mark.parametrize("how", ["no_sync", "greedy", "buffer", "twice", "last"])
+@pytest.mark.parametrize(
+    "how", ["no_sync", "greedy", "buffer", "twice", "twice, buffer", "last", "last, greedy"]
+)
 def test_accumulation(four, how):
     answers = four.run(functools.partial(programs.accumulation, how))
     assert_all_are(answers, programs.alone(4, passes=2))
+
+
+def test_a_batch_that_is_dropped(four):
+    assert_all_are(four.run(programs.dropped), programs.alone(4))
 
 
 def test_gradients_that_the_program_writes_into_the_buffer(four):
