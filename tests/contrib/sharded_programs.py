@@ -56,24 +56,26 @@ def groups(ps):
     return [{"params": ps[:2], **GROUPS[0]}, {"params": ps[2:], **GROUPS[1]}]
 
 
-def alone(ranks, dtypes=(FLOAT,), make=FusedAdam, without=None, passes=1, steps=STEPS, rounds=True):
-    """One process with the mean gradients and float32 masters; ``rounds``: to the dtypes."""
+def alone(ranks, dtypes=(FLOAT,), make=FusedAdam, without=None, passes=1, more=0):
+    """One process with the mean gradients and float32 masters.
+
+    ``more`` steps at the end have the gradients of rank 0 alone.
+    """
     ps = params(dtypes)
     stepped = [nn.Parameter(p.detach().float()) for p in ps]
     optimizer = make(groups(stepped))
-    for step in range(steps):
+    for step in range(STEPS):
+        here = 1 if step >= STEPS - more else ranks
         every = [
             grads(passes * step + number, rank, ps, without[rank] if without else ())
-            for rank in range(ranks)
+            for rank in range(here)
             for number in range(passes)
         ]
         for i, p in enumerate(stepped):
             found = [gs[i].float() for gs in every if gs[i] is not None]
-            p.grad = sum(found) / ranks if found else None
+            p.grad = sum(found) / here if found else None
         optimizer.step()
-    return [
-        s.detach().to(p.dtype) if rounds else s.detach() for s, p in zip(stepped, ps, strict=True)
-    ]
+    return [s.detach().to(p.dtype) for s, p in zip(stepped, ps, strict=True)]
 
 
 @functools.cache
@@ -168,19 +170,31 @@ def narrow_state(rank):
 def accumulation(how, rank):
     """Two backward passes for a step."""
     ps = params()
-    optimizer = DistributedFusedAdam(groups(ps), contiguous_grad_buffer=how == "buffer")
+    optimizer = DistributedFusedAdam(groups(ps), contiguous_grad_buffer="buffer" in how)
     for step in range(STEPS):
         if how in ("no_sync", "greedy", "buffer"):
             with optimizer.no_sync(greedy_grad_copy=how != "no_sync"):
                 backward(ps, grads(2 * step, rank, ps))
         else:
             backward(ps, grads(2 * step, rank, ps))
-        if how == "last":
-            with optimizer.no_sync():
+        if how.startswith("last"):
+            with optimizer.no_sync(greedy_grad_copy=how == "last, greedy"):
                 backward(ps, grads(2 * step + 1, rank, ps))
         else:
             backward(ps, grads(2 * step + 1, rank, ps))
         optimizer.step()
+    return [p.detach() for p in ps]
+
+
+def dropped(rank):
+    """A batch without a step, in which ranks have sent other buckets by themselves."""
+    ps = params()
+    optimizer = DistributedFusedAdam(groups(ps), bucket_cap_mb=1e-4)
+    for step in range(STEPS):
+        if step == 1:
+            backward(ps, grads(50, rank, ps, () if rank else (4,)))
+            optimizer.zero_grad()
+        train(optimizer, ps, rank, steps=range(step, step + 1))
     return [p.detach() for p in ps]
 
 

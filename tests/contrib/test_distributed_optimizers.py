@@ -59,8 +59,7 @@ def test_parameters_are_rounded_to_the_dtype_that_is_sent(four):
 
 def test_sums_instead_of_means(four):
     answers = four.run(functools.partial(programs.sharded, {"average_grad_sync": False}, 2))
-    twice = functools.partial(programs.alone, 2, passes=1)
-    mean = twice()
+    mean = programs.alone(2)
     assert any(not torch.equal(p, q) for p, q in zip(answers[0], mean, strict=True))
     eps = functools.partial(FusedAdam, eps=0.5e-8)  # Adam of doubled gradients, but for eps
     for found, wanted in zip(answers[0], programs.alone(2, make=eps), strict=True):
@@ -129,10 +128,16 @@ def test_missing_gradients(four, name):
     assert_all_are(four.run(job), programs.alone(4, without=WITHOUT[name]))
 
 
-@pytest.mark.parametrize("how", ["no_sync", "greedy", "buffer", "twice", "last"])
+@pytest.mark.parametrize(
+    "how", ["no_sync", "greedy", "buffer", "twice", "twice, buffer", "last", "last, greedy"]
+)
 def test_accumulation(four, how):
     answers = four.run(functools.partial(programs.accumulation, how))
     assert_all_are(answers, programs.alone(4, passes=2))
+
+
+def test_a_batch_that_is_dropped(four):
+    assert_all_are(four.run(programs.dropped), programs.alone(4))
 
 
 def test_gradients_that_the_program_writes_into_the_buffer(four):
@@ -210,17 +215,18 @@ def test_norms_and_clipping(four):
 def test_state_of_other_numbers_of_ranks(four, name, first):
     options, dtypes = CASES[name]
     weights, state = four.run(functools.partial(programs.saved, options, dtypes, 2, None))[0]
-    stepped = programs.alone(2, dtypes, steps=2, rounds=False)
-    for number, p in enumerate(stepped):
-        assert torch.equal(state["state"][number]["param"], p)
-        assert state["state"][number]["exp_avg"].shape == p.shape
+    for number, p in enumerate(weights):
+        saved = state["state"][number]
+        assert [saved[key].dtype for key in ("param", "exp_avg")] == [FLOAT] * 2
+        assert torch.equal(saved["param"].to(p.dtype), p)
     assert (state["state"]["step"], state["format"]) == (2, 2)
     job = functools.partial(programs.resumed, options, dtypes)
     on_two = four.run(functools.partial(job, 2, weights, state, first))
     on_four = four.run(functools.partial(job, 4, weights, state, first))
-    assert_all_are([found for found, _ in (*on_two, *on_four)], on_two[0][0])
+    wanted = programs.alone(2, dtypes, more=1)  # without an interruption
+    assert_all_are([found for found, _ in (*on_two, *on_four)], wanted)
     for _, again in (*on_two, *on_four):
-        for number in range(len(stepped)):
+        for number in range(5):
             both = again["state"][number], state["state"][number]
             assert all(torch.equal(both[0][key], both[1][key]) for key in both[1])
 
@@ -230,10 +236,8 @@ def test_state_of_this_rank(four):
     answers = four.run(functools.partial(programs.saved, options, dtypes, 4, 1))
     weights, states = answers[0][0], [state for _, state in answers]
     job = functools.partial(programs.resumed, options, dtypes, 4, weights)
-    by_parts = four.run(functools.partial(job, states, "weights"))
-    whole = four.run(functools.partial(programs.saved, options, dtypes, 4, 2))[0][1]
-    by_whole = four.run(functools.partial(job, whole, "weights"))
-    assert_all_are([found for found, _ in by_parts], by_whole[0][0])
+    answers = four.run(functools.partial(job, states, "weights"))
+    assert_all_are([found for found, _ in answers], programs.alone(4, dtypes, more=1))
     kept = [x.numel() for state in states for n, s in state["state"].items() if n != "step"
             for x in [s["exp_avg"]]]  # fmt: skip
     assert sum(kept) == sum(math.prod(shape) for shape in programs.SHAPES)

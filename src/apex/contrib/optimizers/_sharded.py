@@ -13,6 +13,7 @@ parameter is reduced in each step; only a rank that misses a gradient reads it, 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,6 @@ from apex.ops import _runtime
 from apex.ops.lists.collectives import wait
 from apex.ops.lists.columns import Scalar
 from apex.ops.lists.phases import Phases
-from apex.ops.lists.shards import Bucket, Piece
 from apex.ops.lists.storage import LOW_BITS, StepOptions
 from apex.ops.lists.tensor_norms import square_sums
 from apex.optimizers import _buckets
@@ -44,7 +44,7 @@ class Shard(FusedOptimizer):
 
     def __init__(self, owner: ShardedOptimizer, *, low_bits: bool) -> None:
         self._owner = weakref.proxy(owner)
-        self.dtypes: dict[torch.Tensor, torch.dtype] = {}
+        self.dtypes: dict[torch.Tensor, torch.dtype] = {}  # of the state of fragments
         storage = LOW_BITS.name if low_bits else "plain"
         super().__init__([{"params": []}], dict(owner.defaults), storage=storage)
 
@@ -69,13 +69,9 @@ class ShardedOptimizer(ShardedGradients):
     #: GradScaler calls :meth:`unscale_grads`: there are no gradients to be seen.
     _custom_amp_unscale_grads = True
 
-    def _make_buckets(self, *args: Any) -> list[Bucket]:
-        made = super()._make_buckets(*args)
-        if "_shard" not in vars(self):
-            self._shard = Shard(self, low_bits=self._options.store_param_remainders)
-        for bucket in made:
-            self._shard.dtypes |= {piece.tensor: bucket.kinds.state for piece in bucket.pieces}
-        return made
+    @functools.cached_property
+    def _shard(self) -> Shard:
+        return Shard(self, low_bits=self._options.store_param_remainders)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Drop all gradients, also those that are reduced already or on their way."""
@@ -86,21 +82,18 @@ class ShardedOptimizer(ShardedGradients):
 
     # -- norms and scaling -------------------------------------------------------------------------
 
-    def _pieces(self, of: Iterable[torch.Tensor] | None = None) -> Iterator[tuple[Bucket, Piece]]:
-        """The fragments of all parameters, or of some."""
-        wanted = self._places.keys() if of is None else {*map(id, of)}
-        for bucket in self._buckets:
-            for piece in bucket.pieces:
-                if id(bucket.params[piece.place]) in wanted:
-                    yield bucket, piece
+    def _reduced(self, of: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """The gradients of all fragments, or of those of some parameters."""
+        numbers = self._fragments if of is None else [id(p) for p in of]
+        found = [self._fragments[number] for number in numbers if number in self._fragments]
+        return [bucket.grad_of(piece) for bucket, piece in found]
 
     def _measure(self, of: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """The sum of squares of reduced gradients, and above 0 if one is not finite."""
         if of is None and self._measured is not None:
             return self._measured
         found = torch.zeros(2, device=self._params()[0].device)
-        grads = [bucket.grad_of(piece) for bucket, piece in self._pieces(of)]
-        if grads:
+        if grads := self._reduced(of):
             found[0] = square_sums(grads, flag=found[1:]).sum()
         torch.distributed.all_reduce(found, group=self._own and self._own.shards)
         self._measured = found if of is None else self._measured
@@ -110,9 +103,7 @@ class ShardedOptimizer(ShardedGradients):
     def grad_norm(
         self, parameters: Any = None, norm_type: float = 2.0, force: bool = False
     ) -> torch.Tensor:
-        """Norm of the reduced gradients over all ranks, unscaled if ``unscale_grads`` was called.
-
-        It reduces gradients that are left. All ranks call it.
+        """Norm of the gradients over all ranks, all of which call it, as they will be stepped.
 
         Args:
             parameters: Some of the optimizer's; by default all.
@@ -162,8 +153,8 @@ class ShardedOptimizer(ShardedGradients):
         if some is None:
             self._factor = self._factor * known(clip)
         else:
-            for bucket, piece in self._pieces(some):
-                bucket.grad_of(piece).mul_(clip)
+            for grad in self._reduced(some):
+                grad.mul_(clip)
             self._measured = None
         self._is_final = True
         return norm
@@ -264,64 +255,55 @@ class ShardedOptimizer(ShardedGradients):
                     "values by copy_()."
                 )
         self.grad_sync()
-        present = self._exchange_present()
-        if noop is None or _runtime.waits(noop.device) or not noop.item():
-            noop = None if noop is None or not _runtime.waits(noop.device) else noop
-            self._step_shard(self._clipped(known(factor) * self._factor), noop, present())
+        is_known = noop is not None and not _runtime.waits(noop.device)
+        if not (is_known and noop is not None and noop.item()):
+            factor = self._clipped(known(factor) * self._factor)
+            self._step_shard(factor, None if is_known else noop)
         self._forget()
 
     def _clipped(self, factor: Scalar) -> Scalar:
         """``factor``, times what clips all gradients to the largest norm."""
         return factor
 
-    def _exchange_present(self) -> Callable[[], set[int]]:
-        """Find ids of parameters that are to be stepped here: that have gradients on any rank."""
+    def _find_present(self) -> set[int]:
+        """Find ids of parameters with gradients on any rank; waits where a fragment misses one."""
         params = [param for bucket in self._buckets for param in bucket.params]
         if not params:
-            return set
+            return set()
         flags = torch.ones(len(params), dtype=torch.uint8, device=params[0].device)
         for number, param in enumerate(params):
             if id(param) not in self._present:
                 flags[number].zero_()
         most, group = torch.distributed.ReduceOp.MAX, self._own and self._own.all
         work = torch.distributed.all_reduce(flags, most, group=group, async_op=True)
+        wait(work, self._name, flags)
+        if self._fragments.keys() <= self._present:
+            return self._present
+        return {id(p) for p, flag in zip(params, flags.tolist(), strict=True) if flag}
 
-        def read() -> set[int]:
-            wait(work, self._name, flags)
-            if {
-                id(bucket.params[piece.place]) for bucket, piece in self._pieces()
-            } <= self._present:
-                return self._present
-            return {id(p) for p, flag in zip(params, flags.tolist(), strict=True) if flag}
-
-        return read
-
-    def _step_shard(self, factor: Scalar, noop: torch.Tensor | None, present: set[int]) -> None:
+    def _step_shard(self, factor: Scalar, noop: torch.Tensor | None) -> None:
         """Step the fragments of this rank and send them to the others."""
+        present, shard = self._find_present(), self._shard
         for bucket in self._buckets:
-            bucket.open(self._shard.state)
-        pieces = {
-            id(bucket.params[piece.place]): (bucket, piece) for bucket, piece in self._pieces()
-        }
-        groups: list[dict[str, Any]] = []
-        grads: dict[torch.Tensor, torch.Tensor] = {}
+            bucket.open(shard.state)
+        stepped = {n: self._fragments[n] for n in self._fragments.keys() & present}
+        grads = {piece.tensor: bucket.grad_of(piece) for bucket, piece in stepped.values()}
+        shard.dtypes |= {piece.tensor: bucket.kinds.state for bucket, piece in stepped.values()}
+        pairs = []
         for group in self.param_groups:
-            here = {id(p): pieces[id(p)] for p in group["params"] if id(p) in pieces}
-            grads |= {
-                piece.tensor: bucket.grad_of(piece)
-                for number, (bucket, piece) in here.items()
-                if number in present
-            }
-            groups.append({**group, "params": [piece.tensor for _, piece in here.values()]})
+            found = [self._fragments.get(id(param)) for param in group["params"]]
+            tensors = [one[1].tensor for one in found if one is not None]
+            pairs.append((group, {**group, "params": tensors}))
         # The shard counts the steps of groups of which this rank has something.
-        pairs = [*zip(self.param_groups, groups, strict=True)]
         _buckets.count_steps([group for group, mine in pairs if not mine["params"]], noop)
+        shard.param_groups = [mine for _, mine in pairs if mine["params"]]
         if self._buckets:
-            self._shard.param_groups = [mine for mine in groups if mine["params"]]
-            self._shard.step_scaled(factor, noop, grads=grads)
+            shard.step_scaled(factor, noop, grads=grads)
         for group, mine in pairs:
-            if mine["params"]:
-                group["step"] = mine["step"]
+            group |= {"step": mine["step"]} if mine["params"] else {}
+        self._send_params()
+
+    def _send_params(self) -> None:
         overlaps = self._options.overlap_param_sync
         for bucket in reversed(self._buckets):  # the first layers first
             self._gathers.append((bucket, *bucket.gather(self._own and self._own.shards)))

@@ -26,7 +26,7 @@ from apex.ops import _runtime
 from apex.ops.lists.collectives import new_gradient_group, ranks_agree
 from apex.ops.lists.columns import Scalar
 from apex.ops.lists.flat import broadcast, group_by_size
-from apex.ops.lists.shards import Bucket, Kinds, Sent
+from apex.ops.lists.shards import Bucket, Kinds, Piece, Sent
 from apex.optimizers._base import FusedOptimizer
 
 
@@ -66,6 +66,7 @@ class ShardedGradients(FusedOptimizer):
         self._own: Groups | None = None
         self._buckets: list[Bucket] = []
         self._places: dict[int, tuple[Bucket, int]] = {}  # by the id of a parameter
+        self._fragments: dict[int, tuple[Bucket, Piece]] = {}  # by the same, those of this rank
         self._hooks: dict[int, Any] = {}
         self._sent: deque[Sent] = deque()
         self._gathers: list[tuple[Bucket, Any, torch.Tensor]] = []  # parameters on their way
@@ -185,7 +186,7 @@ class ShardedGradients(FusedOptimizer):
 
     def _make_buckets(
         self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype | None], cap_mb: float
-    ) -> list[Bucket]:
+    ) -> None:
         """Put those of ``params`` that have no bucket into new ones."""
         if not {*map(id, params)} <= {*map(id, self._params())}:
             raise ValueError(f"{self._name}: a parameter is in none of the optimizer's groups.")
@@ -197,18 +198,16 @@ class ShardedGradients(FusedOptimizer):
         world = torch.distributed.get_world_size(own.shards)
         rank = torch.distributed.get_rank(own.shards)
         elements = min(cap_mb * 2**20 / kinds[0].grad.itemsize, 2**62) if new else 1
-        made = []
         for members in group_by_size(range(len(new)), new, max(int(elements), 1)):
             some = [new[index] for index in members]
             bucket = Bucket(some, kinds[members[0]], rank, world, stores=options.store_params)
-            made.append(bucket)
+            self._buckets.append(bucket)
             self._places |= {id(param): (bucket, place) for place, param in enumerate(some)}
+            self._fragments |= {id(some[one.place]): (bucket, one) for one in bucket.pieces}
             if options.contiguous_grad_buffer:
                 bucket.keep_grads()
             if options.contiguous_param_buffer:
                 bucket.make_buffer()
-        self._buckets += made
-        return made
 
     # -- gradients ---------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class SavedShards(ShardedOptimizer):
         state: dict[Any, Any] = {"step": step}
         keeps = not gather_on_root or torch.distributed.get_rank(self._groups.all) == 0
         for bucket in self._buckets:
-            places = self._fragments(bucket) if form == 1 else self._gathered(bucket)
+            places = self._own_part(bucket) if form == 1 else self._gathered(bucket)
             if keeps:
                 state |= {numbers[id(bucket.params[n])]: one for n, one in places.items()}
         layout = {"shards": self._layout()} if form == 1 else {}
@@ -79,7 +79,7 @@ class SavedShards(ShardedOptimizer):
             weight = weight.float() if low is None else join(weight.contiguous(), low)
         return {"param": weight, **{slot: state[slot] for slot in self.slots if slot in state}}
 
-    def _fragments(self, bucket: Bucket) -> dict[int, dict[str, torch.Tensor]]:
+    def _own_part(self, bucket: Bucket) -> dict[int, dict[str, torch.Tensor]]:
         return {
             piece.place: {key: x.cpu().clone() for key, x in self._saved(bucket, piece).items()}
             for piece in bucket.pieces
@@ -137,7 +137,9 @@ class SavedShards(ShardedOptimizer):
         if problem:
             raise ValueError(f"{self._name}.load_state_dict: {problem}.")
         assert state is not None
-        found = [(b, piece, self._part(state, form, b, piece)) for b, piece in self._pieces()]
+        found = [
+            (b, piece, self._part(state, form, b, piece)) for b, piece in self._fragments.values()
+        ]
         step = int(state.get("step", 0))
         groups = [{"step": step, **group} for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})

@@ -127,7 +127,7 @@ class DistributedFusedLAMB(SavedShards):
     # -- norms over ranks --------------------------------------------------------------------------
 
     def _finish(self, updates: Any, sharded: Sequence[torch.Tensor]) -> None:
-        here = {id(bucket.params[piece.place]): piece.tensor for bucket, piece in self._pieces()}
+        here = {number: piece.tensor for number, (_, piece) in self._fragments.items()}
         every = [here.get(id(p), p) for p in self._params() if id(p) in self._places]
 
         def total(values: torch.Tensor, _: Any, *, largest: bool) -> torch.Tensor:
