@@ -324,6 +324,11 @@ def autocast(rank):
         y.backward(torch.ones_like(y))
         equal(layer.weight.main_grad, torch.full((2, 4), 3.0))
         assert layer.bias.grad.dtype == torch.float32
+        x = torch.full((3, 4), 257.0, requires_grad=True)  # which bfloat16 rounds to 256
+        y, _ = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):  # the backward alone
+            y.backward(torch.full_like(y, 257.0))
+        equal(layer.weight.main_grad, torch.full((2, 4), 3.0 + 3 * 257.0**2))
 
 
 # -- cross entropy ---------------------------------------------------------------------------------

@@ -294,6 +294,8 @@ def helpers(rank):
         texts = [
             said(run, _step, None, [model, model], forward_only=True, tensor_shape=(1,)),
             said(run, _step, None, [model], forward_only=True),
+            said(run, _step, None, [model], forward_only=True, tensor_shap=(1,)),
+            said(utils.get_kth_microbatch, [torch.ones(11)], 6),
             said(pipeline_parallel.get_forward_backward_func, 2, 2),
             said(build, commons.model_provider_func, True, 2, ModelType.encoder_or_decoder, 4),
             said(build, lambda **k: model, True, None, ModelType.encoder_and_decoder),

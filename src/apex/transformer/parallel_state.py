@@ -11,6 +11,7 @@ set counts instead of the mesh's number until ``destroy_model_parallel``.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -171,7 +172,8 @@ def destroy_model_parallel() -> None:
     global _STATE  # noqa: PLW0603  # the one state, as Apex's
     if dist.is_available() and dist.is_initialized():
         for group in _STATE.made:
-            dist.destroy_process_group(group)
+            with contextlib.suppress(ValueError):  # gone with the world that it was made in
+                dist.destroy_process_group(group)
     _STATE = _State()
 
 

@@ -62,9 +62,9 @@ def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        for key, default in defaults.items():
-            value = given.arguments[key]
-            if isinstance(default, bool) and not isinstance(value, bool):
+        for key, value in given.arguments.items():
+            is_flag = isinstance(signature.parameters[key].default, bool)
+            if is_flag and not isinstance(value, bool):
                 raise ArgumentError(f"{name}: {key} is {value!r}; pass a bool.")
         if in_ring and given.arguments["overlap_p2p_comm"]:
             refuse("pipeline_parallel.p2p_communication(overlap_p2p_comm=True)")

@@ -123,6 +123,11 @@ def get_kth_microbatch(batch: Any, k: int) -> Any:
     if not isinstance(batch, (list, tuple)):
         return batch
     size = get_micro_batch_size()
+    if any(len(x) <= k * size for x in batch):
+        raise ArgumentError(
+            f"micro-batch {k} of {size} samples is not in a batch of {[len(x) for x in batch]}; "
+            f"pass {get_num_microbatches()} micro-batches."
+        )
     return [x[k * size : (k + 1) * size] for x in batch]
 
 
@@ -181,8 +186,10 @@ def calc_params_l2_norm(model: Any, bf16: bool) -> float:
     Args:
         model: One, or a list. Shared parameters are counted once, and those that tensor-parallel
             ranks have in common.
-        bf16: Has no effect: sums of 16-bit numbers are float32.
+        bf16: A bool without effect: sums of 16-bit numbers are float32.
     """
+    if not isinstance(bf16, bool):
+        raise ArgumentError(f"calc_params_l2_norm: bf16 is {bf16!r}; pass a bool.")
     total = torch.zeros((), device=parallel_state.current_device())
     for part in listify_model(model):
         for param in part.parameters():

@@ -60,30 +60,34 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Start the collective of the input's gradient, and compute the weight's meanwhile."""
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        work = dw = db = None
-        dx: Any = None
-        if ctx.gathered and needs_weight:
-            x, work = mappings.gather(x, asynchronous=True)
-        if needs_x:
-            dx = grad_output @ weight.to(grad_output.dtype)
-        if work is not None:
-            work.wait()
-        if needs_x and ctx.gathered:
-            dx, work = mappings.reduce_scatter(dx, asynchronous=True)
-        elif needs_x and ctx.reduced:
-            group = parallel_state.get_tensor_model_parallel_group()
-            work = torch.distributed.all_reduce(dx, group=group, async_op=True)
-        if needs_weight and ctx.fused:
-            _add_to_main_grad(ctx.weight, grad_output, x)
-        elif needs_weight:
-            dw = (dense.rows(grad_output).t() @ dense.rows(x)).to(weight.dtype)
-        if needs_bias:
-            db = dense.rows(grad_output).sum(0).to(ctx.bias)
-        if work is not None:
-            work.wait()
-        return dx, dw, db, None, None, None
+        with dense.alone(grad_output):  # backward() may be called under autocast
+            return _backward(ctx, grad_output, *ctx.saved_tensors)
+
+
+def _backward(ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, ...]:
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    dx: Any = None
+    work = dw = db = None
+    if ctx.gathered and needs_weight:
+        x, work = mappings.gather(x, asynchronous=True)
+    if needs_x:
+        dx = dy @ weight.to(dy.dtype)
+    if work is not None:
+        work.wait()
+    if needs_x and ctx.gathered:
+        dx, work = mappings.reduce_scatter(dx, asynchronous=True)
+    elif needs_x and ctx.reduced:
+        group = parallel_state.get_tensor_model_parallel_group()
+        work = torch.distributed.all_reduce(dx, group=group, async_op=True)
+    if needs_weight and ctx.fused:
+        _add_to_main_grad(ctx.weight, dy, x)
+    elif needs_weight:
+        dw = (dense.rows(dy).t() @ dense.rows(x)).to(weight.dtype)
+    if needs_bias:
+        db = dense.rows(dy).sum(0).to(ctx.bias)
+    if work is not None:
+        work.wait()
+    return dx, dw, db, None, None, None
 
 
 def linear_with_grad_accumulation_and_async_allreduce(

@@ -52,7 +52,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         softmax, elsewhere, index = ctx.saved_tensors
         one = (1.0 - ctx.smoothing) * (~elsewhere).to(softmax.dtype)
-        gradient = softmax.scatter_add(-1, index, -one.unsqueeze(-1)).sub_(ctx.each)
+        gradient = softmax.scatter_add(-1, index, -one.unsqueeze(-1))
+        if ctx.smoothing:
+            gradient.sub_(ctx.each)
         return gradient.mul_(dy.unsqueeze(-1)).to(ctx.dtype), None, None
 
 

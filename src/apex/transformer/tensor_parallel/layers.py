@@ -146,6 +146,13 @@ class _Parallel(Marked):
                     setattr(parameter, name, value)
 
 
+def _check_no_effect(accumulation_in_fp16: bool | None) -> None:
+    if accumulation_in_fp16 not in (None, True, False):
+        raise ArgumentError(
+            f"accumulation_in_fp16 is {accumulation_in_fp16!r}; pass a bool or None."
+        )
+
+
 class VocabParallelEmbedding(_Parallel):
     """An embedding of which each rank has the rows of some token ids.
 
@@ -230,6 +237,7 @@ class ColumnParallelLinear(_Parallel):
         accumulation_in_fp16: bool | None = None,
     ) -> None:
         super().__init__()
+        _check_no_effect(accumulation_in_fp16)
         if gather_output and sequence_parallel_enabled:
             raise ArgumentError(
                 "ColumnParallelLinear: gather_output and sequence_parallel_enabled are both True; "
@@ -297,6 +305,7 @@ class RowParallelLinear(_Parallel):
         accumulation_in_fp16: bool | None = None,
     ) -> None:
         super().__init__()
+        _check_no_effect(accumulation_in_fp16)
         if sequence_parallel_enabled and not input_is_parallel:
             raise ArgumentError(
                 "RowParallelLinear: sequence_parallel_enabled needs input_is_parallel=True, with a "

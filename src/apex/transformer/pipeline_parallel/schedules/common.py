@@ -69,8 +69,18 @@ def build_model(
     return [model]
 
 
-def one_model(name: str, model: Any) -> Any:
-    """Return the model of a list of one; several on a stage are refused."""
+_OF_OTHER_SCHEDULES = """
+tensor_shape decoder_sequence_length deallocate_pipeline_outputs async_comm
+sequence_parallel_enabled custom_grad_sync_func custom_param_sync_func sync_batch_comm
+overlap_p2p_comm batch_p2p_comm num_micro_batches_with_partial_activation_checkpoints
+"""
+
+
+def one_model(name: str, model: Any, others: dict[str, Any]) -> Any:
+    """Return the model of a list of one; check keywords that are for other schedules."""
+    unknown = sorted(others.keys() - set(_OF_OTHER_SCHEDULES.split()))
+    if unknown:
+        raise ArgumentError(f"{name}: there is no argument {', '.join(unknown)}.")
     models = utils.listify_model(model)
     if len(models) != 1:
         raise ArgumentError(f"{name}: {len(models)} models on one stage; pass one.")

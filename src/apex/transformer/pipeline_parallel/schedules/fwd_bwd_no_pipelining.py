@@ -39,7 +39,7 @@ def forward_backward_no_pipelining(
     Returns:
         What each micro-batch reports.
     """
-    model = common.one_model("forward_backward_no_pipelining", model)
+    model = common.one_model("forward_backward_no_pipelining", model, kwargs)
     default = getattr(model, "no_sync", contextlib.nullcontext)
     kind, count = utils.get_model_type(model), utils.get_num_microbatches()
     reported: list[Any] = []

@@ -97,7 +97,7 @@ def forward_backward_pipelining_without_interleaving(  # noqa: C901, PLR0913  # 
         What each micro-batch reports; empty but on the last stage.
     """
     name = "forward_backward_pipelining_without_interleaving"
-    model = common.one_model(name, model)
+    model = common.one_model(name, model, kwargs)
     if tensor_shape is None:
         raise ArgumentError(
             f"{name}: tensor_shape is None; pass (sequence, micro_batch, features)."
