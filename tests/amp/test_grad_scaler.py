@@ -27,7 +27,8 @@ SGD = functools.partial(apex.optimizers.FusedSGD, lr=0.5)
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("ranks"), count=4) as ranks:
+    # a hang ends sooner than by default: collectives of a mesh wait for half an hour
+    with Ranks(tmp_path_factory.mktemp("ranks"), seconds=150, count=4) as ranks:
         yield ranks
 
 
@@ -169,11 +170,11 @@ def trained(kind, make, steps=6, spoiled=(2,), unscale=False, dtype=torch.float3
     return [*seen, *(p.detach() for p in params)]
 
 
-MAKERS = {
-    "ours": ADAM,
-    "capturable": functools.partial(ADAM, capturable=True),
+MAKERS = {  # with a large eps, or Adam's first step would not depend on the size of gradients
+    "ours": functools.partial(ADAM, eps=1.0),
+    "capturable": functools.partial(ADAM, eps=1.0, capturable=True),
     "torch": functools.partial(torch.optim.SGD, lr=0.1),
-    "torch, fused": functools.partial(torch.optim.Adam, fused=True),
+    "torch, fused": functools.partial(torch.optim.Adam, lr=0.1, eps=1.0, fused=True),
 }
 
 
