@@ -259,7 +259,7 @@ def test_what_torch_refuses_is_refused():
 
 def scaled(optimizer, size=1.0):
     """Give each parameter the gradient 1, 2, 3 ... times ``size``."""
-    for param in optimizer.param_groups[0]["params"]:
+    for param in [param for group in optimizer.param_groups for param in group["params"]]:
         values = torch.arange(1.0, param.numel() + 1).view(param.shape) * size
         param.grad = values.to(param.dtype)
 
@@ -271,6 +271,8 @@ EVERY = {
     "FusedNovoGrad": functools.partial(apex.optimizers.FusedNovoGrad, lr=0.01),
     "FusedAdagrad": functools.partial(apex.optimizers.FusedAdagrad, lr=0.01),
     "FusedLion": functools.partial(apex.optimizers.FusedLion, lr=0.01),
+    "FusedMuon": functools.partial(apex.optimizers.FusedMuon, lr=0.01),
+    "8bit": functools.partial(ADAM, state="8bit"),
     "capturable": functools.partial(ADAM, capturable=True),
     "FusedMixedPrecisionLamb": functools.partial(
         apex.optimizers.FusedMixedPrecisionLamb, lr=0.01, reduced_precision_dtype=torch.float16
