@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apex.ops.updates.newton_schulz import STACK, Iteration, orthogonalized, stacks
+from apex.ops.updates.newton_schulz import Iteration, most, orthogonalized, stacks
 
 Parts = dict[int, torch.Tensor]  # by the number of the matrix, in order
 
@@ -127,16 +127,17 @@ def planned(matrices: Sequence[Matrix]) -> list[Batch]:
         dims = tuple(leg.mesh_dim for leg in each[number])
         routes.setdefault((mesh, dims, one.dtype, one.device), []).append(number)
     batches = []
-    for (mesh, dims, *_), numbers in routes.items():
+    for (mesh, dims, _, device), numbers in routes.items():
         some = [matrices[number] for number in numbers]
         kinds = [(one.shape, one.numbers, one.flatten) for one in some]
-        most = SENT * math.prod(mesh.size(dim) for dim in dims) if dims else STACK
+        limit = most(device)
+        room = SENT * math.prod(mesh.size(dim) for dim in dims) if dims else limit
         left = -1
-        for stack in stacks(kinds, [one.param.numel() for one in some]):
+        for stack in stacks(kinds, [one.param.numel() for one in some], limit):
             size = sum(some[place].param.numel() for place in stack)
             if left < size:
                 batches.append(Batch([], mesh, dims, each))
-                left = most
+                left = room
             batches[-1].stacks.append([numbers[place] for place in stack])
             left -= size
     return batches
