@@ -91,7 +91,7 @@ def test_nothing_comes_of_nothing(path):
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT])
 def test_stacks_are_their_matrices(dtype):
-    """Bit for bit, 3-D parameters and, flattened, convolutions; whatever is stacked with them."""
+    """3-D parameters and, flattened, convolutions; in bfloat16 bit for bit."""
     shapes = [(4, 6, 5), (6, 5), (3, 2, 2, 3)]
     params = parameters(shapes=shapes)
     convolution = {"params": params[2:], "flatten": True}
@@ -109,7 +109,8 @@ def test_stacks_are_their_matrices(dtype):
             others = [FusedMuon([param], lr=0.02, iteration_dtype=dtype) for param in alone]
         for other in others:
             other.step()
-    assert same([*params[0].detach(), params[1].detach(), params[2].detach().view(3, 12)], alone)
+    found = [*params[0].detach(), params[1].detach(), params[2].detach().view(3, 12)]
+    assert far(found, alone) < (MUON[FLOAT] if dtype is FLOAT else 1e-30)
 
 
 def test_what_is_stacked(monkeypatch):

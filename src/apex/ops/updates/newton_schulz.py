@@ -35,19 +35,20 @@ def newton_schulz(matrices: torch.Tensor, numbers: Iteration) -> torch.Tensor:
     """Bring the singular values of matrices near to 1, those that are 0 excepted.
 
     Args:
-        matrices: ``(batch, rows, columns)``; products are computed in their dtype.
+        matrices: ``(rows, columns)`` or ``(batch, rows, columns)``; products are in their dtype.
         numbers: Of the iteration.
 
     Returns:
         As ``matrices``; with the coefficients of Jordan et al. singular values of 0.7 to 1.2.
     """
     a, b, c = numbers.coefficients
+    plus = torch.addmm if matrices.dim() == 2 else torch.baddbmm
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=numbers.eps)
     for _ in range(numbers.steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = plus(x, plus(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
 
 
@@ -82,6 +83,10 @@ def orthogonalized(
     each = [as_matrices(direction, flatten) for direction in directions]
     if not each or not each[0][0:1].numel():
         return [*directions]
+    if len(each) == 1 and len(each[0]) == 1 and (flatten or directions[0].dim() == 2):
+        # CPU: as a batch of one it takes 1.15 (768 x 768) to 2 times as long (384 x 384).
+        update = newton_schulz(each[0][0].contiguous(), numbers)
+        return [update.contiguous().view(directions[0].shape)]
     stack = torch.cat(each) if len(each) > 1 else each[0].contiguous()
     length = max(1, most(stack.device) // stack[0].numel())
     done = [newton_schulz(part, numbers) for part in torch.split(stack, length)]
