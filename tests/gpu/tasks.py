@@ -10,6 +10,7 @@ import torch
 from apex.bench.catalogue.entry import DTYPES, Checked
 from apex.bench.catalogue.ops import OPS
 from apex.bench.selftest import check, ops, optimizers, training
+from apex.ops import _runtime
 from tests.gpu.driver import gpu
 from tests.gpu.network import losses
 from tests.kernels.operations import operations
