@@ -9,6 +9,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from apex import amp
 from apex.amp import GradScaler
@@ -486,9 +487,12 @@ def refused(rank):
     texts["stranger"] = error(lambda: optimizer.init_params(half))
     texts["norm type"] = error(lambda: optimizer.grad_norm(norm_type=1.0))
     texts["copy"] = error(optimizer.__getstate__)
-    texts["old arguments"] = error(lambda: optimizer.step(grad_scaler=None) or optimizer.step(3))
+    texts["old arguments"] = error(lambda: optimizer.step(None, 3.0))
     backward(ps, grads(0, rank, ps))
     texts["amp"] = error(lambda: amp.initialize(MLP(), optimizer, opt_level="O5", verbosity=0))
+    model = nn.ParameterList(ps)
+    texts["get_state_dict"] = error(lambda: get_optimizer_state_dict(model, optimizer))
+    assert "step" not in optimizer.param_groups[0]  # torch took none
     texts["no scale"] = error(optimizer.unscale_grads)
     optimizer.clip_grad_norm(1.0)
     texts["twice"] = error(lambda: optimizer.unscale_grads(inv_scale=1.0))

@@ -281,6 +281,7 @@ ERRORS = {
     "old arguments": "TypeError",
     "amp": "amp.initialize: DistributedFusedAdam keeps gradients and masters itself",
     "moved": r"a parameter of shape \(8,\) on cpu was given other memory",
+    "get_state_dict": "KeyError: 'step'",
     "no scale": "TypeError: .*pass either inv_scale or grad_scaler",
     "twice": "gradients were unscaled or clipped already",
     "late gradient": "a gradient arrived after the gradients were unscaled or clipped",
