@@ -8,6 +8,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -325,7 +326,7 @@ def scaled(kind, rank):
     return seen, [p.detach() for p in ps]
 
 
-def one_rank(device):
+def one_rank(device, folder):
     """One process of its own: FusedAdam's bits, and on a GPU the host waits for no flag."""
     for options, dtypes in (({}, MIXED), (REMAINDERS, (BFLOAT,)), ({"capturable": True}, MIXED)):
         ps = [nn.Parameter(p.detach().to(device)) for p in params(dtypes)]
@@ -338,6 +339,16 @@ def one_rank(device):
             optimizer.step()
             other.step()
         assert all(torch.equal(p, q.to(p.dtype)) for p, q in zip(ps, stepped, strict=True))
+    state = optimizer.state_dict()
+    checkpoint.save({"optimizer": state}, checkpoint_id=folder)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    loaded = {"optimizer": optimizer.state_dict()}
+    checkpoint.load(loaded, checkpoint_id=folder)
+    assert loaded["optimizer"]["state"].pop("step") == state["state"].pop("step") == STEPS
+    for number, one in loaded["optimizer"]["state"].items():
+        assert all(torch.equal(one[key], state["state"][number][key]) for key in one)
     ps = [nn.Parameter(p.detach().to(device)) for p in params((HALF,))]
     optimizer, scaler = DistributedFusedAdam(ps), GradScaler(device, 4.0)
     for _ in range(2):

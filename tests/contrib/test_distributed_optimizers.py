@@ -334,11 +334,11 @@ def test_a_killed_rank_ends_the_others(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_one_rank(device):
+def test_one_rank(device, tmp_path):
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        programs.one_rank(device)
+        programs.one_rank(device, tmp_path)
     finally:
         dist.destroy_process_group()
 
