@@ -27,15 +27,12 @@ from typing import NoReturn
 
 NOT_YET = {
     "apex.transformer.context": "torch.distributed.tensor.experimental.context_parallel",
-    "apex.transformer.parallel_state": "torch.distributed.device_mesh.init_device_mesh",
-    "apex.transformer.pipeline_parallel": "torch.distributed.pipelining",
-    "apex.transformer.tensor_parallel": "torch.distributed.tensor.parallel",
-    "apex.transformer.testing": "torch.multiprocessing.spawn",
 }
 
 _SHARDED_ADAM = "apex.contrib.optimizers.distributed_fused_adam"
 _MHA = "apex.contrib.multihead_attn"
 _PERMUTATION = "apex.contrib.sparsity.ASP, which permutes channels itself"
+_BLOCK = "apex.transformer.tensor_parallel; examples/tensor_parallel has a transformer block"
 
 OUT_OF_SCOPE = {
     "apex.amp.__version__": "apex.__version__",
@@ -72,6 +69,12 @@ OUT_OF_SCOPE = {
     "apex.parallel.sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
     "apex.pyprof": "torch.profiler",
     "apex.testing": "unittest.skipIf with torch.version.hip",
+    "apex.transformer.pipeline_parallel._timers": "torch.profiler.record_function",
+    "apex.transformer.testing.arguments": "argparse",
+    "apex.transformer.testing.global_vars": "apex.transformer.pipeline_parallel.utils",
+    "apex.transformer.testing.standalone_bert": _BLOCK,
+    "apex.transformer.testing.standalone_gpt": _BLOCK,
+    "apex.transformer.testing.standalone_transformer_lm": _BLOCK,
     "fused_adam_cuda": "apex.optimizers.FusedAdam. It is missing on purpose: fairseq would take "
     "fused_adam_cuda instead, and call it once for each tensor",
 }

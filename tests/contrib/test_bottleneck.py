@@ -9,7 +9,7 @@ from apex.contrib.bottleneck import Bottleneck
 from apex.contrib.bottleneck import bottleneck as module
 from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest
 
-SHAPES = [(4, 2, 4, 1), (4, 2, 6, 1), (4, 2, 4, 2)]  # with and without a convolution aside
+SHAPES = [(4, 8, 4, 1), (4, 8, 6, 1), (4, 8, 4, 2)]  # with and without a convolution aside
 
 
 def block(shape, **options):

@@ -137,6 +137,17 @@ def test_one_call_for_all_sequences_where_torch_has_it(monkeypatch):
     assert torch.equal(*grads)
 
 
+@pytest.mark.exhaustive  # 2 s
+@pytest.mark.skipif(not _compat.IS_2_13, reason="needs torch 2.13")
+def test_the_call_for_all_sequences_has_the_arguments_of_torchs():
+    """Shapes alone: without memory it runs anywhere."""
+    qkv = torch.empty(8, 3, HEADS, SIZE, dtype=torch.half, device="meta", requires_grad=True)
+    y = _compat.varlen_attention(qkv, torch.empty(4, dtype=torch.int64, device="meta"), 5)
+    assert (y.shape, y.dtype) == ((8, HEADS, SIZE), torch.half)
+    (dqkv,) = torch.autograd.grad(y, qkv, torch.empty_like(y))
+    assert dqkv.shape == qkv.shape
+
+
 def test_autocast_casts_all_tokens():
     qkv, ends, _ = data([5, 3], torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

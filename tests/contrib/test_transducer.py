@@ -272,6 +272,16 @@ def test_lengths_and_labels_out_of_range(bad, said, packed, monkeypatch):
     assert torch.equal(losses[right], wanted[right])
 
 
+def test_lengths_below_zero_with_offsets_that_fit_them(monkeypatch):
+    """Rows before the first are not read."""
+    x, labels, _ = logits(FLOAT)
+    times, lengths = change(LENGTHS[0], 0, -7), LENGTHS[1] - 1
+    monkeypatch.setattr(_runtime, "waits", lambda device: True)
+    offset = (times * LENGTHS[1]).cumsum(0)
+    losses = TransducerLoss(packed_input=True)(x[USED], labels, times, lengths, 0, offset, T)
+    assert losses[0].isnan()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_lengths_of_the_joint_out_of_range(packed, monkeypatch):
     f, g, bad = torch.ones(5, T, H), torch.ones(5, U, H), (LENGTHS[0], change(LENGTHS[1], 4, 6))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections import Counter
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -38,12 +37,12 @@ class Running:
     """What happens in a `gpu` block.
 
     Attributes:
-        launched: How often each kernel was launched.
+        launched: Names of the kernels, in the order of their launches.
         counters: What to count in, if anything.
         tables: Address of a table -> words and tensor for each one in it, which are kept alive.
     """
 
-    launched: Counter = field(default_factory=Counter)
+    launched: list = field(default_factory=list)
     counters: Counters | None = None
     tables: dict = field(default_factory=dict)
 
@@ -65,7 +64,7 @@ class Launcher:
             raise RuntimeError(f"{name}: grid {(x, y, z)}, allowed is {LARGEST_GRID}")
         if name in LISTS and self.code.loose:
             raise Fault(f"{name}: bits that are open: {', '.join(sorted(self.code.loose))}")
-        running.launched[name] += 1
+        running.launched.append(name)
         values, tensors = [], []
         for argument, kind, value in _flat(self.signature, arguments):
             values.append(_value(kind, value))

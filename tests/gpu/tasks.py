@@ -2,15 +2,22 @@
 
 import contextlib
 import dataclasses
+import functools
 from unittest import mock
 
 import torch
 
+from apex.bench.catalogue.entry import DTYPES, Checked
+from apex.bench.catalogue.ops import OPS
 from apex.bench.selftest import check, ops, optimizers, training
 from tests.gpu.driver import gpu
+from tests.gpu.network import losses
 from tests.kernels.operations import operations
 
 CPU = torch.device("cpu")
+# Rows of one number, of an odd one, of a power of 2; more of them than a program has.
+AWKWARD, FEW = "awkward shapes", 3
+SHAPES = ((1, 1), (1, 2), (2, 1), (3, 17), (1, 8192), (2, 70_000), (5, 1024))
 
 
 class Setting(check.Setting):
@@ -20,7 +27,7 @@ class Setting(check.Setting):
 
 
 def written(name):
-    """What an operation wrote, and how often each kernel was launched."""
+    """What an operation wrote, and the kernels that it launched."""
     torch.manual_seed(0)
     with gpu() as running:
         tensors = dict(operations())[name]()
@@ -28,9 +35,19 @@ def written(name):
 
 
 def checks():
-    """Checks of `apex selftest` by their names."""
+    """Checks of `apex selftest` by their names, and of ops at awkward shapes."""
     every = [*ops.checks(), *optimizers.checks(), *training.checks()]
-    return {f"{one.area}: {one.name}": one for one in every}
+    found = {f"{one.area}: {one.name}": one for one in every}
+    for op in OPS:
+        for rows, columns in SHAPES if op.operator else ():
+            least = 4 if "rotary" in op.name else 1  # of which three quarters are rotated
+            columns = columns * least if columns < FEW else columns + columns % least
+            shape = op.of_matrix((rows, columns))
+            small = dataclasses.replace(op, checked=Checked((shape,), ()))
+            run = functools.partial(ops._op, small, DTYPES[op.dtypes[-1]], True)
+            name = f"{op.name}, {rows} x {columns}"
+            found[f"{AWKWARD}: {name}"] = check.Check(AWKWARD, name, run)
+    return found
 
 
 def checked(name, seed, misplaced=False):
@@ -58,3 +75,11 @@ def _misplaced():
         mock.patch.object(optimizers, "give", lambda params, of: give(params, [*moved(of)])),
     ):
         yield
+
+
+def trained(level):
+    """Losses of a training, those by definition, and the kernels that were launched."""
+    with gpu(seed=2) as running:
+        found = losses(level)
+    with _runtime.use("reference"):
+        return found, losses(level), running.launched

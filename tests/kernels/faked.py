@@ -27,6 +27,7 @@ from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.ops.layers import rotary
 from apex.ops.lists.unscale import unscale_into
+from apex.ops.losses import transducer as ops
 from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
 from tests.kernels.fake_cuda import fake_cuda
@@ -311,6 +312,31 @@ def cross_entropy(rows, classes):
     return prepare
 
 
+def transducer(packed):
+    """Joint and loss, forward and backward: 20 rows of 1,000 classes, or 2 x 4 x 3."""
+
+    def prepare(device):
+        make = functools.partial(torch.empty, device=device)
+        lengths, ends = [make(2, dtype=torch.int32) for _ in range(2)], make(2, dtype=torch.long)
+        f, g = make(2, 4, 64, dtype=HALF), make(2, 3, 64, dtype=HALF)
+        x = make(*((20,) if packed else (2, 4, 3)), 1000, dtype=HALF)
+        labels = make(2, 2, dtype=torch.int32)
+
+        def both():
+            cells = ops.joint_cells("joint", f, g, *lengths, (ends, 20) if packed else None)
+            h, mask = ops.joint(f, g, cells, packed, True, 0.5)
+            ops.joint_gradients(h, mask, cells, 2.0)
+            over = (ends, 4) if packed else None
+            rows, cells, emits = ops.loss_rows("loss", x, labels, *lengths, 0, over)
+            lse = ops.logsumexp(rows, emits)
+            found = ops.alignments(rows, emits, lse, cells, 0)
+            ops.gradient(found[2], rows, emits, lse, found, cells, 0)
+
+        return both
+
+    return prepare
+
+
 def rotated(shape, rotation):
     """``rotation`` maps the tensor, and a function that makes others, to what to rotate by."""
 
@@ -351,6 +377,8 @@ def tensors():
     yield "group norm", 6, group_norm
     yield "cross-entropy", 3, cross_entropy(4096, 32000)
     yield "cross-entropy, few rows", 3, cross_entropy(64, 256000)
+    yield "transducer", 3, transducer(False)  # all are cross-entropy's
+    yield "transducer, packed", 3, transducer(True)
     yield "rotary", 2, rotated((4096, 2, 32, 64), by_angles)
     yield "rotary, packed", 2, rotated((4096, 32, 64), by_sequences)
     yield "rotary, images", 2, rotated((4, 2048, 16, 64), by_places)

@@ -1,11 +1,19 @@
 """Parts of transformers, under the names that Megatron-style programs import.
 
-NVIDIA's Apex removed the package in January 2026. Here are its layers, functions and the helpers
-that need no group of processes; the parallel parts are not here yet.
+NVIDIA's Apex removed the package in January 2026. ``parallel_state`` says which ranks share a
+model, ``tensor_parallel`` has layers that are spread over ranks, ``pipeline_parallel`` schedules
+for models whose layers are on different ranks. What is left out on purpose: ``_refused.REFUSED``.
 """
 
 from apex._missing import explain_attributes
-from apex.transformer import amp, functional, utils
+from apex.transformer import (
+    amp,
+    functional,
+    parallel_state,
+    pipeline_parallel,
+    tensor_parallel,
+    utils,
+)
 from apex.transformer.enums import AttnMaskType, AttnType, LayerType, ModelType
 
 __all__ = [
@@ -15,6 +23,9 @@ __all__ = [
     "ModelType",
     "amp",
     "functional",
+    "parallel_state",
+    "pipeline_parallel",
+    "tensor_parallel",
     "utils",
 ]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from apex.ops import _runtime
 from apex.ops._check import ArgumentError
 
 __all__ = [
@@ -66,6 +67,20 @@ def gather_split_1d_tensor(tensor: torch.Tensor, *, group: Any = None) -> torch.
     whole = flat.new_empty(size, flat.numel())
     torch.distributed.all_gather(list(whole.unbind()), flat, group=group)
     return whole.view(-1)
+
+
+def device_type(backends: str | None = None) -> str:
+    """Return the type of this machine's accelerator, or ``"cpu"``.
+
+    Args:
+        backends: Of a process group. Without the one that PyTorch uses for the accelerator (as in
+            programs with Gloo alone) the answer is ``"cpu"``, too.
+    """
+    found = torch.accelerator.current_accelerator() if _runtime.has_accelerator() else None
+    if found is None:
+        return "cpu"
+    usual = torch.distributed.get_default_backend_for_device(found.type)
+    return found.type if backends is None or usual in backends else "cpu"
 
 
 def _size_and_rank(group: Any) -> tuple[int, int]:

@@ -4,18 +4,14 @@ Where a sequence is split over ranks, a norm's weight and bias get a part of the
 Megatron's programs add the parts up for the parameters that have the attribute.
 """
 
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from apex.contrib import layer_norm as contrib
 from apex.normalization import fused_layer_norm as normalization
+from apex.transformer._marks import Marked
 
 
-class _Marked(torch.nn.Module):
-    """Marks parameters, also those that torch makes anew, which have no attributes of their own."""
-
+class _Marked(Marked):
     _by_position: tuple[str, ...] = ("size", "eps")  # as in Apex
 
     def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
@@ -25,25 +21,12 @@ class _Marked(torch.nn.Module):
                 f"{', '.join(self._by_position)}. Name the others: sequence_parallel_enabled=True."
             )
         super().__init__(*args, **kwargs)
-        self._mark(sequence_parallel_enabled)
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.mark()
 
-    def _mark(self, enabled: bool) -> None:
-        self.sequence_parallel_enabled = enabled
+    def mark(self) -> None:
         for parameter in self.parameters(recurse=False):
-            parameter.sequence_parallel_enabled = enabled  # type: ignore[attr-defined]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # copy.deepcopy, torch.load
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark(self.sequence_parallel_enabled)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # from the meta device
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._mark(self.sequence_parallel_enabled)
-        return self
-
-    def _load_from_state_dict(self, *args: Any) -> None:  # with assign=True
-        super()._load_from_state_dict(*args)
-        self._mark(self.sequence_parallel_enabled)
+            parameter.sequence_parallel_enabled = self.sequence_parallel_enabled  # type: ignore[attr-defined]
 
 
 class FusedLayerNorm(_Marked, normalization.FusedLayerNorm):

@@ -1,0 +1,180 @@
+"""1F1B: each stage alternates one forward and one backward, so that few activations are kept.
+
+A stage first runs as many forwards as there are stages after it, then a backward after each
+forward, then the backwards that are left.
+
+Source: Narayanan et al., PipeDream-Flush in "Memory-Efficient Pipeline-Parallel DNN Training"
+(2021).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from apex.ops._check import ArgumentError
+from apex.transformer import parallel_state
+from apex.transformer.enums import ModelType
+from apex.transformer.pipeline_parallel import p2p_communication as p2p
+from apex.transformer.pipeline_parallel import utils
+from apex.transformer.pipeline_parallel.schedules import common
+from apex.transformer.utils import divide
+
+
+def get_tensor_shapes(
+    rank: int,
+    model_type: ModelType,
+    *,
+    tensor_shape: Sequence[int],
+    decoder_sequence_length: int | None = None,
+    sequence_parallel_enabled: bool = False,
+) -> list[tuple[int, ...]]:
+    """Return the shapes of what a stage sends: in a decoder after an encoder, of its output too."""
+    ranks = (
+        parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel_enabled else 1
+    )
+    sequence, *rest = tensor_shape
+    shapes = [(divide(sequence, ranks), *rest)]
+    if model_type == ModelType.encoder_and_decoder:
+        if decoder_sequence_length is None:
+            raise ArgumentError("encoder_and_decoder needs decoder_sequence_length, an int.")
+        if not parallel_state.is_pipeline_stage_before_split(rank):
+            shapes.insert(0, (divide(decoder_sequence_length, ranks), *rest))
+    return shapes
+
+
+def forward_backward_pipelining_without_interleaving(  # noqa: C901, PLR0913  # Apex's arguments
+    forward_step_func: Callable[..., Any],
+    batch: Any,
+    model: Any,
+    *,
+    forward_only: bool,
+    tensor_shape: Sequence[int] | None = None,
+    decoder_sequence_length: int | None = None,
+    dtype: torch.dtype | None = None,
+    grad_scaler: Any = None,
+    disable_autocast: bool = False,
+    deallocate_pipeline_outputs: bool = False,
+    async_comm: bool = False,
+    sequence_parallel_enabled: bool = False,
+    custom_sync_context_handler: Callable[[], Any] | None = None,
+    custom_grad_sync_func: Callable[[Iterable[torch.nn.Parameter]], Any] | None = None,
+    sync_batch_comm: bool = True,
+    num_micro_batches_with_partial_activation_checkpoints: int | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Accumulate the gradients of all micro-batches of a step, on all stages.
+
+    For a model in a wrapper with ``no_sync``, such as torch's DistributedDataParallel, gradients
+    are averaged over the data-parallel group at the end, not in the backward.
+
+    Args:
+        forward_step_func: As for ``schedules.common.forward_step``.
+        batch: As for ``forward_backward_no_pipelining``; so are ``model``, ``forward_only``,
+            ``grad_scaler`` and ``disable_autocast``.
+        model: One, or a list of one.
+        forward_only: Whether to leave the backward out.
+        tensor_shape: Of what stages send, ``(sequence, micro_batch, features)``.
+        decoder_sequence_length: The decoder's sequence, in a model with an encoder as well.
+        dtype: Of what stages send, float32 by default; and of ``torch.autocast``, if float16 or
+            bfloat16.
+        grad_scaler: Scales the losses.
+        disable_autocast: Whether to leave ``torch.autocast`` alone.
+        deallocate_pipeline_outputs: Whether to free each output when it is sent.
+        async_comm: Whether the host goes on until it needs what it receives.
+        sequence_parallel_enabled: Whether each tensor-parallel rank has its part of the sequence.
+        custom_sync_context_handler: Makes a context for all backwards but the last.
+        custom_grad_sync_func: Called with the model's parameters after the last backward.
+        sync_batch_comm: Without effect.
+        num_micro_batches_with_partial_activation_checkpoints: For how many micro-batches that wait
+            for their backward activations may be kept: ``forward_step_func`` gets False for these
+            and True for the others.
+        **kwargs: Arguments of the other schedules; without effect.
+
+    Returns:
+        What each micro-batch reports; empty but on the last stage.
+    """
+    name = "forward_backward_pipelining_without_interleaving"
+    model = common.one_model(name, model, kwargs)
+    if tensor_shape is None:
+        raise ArgumentError(
+            f"{name}: tensor_shape is None; pass (sequence, micro_batch, features)."
+        )
+    kind, count = utils.get_model_type(model), utils.get_num_microbatches()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    before, after = (
+        get_tensor_shapes(
+            rank, kind, tensor_shape=tensor_shape, decoder_sequence_length=decoder_sequence_length,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+        )
+        for rank in (stage - 1, stage)
+    )  # fmt: skip
+    warmup = min(parallel_state.get_pipeline_model_parallel_world_size() - stage - 1, count)
+    keep = num_micro_batches_with_partial_activation_checkpoints
+    reported: list[Any] = []
+    waiting: list[tuple[Any, Any]] = []  # inputs and outputs whose backward is to come
+
+    def each(function: Any, shapes: list[Any], *tensors: list[Any]) -> list[Any]:
+        rows = zip(*tensors, shapes, strict=True)
+        options = {"dtype": dtype, "async_comm": async_comm}
+        return [function(*row[:-1], tensor_shape=row[-1], **options) for row in rows]
+
+    def forward(k: int, inputs: list[Any]) -> list[Any]:
+        flag = None if keep is None else k % (warmup + 1) >= keep
+        micro_batch = utils.get_kth_microbatch(batch, k)
+        outputs: list[Any] = common.forward_step(
+            forward_step_func, micro_batch, model, inputs, reported, dtype, disable_autocast, flag
+        )
+        if not forward_only:
+            waiting.append((inputs, outputs))
+        return outputs
+
+    def backward(grads: list[Any]) -> list[Any]:
+        if len(waiting) == 1 and custom_sync_context_handler is not None:
+            sync.close()
+        found: list[Any] = common.backward_step(
+            *waiting.pop(0), grads, kind, grad_scaler=grad_scaler,
+            deallocate_pipeline_outputs=deallocate_pipeline_outputs,
+        )  # fmt: skip
+        return found
+
+    with contextlib.ExitStack() as sync:
+        default = getattr(model, "no_sync", contextlib.nullcontext)
+        sync.enter_context((custom_sync_context_handler or default)())
+        inputs: list[Any] = []
+        for k in range(count if forward_only else count + warmup):
+            if k < count:
+                outputs = forward(k, inputs or each(p2p.recv_forward, before))
+                if k < warmup or forward_only:
+                    each(p2p.send_forward, after, outputs)
+                else:
+                    grads = each(p2p.send_forward_recv_backward, after, outputs)
+                last = parallel_state.is_pipeline_last_stage()
+                common.free_output_tensor(outputs[:1], deallocate_pipeline_outputs and not last)
+                inputs = []
+            else:
+                grads = each(p2p.recv_backward, after)
+            if k < warmup or forward_only:
+                continue
+            grads = backward(grads)
+            if k + 1 < count:
+                inputs = each(p2p.send_backward_recv_forward, before, grads)
+            else:
+                each(p2p.send_backward, before, grads)
+    if not forward_only:
+        _reduce(model, custom_sync_context_handler, custom_grad_sync_func)
+    return reported
+
+
+def _reduce(model: Any, custom_context: Any, custom_function: Any) -> None:
+    """Reduce gradients over the data-parallel ranks, as the program or the wrapper wants."""
+    size = parallel_state.get_data_parallel_world_size()
+    if custom_function is not None:
+        custom_function(model.parameters())
+    elif custom_context is None and size > 1 and hasattr(model, "no_sync"):
+        group = parallel_state.get_data_parallel_group()
+        for param in filter(lambda param: param.requires_grad, model.parameters()):
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad.div_(size), group=group)

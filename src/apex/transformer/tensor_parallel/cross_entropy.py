@@ -1,0 +1,101 @@
+"""Cross entropy of logits whose classes are spread over the ranks.
+
+Each rank has ``V / ranks`` classes. Two all-reduces join them, of a few numbers for each token: the
+largest logit; then the sum of exponentials, the target's logit and, with label smoothing, the sum
+of all logits. The softmax is kept for the backward, which needs no collective.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from apex.ops._check import ArgumentError, check_tensors
+from apex.ops._dtypes import wide
+from apex.transformer import parallel_state
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, smoothing: float
+    ) -> torch.Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        classes = logits.shape[-1]
+        target = target - parallel_state.get_tensor_model_parallel_rank() * classes
+
+        x = logits.to(wide(logits))
+        largest = x.amax(-1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        x = x - largest.unsqueeze(-1)
+
+        elsewhere = (target < 0) | (target >= classes)
+        index = target.masked_fill(elsewhere, 0).unsqueeze(-1)
+        sums = [x.gather(-1, index).squeeze(-1).masked_fill(elsewhere, 0.0)]
+        if smoothing:
+            sums.append(x.sum(-1))
+        exponentials = x.exp_()
+        joined = torch.stack([exponentials.sum(-1), *sums])
+        dist.all_reduce(joined, group=group)
+        log_sum = joined[0].log()
+        loss = log_sum - joined[1]
+        ctx.each = smoothing / (classes * parallel_state.get_tensor_model_parallel_world_size())
+        if smoothing:
+            loss.mul_(1.0 - smoothing).add_(smoothing * log_sum - ctx.each * joined[2])
+
+        ctx.save_for_backward(exponentials.div_(joined[0].unsqueeze(-1)), elsewhere, index)
+        ctx.smoothing, ctx.dtype = smoothing, logits.dtype
+        return loss.to(logits.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        softmax, elsewhere, index = ctx.saved_tensors
+        one = (1.0 - ctx.smoothing) * (~elsewhere).to(softmax.dtype)
+        gradient = softmax.scatter_add(-1, index, -one.unsqueeze(-1))
+        if ctx.smoothing:
+            gradient.sub_(ctx.each)
+        return gradient.mul_(dy.unsqueeze(-1)).to(ctx.dtype), None, None
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Return the loss of each token, equal on all ranks of the tensor-parallel group.
+
+    With ``label_smoothing`` a the target's probability is ``1 - a``, that of each other of the
+    ``V`` classes ``a / (V - 1)``; torch's ``label_smoothing`` for the same is ``a * V / (V - 1)``.
+    Computed in float32 (float64 for float64) and rounded once.
+
+    Args:
+        vocab_parallel_logits: This rank's classes, ``(..., V / ranks)``.
+        target: Integer class of each token, ``(...)``, equal on all ranks. For one outside of 0 to
+            ``V - 1``, such as the -1 of padding, the loss is finite and meaningless; mask it.
+        label_smoothing: ``a``, 0 to below 1.
+
+    Returns:
+        ``(...)``, in the dtype of the logits.
+
+    Raises:
+        ArgumentError: Shapes, dtypes or ``label_smoothing`` do not fit.
+
+    Source: Shoeybi et al., Megatron-LM (2019), section 3.
+    """
+    name, logits = "vocab_parallel_cross_entropy", vocab_parallel_logits
+    tensors = {"vocab_parallel_logits": logits, "target": target}
+    floating, integers = list(tensors)
+    check_tensors(name, tensors, floating=[floating], integers=[integers], required=tensors)
+    if logits.dim() == 0 or logits.shape[:-1] != target.shape:
+        raise ArgumentError(
+            f"{name}: vocab_parallel_logits has shape {list(logits.shape)} and target "
+            f"{list(target.shape)}. Pass (..., classes / ranks) and (...)."
+        )
+    classes = logits.shape[-1] * parallel_state.get_tensor_model_parallel_world_size()
+    if not 0.0 <= label_smoothing < 1.0 or (label_smoothing and classes < 2):
+        raise ArgumentError(
+            f"{name}: label_smoothing is {label_smoothing} with {classes} classes; pass 0.0 to "
+            "below 1.0, and 0.0 for a single class."
+        )
+    share = label_smoothing * classes / max(1, classes - 1)
+    loss: torch.Tensor = _VocabParallelCrossEntropy.apply(logits, target.long(), share)  # type: ignore[no-untyped-call]
+    return loss

@@ -1,0 +1,56 @@
+"""A batch from the first rank of each tensor-parallel group to the others."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from apex.ops._check import ArgumentError
+from apex.transformer import parallel_state
+
+
+def broadcast_data(
+    keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, datatype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Send tensors from the first rank of the tensor-parallel group to all of it.
+
+    Args:
+        keys: Names of the tensors to send, the same on all ranks.
+        data: Tensors by name; read on the group's first rank, elsewhere ``None`` will do.
+        datatype: Their dtype.
+
+    Returns:
+        By name a new tensor, on the device of the process group.
+
+    Raises:
+        ArgumentError: On all ranks of the group, if a tensor is missing or has another dtype.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    source = parallel_state.get_tensor_model_parallel_src_rank()
+    is_source = dist.get_rank() == source
+    found: list[Any] = [_shapes(keys, data or {}, datatype) if is_source else None]
+    dist.broadcast_object_list(found, source, group=group)
+    if isinstance(found[0], str):
+        raise ArgumentError(f"broadcast_data, on rank {source}: {found[0]}")
+
+    shapes = [torch.Size(shape) for shape in found[0]]
+    sizes = [shape.numel() for shape in shapes]
+    flat = torch.empty(sum(sizes), dtype=datatype, device=parallel_state.current_device())
+    if is_source and data is not None:
+        for piece, key in zip(torch.split(flat, sizes), keys, strict=True):
+            piece.copy_(data[key].reshape(-1))
+    dist.broadcast(flat, source, group=group)
+    pieces = zip(keys, torch.split(flat, sizes), shapes, strict=True)
+    return {key: piece.view(shape) for key, piece, shape in pieces}
+
+
+def _shapes(
+    keys: Sequence[str], data: Mapping[str, torch.Tensor], datatype: torch.dtype
+) -> list[tuple[int, ...]] | str:
+    """Return the shapes, or what is wrong, so that all ranks can raise it."""
+    for key in keys:
+        kind = getattr(data.get(key), "dtype", type(data.get(key)).__name__)
+        if kind != datatype:
+            return f"data[{key!r}] is {kind}; pass a tensor of datatype, {datatype}."
+    return [tuple(data[key].shape) for key in keys]

@@ -1,0 +1,252 @@
+"""Random numbers that differ or agree between the ranks of a layer, and recomputed activations.
+
+Dropout inside of a tensor-parallel region must differ between the ranks of a layer, elsewhere it
+must agree. So there are two states of the device's generator: its own, the same on all ranks of the
+group, and ``"model-parallel-rng"``, which :class:`CudaRNGStatesTracker` swaps in for a block. The
+device is the accelerator, or the CPU in programs without one.
+
+:func:`checkpoint` computes the forward again in the backward, with the same random numbers. With
+``distribute_saved_activations`` each rank keeps its part of the first input alone; the whole one is
+freed when nothing else refers to it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from apex.ops import _runtime
+from apex.ops._check import ArgumentError
+from apex.transformer import parallel_state, utils
+from apex.transformer.tensor_parallel.memory import MemoryBuffer, allocate_mem_buff
+
+_MODEL_PARALLEL = "model-parallel-rng"
+
+
+def _generator() -> Any:
+    """Return what has get_rng_state, set_rng_state and manual_seed for the device."""
+    device = parallel_state.current_device()
+    return torch.random if device.type == "cpu" else torch.get_device_module(device)
+
+
+class CudaRNGStatesTracker:
+    """States of the device's random number generator by name.
+
+    Example:
+        >>> tracker = CudaRNGStatesTracker()
+        >>> tracker.add("dropout", 7)
+        >>> with tracker.fork("dropout"):
+        ...     mask = torch.rand(4)
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Return the states by name, for a checkpoint."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Take the states of ``get_states``."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Add the state that begins with a seed.
+
+        Raises:
+            ArgumentError: The name is taken, or the seed, which would give the same numbers.
+        """
+        if name in self.states_ or seed in self.seeds_:
+            what = f"state {name!r}" if name in self.states_ else f"seed {seed}"
+            raise ArgumentError(f"CudaRNGStatesTracker.add: {what} is there already; pass another.")
+        generator = _generator()
+        before = generator.get_rng_state()
+        generator.manual_seed(seed)
+        self.states_[name] = generator.get_rng_state()
+        self.seeds_.add(seed)
+        generator.set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
+        """Draw from a state in a ``with`` block; after it the generator is as it was before.
+
+        Raises:
+            ArgumentError: There is no such state.
+        """
+        if name not in self.states_:
+            raise ArgumentError(
+                f"CudaRNGStatesTracker.fork: there is no state {name!r}. Call "
+                "model_parallel_cuda_manual_seed(seed) first, or add it."
+            )
+        generator = _generator()
+        before = generator.get_rng_state()
+        generator.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = generator.get_rng_state()
+            generator.set_rng_state(before)
+
+
+_TRACKER = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """Return the tracker of this process."""
+    return _TRACKER
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the device's generator, and ``"model-parallel-rng"`` differently on each rank.
+
+    Args:
+        seed: The same on the ranks of a tensor-parallel group; between data-parallel copies as the
+            program likes. The state gets ``seed + 2718 + tensor-parallel rank``.
+    """
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    _TRACKER.reset()
+    _generator().manual_seed(seed)
+    _TRACKER.add(_MODEL_PARALLEL, seed + 2718 + rank)
+
+
+# -- recomputed activations ------------------------------------------------------------------------
+
+_buffers: list[MemoryBuffer] = []  # at most one
+
+
+def init_checkpointed_activations_memory_buffer(
+    micro_batch_size: int,
+    max_position_embeddings: int,
+    hidden_size: int,
+    num_layers: int,
+    tensor_model_parallel_size: int,
+    checkpoint_num_layers: int,
+    fp16: bool,
+) -> None:
+    """Allocate memory for what ``checkpoint`` keeps with ``distribute_saved_activations``.
+
+    There are ``num_layers / checkpoint_num_layers`` parts of ``micro_batch_size *
+    max_position_embeddings * hidden_size / tensor_model_parallel_size`` elements, float16 if
+    ``fp16``, else float32. Reset it before a forward, when the backward of the last one is over.
+
+    Raises:
+        AssertionError: A division has a remainder.
+        ArgumentError: There is one already.
+    """
+    whole = micro_batch_size * max_position_embeddings * hidden_size
+    part = utils.divide(whole, tensor_model_parallel_size)
+    numel = part * utils.divide(num_layers, checkpoint_num_layers)
+    dtype = torch.float16 if fp16 else torch.float32
+    _buffers.append(allocate_mem_buff("checkpointed activations", numel, dtype, False))
+
+
+def reset_checkpointed_activations_memory_buffer() -> None:
+    """Hand the memory out from its front again, if there is any."""
+    for buffer in _buffers:
+        buffer.reset()
+
+
+@contextlib.contextmanager
+def _again(states: tuple[Any, ...], casts: list[tuple[Any, ...]]) -> Iterator[None]:
+    """Enter a block with the random states and autocast of an earlier call."""
+    now = _states()
+    _set_states(*states)
+    try:
+        with torch.enable_grad(), contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield
+    finally:
+        _set_states(*now)
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), _generator().get_rng_state(), _TRACKER.get_states()
+
+
+def _set_states(cpu: torch.Tensor, device: torch.Tensor, tracked: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(cpu)
+    _generator().set_rng_state(device)
+    _TRACKER.set_states(tracked)
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """What :func:`checkpoint` applies."""
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
+        """Compute without a graph, and keep the inputs and the states of the generators."""
+        kinds = {"cpu", parallel_state.current_device().type}
+        casts = [(k, torch.get_autocast_dtype(k), _runtime.autocasts(k)) for k in kinds]
+        ctx.run_function, ctx.earlier = run_function, (_states(), casts)
+        with torch.no_grad():
+            outputs = run_function(*args)
+        kept, ctx.shape = list(args), args[0].shape if distribute else None
+        if distribute:
+            group = parallel_state.get_tensor_model_parallel_group()
+            part = utils.split_tensor_into_1d_equal_chunks(args[0].detach(), group=group)
+            kept[0] = _buffers[0].add(part) if _buffers else part.clone()
+        ctx.tensors = [place for place, arg in enumerate(args) if torch.is_tensor(arg)]
+        ctx.save_for_backward(*(kept[place] for place in ctx.tensors))
+        ctx.others = [None if torch.is_tensor(arg) else arg for arg in args]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Compute again, with a graph, and go back through it."""
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+            raise ArgumentError(
+                "tensor_parallel.checkpoint: torch.autograd.grad and backward(inputs=...) do not "
+                "reach the weights inside; call loss.backward()."
+            )
+        inputs = list(ctx.others)
+        for place, tensor in zip(ctx.tensors, ctx.saved_tensors, strict=True):
+            inputs[place] = tensor.detach()
+        if ctx.shape is not None:
+            group = parallel_state.get_tensor_model_parallel_group()
+            inputs[0] = utils.gather_split_1d_tensor(inputs[0], group=group).view(ctx.shape)
+        for place in ctx.tensors:
+            inputs[place].requires_grad_(ctx.needs_input_grad[place + 2])
+        with _again(*ctx.earlier):
+            outputs = ctx.run_function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if torch.is_tensor(output) and output.requires_grad and grad is not None
+        ]
+        if pairs:
+            results, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(results, gradients)
+        return None, None, *(x.grad if torch.is_tensor(x) else None for x in inputs)
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """Call ``function(*args)`` without keeping its activations; the backward computes them again.
+
+    Random numbers, those of the tracker included, and ``torch.autocast`` are as in the first call.
+
+    Args:
+        function: Returns a tensor or a tuple.
+        distribute_saved_activations: Whether each rank of the tensor-parallel group keeps only its
+            part of ``args[0]``, a tensor that is equal on all of them.
+        *args: Tensors, of which one requires a gradient, and other objects.
+
+    Raises:
+        ArgumentError: ``args[0]`` is no tensor that the ranks can share. In the backward:
+            ``torch.autograd.grad`` goes through it.
+    """
+    if distribute_saved_activations:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        if not args or not torch.is_tensor(args[0]) or args[0].numel() % ranks:
+            raise ArgumentError(
+                "tensor_parallel.checkpoint: distribute_saved_activations needs a tensor as its "
+                f"first argument, whose elements are divisible by the {ranks} ranks."
+            )
+    return CheckpointFunction.apply(function, distribute_saved_activations, *args)  # type: ignore[no-untyped-call]

@@ -1,0 +1,160 @@
+"""Small models and steps for tests of schedules and layers."""
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from apex.transformer import tensor_parallel
+from apex.transformer.pipeline_parallel.utils import average_losses_across_data_parallel_group
+from apex.transformer.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+TEST_SUCCESS_MESSAGE = ">> passed the test :-)"
+
+
+class IdentityLayer(torch.nn.Module):
+    """A parameter of normal random numbers times ``scale``, which ``forward`` returns."""
+
+    def __init__(self, size: Any, scale: float = 1.0) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(scale * torch.randn(size))
+
+    def forward(self) -> torch.Tensor:
+        """Return the parameter."""
+        return self.weight
+
+
+class MyLayer(torch.nn.Module):
+    """A linear layer of square shape."""
+
+    def __init__(self, hidden_size: int, pre_process: bool, post_process: bool) -> None:
+        super().__init__()
+        self.pre_process, self.post_process = pre_process, post_process
+        self.layer = torch.nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply it."""
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class _Stage(torch.nn.Module):
+    input_tensor: torch.Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take the output of the stage before, a tensor or a list of one."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def _input(self, x: torch.Tensor | None) -> torch.Tensor:
+        found = x if self.input_tensor is None else self.input_tensor
+        assert found is not None  # the first stage gets x, others get the tensor
+        return found
+
+
+class MyModel(_Stage):
+    """A stage of one :class:`MyLayer`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        pre_process: bool = False,
+        post_process: bool = False,
+        *,
+        add_encoder: bool = False,
+        add_decoder: bool = False,
+    ) -> None:
+        super().__init__()
+        self.pre_process, self.post_process = pre_process, post_process
+        self.layer = MyLayer(hidden_size, pre_process, post_process)
+
+    def forward(self, x: torch.Tensor | None) -> torch.Tensor:
+        """Apply the layer to ``x`` on the first stage, else to what was set."""
+        return self.layer(self._input(x))  # type: ignore[no-any-return]
+
+
+class ToyParallelMLP(_Stage):
+    """A stage of two tensor-parallel linear layers, with a GELU between them."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        pre_process: bool = False,
+        post_process: bool = False,
+        *,
+        sequence_parallel_enabled: bool = False,
+        add_encoder: bool = False,
+        add_decoder: bool = False,
+    ) -> None:
+        super().__init__()
+        self.pre_process, self.post_process = pre_process, post_process
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        options: Any = {"sequence_parallel_enabled": sequence_parallel_enabled, "bias": True}
+        options["use_cpu_initialization"] = True
+        size = 4 * hidden_size
+        self.dense_h_to_4h = ColumnParallelLinear(hidden_size, size, gather_output=False, **options)
+        self.dense_4h_to_h = RowParallelLinear(size, hidden_size, input_is_parallel=True, **options)
+
+    def forward(self, x: torch.Tensor | None) -> torch.Tensor:
+        """Apply them to ``(sequence, batch, hidden)``, as in :class:`MyModel`."""
+        hidden = torch.nn.functional.gelu(self.dense_h_to_4h(self._input(x))[0])
+        return self.dense_4h_to_h(hidden)[0]  # type: ignore[no-any-return]
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, torch, and the generators of the tensor-parallel ranks."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+model_provider_func = MyModel
+mlp_provider_func = ToyParallelMLP
+
+
+def process_batch(batch: Any) -> Any:
+    """Return the only tensor of a list, else the batch."""
+    return batch[0] if isinstance(batch, (list, tuple)) else batch
+
+
+def fwd_step_func(batch: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """Apply a model; its loss is the sum of the output, its report ``{"avg": ...}``."""
+    output = model(process_batch(batch))
+
+    def loss_func(x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = torch.sum(x)
+        return loss, {"avg": average_losses_across_data_parallel_group([loss])}
+
+    return output, loss_func
+
+
+class ToyParallelMLPFwdBwdStepFunc:
+    """:func:`fwd_step_func` for a model that may be sequence parallel."""
+
+    def __init__(self, sequence_parallel_enabled: bool) -> None:
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+
+    def __call__(
+        self, batch: Any, model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Take the tensor-parallel rank's part of the sequence, and apply the model."""
+        x = process_batch(batch)
+        if self.sequence_parallel_enabled and x is not None:
+            x = tensor_parallel.scatter_to_sequence_parallel_region(x)
+        return fwd_step_func(x, model)
+
+
+def initialize_distributed(backend: str = "nccl") -> None:
+    """Initialise ``torch.distributed`` from the variables that ``torchrun`` sets."""
+    if backend not in ("nccl", "ucc", "gloo"):
+        raise ValueError(f"backend is {backend!r}; pass 'nccl', 'ucc' or 'gloo'.")
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend)
+
+
+def print_separator(message: str) -> None:
+    """Print a message between lines, on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"\n{'-' * 31}\n{message:^31}\n{'-' * 31}", flush=True)  # noqa: T201

@@ -1,0 +1,139 @@
+"""``unittest`` cases whose methods run in several processes at once, one for each rank."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import time
+import traceback
+import unittest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from apex.transformer._ucc_util import HAS_UCC
+from apex.transformer.utils import device_type
+
+SECONDS = 300.0  # that a method may take on all ranks
+
+
+class DistributedTestBase(unittest.TestCase):
+    """Each test method runs on ``world_size`` ranks, with ``torch.distributed`` initialised.
+
+    ``setUp`` and ``tearDown`` run once, in the process that starts the others; ``self.rank`` is
+    known in those. A method fails if it does on one rank, and is skipped if it is on one.
+    """
+
+    DISTRIBUTED_BACKEND = "nccl"  # on a CPU Gloo
+    rank = -1
+    init_method = ""
+    """Where the ranks meet; known on the ranks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        setattr(self, self._testMethodName, self._on_all_ranks)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: up to four accelerators, or two on a CPU."""
+        return 2 if device_type() == "cpu" else min(torch.accelerator.device_count(), 4)
+
+    @property
+    def destroy_pg_upon_exit(self) -> bool:
+        """Whether each rank destroys its process group at the end."""
+        return True
+
+    def assertEqual(self, first: Any, second: Any, msg: Any = None, **kwargs: Any) -> None:
+        """As in unittest; tensors by ``torch.testing.assert_close``, which ``kwargs`` are for."""
+        if torch.is_tensor(first) or torch.is_tensor(second) or kwargs:
+            torch.testing.assert_close(first, second, msg=msg, **kwargs)
+        else:
+            super().assertEqual(first, second, msg)  # noqa: PT009
+
+    def _on_all_ranks(self) -> None:
+        context: Any = multiprocessing.get_context("spawn")
+        if sys.platform == "linux":  # imports torch once, not on each rank
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["torch"])
+        end = time.monotonic() + SECONDS
+        said: dict[int, tuple[str, str]] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            url = f"file://{os.path.join(folder, 'store')}"
+            pipes, theirs = zip(*(context.Pipe() for _ in range(self.world_size)), strict=True)
+            processes = [
+                context.Process(
+                    target=_run,
+                    args=(type(self), self._testMethodName, rank, url, pipe),
+                    daemon=True,
+                )
+                for rank, pipe in enumerate(theirs)
+            ]
+            for process, pipe in zip(processes, theirs, strict=True):
+                process.start()
+                pipe.close()  # so that the end of the process ends the pipe
+            waiting = dict(zip(pipes, range(self.world_size), strict=True))
+            while waiting and not any(kind == "failed" for kind, _ in said.values()):
+                ready = multiprocessing.connection.wait([*waiting], max(end - time.monotonic(), 0))
+                for pipe in ready:
+                    said[waiting.pop(pipe)] = _answer(pipe)
+                if not ready:
+                    said.update(dict.fromkeys(waiting.values(), ("failed", "no answer in time")))
+                    break
+            for process in processes:
+                process.join(10.0 if not waiting else 0.0)
+                process.kill()
+        ends: dict[str, Any] = {"failed": self.fail, "skipped": self.skipTest}
+        for kind, end_with in ends.items():
+            texts = [f"rank {r}: {text}" for r, (found, text) in said.items() if found == kind]
+            if texts:
+                end_with("\n".join(texts))
+
+
+def _answer(pipe: Any) -> tuple[str, str]:
+    try:
+        kind, text = pipe.recv()
+    except EOFError:
+        return "failed", "the process died"
+    return kind, text
+
+
+def _run(cls: type[DistributedTestBase], method: str, rank: int, url: str, pipe: Any) -> None:
+    """What each process runs."""
+    case = cls(method)
+    delattr(case, method)  # what starts processes
+    case.rank, case.init_method = rank, url
+    backend = cls.DISTRIBUTED_BACKEND
+    if device_type() == "cpu":
+        backend = "gloo" if backend == "nccl" else backend
+        torch.set_num_threads(1)
+    else:
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=case.world_size)
+    try:
+        getattr(case, method)()
+        answer = "passed", ""
+    except unittest.SkipTest as skipped:
+        answer = "skipped", str(skipped)
+    except BaseException:  # noqa: BLE001  # the test is to see every error
+        answer = "failed", traceback.format_exc()
+    if answer[0] != "failed" and case.destroy_pg_upon_exit:
+        dist.destroy_process_group()
+    pipe.send(answer)
+
+
+class NcclDistributedTestBase(DistributedTestBase):
+    """Over NCCL, or on a CPU over Gloo."""
+
+
+class UccDistributedTestBase(DistributedTestBase):
+    """Over UCC; skipped where PyTorch was built without it."""
+
+    DISTRIBUTED_BACKEND = "ucc"
+
+    def setUp(self) -> None:
+        """Skip without UCC."""
+        super().setUp()
+        if not HAS_UCC:
+            self.skipTest("this PyTorch has no UCC")
