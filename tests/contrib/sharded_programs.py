@@ -8,7 +8,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from apex import amp
 from apex.amp import GradScaler
@@ -324,7 +326,7 @@ def scaled(kind, rank):
     return seen, [p.detach() for p in ps]
 
 
-def one_rank(device):
+def one_rank(device, folder):
     """One process of its own: FusedAdam's bits, and on a GPU the host waits for no flag."""
     for options, dtypes in (({}, MIXED), (REMAINDERS, (BFLOAT,)), ({"capturable": True}, MIXED)):
         ps = [nn.Parameter(p.detach().to(device)) for p in params(dtypes)]
@@ -337,6 +339,16 @@ def one_rank(device):
             optimizer.step()
             other.step()
         assert all(torch.equal(p, q.to(p.dtype)) for p, q in zip(ps, stepped, strict=True))
+    state = optimizer.state_dict()
+    checkpoint.save({"optimizer": state}, checkpoint_id=folder)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    loaded = {"optimizer": optimizer.state_dict()}
+    checkpoint.load(loaded, checkpoint_id=folder)
+    assert loaded["optimizer"]["state"].pop("step") == state["state"].pop("step") == STEPS
+    for number, one in loaded["optimizer"]["state"].items():
+        assert all(torch.equal(one[key], state["state"][number][key]) for key in one)
     ps = [nn.Parameter(p.detach().to(device)) for p in params((HALF,))]
     optimizer, scaler = DistributedFusedAdam(ps), GradScaler(device, 4.0)
     for _ in range(2):
@@ -486,9 +498,12 @@ def refused(rank):
     texts["stranger"] = error(lambda: optimizer.init_params(half))
     texts["norm type"] = error(lambda: optimizer.grad_norm(norm_type=1.0))
     texts["copy"] = error(optimizer.__getstate__)
-    texts["old arguments"] = error(lambda: optimizer.step(grad_scaler=None) or optimizer.step(3))
+    texts["old arguments"] = error(lambda: optimizer.step(None, 3.0))
     backward(ps, grads(0, rank, ps))
     texts["amp"] = error(lambda: amp.initialize(MLP(), optimizer, opt_level="O5", verbosity=0))
+    model = nn.ParameterList(ps)
+    texts["get_state_dict"] = error(lambda: get_optimizer_state_dict(model, optimizer))
+    assert "step" not in optimizer.param_groups[0]  # torch took none
     texts["no scale"] = error(optimizer.unscale_grads)
     optimizer.clip_grad_norm(1.0)
     texts["twice"] = error(lambda: optimizer.unscale_grads(inv_scale=1.0))

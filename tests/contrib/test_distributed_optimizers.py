@@ -281,6 +281,7 @@ ERRORS = {
     "old arguments": "TypeError",
     "amp": "amp.initialize: DistributedFusedAdam keeps gradients and masters itself",
     "moved": r"a parameter of shape \(8,\) on cpu was given other memory",
+    "get_state_dict": "KeyError: 'step'",
     "no scale": "TypeError: .*pass either inv_scale or grad_scaler",
     "twice": "gradients were unscaled or clipped already",
     "late gradient": "a gradient arrived after the gradients were unscaled or clipped",
@@ -333,11 +334,11 @@ def test_a_killed_rank_ends_the_others(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_one_rank(device):
+def test_one_rank(device, tmp_path):
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        programs.one_rank(device)
+        programs.one_rank(device, tmp_path)
     finally:
         dist.destroy_process_group()
 

@@ -116,13 +116,10 @@ class ShardedGradients(FusedOptimizer):
     def _kinds_of(self, param: torch.Tensor, *dtypes: torch.dtype | None) -> Kinds:
         """The dtypes for a parameter, checked; ``dtypes`` instead of those of the options."""
         options, names = self._options, ("dtype", "grad_sync_dtype", "param_sync_dtype")
-        given = [
-            one or getattr(options, name)
-            for one, name in zip(dtypes or [None] * 3, names, strict=True)
-        ]
-        state, grad, sent = given[0], given[1] or given[0], given[2] or param.dtype
+        pairs = zip(dtypes or (None, None, None), names, strict=True)
+        state, grad, sent = (one or getattr(options, name) for one, name in pairs)
         raw = isinstance(sent, torch.dtype) and not (sent.is_floating_point or sent.is_complex)
-        sent = param.dtype if raw else sent
+        grad, sent = grad or state, param.dtype if raw else sent or param.dtype
         for name, one in zip(names, (state, grad, sent), strict=True):
             if one not in (*_runtime.DTYPES, torch.float64):
                 raise RuntimeError(
@@ -161,6 +158,15 @@ class ShardedGradients(FusedOptimizer):
             made = {one: one and new_gradient_group(one, device) for one in self._groups}
             self._own = Groups(*map(made.__getitem__, self._groups))
         self._hook(params)
+        self._seem_to_have_state()
+
+    def _seem_to_have_state(self) -> None:
+        """Fill ``state`` with empty dicts; the state is in the shard.
+
+        torch's ``get_state_dict`` steps an optimizer without any, to make some.
+        """
+        for param in self._params():
+            self.state[param] = {}
 
     def _hook(self, params: Iterable[torch.Tensor]) -> None:
         this = weakref.ref(self)

@@ -143,6 +143,7 @@ class SavedShards(ShardedOptimizer):
         step = int(state.get("step", 0))
         groups = [{"step": step, **group} for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
+        self._seem_to_have_state()
         for bucket, piece, parts in found:
             weight = parts.pop("param")
             kept: dict[str, torch.Tensor] = self._shard.state[piece.tensor]
