@@ -113,26 +113,31 @@ def joint_cells(
 def joint(
     f: Tensor, g: Tensor, cells: Grid, packed: bool, relu: bool, dropout: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute h ``(rows, H)``, and with ReLU or dropout also where it is not set to 0.
+    """Compute h ``(rows, H)``; with ReLU or dropout also where it is used and not set to 0.
 
     Cells of a whole grid that are not used hold -1.
     """
-    shape = (cells.rows + 1, f.shape[2])  # one more row, for cells that are not used
-    h = f.new_full(shape, NAN)
-    if not packed:
-        h[:-1].view(len(f), -1).copy_(torch.where(cells.good, -1.0, NAN)[:, None])
-    masked = relu or dropout is not None
-    mask = torch.zeros(shape, dtype=torch.bool, device=f.device) if masked else None
-    for one, other, index in zip(f, g, cells.row.flatten(1), strict=True):
+    masked, shape = relu or dropout is not None, (cells.rows + 1, f.shape[2])
+    h = f.new_empty(shape)  # the last row is for cells that are not used
+    if packed and _runtime.waits(h.device):
+        h.fill_(NAN)  # where offsets are wrong, rows remain
+    mask = torch.empty(shape, dtype=torch.bool, device=f.device) if masked else None
+    samples = zip(f, g, cells.row.flatten(1), cells.used.flatten(1), cells.good, strict=True)
+    for number, (one, other, row, used, good) in enumerate(samples):
         y = (one[:, None].to(wide(f)) + other.to(wide(f))).flatten(0, 1)
+        keep = used[:, None].expand_as(y)
         if mask is not None:
-            keep = ~(y <= 0) if relu else torch.ones_like(y, dtype=torch.bool)
+            keep = keep & ~(y <= 0) if relu else keep
             if dropout is not None:
-                keep &= torch.rand_like(y) >= dropout
+                keep = keep & (torch.rand_like(y) >= dropout)
                 y *= dropout_scale(dropout)
             y.masked_fill_(~keep, 0.0)
-            mask.index_copy_(0, index, keep)
-        h.index_copy_(0, index, y.to(h.dtype))
+        if not packed:
+            row = torch.arange(len(y), device=y.device) + number * len(y)
+            y = y.where(used[:, None], torch.where(good, -1.0, NAN).to(y.dtype))
+        h.index_copy_(0, row, y.to(h.dtype))
+        if mask is not None:
+            mask.index_copy_(0, row, keep)
     return h[:-1], None if mask is None else mask[:-1]
 
 
