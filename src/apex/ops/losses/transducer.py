@@ -88,7 +88,7 @@ def grid(
 
 
 # -- joint -----------------------------------------------------------------------------------------
-# Sample by sample, in float32 (float64 for float64): what is not rounded yet stays in the cache.
+# Sample by sample: what is not written to h yet is small, and float32 where it is not rounded yet.
 
 
 def joint_cells(
@@ -118,13 +118,14 @@ def joint(
     Cells of a whole grid that are not used hold -1.
     """
     masked, shape = relu or dropout is not None, (cells.rows + 1, f.shape[2])
+    to = f.dtype if dropout is None else wide(f)  # a sum alone is rounded once in any dtype
     h = f.new_empty(shape)  # the last row is for cells that are not used
     if packed and _runtime.waits(h.device):
         h.fill_(NAN)  # where offsets are wrong, rows remain
     mask = torch.empty(shape, dtype=torch.bool, device=f.device) if masked else None
     samples = zip(f, g, cells.row.flatten(1), cells.used.flatten(1), cells.good, strict=True)
     for number, (one, other, row, used, good) in enumerate(samples):
-        y = (one[:, None].to(wide(f)) + other.to(wide(f))).flatten(0, 1)
+        y = (one[:, None].to(to) + other.to(to)).flatten(0, 1)
         keep = used[:, None].expand_as(y)
         if mask is not None:
             keep = keep & ~(y <= 0) if relu else keep
