@@ -18,9 +18,7 @@ from tests.gpu import tasks
 from tests.gpu.worker import worker
 from tests.kernels.operations import lists
 from tests.tolerance import (
-    APPROXIMATE,
     CLIPPED,
-    ROUNDINGS,
     assert_close_to_largest,
     assert_same_training,
 )
@@ -112,12 +110,7 @@ def _assert_right(name, misplaced):
     assert not result.warnings
     assert result.measured
     if not name.endswith(("x 1", "x 2")):  # of so few numbers only cancellation is left
-        assert [one for one in result.measured if not one.value <= _allowed(one)] == []
-
-
-def _allowed(one):
-    moved = one.unit == "roundings" and one.allowed >= ROUNDINGS[torch.float32]
-    return one.allowed * (APPROXIMATE if moved else 1)
+        assert [one for one in result.measured if not one.right] == []
 
 
 # -- a training ------------------------------------------------------------------------------------
