@@ -154,8 +154,9 @@ class GradScaler(torch.amp.GradScaler):
         """Have the next step scale the gradients down to a total norm of ``max_norm``.
 
         Call it before ``step``, on all ranks of the mesh, with or without ``unscale_``. The norm is
-        that of the unscaled gradients, of all shards. An optimizer that takes a scale gets the
-        coefficient with it, and no gradient is written. Others have theirs changed in place.
+        that of the unscaled gradients, of all shards of DTensors and of this rank's other tensors,
+        with a ``process_group`` too. An optimizer that takes a scale gets the coefficient with it,
+        and no gradient is written. Others have theirs changed in place.
 
         Arguments are those of :func:`apex.amp.clip_grad_norm_`, and so is what is returned.
 
