@@ -36,6 +36,10 @@ class Leg(NamedTuple):
     dim: int
     sizes: tuple[int, ...]
 
+    def shard(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """The shard of the rank of this number."""
+        return tensor.narrow(self.dim, sum(self.sizes[:number]), self.sizes[number])
+
 
 class Matrix(NamedTuple):
     """A parameter that is stepped as a matrix, or as a stack of them.
@@ -95,10 +99,12 @@ def legs(param: Any, flatten: bool) -> tuple[Leg, ...]:
     # A strided shard is one of what the mesh dimensions behind it have sharded already.
     for number in sorted(shards, key=strided.__contains__):
         dim = getattr(placements[number], "dim", None)
-        if dim is None or len(strided) > 1:
+        coordinate = param.device_mesh.get_coordinate()
+        if dim is None or len(strided) > 1 or coordinate is None:
             raise RuntimeError(_UNKNOWN.format(placements))
+        dim %= len(shape)
         sizes = _shards(shape[dim], param.device_mesh.size(number))
-        shape[dim] = sizes[param.device_mesh.get_coordinate()[number]]
+        shape[dim] = sizes[coordinate[number]]
         if dim >= first and len(sizes) > 1:
             found.append(Leg(number, dim, sizes))
     if placements and tuple(shape) != param.to_local().shape:
@@ -107,8 +113,9 @@ def legs(param: Any, flatten: bool) -> tuple[Leg, ...]:
 
 
 _UNKNOWN = (
-    "FusedMuon collects shards as fully_shard and parallelize_module make them, and a parameter "
-    "has placements {}. Redistribute it, or step it by Adam: give its group algorithm='adam'."
+    "FusedMuon collects shards as fully_shard and parallelize_module make them, between the ranks "
+    "of a mesh, and a parameter has placements {} or is on a mesh without this rank. Redistribute "
+    "it, or step it by Adam: give its group algorithm='adam'."
 )
 
 
@@ -235,16 +242,10 @@ class _Trip(NamedTuple):
 
     def handed_out(self, parts: Parts, shapes: Mapping[int, torch.Size]) -> Parts:
         """Undo :meth:`collected`: the parts here, of these shapes, from all owners."""
-        outgoing = []
-        for target in range(self.group.size()):
-            outgoing.append(
-                [
-                    whole.narrow(leg.dim, sum(leg.sizes[:target]), leg.sizes[target])
-                    for whole, leg in (
-                        (whole, self.legs[number]) for number, whole in parts.items()
-                    )
-                ]
-            )
+        outgoing = [
+            [self.legs[number].shard(whole, target) for number, whole in parts.items()]
+            for target in range(self.group.size())
+        ]
         of_owner: list[list[int]] = [[] for _ in outgoing]
         for number in shapes:
             of_owner[self.owners[number]].append(number)

@@ -66,7 +66,7 @@ class FusedMuon(FusedOptimizer):
 
     Of sharded parameters (``fully_shard``, ``parallelize_module``) each is collected at an owner
     rank, see :mod:`apex.optimizers._owners`; replicated ones are computed on each rank. All ranks
-    of a mesh have to call ``step``.
+    of a mesh have to call ``step``, and to skip it together, as with :mod:`apex.amp`.
 
     The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
 
