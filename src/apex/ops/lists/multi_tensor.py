@@ -297,14 +297,30 @@ def _jitted(name: str) -> list[Any]:
     return [getattr(found, function) for function in functions.split(",")]
 
 
+def _of_codes(call: _Call, shapes: Sequence[torch.Size]) -> dict[str, Any]:
+    """What a launch takes in addition for columns that are held in 8 bits."""
+    from apex.kernels import quantized
+
+    tables = [one.code.tables(call.device) for one in call.held]
+    return quantized.more(
+        len(call.columns),
+        [one.column for one in call.held],
+        [TABLES.table(one.absmax, call.device) for one in call.held],
+        [table.values for table in tables],
+        [table.cells for table in tables],
+        TABLES.numbers(map(row_length, shapes), call.device),
+    )
+
+
 def _fused(call: _Call) -> torch.Tensor | None:
     from apex.kernels import multi_tensor as kernels  # late: importing us must not import triton
 
     device = call.device
-    sizes = tuple(map(torch.Tensor.numel, call.columns[0]))
-    if call.held:  # programs walk whole blocks
+    sizes, more = tuple(map(torch.Tensor.numel, call.columns[0])), {}
+    if call.held:
         shapes = [x.shape for x in call.columns[call.held[0].column]]
         sizes = tuple(BLOCK * math.prod(absmax_shape(shape)) for shape in shapes)
+        more = _of_codes(call, shapes)
     layout = TABLES.layout(sizes, device)
     if not layout.programs:  # all tensors are empty
         return torch.zeros(len(call.sums), layout.tensors, device=device) if call.sums else None
@@ -314,27 +330,11 @@ def _fused(call: _Call) -> torch.Tensor | None:
     written = [tensor for column, _ in call.stores for tensor in call.columns[column]]
     written += [tensor for one in call.held for tensor in one.absmax]
     torch.autograd.graph.increment_version(written)
-    launched = (
+    return kernels.launch(
         layout,
         [TABLES.table(column, device) for column in call.columns],
         [column[0].dtype for column in call.columns],
-        function, call.stores, call.update.scalars._fields, call.scalars,
+        function, call.stores, call.update.scalars._fields, call.scalars, noop=call.noop,
+        sums=call.sums, codec=(decode, encode), seed=call.seed, largest=call.largest,
+        flag=call.flag, flags=call.flags, **more,
     )  # fmt: skip
-    options: dict[str, Any] = {
-        "noop": call.noop, "sums": call.sums, "codec": (decode, encode), "seed": call.seed,
-    }  # fmt: skip
-    if not call.held:
-        return kernels.launch(
-            *launched, **options, largest=call.largest, flag=call.flag, flags=call.flags
-        )
-    from apex.kernels import quantized
-
-    tables = [one.code.tables(device) for one in call.held]
-    held = quantized.HeldColumns(
-        tuple(one.column for one in call.held),
-        [TABLES.table(one.absmax, device) for one in call.held],
-        [table.values for table in tables],
-        [table.cells for table in tables],
-        TABLES.numbers(map(row_length, shapes), device),
-    )
-    return quantized.launch(*launched, held, **options)
