@@ -33,18 +33,18 @@ def some(*shape, dtype=FLOAT, seed=0):
     return random(shape, dtype, CPU, seed=seed)
 
 
-def column(dtype=FLOAT, seed=0):
-    return [some(*shape, dtype=dtype, seed=seed + n) for n, shape in enumerate(SHAPES)]
+def column(dtype=FLOAT, seed=0, shapes=SHAPES):
+    return [some(*shape, dtype=dtype, seed=seed + n) for n, shape in enumerate(shapes)]
 
 
 # -- lists ---------------------------------------------------------------------------------------
 
 
-def stepped(make, dtype=FLOAT):
+def stepped(make, dtype=FLOAT, shapes=SHAPES):
     def run():
-        params = [torch.nn.Parameter(tensor) for tensor in column(dtype)]
+        params = [torch.nn.Parameter(tensor) for tensor in column(dtype, shapes=shapes)]
         optimizer = make(params)
-        for param, grad in zip(params, column(dtype, 10), strict=True):
+        for param, grad in zip(params, column(dtype, 10, shapes), strict=True):
             param.grad = grad
         optimizer.step()
         states = [value for state in optimizer.state.values() for value in state.values()]
@@ -107,6 +107,8 @@ def lists():
                 dtype = DTYPES[variant.dtypes[0]]
                 yield optimizer.called(variant), stepped(make, dtype)
     yield "muon, a wide matrix", a_wide_matrix
+    eight_bit = functools.partial(FusedAdam, state="8bit")
+    yield "FusedAdam, 8 bits", stepped(eight_bit, BRAIN, ((CHUNK // 256 + 1, 256), (14, 300)))
     yield "larc", stepped(lambda p: LARC(torch.optim.SGD(p, lr=0.1, weight_decay=0.1)))
     for op in LISTS:
         yield op.name, listed(op)

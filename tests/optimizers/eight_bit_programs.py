@@ -14,7 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from apex.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
+from apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLion,
+    FusedNovoGrad,
+    FusedSGD,
+)
 from tests.optimizers.common import on
 
 MAKERS = {
@@ -22,7 +29,10 @@ MAKERS = {
     "FusedLion": functools.partial(FusedLion, lr=0.02),
     "FusedSGD": functools.partial(FusedSGD, lr=0.5, momentum=0.9, dampening=0.5),
     "FusedAdagrad": functools.partial(FusedAdagrad, lr=0.02),
+    "FusedLAMB": functools.partial(FusedLAMB, lr=0.02, max_grad_norm=0.0),
+    "FusedNovoGrad": functools.partial(FusedNovoGrad, lr=0.02),
 }
+NORMED = ("FusedLAMB", "FusedNovoGrad")  # a norm of a weight's whole step is in the weight
 # Rows in uneven shards, two ranks without a row, three dimensions, and a state in float32: a shard
 # alone of each of the first three has less than 4,096 elements.
 SHAPES = ((66, 70), (2, 2100), (37, 4, 30), (5, 7))

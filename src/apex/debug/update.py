@@ -39,7 +39,8 @@ def update_again(optimizers: list[Any], param: torch.Tensor) -> Origin | None:
     state = optimizer.state.get(stepped, {})
     like = torch.zeros_like(stepped.detach()).requires_grad_()
     moments = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == like.shape]
-    if any(is_bad(moment) for moment in moments):
+    blocks = [v for key, v in state.items() if str(key).endswith("_absmax")]  # of moments in 8 bits
+    if any(map(is_bad, [*moments, *blocks])):
         return None
     like.grad = torch.ones_like(like) if not moments else moments[0].to(like.dtype)
     try:

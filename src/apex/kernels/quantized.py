@@ -13,45 +13,21 @@ of a row leaves lanes idle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._tables import CHUNK, Layout, Table
+from apex.kernels._tables import Table
 from apex.kernels.multi_tensor import (
-    BLOCK,
-    DTYPES,
-    Named,
-    _arguments,
     _pointer,
     _read,
-    rounded,
-    widened,
 )  # fmt: skip
-from apex.kernels.partial_sums import OPTIONS, reduced, summed
+from apex.kernels.partial_sums import reduced
 
 WIDTH = 256  # elements of a block of codes, at most
 TINY = tl.constexpr(2.0**-126)
-
-
-class HeldColumns(NamedTuple):
-    """Which columns are held in 8 bits, and what belongs to them.
-
-    Attributes:
-        columns: Their numbers.
-        absmax: Addresses of the largest magnitudes.
-        values: What codes stand for.
-        cells: The cells by which codes are found.
-        lengths: Elements of a row, of each tensor: an int64 table.
-    """
-
-    columns: tuple[int, ...]
-    absmax: Sequence[Table]
-    values: Sequence[torch.Tensor]
-    cells: Sequence[torch.Tensor]
-    lengths: Table
 
 
 @triton.jit
@@ -125,14 +101,14 @@ def _held_tile(
 
 @triton.jit
 def held_kernel(
-    blocks_ptr, numels_ptr, lengths_ptr, tables, absmaxes, values, cells, scalar_args, seed_ptr,
-    noop_ptr, partial_ptr,
+    blocks_ptr, numels_ptr, tables, scalar_args, seed_ptr, noop_ptr, partial_ptr, flag_ptr,
     UPDATE: tl.constexpr, DECODE: tl.constexpr, ENCODE: tl.constexpr, COLUMNS: tl.constexpr,
     STORES: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, SUMS: tl.constexpr,
-    ALIGNED: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr, FLAGS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, lengths_ptr, absmaxes, values, cells, HELD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Run ``UPDATE`` over every element of every tensor of the columns.
+    """Run ``UPDATE`` over every element of every tensor of the columns; ``FLAGS`` are not set.
 
     Args that `multi_tensor.list_kernel` does not have:
         numels_ptr: int64, lanes of each tensor: `WIDTH` for each block.
@@ -205,60 +181,31 @@ def held_kernel(
         tl.store(partial_ptr + program * len(SUMS) + i, reduced(totals[i], False))
 
 
-def launch(
-    layout: Layout,
-    columns: Sequence[Table],
-    dtypes: Sequence[torch.dtype],
-    update: Any,
-    stores: tuple[tuple[int, int], ...],
-    names: tuple[str, ...],
-    scalars: tuple[float | torch.Tensor, ...],
-    held: HeldColumns,
-    *,
-    noop: torch.Tensor | None = None,
-    sums: tuple[int, ...] = (),
-    codec: tuple[Any, Any] = (widened, rounded),
-    seed: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """Run ``update`` over the columns in one launch.
+def more(
+    columns: int,
+    held: Sequence[int],
+    absmax: Sequence[Table],
+    values: Sequence[torch.Tensor],
+    cells: Sequence[torch.Tensor],
+    lengths: Table,
+) -> dict[str, Any]:
+    """What `multi_tensor.launch` takes in addition; its ``layout`` has `WIDTH` for each block.
 
-    Arguments are those of :func:`apex.kernels.multi_tensor.launch`, but for these: ``layout`` is of
-    the columns' blocks, `WIDTH` for each; and ``held``.
-
-    Returns:
-        With ``sums``: float32 ``(len(sums), tensors)``; 0 where ``noop`` is set.
+    Args:
+        columns: How many there are.
+        held: Numbers of those that are held in 8 bits.
+        absmax: Of each of these, the addresses of the largest magnitudes.
+        values: Of each, what codes stand for.
+        cells: Of each, the cells by which codes are found.
+        lengths: Elements of a row of each tensor.
     """
-    partial = None
-    if sums:
-        shape = (layout.programs, len(sums))
-        partial = torch.empty(shape, dtype=torch.float32, device=layout.device)
-    numbers, kinds = _arguments(scalars)
-    places = {column: place for place, column in enumerate(held.columns)}
-    with torch.cuda.device(layout.device if layout.device.type == "cuda" else -1):
-        held_kernel[(layout.programs,)](
-            layout.blocks,
-            layout.numels,
-            held.lengths.on_device,
-            tuple(table.on_device for table in columns),
-            tuple(table.on_device for table in held.absmax),
-            tuple(held.values),
-            tuple(held.cells),
-            numbers,
-            seed,
-            noop,
-            partial,
-            update,
-            *codec,
-            tuple(tl.uint8 if x == torch.uint8 else DTYPES[x] for x in dtypes),
-            stores,
-            Named(names),
-            kinds,
-            sums,
-            tuple(table.aligned for table in columns),
-            tuple(places.get(number, -1) for number in range(len(columns))),
-            CHUNK,
-            BLOCK,
-            WIDTH,
-            **OPTIONS,
-        )
-        return None if partial is None else summed(partial, layout.firsts)
+    places = {column: place for place, column in enumerate(held)}
+    arguments = {
+        "lengths_ptr": lengths.on_device,
+        "absmaxes": tuple(table.on_device for table in absmax),
+        "values": tuple(values),
+        "cells": tuple(cells),
+        "HELD": tuple(places.get(number, -1) for number in range(columns)),
+        "WIDTH": WIDTH,
+    }
+    return {"kernel": held_kernel, "more": arguments}

@@ -278,25 +278,24 @@ class FusedOptimizer(StatefulOptimizer):
                     factor=_on(options.factor, device),
                     noop=None if noop is None else noop.to(device, non_blocking=True),
                 )
-            here = self._with_columns(everywhere[device], bucket)
+            here = everywhere[device]
+            if bucket.extra is not None:
+                here = here._replace(extra=bucket.extra)
+            if self._state_form == "8bit":
+                here = here._replace(held=self._held(bucket))
             group = together[number][0].group
             if counters is not None:
                 group = counted(together[number], bucket, counters)
             yield bucket.params, self._update(group, bucket, here)
 
-    def _with_columns(self, options: StepOptions, bucket: Bucket) -> StepOptions:
-        """The options with what a bucket has beside its columns."""
-        if bucket.extra is not None:
-            options = options._replace(extra=bucket.extra)
-        if self._state_form == "8bit":
-            slots = zip(self._stepped_slots(), bucket.columns[2:], strict=True)
-            held = [
-                Held(number, CODES[slot], self._absmaxes(bucket.params, slot))
-                for number, (slot, column) in enumerate(slots, 2)
-                if column[0].dtype == torch.uint8
-            ]
-            options = options._replace(held=tuple(held))
-        return options
+    def _held(self, bucket: Bucket) -> tuple[Held, ...]:
+        """Which columns of a bucket are held in 8 bits."""
+        slots = zip(self._stepped_slots(), bucket.columns[2:], strict=True)
+        return tuple(
+            Held(number, CODES[slot], self._absmaxes(bucket.params, slot))
+            for number, (slot, column) in enumerate(slots, 2)
+            if column[0].dtype == torch.uint8
+        )
 
     def _lists(
         self,

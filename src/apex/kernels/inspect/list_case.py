@@ -12,8 +12,7 @@ import torch
 from apex.kernels._tables import CHUNK, Layout, Table
 from apex.kernels.inspect.case import DTYPES, Case, launched, meta
 from apex.kernels.multi_tensor import BLOCK, launch
-from apex.kernels.quantized import HeldColumns
-from apex.kernels.quantized import launch as launch_held
+from apex.kernels.quantized import more
 
 
 def case(
@@ -54,15 +53,14 @@ def case(
     numbers = range(len(kinds))
     behind = [f"tables.{number}[]" for number in numbers]
     codes = tuple(number for number in numbers if kinds[number] == "u8")
-    table = Table([16], device)
-    held = HeldColumns(
-        codes, [table] * len(codes), [meta("fp32", 256)] * len(codes),
-        [meta("i32", 65536)] * len(codes), table,
-    )  # fmt: skip
+    if codes:
+        table, places = Table([16], device), len(codes)
+        held = [table] * places, [meta("fp32", 256)] * places, [meta("i32", 65536)] * places
+        options |= more(len(kinds), codes, *held, table)
     if options.get("flags"):
         options["flag"] = meta("i32", 1)
     case, *_ = launched(  # behind it, sums are added up
-        lambda: (launch_held if codes else launch)(
+        lambda: launch(
             Layout([CHUNK, CHUNK], device),
             [Table([8 if number in unaligned else 16], device) for number in numbers],
             [DTYPES[kind] for kind in kinds],
@@ -70,7 +68,6 @@ def case(
             stores,
             names,
             tuple(of_kind.get(name, 1.5) for name in names),
-            *([held] if codes else []),
             noop=one if noop else None,
             seed=meta("i32", 1) if seeded else None,
             **options,

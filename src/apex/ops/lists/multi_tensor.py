@@ -107,10 +107,6 @@ class _Call(NamedTuple):
     dense: bool
 
     @property
-    def held(self) -> tuple[Held, ...]:
-        return self.codec.held
-
-    @property
     def device(self) -> torch.device:
         return self.columns[0][0].device
 
@@ -159,8 +155,9 @@ def run(
     call = _Call(
         update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense
     )  # fmt: skip
-    codes = {one.column for one in codec.held}
-    dtypes = {column[0].dtype for number, column in enumerate(columns) if number not in codes}
+    dtypes = {column[0].dtype for column in columns}
+    if codec.held:
+        dtypes.discard(torch.uint8)
     if not _runtime.can_fuse(call.device) or not dtypes <= FUSABLE:
         return _reference(call)
     odd = [] if call.dense else odd_positions(columns)
@@ -178,7 +175,7 @@ def _part(call: _Call, positions: Sequence[int]) -> _Call:
     """The call at these positions alone."""
     columns = [[column[i] for i in positions] for column in call.columns]
     scalars = _scalars_at(call.scalars, lambda vector: taken(vector, positions))
-    held = tuple(one._replace(absmax=[one.absmax[i] for i in positions]) for one in call.held)
+    held = tuple(one._replace(absmax=[one.absmax[i] for i in positions]) for one in call.codec.held)
     codec = replace(call.codec, held=held)
     return call._replace(columns=columns, scalars=scalars, codec=codec)
 
@@ -199,10 +196,12 @@ def _reference(call: _Call) -> torch.Tensor | None:
         noop = None
     skip = None if noop is None else noop.reshape(()) != 0
     totals: list[torch.Tensor] = []
-    absmaxes = [one.absmax for one in call.held]
+    absmaxes = [one.absmax for one in call.codec.held]
     for number, position in enumerate(zip(*call.columns, *absmaxes, strict=True)):
         scalars = _scalars_at(call.scalars, itemgetter(number))
-        partial = [_step(call, raw, scalars, skip) for raw in _pieces(position, bool(call.held))]
+        partial = [
+            _step(call, raw, scalars, skip) for raw in _pieces(position, bool(call.codec.held))
+        ]
         totals += [_total(column, call.largest) for column in zip(*partial, strict=True)]
     return torch.stack(totals).view(-1, len(sums)).t() if sums else None
 
@@ -243,7 +242,7 @@ def _step(
 ) -> list[torch.Tensor]:
     """Update one position, or a piece of it; returns the sums."""
     columns = raw[: len(call.columns)]
-    absmaxes = zip(call.held, raw[len(columns) :], strict=True)
+    absmaxes = zip(call.codec.held, raw[len(columns) :], strict=True)
     held = {one.column: (absmax, one.code) for one, absmax in absmaxes}
     raw = tuple(
         dequantize(x, *held[number]) if number in held else x for number, x in enumerate(columns)
@@ -297,14 +296,30 @@ def _jitted(name: str) -> list[Any]:
     return [getattr(found, function) for function in functions.split(",")]
 
 
+def _of_codes(call: _Call, shapes: Sequence[torch.Size]) -> dict[str, Any]:
+    """What a launch takes in addition for columns that are held in 8 bits."""
+    from apex.kernels import quantized
+
+    tables = [one.code.tables(call.device) for one in call.codec.held]
+    return quantized.more(
+        len(call.columns),
+        [one.column for one in call.codec.held],
+        [TABLES.table(one.absmax, call.device) for one in call.codec.held],
+        [table.values for table in tables],
+        [table.cells for table in tables],
+        TABLES.numbers(map(row_length, shapes), call.device),
+    )
+
+
 def _fused(call: _Call) -> torch.Tensor | None:
     from apex.kernels import multi_tensor as kernels  # late: importing us must not import triton
 
     device = call.device
-    sizes = tuple(map(torch.Tensor.numel, call.columns[0]))
-    if call.held:  # programs walk whole blocks
-        shapes = [x.shape for x in call.columns[call.held[0].column]]
+    sizes, more = tuple(map(torch.Tensor.numel, call.columns[0])), {}
+    if call.codec.held:
+        shapes = [x.shape for x in call.columns[call.codec.held[0].column]]
         sizes = tuple(BLOCK * math.prod(absmax_shape(shape)) for shape in shapes)
+        more = _of_codes(call, shapes)
     layout = TABLES.layout(sizes, device)
     if not layout.programs:  # all tensors are empty
         return torch.zeros(len(call.sums), layout.tensors, device=device) if call.sums else None
@@ -312,29 +327,13 @@ def _fused(call: _Call) -> torch.Tensor | None:
     decode, encode = _jitted(call.codec.kernel)
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
     written = [tensor for column, _ in call.stores for tensor in call.columns[column]]
-    written += [tensor for one in call.held for tensor in one.absmax]
+    written += [tensor for one in call.codec.held for tensor in one.absmax]
     torch.autograd.graph.increment_version(written)
-    launched = (
+    return kernels.launch(
         layout,
         [TABLES.table(column, device) for column in call.columns],
         [column[0].dtype for column in call.columns],
-        function, call.stores, call.update.scalars._fields, call.scalars,
+        function, call.stores, call.update.scalars._fields, call.scalars, noop=call.noop,
+        sums=call.sums, codec=(decode, encode), seed=call.seed, largest=call.largest,
+        flag=call.flag, flags=call.flags, **more,
     )  # fmt: skip
-    options: dict[str, Any] = {
-        "noop": call.noop, "sums": call.sums, "codec": (decode, encode), "seed": call.seed,
-    }  # fmt: skip
-    if not call.held:
-        return kernels.launch(
-            *launched, **options, largest=call.largest, flag=call.flag, flags=call.flags
-        )
-    from apex.kernels import quantized
-
-    tables = [one.code.tables(device) for one in call.held]
-    held = quantized.HeldColumns(
-        tuple(one.column for one in call.held),
-        [TABLES.table(one.absmax, device) for one in call.held],
-        [table.values for table in tables],
-        [table.cells for table in tables],
-        TABLES.numbers(map(row_length, shapes), device),
-    )
-    return quantized.launch(*launched, held, **options)

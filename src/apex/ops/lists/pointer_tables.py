@@ -54,7 +54,8 @@ class TableCache:
 
     def table(self, column: Iterable[torch.Tensor], device: torch.device) -> Table:
         """Find or upload the addresses of a column."""
-        return self.numbers(map(torch.Tensor.data_ptr, column), device)
+        found: Table = self.find(Table, tuple(map(torch.Tensor.data_ptr, column)), device)
+        return found
 
     def numbers(self, numbers: Iterable[int], device: torch.device) -> Table:
         """Find or upload a number for each tensor of a column."""
