@@ -34,6 +34,6 @@ def backward(
     """Compute the gradients ``[df, dg]`` of ``inputs``: that of h, and the mask if there is one."""
     dh, *mask = (x.reshape(-1, x.shape[-1]) for x in inputs)
     lengths, sizes = {"fLen": fLen, "gLen": gLen}, (len(fLen), maxFLen, maxGLen)
-    offset = batchOffset if packOutput else None
-    cells = ops.grid("transducer_joint_cuda.backward", sizes, lengths, 0, offset, len(dh))
+    packed = (batchOffset, len(dh)) if packOutput else None
+    cells = ops.grid("transducer_joint_cuda.backward", sizes, lengths, 0, packed)
     return list(ops.joint_gradients(dh, mask[0] if mask else None, cells, scale))

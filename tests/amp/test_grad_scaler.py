@@ -27,7 +27,8 @@ SGD = functools.partial(apex.optimizers.FusedSGD, lr=0.5)
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("ranks"), count=4) as ranks:
+    # a hang ends sooner than by default: collectives of a mesh wait for half an hour
+    with Ranks(tmp_path_factory.mktemp("ranks"), seconds=150, count=4) as ranks:
         yield ranks
 
 
@@ -169,11 +170,11 @@ def trained(kind, make, steps=6, spoiled=(2,), unscale=False, dtype=torch.float3
     return [*seen, *(p.detach() for p in params)]
 
 
-MAKERS = {
-    "ours": ADAM,
-    "capturable": functools.partial(ADAM, capturable=True),
+MAKERS = {  # with a large eps, or Adam's first step would not depend on the size of gradients
+    "ours": functools.partial(ADAM, eps=1.0),
+    "capturable": functools.partial(ADAM, eps=1.0, capturable=True),
     "torch": functools.partial(torch.optim.SGD, lr=0.1),
-    "torch, fused": functools.partial(torch.optim.Adam, fused=True),
+    "torch, fused": functools.partial(torch.optim.Adam, lr=0.1, eps=1.0, fused=True),
 }
 
 
@@ -258,7 +259,7 @@ def test_what_torch_refuses_is_refused():
 
 def scaled(optimizer, size=1.0):
     """Give each parameter the gradient 1, 2, 3 ... times ``size``."""
-    for param in optimizer.param_groups[0]["params"]:
+    for param in [param for group in optimizer.param_groups for param in group["params"]]:
         values = torch.arange(1.0, param.numel() + 1).view(param.shape) * size
         param.grad = values.to(param.dtype)
 
@@ -270,6 +271,8 @@ EVERY = {
     "FusedNovoGrad": functools.partial(apex.optimizers.FusedNovoGrad, lr=0.01),
     "FusedAdagrad": functools.partial(apex.optimizers.FusedAdagrad, lr=0.01),
     "FusedLion": functools.partial(apex.optimizers.FusedLion, lr=0.01),
+    "FusedMuon": functools.partial(apex.optimizers.FusedMuon, lr=0.01),
+    "8bit": functools.partial(ADAM, state="8bit"),
     "capturable": functools.partial(ADAM, capturable=True),
     "FusedMixedPrecisionLamb": functools.partial(
         apex.optimizers.FusedMixedPrecisionLamb, lr=0.01, reduced_precision_dtype=torch.float16

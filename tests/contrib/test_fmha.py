@@ -179,6 +179,8 @@ def test_what_is_refused():
             attention(*given)
         with pytest.raises(ValueError, match=f"fmhalib.fwd: {said}"):
             fmhalib.fwd(*given, False, False, None)
+    with pytest.raises(ValueError, match="zero_tensors is None"):
+        attention(qkv, ends, 0.1, 5, True, None)
     with pytest.raises(ValueError, match=r"dout has shape \[9, 2, 8\]"):
         fmhalib.bwd(qkv[:9, 0], qkv, torch.zeros(2, HEADS, 5, 5), ends, 0.0, 5, False)
     with pytest.raises(ValueError, match=r"softmax has shape \[1, 2, 5, 5\]"):

@@ -167,6 +167,7 @@ def test_what_is_refused():
         (lambda: BatchNorm2d_NHWC(3)(image.long()), "x is torch.int64"),
         (lambda: BatchNorm2d_NHWC(3)(image[:1, :1, :1]), "more than 1 value per channel"),
         (lambda: BatchNorm2d_NHWC(3, bn_group=2), "bn_group is 2 and there are 1 processes"),
+        (lambda: BatchNorm2d_NHWC(3, multi_stream=None), "multi_stream is None; pass an integer"),
         (lambda: GroupBatchNorm2d(3, 0), "group_size is 0 and there are 1 processes"),
         (lambda: GroupBatchNorm2d(3, 1)(image), r"of shape \[2, 4, 5, 3\]. Pass \(N, 3, H, W\)"),
         (lambda: GroupBatchNorm2d(3, 1)(image[0]), "expected 4D input"),

@@ -141,62 +141,47 @@ class Group:
         arrays = (np.broadcast_to(x, shape).ravel()[mask] for x in (addresses, who, *others))
         return shape, mask, *arrays
 
-    def _spread(self, values, mask, shape):
-        """Columns as arrays of a shape; where the mask is not set: 0."""
-        made = np.zeros((values.shape[1], math.prod(shape)), values.dtype)
-        made[:, mask] = values.T
-        return made.reshape(-1, *shape)
-
-    def _global(self, kind, addresses, size, who):
+    def _parts(self, of, kind, addresses, size, who):
+        """Each space that accesses touch, their addresses there, and which of them they are."""
+        counters = self.launch.counters
+        if of == "shared":
+            if counters:
+                counters.count_shared(addresses, size, who)
+            yield self.shared, self._in_shared(addresses, size, who), slice(None)
+            return
         for space, which in self.launch.memory.split(addresses, size, who):
-            if self.launch.counters:
-                self.launch.counters.count_global(space, kind, addresses[which], size, who[which])
-            yield space, which
+            if counters:
+                counters.count_global(space, kind, addresses[which], size, who[which])
+            yield space, addresses[which], which
 
     def _in_shared(self, addresses, size, who):
         """Places in the shared memory of all programs."""
-        own, all_of_it = self.launch.shared, f"shared memory of {self.launch.shared} bytes"
-        inside = addresses - SHARED
-        refuse((inside < 0) | (inside + size > own), f"out of bounds of {all_of_it}", who)
+        own, inside = self.launch.shared, addresses - SHARED
+        bad = (inside < 0) | (inside + size > own)
+        refuse(bad, f"out of bounds of shared memory of {own} bytes", who)
         refuse(inside % size != 0, f"misaligned access of {size} bytes of shared memory", who)
-        if self.launch.counters:
-            self.launch.counters.count_shared(inside, size, who)
         return inside + who // self.launch.threads % self.launch.many * own
 
-    def load_global(self, addresses, size, count, mask, site):
-        """Load ``count`` numbers of ``size`` bytes; an array for each."""
-        self.site, full = site, self.launch.counters is not None
-        shape, mask, flat, who = self._active(addresses, mask, full=full)
-        return self._spread(self._read_global(flat, size, count, who), mask, shape)
-
-    def _read_global(self, flat, size, count, who):
+    def _read(self, of, flat, size, count, who):
         values = np.zeros((len(flat), count), f"u{size}")
-        for space, which in self._global("read", flat, size * count, who):
-            at = flat[which], size, count, who[which]
-            values[which] = space.read(*at, self.time)
+        for space, at, which in self._parts(of, "read", flat, size * count, who):
+            values[which] = space.read(at, size, count, who[which], self.time)
         return values
 
-    def store_global(self, addresses, size, values, mask, site):
+    def load(self, of, addresses, size, count, mask):
+        """Load ``count`` numbers of ``size`` bytes: an array for each; 0 where ``mask`` is not."""
+        full = of == "shared" or self.launch.counters is not None
+        shape, mask, flat, who = self._active(addresses, mask, full=full)
+        made = np.zeros((count, math.prod(shape)), f"u{size}")
+        made[:, mask] = self._read(of, flat, size, count, who).T
+        return made.reshape(-1, *shape)
+
+    def store(self, of, addresses, size, values, mask):
         """Store a number of ``size`` bytes of each of ``values``."""
-        self.site = site
         _, _, flat, who, *columns = self._active(addresses, mask, *values)
         rows = np.stack(columns, axis=1)
-        for space, which in self._global("write", flat, size * len(values), who):
-            space.write(flat[which], size, rows[which], who[which], self.time)
-
-    def load_shared(self, addresses, size, count, mask, site):
-        """As `load_global`."""
-        self.site = site
-        shape, mask, flat, who = self._active(addresses, mask)
-        at = self._in_shared(flat, size * count, who)
-        return self._spread(self.shared.read(at, size, count, who, self.time), mask, shape)
-
-    def store_shared(self, addresses, size, values, mask, site):
-        """As `store_global`."""
-        self.site = site
-        _, _, flat, who, *columns = self._active(addresses, mask, *values)
-        at = self._in_shared(flat, size * len(values), who)
-        self.shared.write(at, size, np.stack(columns, axis=1), who, self.time)
+        for space, at, which in self._parts(of, "write", flat, size * len(values), who):
+            space.write(at, size, rows[which], who[which], self.time)
 
     # -- warps --
 
@@ -204,21 +189,17 @@ class Group:
         """As ``(programs, warps, 32)``; with a mask all threads of a warp have to be active."""
         if mask is not None:
             active = self._warps(mask)
-            apart = np.broadcast_to(active.any(2, keepdims=True) & ~active, active.shape)
-            refuse(
-                apart.ravel(), "exchanges values with threads that are elsewhere", self.ids.ravel()
-            )
+            apart = (active.any(2, keepdims=True) & ~active).ravel()
+            refuse(apart, "exchanges values with threads that are elsewhere", self.ids.ravel())
         array = np.broadcast_to(array, (len(array), self.launch.threads))
         return array.reshape(len(array), -1, 32)
 
-    def exchanged(self, array, by, mask, site):
+    def exchanged(self, array, by, mask):
         """``shfl.sync.bfly``."""
-        self.site = site
         return [self._warps(array, mask)[:, :, np.arange(32) ^ by].reshape(len(array), -1)]
 
-    def added(self, array, mask, site):
+    def added(self, array, mask):
         """``redux.sync.add``."""
-        self.site = site
         total = self._warps(array, mask).sum(2, dtype="u4")
         return [np.repeat(total, 32, axis=1)]
 
@@ -233,53 +214,50 @@ class Group:
                 parts = [row[:, :, lane // 4] + 4 * (lane % 4)]
             yield [part.reshape(self.ids.shape) for part in parts]
 
-    def load_matrices(self, addresses, count, turned, site):
+    def load_matrices(self, addresses, count, turned):
         """``ldmatrix``."""
         made = []
         for places, _ in zip(self._matrices(addresses, turned), range(count), strict=False):
-            parts = [self.load_shared(at, 4 // len(places), 1, None, site)[0] for at in places]
+            parts = [self.load("shared", at, 4 // len(places), 1, None)[0] for at in places]
             parts = [part.astype("u4") << np.uint32(16 * n) for n, part in enumerate(parts)]
             made.append(sum(parts[1:], parts[0]))
         return made
 
-    def store_matrices(self, addresses, values, turned, site):
+    def store_matrices(self, addresses, values, turned):
         """``stmatrix``."""
         for places, value in zip(self._matrices(addresses, turned), values, strict=False):
             for number, at in enumerate(places):
                 part = (value >> np.uint32(16 * number)).astype(f"u{4 // len(places)}")
-                self.store_shared(at, 4 // len(places), (part,), None, site)
+                self.store("shared", at, 4 // len(places), (part,), None)
 
     # -- waiting --
 
-    def barrier(self, mask, site):
+    def barrier(self, mask):
         """``bar.sync``: every thread of a program has to be here."""
-        self.site = site
         if mask is not None:
             refuse(~mask.ravel(), "does not reach a barrier that others wait at", self.ids.ravel())
         self.time += 1
         if self.launch.counters:
             self.launch.counters.totals["barriers"] += len(self.programs)
 
-    def copy(self, to, source, size, part, mask, site):
+    def copy(self, to, source, size, part, mask):
         """``cp.async``: of ``part`` bytes, all or none; the rest are zeros."""
-        self.site = site
         _, _, places, who, sources, part = self._active(to, mask, source, part)
         places = self._in_shared(places, size, who)
         values = np.zeros((len(places), size // 4), "u4")
         full = np.flatnonzero(part)
-        values[full] = self._read_global(sources[full], 4, size // 4, who[full])
+        values[full] = self._read("global", sources[full], 4, size // 4, who[full])
         refuse((part != 0) & (part != size), "copies a part, which is not interpreted", who)
         self.shared.expect(places, size, who, self.time)
         self.copies.append((places, values, who))
 
-    def commit(self, _, site):
+    def commit(self):
         """``cp.async.commit_group``."""
         self.batches.append(self.copies)
         self.copies = []
 
-    def wait(self, pending, site):
+    def wait(self, pending):
         """``cp.async.wait_group``: all but the last groups are there, for their own threads."""
-        self.site = site
         while len(self.batches) > pending:
             for places, values, who in self.batches.pop(0):
                 self.shared.write(places, 4, values, who, self.time)

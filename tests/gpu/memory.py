@@ -43,7 +43,7 @@ class Space:
         memory: Its bytes, from the multiple of 16 at or below ``start``.
         element: Bytes of which the shadow knows one writer.
         threads: Of a program, a power of 2.
-        valid: Which bytes belong to it; all by default.
+        valid: Which bytes belong to it, of global memory.
         shared: Bytes of a program's part if it is shared memory, which has a part for each program
             and where reading what nobody wrote is a fault.
     """
@@ -189,7 +189,7 @@ class Global:
             which, space = np.flatnonzero(numbers == number), self.spaces[number]
             first = addresses[which] - space.start
             bad = first + size > space.stop - space.start
-            if not bad.any() and space.valid is not None:
+            if not bad.any():
                 bad = ~space.valid[first[:, None] + np.arange(size)].all(1)
             place = f"byte {first[np.argmax(bad)]} of {space.words}"
             words = f"out of bounds: {size} bytes at {place}, which has {space.stop - space.start}"
@@ -198,19 +198,14 @@ class Global:
 
 
 def _stretch(words, tensor):
-    """First byte, end, words, bytes of an element, valid bytes."""
-    size, sizes, strides = tensor.element_size(), tuple(tensor.shape), tensor.stride()
-    extent = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)) + 1
-    valid = None
-    if tensor.numel() < extent:
-        places = sum(
-            np.arange(n).reshape(-1, *[1] * (len(sizes) - 1 - axis)) * stride
-            for axis, (n, stride) in enumerate(zip(sizes, strides, strict=True))
-        )
-        valid = np.zeros(extent, bool)
-        valid[places] = True
-        valid = np.repeat(valid, size)
-    return tensor.data_ptr(), tensor.data_ptr() + extent * size, words, size, valid
+    """First byte, end, words, bytes of an element, which bytes belong to it."""
+    size, places = tensor.element_size(), np.zeros((), "i8")
+    for many, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places[..., None] + np.arange(many) * stride
+    valid = np.zeros(int(places.max()) + 1, bool)
+    valid[places] = True
+    start = tensor.data_ptr()
+    return start, start + len(valid) * size, words, size, np.repeat(valid, size)
 
 
 def _united(one, other):
@@ -218,9 +213,9 @@ def _united(one, other):
     start, stop = one[0], max(one[1], other[1])
     valid = np.zeros(stop - start, bool)
     for first, end, _, _, own in (one, other):
-        valid[first - start : end - start] |= True if own is None else own
+        valid[first - start : end - start] |= own
     words = one[2] if one[2] == other[2] else f"{one[2]} and {other[2]}"
-    return start, stop, words, min(one[3], other[3]), None if valid.all() else valid
+    return start, stop, words, min(one[3], other[3]), valid
 
 
 class Counters:

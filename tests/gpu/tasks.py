@@ -9,7 +9,9 @@ import torch
 
 from apex.bench.catalogue.entry import DTYPES, Checked
 from apex.bench.catalogue.ops import OPS
+from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.bench.selftest import check, ops, optimizers, training
+from apex.ops import _runtime
 from tests.gpu.driver import gpu
 from tests.gpu.network import losses
 from tests.kernels.operations import operations
@@ -83,3 +85,28 @@ def trained(level):
         found = losses(level)
     with _runtime.use("reference"):
         return found, losses(level), running.launched
+
+
+def counted(name, shape=(64, 1024), dtype="bf16", misplaced=False):
+    """What forward and backward of an op move, or a step of an optimizer over one tensor."""
+    made = {entry.called(entry.variants[0]): entry for entry in OPTIMIZERS}
+    if name in made:
+        param, grad = (torch.randn(shape, dtype=DTYPES[dtype]) for _ in range(2))
+        if misplaced:
+            param, grad = (x.new_empty(x.numel() + 1)[1:].view(shape) for x in (param, grad))
+        param = torch.nn.Parameter(param)
+        param.grad = grad
+        optimizer = made[name].make([param], **{"lr": 0.1, **made[name].options})
+        work = optimizer.step
+    else:
+        op = next(op for op in OPS if op.name == name)
+        leaves, rest = op.inputs(op.of_matrix(shape), DTYPES[dtype], CPU)
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+
+        def work():
+            y = op.ours(*leaves, *rest)
+            torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    with gpu(count=True) as running:
+        work()
+    return running.counters

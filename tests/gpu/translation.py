@@ -150,7 +150,8 @@ class _Writer:
         return f"({''.join(f'{self.read(word, kind)}, ' for word in ptx.members(operand))})"
 
     def _call(self, name, *arguments):
-        self.lines.append(f"loaded = G.{name}({', '.join(map(str, arguments))}, {self.site})")
+        self.lines.append(f"G.site = {self.site}")
+        self.lines.append(f"loaded = G.{name}({', '.join(map(str, arguments))})")
 
     def _loaded(self, operand, kind, guard=""):
         for number, name in enumerate(ptx.members(operand)):
@@ -198,13 +199,15 @@ class _Writer:
         else:
             size = ptx.BYTES[one.parts[-1]]
             active = self._active(guard)
-            self._call(f"load_{one.parts[1]}", self._address(source), size, len(names), active)
+            self._call("load", repr(one.parts[1]), self._address(source), size, len(names), active)
             self._loaded(to, kind, guard)
 
     def _do_st(self, one, guard, to, source):
         size = ptx.BYTES[one.parts[-1]]
         values = self._values(source, f"u{size}")
-        self._call(f"store_{one.parts[1]}", self._address(to), size, values, self._active(guard))
+        self._call(
+            "store", repr(one.parts[1]), self._address(to), size, values, self._active(guard)
+        )
 
     def _do_bar(self, one, guard, number):
         if guard or one.name != "bar.sync":
@@ -238,7 +241,7 @@ class _Writer:
 
     def _do_cp(self, one, guard, *operands):
         if one.parts[2] == "commit_group":
-            return self._call("commit", None)
+            return self._call("commit")
         if one.parts[2] == "wait_group":
             return self._call("wait", operands[0])
         to, source, size, part = operands

@@ -89,7 +89,8 @@ OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
     "Rprop": lambda params: torch.optim.Rprop(params, lr=0.1),  # has no weight decay
-    **EVERY,
+    # Not FusedMuon: what it makes of a matrix does not depend on the gradient's scale.
+    **{name: make for name, make in EVERY.items() if name != "FusedMuon"},
     "FusedAdam, lr in a tensor": lambda params: FusedAdam(params, lr=torch.tensor(0.1)),
 }
 

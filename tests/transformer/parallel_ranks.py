@@ -7,6 +7,7 @@ sums are exact in every order.
 
 import contextlib
 import functools
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -461,7 +462,13 @@ def kept(rank):
             x = torch.ones(64, 4, requires_grad=True)
             z = tp.checkpoint(torch.square, distribute, x * 1.0)
             found.append(sum(t.untyped_storage().nbytes() for t in z.grad_fn.saved_tensors))
-        return found
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.no_grad():
+                tp.checkpoint(torch.square, False, torch.ones(2))
+            assert caught == []
+            tp.checkpoint(torch.square, False, torch.ones(2))
+        return found, str(caught[0].message)
 
 
 def broadcast(rank):

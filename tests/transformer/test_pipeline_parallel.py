@@ -26,7 +26,7 @@ CASES = [
     (1, {"wrapped": True, "grad_scaler": True}),
     (2, {"deallocate_pipeline_outputs": True, "grad_scaler": True}),
     (2, {"wrapped": True}),
-    (4, {"async_comm": True}),
+    (4, {"async_comm": True, "deallocate_pipeline_outputs": True}),
     (4, {"num_micro_batches_with_partial_activation_checkpoints": 1}),
     (4, {"custom_grad_sync_func": True, "custom_sync_context_handler": True}),
     (4, {"forward_only": True}),

@@ -118,13 +118,10 @@ def optimizer_cases(
     yield one("kahan", f"{half} bf16", beside, codec=(add_error, keep_error))
     yield one("stochastic", half, codec=(widened, rounded_stochastically), seeded=True)
     yield one("gradients not aligned", "fp16 fp16" + all_states, unaligned=(0,))
-    if states:
-        codes = " u8" * states
-        for kind in ("fp32", "bf16"):
-            yield one("8 bits", f"{kind} {kind}{codes}")
-        yield one(
-            "8 bits, low bits", f"bf16 bf16{codes} i16", beside,
-            codec=(join_low_bits, split_low_bits),
-        )  # fmt: skip
+    codes = " u8" * states
+    for kind in ("fp32", "bf16") if states else ():
+        yield one("8 bits", f"{kind} {kind}{codes}")
     if states == 2:  # the most columns, and so the most registers: 94 for Adam, 80 if aligned
         yield one("not aligned", "fp16 fp16" + all_states, unaligned=tuple(range(2 + states)))
+        split = {"codec": (join_low_bits, split_low_bits)}
+        yield one("8 bits, low bits", f"bf16 bf16{codes} i16", beside, **split)

@@ -85,3 +85,12 @@ def check_shape(
         raise ArgumentError(
             f"{name}: {key} has shape {list(tensor.shape)} and {reason}. Pass {list(shape)}."
         )
+
+
+def check_unused(name: str, **options: int) -> None:
+    """Refuse an option that has no effect, such as a kernel's tile size, if it is no integer."""
+    for key, value in options.items():
+        if not isinstance(value, int):
+            raise ArgumentError(
+                f"{name}: {key} is {value!r}; pass an integer or bool. It has no effect."
+            )

@@ -14,19 +14,19 @@ gradient for a sharded matrix takes part with zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, product
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from apex.ops.updates.newton_schulz import Iteration, orthogonalized, stacks
+from apex.ops.updates.newton_schulz import Iteration, most, orthogonalized, stacks
 
-Parts = dict[int, torch.Tensor]  # by the number of the direction, in order
+Parts = dict[int, torch.Tensor]  # by the number of the matrix, in order
 
-# Elements of all matrices that travel together, for each rank: 256 MiB of bfloat16.
-BATCH = 2**27
+# Elements of the matrices that travel together, for each rank: 256 MiB of bfloat16.
+SENT = 2**27
 
 
 class Leg(NamedTuple):
@@ -37,20 +37,22 @@ class Leg(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Direction(NamedTuple):
-    """What is orthogonalised: of a parameter, as it is placed.
+class Matrix(NamedTuple):
+    """A parameter that is stepped as a matrix, or as a stack of them.
 
     Attributes:
-        param: The parameter.
-        here: The direction, shaped as the local part of the parameter.
+        param: The parameter, as it is placed.
         numbers: Of the iteration.
-        flatten: How the parameter is seen as matrices.
+        flatten: Whether it is one matrix, from dim 1 on flattened.
+        dtype: Of its direction.
+        device: Of its direction.
     """
 
     param: Any
-    here: torch.Tensor
     numbers: Iteration
     flatten: bool
+    dtype: torch.dtype
+    device: torch.device
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,10 +60,21 @@ class Direction(NamedTuple):
         shape = self.param.shape
         return (shape[0], shape[1:].numel()) if self.flatten else (shape[-2], shape[-1])
 
-    @property
-    def legs(self) -> tuple[Leg, ...]:
-        """The mesh dimensions that shard its matrices, in the order in which they are collected."""
-        return legs(self.param, self.flatten)
+
+class Batch(NamedTuple):
+    """Stacks that are computed at once, and whose shards travel together.
+
+    Attributes:
+        stacks: The numbers of matrices.
+        mesh: Where they are sharded; ``None`` if they are not.
+        dims: The dimensions of the mesh that shard them, in the order in which they are collected.
+        legs: By the number of a matrix, for each of these dimensions.
+    """
+
+    stacks: list[list[int]]
+    mesh: Any
+    dims: tuple[int, ...]
+    legs: Mapping[int, tuple[Leg, ...]]
 
 
 def legs(param: Any, flatten: bool) -> tuple[Leg, ...]:
@@ -105,92 +118,76 @@ def _shards(size: int, count: int) -> tuple[int, ...]:
     return tuple(max(0, min(full, size - number * full)) for number in range(count))
 
 
-def orthogonalize(directions: Sequence[Direction]) -> list[torch.Tensor]:
-    """Orthogonalise whole matrices; a collective for those that are sharded.
-
-    Args:
-        directions: The same and in the same order on all ranks, but for what they hold.
-
-    Returns:
-        Of each the local part.
-    """
-    updates = [one.here for one in directions]
-    all_legs = [one.legs for one in directions]
+def planned(matrices: Sequence[Matrix]) -> list[Batch]:
+    """Which matrices are stacked, and which stacks are computed at once; the same on all ranks."""
+    each = {number: legs(one.param, one.flatten) for number, one in enumerate(matrices)}
     routes: dict[Any, list[int]] = {}
-    for number, (one, some) in enumerate(zip(directions, all_legs, strict=True)):
-        mesh = one.param.device_mesh if some else None
-        dims = tuple(leg.mesh_dim for leg in some)
-        routes.setdefault((mesh, dims, one.here.dtype, one.here.device), []).append(number)
-    for (mesh, dims, *_), numbers in routes.items():
-        kinds = [
-            (directions[n].shape, directions[n].numbers, directions[n].flatten) for n in numbers
-        ]
-        sizes = [directions[n].param.numel() for n in numbers]
-        plan = [[numbers[place] for place in stack] for stack in stacks(kinds, sizes)]
-        for batch in _batches(plan, directions, mesh, dims):
-            for number, update in _on_owners(batch, directions, all_legs, mesh, dims).items():
-                updates[number] = update
-    return updates
-
-
-def _batches(
-    plan: Iterable[list[int]], directions: Sequence[Direction], mesh: Any, dims: Sequence[int]
-) -> list[list[list[int]]]:
-    """Stacks that travel together: at most ``BATCH`` elements for each rank, or one stack."""
-    most = BATCH * math.prod(mesh.size(dim) for dim in dims)
-    batches: list[list[list[int]]] = [[]]
-    left = most
-    for stack in plan:
-        left -= sum(directions[number].param.numel() for number in stack)
-        if left < 0 and batches[-1] and dims:
-            batches.append([])
-            left = most - sum(directions[number].param.numel() for number in stack)
-        batches[-1].append(stack)
+    for number, one in enumerate(matrices):
+        mesh = one.param.device_mesh if each[number] else None
+        dims = tuple(leg.mesh_dim for leg in each[number])
+        routes.setdefault((mesh, dims, one.dtype, one.device), []).append(number)
+    batches = []
+    for (mesh, dims, _, device), numbers in routes.items():
+        some = [matrices[number] for number in numbers]
+        kinds = [(one.shape, one.numbers, one.flatten) for one in some]
+        limit = most(device)
+        room = SENT * math.prod(mesh.size(dim) for dim in dims) if dims else limit
+        left = -1
+        for stack in stacks(kinds, [one.param.numel() for one in some], limit):
+            size = sum(some[place].param.numel() for place in stack)
+            if left < size:
+                batches.append(Batch([], mesh, dims, each))
+                left = room
+            batches[-1].stacks.append([numbers[place] for place in stack])
+            left -= size
     return batches
 
 
-def _on_owners(
-    plan: Sequence[Sequence[int]],
-    directions: Sequence[Direction],
-    legs: Sequence[Sequence[Leg]],
-    mesh: Any,
-    dims: Sequence[int],
-) -> Parts:
-    """Orthogonalise stacks that travel together along these dimensions of a mesh."""
-    owners = _owners(plan, directions, [mesh.size(dim) for dim in dims])
-    parts = {number: directions[number].here for number in sorted(owners)}
-    like = directions[plan[0][0]].here.new_empty(0)
+def orthogonalize(batch: Batch, matrices: Sequence[Matrix], parts: Parts) -> Parts:
+    """Orthogonalise a batch; collectives if it is sharded, the same on all ranks.
+
+    Args:
+        batch: Of :func:`planned`.
+        matrices: All.
+        parts: The directions of the batch, local parts.
+
+    Returns:
+        Of each the local part of the orthogonalised one.
+    """
+    dims, mesh = batch.dims, batch.mesh
+    owners = _owners(batch.stacks, matrices, [mesh.size(dim) for dim in dims])
+    parts = dict(sorted(parts.items()))
+    like = next(iter(parts.values())).new_empty(0)
     trips, shapes = [], []  # shapes of the parts here, before each trip
     for level, dim in enumerate(dims):
         owned = {number: owner[level] for number, owner in owners.items()}
-        along = {number: legs[number][level] for number in owners}
+        along = {number: batch.legs[number][level] for number in owners}
         trips.append(_Trip(mesh.get_group(dim), mesh.get_local_rank(dim), owned, along, like))
         shapes.append({number: part.shape for number, part in parts.items()})
         parts = trips[-1].collected(parts)
-    for stack in plan:
+    for stack in batch.stacks:
         if stack[0] in parts:
-            first = directions[stack[0]]
+            first = matrices[stack[0]]
             whole = [parts[number] for number in stack]
-            parts.update(
-                zip(stack, orthogonalized(whole, first.numbers, first.flatten), strict=True)
-            )
+            done = orthogonalized(whole, first.numbers, first.flatten)
+            parts.update(zip(stack, done, strict=True))
     for trip, before in zip(reversed(trips), reversed(shapes), strict=True):
         parts = trip.handed_out(parts, before)
     return parts
 
 
 def _owners(
-    plan: Sequence[Sequence[int]], directions: Sequence[Direction], sizes: Sequence[int]
+    plan: Sequence[Sequence[int]], matrices: Sequence[Matrix], sizes: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
     """Give each stack an owner, the dearest stack first to the owner who has least.
 
     Returns:
-        By the number of a direction: coordinates in mesh dimensions of these sizes.
+        By the number of a matrix: coordinates in mesh dimensions of these sizes.
     """
     costs = []  # about multiplications of an iteration
     for stack in plan:
-        short, long = sorted(directions[stack[0]].shape)
-        elements = sum(directions[number].param.numel() for number in stack)
+        short, long = sorted(matrices[stack[0]].shape)
+        elements = sum(matrices[number].param.numel() for number in stack)
         costs.append(elements * short * (2 * long + short) // max(1, long))
     coordinates = [*product(*map(range, sizes))]
     loads, owners = [0] * len(coordinates), {}
@@ -207,7 +204,7 @@ class _Trip(NamedTuple):
     Attributes:
         group: The ranks.
         me: Which of them this is.
-        owners: Who owns each matrix, by the number of its direction.
+        owners: Who owns each matrix, by its number.
         legs: How each is sharded.
         like: An empty tensor of the dtype and on the device of all.
     """

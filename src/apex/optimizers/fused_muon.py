@@ -4,14 +4,15 @@ A group is stepped by one algorithm, its ``"algorithm"``. Of a group that names 
 the matrices, and a group that has both kinds becomes two. The state is thus what each algorithm
 keeps: one tensor for a matrix, two for others.
 
-A step of the matrices goes through three parts, of :mod:`apex.ops.updates.muon`. The first runs
-with the buckets of the base. When all are through, the directions of all matrices are
-orthogonalised together (:mod:`apex.optimizers._owners`); then the weights are moved.
+Matrices are stepped when the buckets of the base are through, in batches that go through the three
+parts of :mod:`apex.ops.updates.muon`: so the directions of all need not be in memory at once, and
+matrices of different buckets are stacked and travel together (:mod:`apex.optimizers._owners`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from apex.ops.updates.adam import Adam, adam_
 from apex.ops.updates.muon import Muon, begin_, finish_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._buckets import Bucket, GroupGrads
-from apex.optimizers._owners import Direction, legs, orthogonalize
+from apex.optimizers._owners import Batch, Matrix, legs, orthogonalize, planned
 
 SLOTS = {"muon": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq")}
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -33,13 +34,21 @@ JORDAN = (3.4445, -4.7750, 2.0315)
 Rule = Callable[[str | None, torch.Tensor], bool]
 
 
-class _Begun(NamedTuple):
-    """Matrices whose momentum is updated and whose weights are not."""
+class _Waiting(NamedTuple):
+    """Matrices that are stepped when the others are through."""
 
     bucket: Bucket
     hyper: Muon
     options: StepOptions
-    directions: list[torch.Tensor]
+
+    def at(self, positions: Sequence[int]) -> _Waiting:
+        """Some of them."""
+        params, *columns = (
+            [column[n] for n in positions] for column in (self.bucket.params, *self.bucket.columns)
+        )
+        extra = self.options.extra
+        options = self.options._replace(extra=extra and [extra[n] for n in positions])
+        return _Waiting(Bucket(params, columns), self.hyper, options)
 
 
 class FusedMuon(FusedOptimizer):
@@ -141,7 +150,7 @@ class FusedMuon(FusedOptimizer):
         self.is_matrix, self.iteration_dtype = is_matrix, iteration_dtype
         self.adam_lr, self.adam_weight_decay = adam_lr, adam_weight_decay
         self.adam_eps = adam_eps
-        self._begun: list[_Begun] = []
+        self._waiting: list[_Waiting] = []
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
@@ -240,16 +249,15 @@ class FusedMuon(FusedOptimizer):
     def _prepare_step(
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
     ) -> None:
-        self._begun = []
+        self._waiting = []
 
     def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
         if group["algorithm"] == "adam":
             numbers = self._numbers_of(group, bucket.device, Adam)
             adam_(bucket.columns, numbers, options)
-            return
-        hyper = self._numbers_of(group, bucket.device, Muon)
-        directions = begin_(bucket.columns, hyper, options)
-        self._begun.append(_Begun(bucket, hyper, options, directions))
+        else:
+            hyper = self._numbers_of(group, bucket.device, Muon)
+            self._waiting.append(_Waiting(bucket, hyper, options))
 
     def _finish(
         self,
@@ -257,40 +265,22 @@ class FusedMuon(FusedOptimizer):
         sharded: Sequence[torch.Tensor],
     ) -> None:
         super()._finish(updates, sharded)
-        begun, self._begun = self._begun, []
-        found = [
-            (param, direction, one.hyper)
-            for one in begun
-            for param, direction in zip(one.bucket.params, one.directions, strict=True)
-        ]
-        found += self._without_grads({param for param, *_ in found})
-        place = {p: n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        found.sort(key=lambda one: place[one[0]])  # the same on all ranks
-        listed = [Direction(p, x, hyper.iteration, hyper.flatten) for p, x, hyper in found]
-        updates = dict(zip([one.param for one in listed], orthogonalize(listed), strict=True))
-        shapes = {one.param: one.shape for one in listed}
-        for bucket, hyper, options, _ in begun:
-            finish_(
-                bucket.columns,
-                [updates[param] for param in bucket.params],
-                [shapes[param] for param in bucket.params],
-                hyper,
-                options,
-            )
-
-    def _without_grads(
-        self, others: Collection[torch.Tensor]
-    ) -> list[tuple[Any, torch.Tensor, Muon]]:
-        """Zeros for sharded matrices that are not among the others: other ranks may have them."""
-        found = []
-        for group in self.param_groups:
+        waiting, self._waiting = self._waiting, []
+        found = {param: (n, one) for one in waiting for n, param in enumerate(one.bucket.params)}
+        matrices: list[Matrix] = []
+        places: list[tuple[int, _Waiting] | None] = []
+        for group in self.param_groups:  # the same order on all ranks
             for param in group["params"] if group["algorithm"] == "muon" else ():
-                if param not in others and param.requires_grad and is_sharded(param):
-                    here = local(param)
-                    hyper = self._numbers_of(group, here.device, Muon)
-                    zeros = torch.zeros_like(here, dtype=hyper.direction_dtype(here.dtype))
-                    found.append((param, zeros, hyper))
-        return found
+                place = found.get(param)
+                if place is None and not (param.requires_grad and is_sharded(param)):
+                    continue  # without a gradient; of a sharded one other ranks may have it
+                device = local(param).device
+                hyper = place[1].hyper if place else self._numbers_of(group, device, Muon)
+                dtype = hyper.direction_dtype(param.dtype)
+                matrices.append(Matrix(param, hyper.iteration, hyper.flatten, dtype, device))
+                places.append(place)
+        for batch in planned(matrices):
+            _step_batch(batch, matrices, places)
 
     # -- torch.optim -------------------------------------------------------------------------------
 
@@ -316,6 +306,37 @@ class FusedMuon(FusedOptimizer):
                 "algorithm='adam'. Make an optimizer for these, or save state_dict()."
             )
         return {key: group[key] for key in group if key not in self._not_in_torch}
+
+
+def _step_batch(
+    batch: Batch, matrices: Sequence[Matrix], places: Sequence[tuple[int, _Waiting] | None]
+) -> None:
+    """Step the matrices of a batch.
+
+    Args:
+        batch: The batch.
+        matrices: All.
+        places: Where the tensors of each are; ``None`` if it has no gradient here.
+    """
+    directions: dict[int, torch.Tensor] = {}
+    members: dict[int, tuple[_Waiting, list[int]]] = {}
+    for number in chain(*batch.stacks):
+        place = places[number]
+        if place is None:
+            one = matrices[number]
+            directions[number] = torch.zeros_like(local(one.param), dtype=one.dtype)
+        else:
+            members.setdefault(id(place[1]), (place[1], []))[1].append(number)
+    parts = []
+    for waiting, numbers in members.values():
+        part = waiting.at([place[0] for n in numbers if (place := places[n])])
+        parts.append((part, numbers))
+        begun = begin_(part.bucket.columns, part.hyper, part.options)
+        directions.update(zip(numbers, begun, strict=True))
+    updates = orthogonalize(batch, matrices, directions)
+    for part, numbers in parts:
+        mine, shapes = [updates[n] for n in numbers], [matrices[n].shape for n in numbers]
+        finish_(part.bucket.columns, mine, shapes, part.hyper, part.options)
 
 
 def _has_matrices(param: torch.Tensor, flatten: bool) -> bool:

@@ -11,19 +11,19 @@ import torch
 class Marked(torch.nn.Module):
     """Sets attributes of its parameters again where torch makes new ones, which have none."""
 
-    def mark(self) -> None:
+    def _mark(self) -> None:
         """Set the attributes."""
         raise NotImplementedError
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # copy.deepcopy, torch.load
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.mark()
+        self._mark()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # from the meta device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.mark()
+        self._mark()
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:  # with assign=True
         super()._load_from_state_dict(*args)
-        self.mark()
+        self._mark()

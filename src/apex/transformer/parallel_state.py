@@ -43,8 +43,6 @@ class _State:
 
     mesh: DeviceMesh | None = None
     groups: dict[str, Any] = field(default_factory=dict)  # name -> the group that this rank is in
-    ranks: dict[str, list[int]] = field(default_factory=dict)  # name -> its ranks, in order
-    made: list[Any] = field(default_factory=list)  # to be destroyed
     numbers: dict[str, int | None] = field(default_factory=dict)  # by setters
 
 
@@ -100,11 +98,13 @@ def initialize_model_parallel(
     }
     if use_fp8_:
         joined["amax_reduction"] = table.flatten(1).tolist()
+    made: dict[tuple[int, ...], Any] = {}  # names whose ranks are the same share a group
     for name, all_ranks in joined.items():
         for ranks in filter(None, all_ranks):
-            group = dist.new_group(ranks, backend=default_backend)
+            if tuple(ranks) not in made:
+                made[tuple(ranks)] = dist.new_group(ranks, backend=default_backend)
             if dist.get_rank() in ranks:
-                _keep(name, group)
+                _STATE.groups[name] = made[tuple(ranks)]
     _STATE.numbers["split_rank"] = split
     set_virtual_pipeline_model_parallel_rank(None if virtual is None else 0)
     set_virtual_pipeline_model_parallel_world_size(virtual)
@@ -158,22 +158,17 @@ def _make_mesh(shape: tuple[int, ...], backend: str | None, p2p_backend: str | N
         device, shape, mesh_dim_names=tuple(backends), backend_override=given
     )
     for dimension, name in zip(backends, (_PP, _DP, _TP), strict=True):
-        _keep(name, _STATE.mesh.get_group(dimension))
-
-
-def _keep(name: str, group: Any) -> None:
-    _STATE.groups[name], _STATE.ranks[name] = group, dist.get_process_group_ranks(group)
-    if group is not dist.group.WORLD:  # the mesh uses it for a line of all ranks
-        _STATE.made.append(group)
+        _STATE.groups[name] = _STATE.mesh.get_group(dimension)
 
 
 def destroy_model_parallel() -> None:
     """Destroy the groups and forget what setters set. All ranks call it; twice does no harm."""
     global _STATE  # noqa: PLW0603  # the one state, as Apex's
     if dist.is_available() and dist.is_initialized():
-        for group in _STATE.made:
-            with contextlib.suppress(ValueError):  # gone with the world that it was made in
-                dist.destroy_process_group(group)
+        for group in dict.fromkeys(_STATE.groups.values()):
+            if group is not dist.group.WORLD:  # which the mesh uses for a line of all ranks
+                with contextlib.suppress(ValueError):  # gone with the world it was made in
+                    dist.destroy_process_group(group)
     _STATE = _State()
 
 
@@ -216,8 +211,7 @@ def _group(name: str) -> Any:
 
 
 def _ranks(name: str) -> list[int]:
-    _group(name)
-    return _STATE.ranks[name]
+    return dist.get_process_group_ranks(_group(name))
 
 
 def _group_of(name: str, what: str) -> Callable[[], Any]:
@@ -249,9 +243,9 @@ is_rank_in_decoder_relative_position_embedding_group = _is_in(f"{_RELATIVE[1]}em
 
 def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
     """Whether this rank is in it; with virtual stages, whether this part has an embedding."""
-    ranks = _STATE.ranks.get("embedding")
-    if ranks is None or ignore_virtual:
-        return ranks is not None
+    if "embedding" not in _STATE.groups or ignore_virtual:
+        return "embedding" in _STATE.groups
+    ranks = _ranks("embedding")
     if dist.get_rank() == ranks[0]:
         return is_pipeline_first_stage()
     return is_pipeline_last_stage() if dist.get_rank() == ranks[-1] else True

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex.ops._check import ArgumentError
+from apex.ops._check import ArgumentError, check_unused
 from apex.ops._function import Applied
 
 Tensor = torch.Tensor
@@ -169,6 +169,7 @@ class Bottleneck(nn.Module):
         use_cudnn: bool = False, explicit_nhwc: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_unused("Bottleneck", use_cudnn=use_cudnn)
         if (groups, dilation, norm_func) != (1, 1, None):
             raise ArgumentError(
                 f"Bottleneck: groups is {groups}, dilation {dilation} and norm_func {norm_func}. "

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from apex import _compat
-from apex.ops._check import ArgumentError, check_tensors
+from apex.ops._check import ArgumentError, check_tensors, check_unused
 from apex.ops._function import Applied
 from apex.ops._runtime import autocasts
 
@@ -66,6 +66,7 @@ def attention(
     Raises:
         ArgumentError: A type, dtype, shape, device, length or number is not what it should be.
     """
+    check_unused("FMHA", zero_tensors=zero_tensors)
     lengths = lengths_of("FMHA", qkv, cu_seqlens, p_dropout, max_s)
     dropout, total = p_dropout if is_training else 0.0, sum(lengths)
     if autocasts(qkv.device.type):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex.ops._check import ArgumentError, check_shape, check_tensors
+from apex.ops._check import ArgumentError, check_shape, check_tensors, check_unused
 from apex.ops._function import Applied
 from apex.ops.norms.synced_batch_norm import group_of, synced, update_running
 
@@ -96,6 +96,8 @@ class BatchNorm2d_NHWC(_BatchNorm):
         max_cta_per_sm: int = 2, cta_launch_margin: int = 12, multi_stream: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(num_features)
+        tuned = {"max_cta_per_sm": max_cta_per_sm, "cta_launch_margin": cta_launch_margin}
+        check_unused(_NAME, multi_stream=multi_stream, **tuned)
         group_of(f"{_NAME}: bn_group", bn_group)
         self.fuse_relu, self.bn_group, self.multi_stream = fuse_relu, bn_group, multi_stream
         self.max_cta_per_sm, self.cta_launch_margin = max_cta_per_sm, cta_launch_margin
@@ -115,21 +117,19 @@ class BatchNorm2d_NHWC(_BatchNorm):
         """
         if z is not None and not self.fuse_relu:
             raise ArgumentError(f"{_NAME}: z is added before a ReLU. Pass fuse_relu=True.")
-        mean, var = self.running_mean, self.running_var
+        mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
         assert mean is not None
-        mini_m, mini_riv = torch.empty_like(mean), torch.empty_like(mean)
-        tensors = (self.weight, self.bias, mean, var, mini_m, mini_riv)
-        count = (self.num_batches_tracked or 0) + 1
-        momentum = 1 / count if self.momentum is None else self.momentum
-        numbers: tuple[Any, ...] = (momentum, self.eps)
-        last = (self.training, self.bn_group)
+        assert batches is not None
+        mini = [torch.empty_like(mean) for _ in range(2)]
+        tensors = (self.weight, self.bias, mean, var, *mini)
+        momentum = 1 / (batches + 1).to(mean) if self.momentum is None else self.momentum
+        numbers, last = (momentum, self.eps), (self.training, self.bn_group)
+        y: Tensor
         if z is None:
-            numbers = (*numbers, self.fuse_relu)
-            y: Tensor = bn_NHWC_impl.apply(x, *tensors, None, *numbers, *last)
+            y = bn_NHWC_impl.apply(x, *tensors, None, *numbers, self.fuse_relu, *last)
         else:
             y = bn_addrelu_NHWC_impl.apply(x, z, *tensors, None, None, *numbers, *last)
         if self.training:
-            assert self.num_batches_tracked is not None
-            self.num_batches_tracked.add_(1)
-            self.minibatch_mean, self.minibatch_riv = mini_m, mini_riv
+            batches.add_(1)
+            self.minibatch_mean, self.minibatch_riv = mini
         return y

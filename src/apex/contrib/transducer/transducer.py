@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError
+from apex.ops._check import ArgumentError, check_unused
 from apex.ops.losses import transducer as ops
 
 Tensor = torch.Tensor
@@ -54,7 +54,7 @@ class TransducerJoint(torch.nn.Module):
         pack_output: Return the cells of ``t < f_len`` and ``u < g_len`` alone, one after the other.
         relu: Apply ReLU to the sum.
         dropout: Apply dropout after it, in training mode.
-        opt: Accepted, 0 or 1, with no effect.
+        opt: Accepted with no effect.
         fwd_tile_size: Accepted with no effect.
         dropout_prob: Which share of the elements is set to 0.
         probe_mask: Append the mask of each call (bool, of the shape of h; True where ReLU and
@@ -74,7 +74,7 @@ class TransducerJoint(torch.nn.Module):
         fwd_tile_size: int = 4, dropout_prob: float = 0, probe_mask: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        _check_tuning("TransducerJoint", opt=opt, fwd_tile_size=fwd_tile_size)
+        check_unused("TransducerJoint", opt=opt, fwd_tile_size=fwd_tile_size)
         if not 0 <= dropout_prob <= 1:
             raise ArgumentError(f"TransducerJoint: dropout_prob is {dropout_prob}; pass 0 to 1.")
         self.pack_output, self.relu, self.dropout = pack_output, relu, dropout
@@ -146,7 +146,7 @@ class TransducerLoss(torch.nn.Module):
 
     Args:
         fuse_softmax_backward: Accepted with no effect: the gradient is always computed in one pass.
-        opt: Accepted, 0 or 1, with no effect.
+        opt: Accepted with no effect.
         packed_input: Whether the logits are packed, as :class:`TransducerJoint` packs.
 
     Raises:
@@ -162,7 +162,7 @@ class TransducerLoss(torch.nn.Module):
         self, fuse_softmax_backward: bool = True, opt: int = 1, packed_input: bool = False
     ) -> None:
         super().__init__()
-        _check_tuning("TransducerLoss", opt=opt)
+        check_unused("TransducerLoss", opt=opt, fuse_softmax_backward=fuse_softmax_backward)
         self.fuse_softmax_backward, self.opt = fuse_softmax_backward, opt
         self.packed_input = packed_input
 
@@ -214,10 +214,3 @@ def _called(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 def _refuse_create_graph(name: str) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(f"{name}: its gradients have no derivative; pass create_graph=False.")
-
-
-def _check_tuning(name: str, *, opt: int, fwd_tile_size: int = 4) -> None:
-    if opt not in (0, 1):
-        raise ArgumentError(f"{name}: opt is {opt!r}; allowed are 0 and 1, which do the same.")
-    if not isinstance(fwd_tile_size, int) or fwd_tile_size < 1:
-        raise ArgumentError(f"{name}: fwd_tile_size is {fwd_tile_size!r}; pass a positive integer.")

@@ -121,6 +121,7 @@ def limits(target: str, per_byte: Mapping[str, float]) -> dict[str, str]:
 # -- reading ---------------------------------------------------------------------------------------
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_CONDITION = re.compile(r"!?U?P\d")  # an operand, as in `BRA.U UP0, 0x6f0` of sm_100
 _TARGET = re.compile(r"0x[0-9a-f]+$")
 _BITS = re.compile(r"\.(?:U|S)?(8|16|32|64|128)\b")
 
@@ -158,9 +159,8 @@ def disassembled(cubins: Sequence[bytes], target: str) -> list[list[Instruction]
         while int(address, 16) >= ends[number]:
             number += 1
         jump = _TARGET.search(operands) if name.startswith("BRA") else None
-        one = Instruction(
-            int(address, 16), bool(predicate), name, int(jump[0], 0) if jump else None
-        )
+        masked = bool(predicate) or bool(jump and _CONDITION.match(operands))
+        one = Instruction(int(address, 16), masked, name, int(jump[0], 0) if jump else None)
         programs[number].append(one)
     return programs
 

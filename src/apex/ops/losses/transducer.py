@@ -46,14 +46,15 @@ class Grid(NamedTuple):
 
 def grid(
     name: str, sizes: tuple[int, int, int], lengths: dict[str, Tensor], more: int,
-    offset: Tensor | None = None, rows: int = 0,
+    packed: tuple[Tensor | None, int] | None,
 ) -> Grid:  # fmt: skip
-    """Place the cells of samples of ``lengths`` in T, and U without ``more``.
+    """Place the cells of samples of ``lengths`` in T and in U, the latter without ``more``.
 
-    ``offset``, the end of each sample, and ``rows`` are given if the tensor is packed.
+    ``packed`` is the end of each sample and the number of rows.
     """
-    tensors = {**lengths, **({} if offset is None else {"batch_offset": offset})}
-    check_tensors(name, tensors, floating=(), integers=tensors, required=tensors)
+    offset, rows = packed or (None, sizes[0] * sizes[1] * sizes[2])
+    tensors = {**lengths, **({"batch_offset": offset} if packed else {})}
+    check_tensors(name, lengths | tensors, floating=(), integers=tensors, required=tensors)
     for key, tensor in tensors.items():
         check_shape(name, key, tensor, sizes[:1], f"there are {sizes[0]} samples")
     if 0 in sizes:
@@ -65,32 +66,29 @@ def grid(
     u_len = u_len + more
     t, u = (torch.arange(size, device=t_len.device) for size in sizes[1:])
     good = (t_len >= 0) & (t_len <= sizes[1]) & (u_len >= more) & (u_len <= sizes[2])
-    used = (t[:, None] < t_len[:, None, None]) & (u < u_len[:, None, None])
+    used, ends = t[:, None] < t_len[:, None, None], (t_len * u_len).cumsum(0)
     if offset is None:
-        rows = sizes[0] * sizes[1] * sizes[2]
         index = torch.arange(rows, device=t_len.device).view(sizes)
     else:
-        ends = (t_len * u_len).cumsum(0)
         good = good & (offset == ends) & (ends <= rows)
         index = (ends - t_len * u_len)[:, None, None] + t[:, None] * u_len[:, None, None] + u
-        used = used & (index >= 0)
     may_read = not _runtime.waits(t_len.device)
-    if may_read and not (good.all() and (offset is None or int(ends[-1:].sum()) == rows)):
+    if may_read and not (good.all() and (offset is None or ends[-1] == rows)):
         at = int(good.long().argmin())
-        packed = "" if offset is None else (
+        said = "" if offset is None else (
             f" batch_offset is {offset.tolist()} for {rows} rows; pass the cumulated sum of "
             f"{one} * {f'({other} + 1)' if more else other}, which ends with the number of rows."
         )  # fmt: skip
         raise IndexError(
             f"{name}: sample {at} has {one} {int(t_len[at])} and {other} {int(u_len[at]) - more}; "
-            f"allowed are 0 to {sizes[1]} and 0 to {sizes[2] - more}.{packed}"
+            f"allowed are 0 to {sizes[1]} and 0 to {sizes[2] - more}.{said}"
         )
-    used = used & good[:, None, None] & (index < rows)
+    used = used & (u < u_len[:, None, None]) & good[:, None, None] & (index >= 0) & (index < rows)
     return Grid(index.where(used, rows), used, good, t_len, u_len, rows)
 
 
 # -- joint -----------------------------------------------------------------------------------------
-# Sample by sample, in float32 (float64 for float64): what is not rounded yet stays in the cache.
+# Sample by sample: what is not written to h yet is small, and float32 where it is not rounded yet.
 
 
 def joint_cells(
@@ -100,45 +98,47 @@ def joint_cells(
     """Check the arguments of the joint; ``packed`` is offset and number of rows."""
     tensors = {"f": f, "g": g, "f_len": f_len, "g_len": g_len}
     check_tensors(name, tensors, floating=["f", "g"], required=tensors)
-    if f.dim() != 3 or g.dim() != 3 or (len(f), f.shape[2]) != (len(g), g.shape[2]):
+    alike = (len(f), f.shape[2:], f.dtype) == (len(g), g.shape[2:], g.dtype)
+    if f.dim() != 3 or g.dim() != 3 or not alike:
         raise ArgumentError(
-            f"{name}: f has shape {list(f.shape)} and g {list(g.shape)}. Pass (B, T, H) and "
-            "(B, U, H)."
+            f"{name}: f is {f.dtype} of shape {list(f.shape)} and g {g.dtype} of {list(g.shape)}. "
+            "Pass (B, T, H) and (B, U, H), of one dtype."
         )
-    if f.dtype != g.dtype:
-        raise ArgumentError(f"{name}: f is {f.dtype} and g {g.dtype}. Pass one dtype.")
-    if packed is not None and (packed[0] is None or not packed[1]):
-        raise ArgumentError(
-            f"{name}: batch_offset is {packed[0]} and packed_batch {packed[1]}. To pack, pass "
-            "(f_len * g_len).cumsum(0) and its last number."
-        )
+    if packed and not packed[1]:
+        raise ArgumentError(f"{name}: packed_batch is 0; to pack, pass int((f_len * g_len).sum()).")
     sizes = (len(f), f.shape[1], g.shape[1])
-    return grid(name, sizes, {"f_len": f_len, "g_len": g_len}, 0, *(packed or ()))
+    return grid(name, sizes, {"f_len": f_len, "g_len": g_len}, 0, packed)
 
 
 def joint(
     f: Tensor, g: Tensor, cells: Grid, packed: bool, relu: bool, dropout: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute h ``(rows, H)``, and with ReLU or dropout also where it is not set to 0.
+    """Compute h ``(rows, H)``; with ReLU or dropout also where it is used and not set to 0.
 
     Cells of a whole grid that are not used hold -1.
     """
-    shape = (cells.rows + 1, f.shape[2])  # one more row, for cells that are not used
-    h = f.new_full(shape, NAN)
-    if not packed:
-        h[:-1].view(len(f), -1).copy_(torch.where(cells.good, -1.0, NAN)[:, None])
-    masked = relu or dropout is not None
-    mask = torch.zeros(shape, dtype=torch.bool, device=f.device) if masked else None
-    for one, other, index in zip(f, g, cells.row.flatten(1), strict=True):
-        y = (one[:, None].to(wide(f)) + other.to(wide(f))).flatten(0, 1)
+    masked, shape = relu or dropout is not None, (cells.rows + 1, f.shape[2])
+    to = f.dtype if dropout is None else wide(f)  # a sum alone is rounded once in any dtype
+    h = f.new_empty(shape)  # the last row is for cells that are not used
+    if packed and _runtime.waits(h.device):
+        h.fill_(NAN)  # where offsets are wrong, rows remain
+    mask = torch.empty(shape, dtype=torch.bool, device=f.device) if masked else None
+    samples = zip(f, g, cells.row.flatten(1), cells.used.flatten(1), cells.good, strict=True)
+    for number, (one, other, row, used, good) in enumerate(samples):
+        y = (one[:, None].to(to) + other.to(to)).flatten(0, 1)
+        keep = used[:, None].expand_as(y)
         if mask is not None:
-            keep = ~(y <= 0) if relu else torch.ones_like(y, dtype=torch.bool)
+            keep = keep & ~(y <= 0) if relu else keep
             if dropout is not None:
-                keep &= torch.rand_like(y) >= dropout
+                keep = keep & (torch.rand_like(y) >= dropout)
                 y *= dropout_scale(dropout)
             y.masked_fill_(~keep, 0.0)
-            mask.index_copy_(0, index, keep)
-        h.index_copy_(0, index, y.to(h.dtype))
+        if not packed:
+            row = torch.arange(len(y), device=y.device) + number * len(y)
+            y = y.where(used[:, None], torch.where(good, -1.0, NAN).to(y.dtype))
+        h.index_copy_(0, row, y.to(h.dtype))
+        if mask is not None:
+            mask.index_copy_(0, row, keep)
     return h[:-1], None if mask is None else mask[:-1]
 
 
@@ -188,16 +188,11 @@ def loss_rows(
     if packed is None:
         wanted = (len(x), x.shape[2] - 1)
         check_shape(name, "label", label, wanted, f"x has {list(x.shape)}")
-        cells = grid(name, (len(x), *x.shape[1:3]), {"f_len": f_len, "y_len": y_len}, 1)
-    else:
-        offset, times = packed
-        if offset is None or times is None:
-            raise ArgumentError(
-                f"{name}: batch_offset is {offset} and max_f_len {times}. With packed_input pass "
-                "(f_len * (y_len + 1)).cumsum(0) and the largest f_len."
-            )
-        sizes, lengths = (batch, int(times), positions), {"f_len": f_len, "y_len": y_len}
-        cells = grid(name, sizes, lengths, 1, offset, len(x))
+    elif packed[1] is None:
+        raise ArgumentError(f"{name}: max_f_len is None; pass the largest f_len of packed input.")
+    times = x.shape[1] if packed is None else int(packed[1] or 0)
+    sizes, lengths = (batch, times, positions), {"f_len": f_len, "y_len": y_len}
+    cells = grid(name, sizes, lengths, 1, packed and (packed[0], len(x)))
     if not 0 <= blank < classes:
         raise ArgumentError(f"{name}: blank_idx is {blank}; allowed are 0 to {classes - 1}.")
     read = torch.arange(positions - 1, device=label.device) < cells.u_len[:, None] - 1

@@ -22,9 +22,9 @@ class _Marked(Marked):
             )
         super().__init__(*args, **kwargs)
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.mark()
+        self._mark()
 
-    def mark(self) -> None:
+    def _mark(self) -> None:
         for parameter in self.parameters(recurse=False):
             parameter.sequence_parallel_enabled = self.sequence_parallel_enabled  # type: ignore[attr-defined]
 

@@ -132,12 +132,12 @@ class _Parallel(Marked):
         else:
             _initialize_affine_weight_gpu(weight, init_method, dim, stride)
         self.bias = torch.nn.Parameter(torch.zeros(bias, **options)) if bias else None
-        self.mark()
+        self._mark()
 
     def _parts(self) -> list[torch.nn.Parameter | None]:
         return [self.weight]
 
-    def mark(self) -> None:
+    def _mark(self) -> None:
         """Set the attributes of the parts."""
         values = True, self.partition_dim, self.stride
         for parameter in self._parts():
@@ -321,9 +321,9 @@ class RowParallelLinear(_Parallel):
         )  # fmt: skip
         self.input_size_per_partition = self.weight.shape[1]
 
-    def mark(self) -> None:
+    def _mark(self) -> None:
         """Set the attributes of the weight, and the bias's own."""
-        super().mark()
+        super()._mark()
         if self.bias is not None:
             self.bias.sequence_parallel_enabled = self.sequence_parallel_enabled  # type: ignore[attr-defined]
 

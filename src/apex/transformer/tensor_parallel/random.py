@@ -11,6 +11,7 @@ freed when nothing else refers to it.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -249,4 +250,8 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
                 "tensor_parallel.checkpoint: distribute_saved_activations needs a tensor as its "
                 f"first argument, whose elements are divisible by the {ranks} ranks."
             )
+    tensors = [arg for arg in args if torch.is_tensor(arg)]
+    if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
+        text = "no argument requires a gradient, so the weights inside get none"
+        warnings.warn(f"tensor_parallel.checkpoint: {text}", stacklevel=2)
     return CheckpointFunction.apply(function, distribute_saved_activations, *args)  # type: ignore[no-untyped-call]
