@@ -15,6 +15,7 @@ from apex import _compat
 from apex.ops._check import ArgumentError, check_tensors, check_unused
 from apex.ops._function import Applied
 from apex.ops._runtime import autocasts
+from apex.ops.layers.attention import attention as attend
 
 Tensor = torch.Tensor
 
@@ -80,7 +81,7 @@ def attention(
     parts = torch.split(used, [n * count for n, count in runs])
     for (n, count), part in zip(runs, parts, strict=True):
         q, k, v = part.reshape(count, n, *part.shape[1:]).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, None, dropout)
+        y = attend(q, k, v, dropout=dropout)
         found.insert(-1, y.transpose(1, 2).flatten(0, 1))
     return torch.cat(found)
 

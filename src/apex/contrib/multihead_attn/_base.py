@@ -28,6 +28,7 @@ from apex.contrib.multihead_attn._masks import check_mask, join_masks
 from apex.normalization import FusedLayerNorm
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops.layers import dense
+from apex.ops.layers.attention import attention
 from apex.ops.norms import row_norms
 from apex.ops.norms._scripted import left_to_python
 
@@ -184,7 +185,7 @@ def _attend(
     drops = is_training and layer.training
     mask, empty = join_masks(key_padding_mask, attn_mask, layer.mask_additive, q.dtype)
     dropout = layer.dropout if drops else 0.0
-    y = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=layer.scaling)
+    y = attention(q, k, v, mask, dropout, layer.scaling)
     if empty is not None:
         y = y.masked_fill(empty, 0.0)
     out = F.linear(y.permute(2, 0, 1, 3).flatten(2), layer.out_proj_weight, layer.out_proj_bias)
