@@ -85,7 +85,6 @@ COMPILED = {
     "_apex_nccl_allocator": "apex.contrib.nccl_allocator",
     "bnp": "apex.contrib.groupbn",
     "cudnn_gbn_lib": "apex.contrib.cudnn_gbn",
-    "distributed_adam_cuda": _SHARDED_ADAM,
     "distributed_lamb_cuda": "apex.contrib.optimizers.distributed_fused_lamb",
     "fast_additive_mask_softmax_dropout": f"{_MHA}.fast_mask_softmax_dropout_func",
     "fast_bottleneck": "apex.contrib.bottleneck",

@@ -331,7 +331,9 @@ def one_rank(device, folder):
     for options, dtypes in (({}, MIXED), (REMAINDERS, (BFLOAT,)), ({"capturable": True}, MIXED)):
         ps = [nn.Parameter(p.detach().to(device)) for p in params(dtypes)]
         stepped = [nn.Parameter(p.detach().float()) for p in ps]
-        optimizer, other = DistributedFusedAdam(ps, **options), FusedAdam(stepped)
+        capturable = options.get("capturable", False)
+        optimizer = DistributedFusedAdam(ps, **options)
+        other = FusedAdam(stepped, capturable=capturable)
         for step in range(STEPS):
             for p, q, grad in zip(ps, stepped, grads(step, 0, ps), strict=True):
                 p.grad = grad.to(device)

@@ -87,7 +87,7 @@ def list_function(
 
 
 _ON_DEVICE = {
-    "lr", "weight_decay", "wd", "scale", "inv_scale", "a", "b", "global_grad_norm",
+    "lr", "weight_decay", "wd", "scale", "inv_scale", "grad_scale", "a", "b", "global_grad_norm",
     "max_grad_norm", "max_global_grad_norm",
 }  # fmt: skip
 _ON_HOST: dict[str, Callable[[Any], Any]] = {
