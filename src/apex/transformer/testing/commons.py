@@ -43,40 +43,6 @@ class MyLayer(torch.nn.Module):
 class _Stage(torch.nn.Module):
     input_tensor: torch.Tensor | None = None
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take the output of the stage before, a tensor or a list of one."""
-        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-
-    def _input(self, x: torch.Tensor | None) -> torch.Tensor:
-        found = x if self.input_tensor is None else self.input_tensor
-        assert found is not None  # the first stage gets x, others get the tensor
-        return found
-
-
-class MyModel(_Stage):
-    """A stage of one :class:`MyLayer`."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        pre_process: bool = False,
-        post_process: bool = False,
-        *,
-        add_encoder: bool = False,
-        add_decoder: bool = False,
-    ) -> None:
-        super().__init__()
-        self.pre_process, self.post_process = pre_process, post_process
-        self.layer = MyLayer(hidden_size, pre_process, post_process)
-
-    def forward(self, x: torch.Tensor | None) -> torch.Tensor:
-        """Apply the layer to ``x`` on the first stage, else to what was set."""
-        return self.layer(self._input(x))  # type: ignore[no-any-return]
-
-
-class ToyParallelMLP(_Stage):
-    """A stage of two tensor-parallel linear layers, with a GELU between them."""
-
     def __init__(
         self,
         hidden_size: int,
@@ -89,17 +55,51 @@ class ToyParallelMLP(_Stage):
     ) -> None:
         super().__init__()
         self.pre_process, self.post_process = pre_process, post_process
-        self.sequence_parallel_enabled = sequence_parallel_enabled
-        options: Any = {"sequence_parallel_enabled": sequence_parallel_enabled, "bias": True}
+        self._make(hidden_size, sequence_parallel_enabled)
+
+    def _make(self, hidden_size: int, sequence_parallel_enabled: bool) -> None:
+        raise NotImplementedError
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take the output of the stage before, a tensor or a list of one."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(self, x: torch.Tensor | None) -> torch.Tensor:
+        """Compute from ``x`` on the first stage, else from what was set."""
+        found = x if self.input_tensor is None else self.input_tensor
+        assert found is not None  # the first stage gets x, others get the tensor
+        return self._compute(found)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class MyModel(_Stage):
+    """A stage of one :class:`MyLayer`."""
+
+    def _make(self, hidden_size: int, sequence_parallel_enabled: bool) -> None:
+        self.layer = MyLayer(hidden_size, self.pre_process, self.post_process)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class ToyParallelMLP(_Stage):
+    """A stage of two tensor-parallel linear layers, with a GELU between them."""
+
+    def _make(self, hidden_size: int, sequence_parallel_enabled: bool) -> None:
+        options: Any = {"sequence_parallel_enabled": sequence_parallel_enabled}
         options["use_cpu_initialization"] = True
         size = 4 * hidden_size
         self.dense_h_to_4h = ColumnParallelLinear(hidden_size, size, gather_output=False, **options)
         self.dense_4h_to_h = RowParallelLinear(size, hidden_size, input_is_parallel=True, **options)
 
-    def forward(self, x: torch.Tensor | None) -> torch.Tensor:
-        """Apply them to ``(sequence, batch, hidden)``, as in :class:`MyModel`."""
-        hidden = torch.nn.functional.gelu(self.dense_h_to_4h(self._input(x))[0])
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.gelu(self.dense_h_to_4h(x)[0])
         return self.dense_4h_to_h(hidden)[0]  # type: ignore[no-any-return]
+
+
+model_provider_func, mlp_provider_func = MyModel, ToyParallelMLP
 
 
 def set_random_seed(seed: int) -> None:
@@ -107,10 +107,6 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-model_provider_func = MyModel
-mlp_provider_func = ToyParallelMLP
 
 
 def process_batch(batch: Any) -> Any:
