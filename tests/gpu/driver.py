@@ -130,6 +130,7 @@ def gpu(*, count=False, seed=0):
 
     before = arithmetic.Seed.value
     arithmetic.Seed.value = seed
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills `torch.empty` with NaN
     _running.append(running)
     driver.set_active(Driver())
     knobs.runtime.kernel_load_start_hook.add(_loading)
@@ -138,5 +139,6 @@ def gpu(*, count=False, seed=0):
             yield running
     finally:
         knobs.runtime.kernel_load_start_hook.remove(_loading)
+        torch.use_deterministic_algorithms(False)
         _running.pop()
         arithmetic.Seed.value = before

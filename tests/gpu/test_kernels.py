@@ -36,13 +36,6 @@ LAUNCHES = {
 SUMMED = ("LAMB", "Lamb", "NovoGrad", "norm", "larc", "lamb", "clip", "fused")  # a norm enters
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _process():
-    yield
-    worker().close()
-    worker.cache_clear()
-
-
 def _root(x):
     """Rounded correctly, as on a GPU; MKL's float32 root is an ulp off now and then."""
     return x.double().sqrt().to(x.dtype)
