@@ -281,20 +281,19 @@ class FusedOptimizer(StatefulOptimizer):
             here = everywhere[device]
             if bucket.extra is not None:
                 here = here._replace(extra=bucket.extra)
-            if self._state_form == "8bit":
-                here = here._replace(held=self._held(bucket))
             group = together[number][0].group
+            if self._state_form == "8bit":
+                here = here._replace(held=self._held(bucket, self._slots_of(group)))
             if counters is not None:
                 group = counted(together[number], bucket, counters)
             yield bucket.params, self._update(group, bucket, here)
 
-    def _held(self, bucket: Bucket) -> tuple[Held, ...]:
+    def _held(self, bucket: Bucket, slots: Sequence[str]) -> tuple[Held, ...]:
         """Which columns of a bucket are held in 8 bits."""
-        slots = zip(self._stepped_slots(), bucket.columns[2:], strict=True)
         return tuple(
             Held(number, CODES[slot], self._absmaxes(bucket.params, slot))
-            for number, (slot, column) in enumerate(slots, 2)
-            if column[0].dtype == torch.uint8
+            for number, slot in enumerate(slots, 2)
+            if bucket.columns[number][0].dtype == torch.uint8
         )
 
     def _lists(
