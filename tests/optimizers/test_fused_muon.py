@@ -212,6 +212,7 @@ def test_what_the_rest_is_stepped_with():
         ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients was \(1.0, 2.0\); .* three"),
         ({"ns_coefficients": 3.0}, "ns_coefficients was 3.0; allowed are three numbers"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn was 'rms'; allowed are None, 'original' and"),
+        ({"adam_lr": -0.1}, "Invalid learning rate: -0.1"),
         ({"algorithm": "sgd"}, "algorithm was 'sgd'; allowed are 'muon' and 'adam'"),
         ({"use_muon": False}, "use_muon=False. Write algorithm='muon' or algorithm='adam'"),
     ],
@@ -222,6 +223,7 @@ def test_numbers_that_are_refused(options, words):
         with pytest.raises(ValueError, match=words):
             FusedMuon(params, **options)
     optimizer = FusedMuon(params[:1])
+    words = words if "adam_lr" not in options else "has adam_lr=-0.1, .* holds for all groups"
     with pytest.raises(ValueError, match=words):
         optimizer.add_param_group({"params": params[1:], **options})
     assert len(optimizer.param_groups) == 1

@@ -62,7 +62,8 @@ class FusedMuon(FusedOptimizer):
     A parameter is stepped as a matrix if it has 2 dimensions, or 3: then it is a stack of matrices,
     each orthogonalised on its own (the experts of a layer). Embeddings and output layers have 2
     dimensions, and are better stepped by Adam: say so by ``is_matrix`` or by groups with
-    ``"algorithm": "adam"``. A group that has both kinds of parameters becomes two groups.
+    ``"algorithm": "adam"``. The weight of a ``Conv1d`` has 3 and is no stack: see ``flatten``. A
+    group that has both kinds of parameters becomes two groups.
 
     Of sharded parameters (``fully_shard``, ``parallelize_module``) each is collected at an owner
     rank, see :mod:`apex.optimizers._owners`; replicated ones are computed on each rank. All ranks
@@ -157,6 +158,7 @@ class FusedMuon(FusedOptimizer):
             "adjust_lr_fn": adjust_lr_fn, "flatten": flatten, "betas": betas, "algorithm": "muon",
         }  # fmt: skip
         self._check_numbers(defaults)
+        self._check_numbers({**defaults, **self._of_adam()})
         super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,16 +200,20 @@ class FusedMuon(FusedOptimizer):
             if algorithm == "muon":
                 legs(param, flatten)  # raises
             entries.setdefault(algorithm, []).append(entry)
-        of_adam = {"lr": self.adam_lr, "weight_decay": self.adam_weight_decay, "eps": self.adam_eps}
         own = {
             key: value
-            for key, value in of_adam.items()
-            if value is not None and (key not in group or f"adam_{key}" in group)
+            for key, value in self._of_adam().items()
+            if key not in group or f"adam_{key}" in group
         }
         return [
             {**group, **(own if kind == "adam" else {}), "params": some, "algorithm": kind}
             for kind, some in entries.items()
         ]
+
+    def _of_adam(self) -> dict[str, Any]:
+        """The numbers of groups that Adam steps, where they differ from the others'."""
+        own = {"lr": self.adam_lr, "weight_decay": self.adam_weight_decay, "eps": self.adam_eps}
+        return {key: value for key, value in own.items() if value is not None}
 
     def _chosen(self, name: str | None, param: torch.Tensor, flatten: bool) -> str:
         rule = self.is_matrix
