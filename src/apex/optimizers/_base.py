@@ -27,7 +27,6 @@ from apex.ops.lists.clip import clipped
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous
 from apex.ops.lists.phases import Kind, Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
-from apex.ops.lists.quantized import Held
 from apex.ops.lists.storage import ScaledStep, StepOptions
 from apex.optimizers._buckets import (
     Bucket,
@@ -38,7 +37,6 @@ from apex.optimizers._buckets import (
     joined,
     split,
 )
-from apex.optimizers._eight_bit import CODES
 from apex.optimizers._state import StatefulOptimizer
 from apex.optimizers._zero import Partition, partition
 
@@ -281,21 +279,12 @@ class FusedOptimizer(StatefulOptimizer):
             here = everywhere[device]
             if bucket.extra is not None:
                 here = here._replace(extra=bucket.extra)
-            if self._state_form == "8bit":
-                here = here._replace(held=self._held(bucket))
             group = together[number][0].group
+            if self._state_form == "8bit":
+                here = here._replace(held=self._held(bucket, self._slots_of(group)))
             if counters is not None:
                 group = counted(together[number], bucket, counters)
             yield bucket.params, self._update(group, bucket, here)
-
-    def _held(self, bucket: Bucket) -> tuple[Held, ...]:
-        """Which columns of a bucket are held in 8 bits."""
-        slots = zip(self._stepped_slots(), bucket.columns[2:], strict=True)
-        return tuple(
-            Held(number, CODES[slot], self._absmaxes(bucket.params, slot))
-            for number, (slot, column) in enumerate(slots, 2)
-            if column[0].dtype == torch.uint8
-        )
 
     def _lists(
         self,

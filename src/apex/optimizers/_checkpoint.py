@@ -173,7 +173,7 @@ class SavedOptimizer(GroupedOptimizer):
                         f"and the parameter {tuple(param.shape)}. Load the state into the model "
                         "that it was saved with."
                     )
-                if key not in self.slot_shapes and not fits(param, tensors[key]):
+                if key not in {*self.slot_shapes, *of_codes} and not fits(param, tensors[key]):
                     raise ValueError(
                         f"{self._name}: the saved {key} of parameter {number} is "
                         f"{described(tensors[key])}, and the parameter is {described(param)}. Save "

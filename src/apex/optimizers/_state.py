@@ -15,9 +15,10 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.columns import Column, are_contiguous, local_parts
-from apex.ops.lists.quantized import absmax_shape
+from apex.ops.lists.quantized import Held, absmax_shape
+from apex.optimizers._buckets import Bucket
 from apex.optimizers._checkpoint import SavedOptimizer
-from apex.optimizers._eight_bit import absmax_of
+from apex.optimizers._eight_bit import CODES, absmax_of
 
 _MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE, _DTYPE, _GET_DEVICE = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.get_device
@@ -180,10 +181,14 @@ class StatefulOptimizer(SavedOptimizer):
             self._check_absmax(params, columns[2:], kept)
         return columns, extra
 
-    def _absmaxes(self, params: Sequence[torch.Tensor], slot: str) -> Sequence[torch.Tensor]:
-        """What belongs to the codes of a slot of some parameters."""
-        name = absmax_of(slot)
-        return local_parts([self.state[param][name] for param in params])
+    def _held(self, bucket: Bucket, slots: Sequence[str]) -> tuple[Held, ...]:
+        """Which columns of a bucket are held in 8 bits."""
+        found = []
+        for number, slot in enumerate(slots, 2):
+            if bucket.columns[number][0].dtype == torch.uint8:
+                absmax = [self.state[param][absmax_of(slot)] for param in bucket.params]
+                found.append(Held(number, CODES[slot], local_parts(absmax)))
+        return tuple(found)
 
     def _check_absmax(
         self, params: Sequence[torch.Tensor], columns: Sequence[Column], slots: Sequence[str]
