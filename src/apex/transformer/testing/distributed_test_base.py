@@ -111,6 +111,7 @@ def _run(cls: type[DistributedTestBase], method: str, rank: int, url: str, pipe:
     else:
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=case.world_size)
+    dist.barrier()  # a rank that ends at once would break the connections that others make
     try:
         getattr(case, method)()
         answer = "passed", ""
@@ -118,8 +119,10 @@ def _run(cls: type[DistributedTestBase], method: str, rank: int, url: str, pipe:
         answer = "skipped", str(skipped)
     except BaseException:  # noqa: BLE001  # the test is to see every error
         answer = "failed", traceback.format_exc()
-    if answer[0] != "failed" and case.destroy_pg_upon_exit:
-        dist.destroy_process_group()
+    if answer[0] != "failed":
+        dist.barrier()
+        if case.destroy_pg_upon_exit:
+            dist.destroy_process_group()
     pipe.send(answer)
 
 
