@@ -86,7 +86,9 @@ class DistributedTestBase(unittest.TestCase):
                 process.kill()
         ends: dict[str, Any] = {"failed": self.fail, "skipped": self.skipTest}
         for kind, end_with in ends.items():
-            texts = [f"rank {r}: {text}" for r, (found, text) in said.items() if found == kind]
+            texts = [
+                f"rank {r}: {text}" for r, (found, text) in sorted(said.items()) if found == kind
+            ]
             if texts:
                 end_with("\n".join(texts))
 
