@@ -113,6 +113,17 @@ def test_stacks_are_their_matrices(dtype):
     assert far(found, alone) < (MUON[FLOAT] if dtype is FLOAT else 1e-30)
 
 
+def test_an_empty_stack_beside_others():
+    """As on a rank that has no matrix of one stack, and some of another."""
+    params, alone = (parameters(shapes=shapes) for shapes in ([(0, 6, 5), (3, 6, 5)], [(3, 6, 5)]))
+    alone[0].data.copy_(params[1].data)
+    give_grads(params, 1)
+    alone[0].grad = params[1].grad.clone()
+    FusedMuon(params).step()
+    FusedMuon(alone).step()
+    assert same(params[1:], alone)
+
+
 def test_what_is_stacked(monkeypatch):
     """Tensors of one kind, up to a number of elements, or one that is larger; in small batches."""
     kinds, sizes = ["a", "b", "a", "a", "b", "b"], [8, 30, 8, 8, 10, 10]

@@ -81,7 +81,7 @@ def orthogonalized(
 ) -> list[torch.Tensor]:
     """Orthogonalise tensors whose matrices have one shape and dtype, as one stack."""
     each = [as_matrices(direction, flatten) for direction in directions]
-    if not each or not each[0][0:1].numel():
+    if not any(map(torch.Tensor.numel, each)):
         return [*directions]
     if len(each) == 1 and len(each[0]) == 1 and (flatten or directions[0].dim() == 2):
         # CPU: as a batch of one it takes 1.15 (768 x 768) to 2 times as long (384 x 384).
