@@ -1,4 +1,4 @@
-"""`GradScaler` of Megatron's programs: :class:`apex.amp.GradScaler` for the model-parallel group."""
+"""`GradScaler` of Megatron's programs: :class:`apex.amp.GradScaler` for a model-parallel group."""
 
 from typing import Any
 
