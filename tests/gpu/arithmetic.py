@@ -230,7 +230,7 @@ def _table():
                 of[first:] = [OTHERS[word]] * len(of[first:])
             yield f"{word}.{kind}", (text, of, kind)
     for kind in INTEGERS:
-        for to in INTEGERS:
+        for to in (*INTEGERS, "s8", "u8"):
             yield f"cvt.{to}.{kind}", (f"{{}}.astype('{VIEWS[to]}')", [kind], to)
         yield f"cvt.rn.f32.{kind}", ("{}.astype('f4')", [kind], "f32")
     for kind in ("s16", "u16", "s32", "u32"):

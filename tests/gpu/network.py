@@ -14,7 +14,7 @@ from apex.optimizers import FusedLAMB
 from apex.transformer.functional import fused_apply_rotary_pos_emb
 from apex.transformer.functional.fused_softmax import scaled_upper_triang_masked_softmax
 
-BATCH, LENGTH, FEATURES, CLASSES, STEPS = 4, 8, 32, 5, 3
+BATCH, LENGTH, FEATURES, CLASSES, STEPS = 4, 8, 64, 5, 3
 WIDE = 40_008  # more than a norm keeps in registers, in a multiple of 8
 
 
@@ -59,7 +59,7 @@ def losses(level):
     model = Network()
     images, index = torch.randn(BATCH, FEATURES, 2, 4), torch.randperm(BATCH * LENGTH)
     labels = torch.randint(CLASSES, (BATCH * LENGTH,))
-    optimizer = FusedLAMB(model.parameters(), lr=0.02, weight_decay=0.01)
+    optimizer = FusedLAMB(model.parameters(), lr=0.02, weight_decay=0.01, state="8bit")
     try:
         model, optimizer = amp.initialize(
             model, optimizer, opt_level=level, verbosity=0, fused_step=True

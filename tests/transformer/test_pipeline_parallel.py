@@ -7,7 +7,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from apex.transformer import _refused
+from apex.transformer.layers import FusedLayerNorm
 from apex.transformer.pipeline_parallel import utils
+from apex.transformer.pipeline_parallel.schedules import common
 from apex.transformer.testing.distributed_test_base import (
     DistributedTestBase,
     NcclDistributedTestBase,
@@ -91,6 +93,15 @@ def test_norms_means_and_refusals(four):
 
 def test_freed_outputs():
     jobs.freed(0)
+
+
+def test_groups_of_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), FusedLayerNorm(3))
+    decayed, rest = common._get_params_for_weight_decay_optimization([model])
+    assert [id(p) for p in decayed["params"]] == [id(model[0].weight)]
+    others = [model[0].bias, model[1].weight, model[1].bias]
+    assert [id(p) for p in rest["params"]] == [id(p) for p in others]
+    assert rest["weight_decay"] == 0.0
 
 
 def test_calculator(no_calculator):
@@ -210,6 +221,7 @@ def test_cases_on_several_ranks():
     ((_, text),) = Cases("test_failure").run().failures
     assert "rank 1: " in text
     assert "KeyError: 'on one rank'" in text
+    assert Cases("test_skipped").run().skipped[0][1] == "rank 0: not now\nrank 1: not now"
     assert len(Ucc("test_nothing").run().skipped) == 1
     if not torch.accelerator.is_available():
         assert NcclDistributedTestBase().world_size == 2

@@ -1,4 +1,4 @@
-"""`GradScaler` of Megatron's programs: :class:`apex.amp.GradScaler` for all ranks by default."""
+"""`GradScaler` of Megatron's programs: :class:`apex.amp.GradScaler` for a model-parallel group."""
 
 from typing import Any
 
@@ -6,11 +6,15 @@ import torch
 
 from apex import amp
 from apex.ops import _runtime
+from apex.transformer import parallel_state
 from apex.transformer.utils import check_member
 
 
 class GradScaler(amp.GradScaler):
-    """:class:`apex.amp.GradScaler` that by default skips a step on all ranks of the program.
+    """:class:`apex.amp.GradScaler` that by default skips a step on all ranks of a model.
+
+    These are the model-parallel group of :mod:`apex.transformer.parallel_state` where that is
+    initialised, as in Apex, and else all ranks of the program.
 
     Without ``torch.distributed`` it decides alone. Every rank of the group calls ``unscale_`` or
     ``step`` for as many optimizers, in the same order; a rank whose optimizer got no gradient
@@ -21,8 +25,7 @@ class GradScaler(amp.GradScaler):
     Args:
         device: Type of the device that losses are on; by default this machine's accelerator, or
             ``"cpu"`` where there is none.
-        process_group: The ranks that skip together; by default all. In Megatron's programs it is
-            the model-parallel group.
+        process_group: The ranks that skip together.
 
     Raises:
         ArgumentError: This process is not in ``process_group``.
@@ -53,11 +56,13 @@ class GradScaler(amp.GradScaler):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled,
             process_group=process_group,
         )  # fmt: skip
-        self._takes_all = process_group is None
+        self._finds_group = process_group is None
 
     def _groups_of(self, optimizer: Any) -> list[Any]:
-        distributed = torch.distributed
-        if not self._takes_all:
+        if not self._finds_group:
             return super()._groups_of(optimizer)
+        if parallel_state.model_parallel_is_initialized():
+            return [parallel_state.get_model_parallel_group()]
+        distributed = torch.distributed
         ready = distributed.is_available() and distributed.is_initialized()
         return [distributed.group.WORLD] if ready else []

@@ -86,7 +86,9 @@ class DistributedTestBase(unittest.TestCase):
                 process.kill()
         ends: dict[str, Any] = {"failed": self.fail, "skipped": self.skipTest}
         for kind, end_with in ends.items():
-            texts = [f"rank {r}: {text}" for r, (found, text) in said.items() if found == kind]
+            texts = [
+                f"rank {r}: {text}" for r, (found, text) in sorted(said.items()) if found == kind
+            ]
             if texts:
                 end_with("\n".join(texts))
 
@@ -111,6 +113,7 @@ def _run(cls: type[DistributedTestBase], method: str, rank: int, url: str, pipe:
     else:
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=case.world_size)
+    dist.barrier()  # a rank that ends at once would break the connections that others make
     try:
         getattr(case, method)()
         answer = "passed", ""
@@ -118,8 +121,10 @@ def _run(cls: type[DistributedTestBase], method: str, rank: int, url: str, pipe:
         answer = "skipped", str(skipped)
     except BaseException:  # noqa: BLE001  # the test is to see every error
         answer = "failed", traceback.format_exc()
-    if answer[0] != "failed" and case.destroy_pg_upon_exit:
-        dist.destroy_process_group()
+    if answer[0] != "failed":
+        dist.barrier()
+        if case.destroy_pg_upon_exit:
+            dist.destroy_process_group()
     pipe.send(answer)
 
 

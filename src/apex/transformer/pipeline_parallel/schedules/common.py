@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from apex.normalization.fused_layer_norm import FusedLayerNorm
 from apex.ops._check import ArgumentError
 from apex.transformer import parallel_state
 from apex.transformer._refused import refuse
@@ -67,6 +68,19 @@ def build_model(
         group = parallel_state.get_data_parallel_group()
         model = DistributedDataParallel(model, device_ids=ids, process_group=group)
     return [model]
+
+
+def _get_params_for_weight_decay_optimization(
+    model: Any, *, no_weight_decay_modules: Any = FusedLayerNorm
+) -> list[dict[str, Any]]:
+    """Return two groups for an optimizer: weights; and biases and norms, without weight decay."""
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    modules = [module for part in utils.listify_model(model) for module in part.modules()]
+    for module in modules:
+        for name, param in module.named_parameters(recurse=False):
+            decays = name != "bias" and not isinstance(module, no_weight_decay_modules)
+            groups[0 if decays else 1]["params"].append(param)
+    return groups
 
 
 _OF_OTHER_SCHEDULES = """
