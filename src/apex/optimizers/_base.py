@@ -210,7 +210,7 @@ class FusedOptimizer(StatefulOptimizer):
         if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
             factor = float(factor)
         active = [_with_grads(group, grads) for group in self.param_groups]
-        every = [*chain.from_iterable(group["params"] for group in self.param_groups)]
+        every = [param for group in self.param_groups for param in group["params"]]
         tensors = chain(every, chain.from_iterable(one.grads for one in active))
         plain = OWN_MEMORY.issuperset(map(type, tensors))
         sharded = [] if plain else [*filter(is_sharded, every)]
