@@ -267,7 +267,10 @@ class FusedOptimizer(StatefulOptimizer):
     ) -> Iterator[tuple[list[torch.Tensor], Phases | None]]:
         """Count the step and update each bucket; yields its parameters, and the rest to be done."""
         noop = options.noop
-        counters = count_steps(self._counted_groups(), noop) if self._counts_steps else None
+        counters = None
+        if self._counts_steps:
+            elsewhere = self._partition and self._partition.device
+            counters = count_steps(self._counted_groups(), noop, elsewhere)
         everywhere: dict[torch.device, StepOptions] = {}
         for number, bucket in buckets:
             device = bucket.device
