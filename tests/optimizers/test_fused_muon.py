@@ -221,6 +221,7 @@ def test_what_the_rest_is_stepped_with():
         ({"momentum": 1.0}, "momentum was 1.0; allowed are numbers from 0 to below 1"),
         ({"momentum": -0.1}, "Invalid momentum value: -0.1"),
         ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients was \(1.0, 2.0\); .* three"),
+        ({"ns_coefficients": (1.0, 2.0, "3")}, r"ns_coefficients was \(1.0, 2.0, '3'\)"),
         ({"ns_coefficients": 3.0}, "ns_coefficients was 3.0; allowed are three numbers"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn was 'rms'; allowed are None, 'original' and"),
         ({"adam_lr": -0.1}, "Invalid learning rate: -0.1"),

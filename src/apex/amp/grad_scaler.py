@@ -47,8 +47,8 @@ class GradScaler(torch.amp.GradScaler):
 
     All ranks of the root mesh of the parameters take or skip each step together, by one all-reduce
     of one number for each dimension. They call ``unscale_`` or ``step`` for the same optimizers in
-    the same order, also without a gradient. Optimizers without DTensors decide alone, unless the
-    scaler steps sharded ones too.
+    the same order, also without a gradient. Optimizers without DTensors decide alone, until the
+    scaler has stepped a sharded one.
 
     Of 16-bit gradients ``step`` hands the scale to the optimizer, which has to take one: those of
     ``apex.optimizers`` do, and ``torch.optim.Adam(fused=True)``. The gradients stay scaled.

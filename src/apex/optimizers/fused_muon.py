@@ -181,7 +181,7 @@ class FusedMuon(FusedOptimizer):
         """A group as groups of one algorithm, in the order of their first parameters."""
         if not isinstance(group, dict) or isinstance(group.get("params", set()), set):
             return [group]  # torch's own error
-        if self._partition is not None and "algorithm" not in group:
+        if self._partition is not None and not group.get("algorithm"):
             raise ValueError(
                 "FusedMuon: ZeroRedundancyOptimizer has the same groups on each rank, and a group "
                 'without an "algorithm" may become two. Give it groups, each with '
@@ -238,11 +238,12 @@ class FusedMuon(FusedOptimizer):
         super()._check_numbers(group)
         group = {**self.defaults, **group} if hasattr(self, "defaults") else group
         coefficients, steps = group["ns_coefficients"], group["ns_steps"]
-        is_listed = isinstance(coefficients, tuple | list)
+        is_listed = isinstance(coefficients, tuple | list) and len(coefficients) == 3
         for key, is_right, allowed in (
             ("algorithm", group["algorithm"] in SLOTS, "'muon' and 'adam'"),
             ("momentum", float(group["momentum"]) < 1, "numbers from 0 to below 1"),
-            ("ns_coefficients", is_listed and len(coefficients) == 3, "three numbers"),
+            ("ns_coefficients", is_listed and {*map(type, coefficients)} <= {int, float},
+             "three numbers"),
             ("ns_steps", isinstance(steps, int) and 0 <= steps < 100, "whole numbers from 0 to 99"),
             ("adjust_lr_fn", group["adjust_lr_fn"] in ADJUSTMENTS,
              "None, 'original' and 'match_rms_adamw'"),
