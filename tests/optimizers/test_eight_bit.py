@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 
 from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.ops import _runtime
@@ -27,7 +28,7 @@ from apex.optimizers import (
     FusedNovoGrad,
     FusedSGD,
 )
-from apex.optimizers._eight_bit import CODES, value_of
+from apex.optimizers._eight_bit import CODES, stored, value_of
 from tests.optimizers import eight_bit_programs as programs
 from tests.optimizers.common import give_grads, on, parameters, same, train, values
 from tests.optimizers.test_placements import Call
@@ -169,7 +170,7 @@ def test_the_kernel_has_the_bits_of_the_definition(make):
         give_grads(params, 1)
         for param in params:
             param.grad[0] *= 2.0**-126  # denormals
-            optimizer.state[param][optimizer.slots[0]][:2] = 0
+            stored(optimizer.state[param], optimizer.slots[0])[:2] = 0
         params[0].grad[1] = 0.0
         with on(path):
             optimizer.step()
@@ -321,7 +322,7 @@ def test_masters_have_it_too():
     for optimizer, some in ((masters, params), (mixed, mixed_params)):
         train(optimizer, some, range(2))
         state = optimizer.state[some[0]]
-        assert state["exp_avg"].dtype == torch.uint8
+        assert state["exp_avg_codes"].dtype == torch.uint8
         assert state["master_param"].dtype == torch.float32
         assert torch.equal(state["master_param"].bfloat16(), some[0])
 
@@ -459,7 +460,7 @@ def test_groups_that_are_added_later():
     train(optimizer, params[:1], range(1))
     optimizer.add_param_group({"params": params[1:], "lr": 0.5, "state": "8bit"})
     train(optimizer, params, range(1, 2))
-    assert [optimizer.state[param]["exp_avg"].dtype for param in params] == [torch.uint8] * 2
+    assert [optimizer.state[param]["exp_avg_codes"].dtype for param in params] == [torch.uint8] * 2
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -516,6 +517,27 @@ def test_codes_that_were_saved_alone_are_refused():
         state["state"][0]["exp_avg_absmax"] = absmax[1:]
         with pytest.raises(ValueError, match="the saved exp_avg_absmax of parameter 0 has shape"):
             maker().load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("saved", "here"), [("8bit", "plain"), ("plain", "8bit")])
+def test_a_checkpoint_of_the_other_form_is_refused(saved, here, tmp_path):
+    """By torch, which copies what has one name and size, codes into moments too."""
+    states = []
+    for state in (saved, here):
+        params = parameters(shapes=SHAPES[:1])
+        optimizer = FusedAdam(params, state=state)
+        train(optimizer, params, range(1))
+        states.append(optimizer.state_dict()["state"][0])
+    checkpoint.save(states[0], checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(checkpoint.api.CheckpointException, match="Missing key"):
+        checkpoint.load(states[1], checkpoint_id=tmp_path, no_dist=True)
+    both = {
+        "state": {0: states[0] | states[1]},
+        "param_groups": optimizer.state_dict()["param_groups"],
+    }
+    with pytest.raises(ValueError, match="there is a float32 one too. Load the state as it was"):
+        optimizer.load_state_dict(both)
 
 
 def test_the_catalogue_has_it_for_every_optimizer():

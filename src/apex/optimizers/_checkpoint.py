@@ -11,6 +11,7 @@ groups that ours do not know.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -32,6 +33,11 @@ _REFUSED = {"amsgrad", "maximize"}
 TORCH_ONLY = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
 
 StateDict = dict[str, Any]
+
+
+def _slots_in(state: Mapping[str, Any]) -> set[str]:
+    """The keys of a state, and the slots of which it has codes."""
+    return {*state, *filter(functools.partial(eight_bit.is_code, state), eight_bit.CODES)}
 
 
 class SavedOptimizer(GroupedOptimizer):
@@ -142,30 +148,34 @@ class SavedOptimizer(GroupedOptimizer):
         saved = [*zip(self._saved_states(loaded), kept, strict=False)]
         numbers = self.defaults.keys() - {*self._not_in_torch}
         is_ours = all(numbers <= group.keys() for group in groups) and any(
-            isinstance(state, Mapping) and {*slots} <= state.keys() for (*_, state), slots in saved
+            isinstance(state, Mapping) and {*slots} <= _slots_in(state)
+            for (*_, state), slots in saved
         )
         shapes = {slot: self.slot_shapes.get(slot, _SHAPE) for slot in self.slots}
         of_codes = {eight_bit.absmax_of(slot): eight_bit.absmax_like for slot in shapes}
-        known = {*shapes, *of_codes, *self._more_state}
+        known = {*shapes, *of_codes, *map(eight_bit.codes_of, shapes), *self._more_state}
         for (number, param, state), slots in saved:
             own = {*(slots or self.slots)}
             tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
             both = param, local(param)
             others = {tensors[key].shape for key in tensors.keys() - known}
             foreign = not is_ours and any(x.shape in others for x in both)
-            if foreign or tensors.keys() & shapes.keys() not in (set(), own):
+            if foreign or _slots_in(tensors) & shapes.keys() not in (set(), own):
                 raise ValueError(
                     f"{self._name}: the saved state of parameter {number} has "
                     f"{', '.join(tensors)}, and this optimizer keeps {', '.join(sorted(own))}. "
                     "Load the state into the kind of optimizer that saved it."
                 )
-            for key in tensors.keys() & known:
-                if eight_bit.is_code(state, key) and eight_bit.absmax_of(key) not in tensors:
+            for slot in filter(functools.partial(eight_bit.is_code, tensors), shapes):
+                if slot in tensors or eight_bit.absmax_of(slot) not in tensors:
+                    missing = f'no "{eight_bit.absmax_of(slot)}"'
                     raise ValueError(
-                        f"{self._name}: the saved {key} of parameter {number} is held in 8 bits, "
-                        f'and there is no "{eight_bit.absmax_of(key)}". Load the state as it was '
-                        "saved."
+                        f"{self._name}: the saved {slot} of parameter {number} is held in 8 bits, "
+                        f"and there is {'a float32 one too' if slot in tensors else missing}. Load "
+                        "the state as it was saved; a gathered one into an optimizer of the same "
+                        "state=."
                     )
+            for key in tensors.keys() & known:
                 shape = tuple(tensors[key].shape)
                 if shape not in [tuple({**shapes, **of_codes}.get(key, _SHAPE)(x)) for x in both]:
                     raise ValueError(
@@ -187,23 +197,29 @@ class SavedOptimizer(GroupedOptimizer):
             for key, value in state.items():
                 if key in (*self.slots, *self._more_state) and isinstance(value, torch.Tensor):
                     keeps = self._keeps_saved_dtypes or key not in self.slots
-                    here, codes = self.state[param], eight_bit.is_code(state, key)
-                    if codes and self._is_held(key, param):
-                        for name in (key, eight_bit.absmax_of(key)):
-                            here[name] = state[name].detach().to(param.device, copy=True)
-                        continue
-                    if codes:
-                        value, keeps = eight_bit.value_of(state, key), False
                     dtype = value.dtype if keeps else self._slot_dtype(key, param)
                     value = value.detach().to(param.device, dtype, copy=True)
-                    here.pop(eight_bit.absmax_of(key), None)
-                    here.update(self._entries(key, value, param))
+                    entries = self._entries(key, value, param)
+                    if key not in entries:
+                        del self.state[param][key]
+                    self.state[param].update(entries)
+            self._restore_codes(param, state)
             for key in {"low_bits", "error"} - {self._storage.column}:
                 self.state.get(param, {}).pop(key, None)
         for group in self.param_groups:
             if isinstance(group.get("step"), torch.Tensor) and group["params"]:
                 group["step"] = group["step"].to(group["params"][0].device)
             self._prepare(group)
+
+    def _restore_codes(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        for slot in filter(functools.partial(eight_bit.is_code, state), self.slots):
+            here, names = self.state[param], eight_bit.names_of(slot)
+            for name in names:
+                here[name] = state[name].detach().to(param.device, copy=True)
+            if not self._is_held(slot, param):
+                here[slot] = eight_bit.value_of(here, slot).to(self._slot_dtype(slot, param))
+                for name in names:
+                    del here[name]
 
     # -- torch.optim -------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """``state="8bit"``: which states are held in 8 bits, and how they are made, saved and loaded.
 
-The entry of a slot is then a tensor of codes of the parameter's shape, uint8, and beside it is
+Instead of ``<slot>`` a state then has ``<slot>_codes``, uint8 of the parameter's shape, and
 ``<slot>_absmax``, see :mod:`apex.ops.lists.quantized`: 2 * (1 + 4/256) bytes a weight for Adam's
 moments instead of 8. Both are placed as the parameter is, so that a checkpoint of shards can be
-loaded on any number of ranks.
+loaded on any number of ranks. The name of the slot is not used: torch's checkpoints, and other
+optimizers, would read codes as moments.
 """
 
 from __future__ import annotations
@@ -34,9 +35,19 @@ CODES: Mapping[str, Code] = {
 }
 
 
+def codes_of(slot: str) -> str:
+    """The key of the codes of a slot."""
+    return f"{slot}_codes"
+
+
 def absmax_of(slot: str) -> str:
     """The key of what belongs to the codes of a slot."""
     return f"{slot}_absmax"
+
+
+def names_of(slot: str) -> tuple[str, str]:
+    """The keys of a slot that is held in 8 bits."""
+    return codes_of(slot), absmax_of(slot)
 
 
 def absmax_like(param: torch.Tensor) -> tuple[int, ...]:
@@ -72,28 +83,36 @@ def held(value: torch.Tensor, slot: str) -> dict[str, torch.Tensor]:
     codes, absmax = quantize(local(value).float(), CODES[slot])
     shape = absmax_shape(value.shape)
     return {
-        slot: _placed(value, codes, value.shape),
+        codes_of(slot): _placed(value, codes, value.shape),
         absmax_of(slot): _placed(value, absmax, shape),
     }
 
 
 def value_of(state: Mapping[str, Any], slot: str) -> torch.Tensor:
     """The float32 value of a slot that is held in 8 bits."""
-    codes = state[slot]
+    codes = state[codes_of(slot)]
     value = dequantize(local(codes), local(state[absmax_of(slot)]), CODES[slot])
     return _placed(codes, value, codes.shape)
 
 
 def widened(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter with float32 instead of codes."""
-    codes = [slot for slot in state if is_code(state, slot)]
-    found = {key: x for key, x in state.items() if key not in map(absmax_of, codes)}
-    return found | {slot: value_of(state, slot) for slot in codes}
+    slots = [slot for slot in CODES if is_code(state, slot)]
+    names = {name for slot in slots for name in names_of(slot)}
+    found = {key: x for key, x in state.items() if key not in names}
+    return found | {slot: value_of(state, slot) for slot in slots}
 
 
 def is_code(state: Mapping[str, Any], slot: str) -> bool:
-    """Whether an entry of a state holds codes."""
-    return slot in CODES and getattr(state[slot], "dtype", None) == torch.uint8
+    """Whether a state has codes of a slot."""
+    return codes_of(slot) in state
+
+
+def stored(state: Mapping[str, Any], slot: str) -> torch.Tensor:
+    """The codes of a slot, or its value; ``KeyError`` if there is neither."""
+    codes = state.get(codes_of(slot))
+    found: torch.Tensor = state[slot] if codes is None else codes
+    return found
 
 
 def _placed(like: Any, part: torch.Tensor, shape: Any) -> torch.Tensor:

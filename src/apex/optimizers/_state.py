@@ -7,6 +7,7 @@ and stay so through ``load_state_dict``. The step count is per group, as in the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
@@ -18,7 +19,7 @@ from apex.ops.lists.columns import Column, are_contiguous, local_parts
 from apex.ops.lists.quantized import Held, absmax_shape
 from apex.optimizers._buckets import Bucket
 from apex.optimizers._checkpoint import SavedOptimizer
-from apex.optimizers._eight_bit import CODES, absmax_of
+from apex.optimizers._eight_bit import CODES, absmax_of, is_code, stored
 
 _MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE, _DTYPE, _GET_DEVICE = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.get_device
@@ -62,7 +63,7 @@ class StatefulOptimizer(SavedOptimizer):
     ) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         for slot in self._stepped_slots() if slots is None else slots:
-            if slot not in state:
+            if slot not in state and not is_code(state, slot):
                 state.update(self._entries(slot, self._new_slot(slot, param), param))
         storage = self._storage
         if storage.column is not None and storage.column not in state:
@@ -161,11 +162,13 @@ class StatefulOptimizer(SavedOptimizer):
         if self._mastered and not all(map(_MASTERED, states)):
             for param in params:
                 self._master_or(param)
+        is_plain = self._state_form == "plain"
+        pick = {slot: itemgetter(slot) if is_plain else partial(stored, slot=slot) for slot in kept}
         try:
-            slots = [[*map(itemgetter(slot), states)] for slot in kept]
+            slots = [[*map(pick[slot], states)] for slot in kept]
         except KeyError:  # the first step of some
             states = [*map(self._state_of, params, repeat(kept))]
-            slots = [[*map(itemgetter(slot), states)] for slot in kept]
+            slots = [[*map(pick[slot], states)] for slot in kept]
         weights = here = params if plain else local_parts(params)
         # as many entries as slots: nothing else is there
         mastered = {*map(len, states)} != {len(kept)} and any(map(_MASTERED, states))
@@ -177,7 +180,7 @@ class StatefulOptimizer(SavedOptimizer):
         if not plain:
             columns = [*map(local_parts, columns)]
         self._check_places(here, columns, extra, kept)
-        if self._state_form == "8bit":
+        if not is_plain:
             self._check_absmax(params, columns[2:], kept)
         return columns, extra
 
@@ -208,7 +211,7 @@ class StatefulOptimizer(SavedOptimizer):
                 and are_contiguous([parts], [])
             ):
                 raise RuntimeError(
-                    f'{self._name}: the "{name}" of a parameter does not fit its "{slot}". Clear '
+                    f'{self._name}: the "{name}" of a parameter does not fit its codes. Clear '
                     "its entry in optimizer.state, or load the state as it was saved."
                 )
 

@@ -12,6 +12,7 @@ from apex.ops.lists.columns import Scalar, local
 from apex.ops.lists.phases import Kind
 from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_phases
 from apex.optimizers._base import FusedOptimizer
+from apex.optimizers._eight_bit import is_code
 
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
 KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
@@ -133,7 +134,7 @@ class FusedNovoGrad(FusedOptimizer):
                     else none
                     for kind in kinds
                 ]
-            elif not any("exp_avg" in state for state in states):  # the state was cleared
+            elif not any(map(_is_begun, states)):  # the state was cleared
                 group.pop("exp_avg_sq", None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,11 +165,15 @@ class FusedNovoGrad(FusedOptimizer):
         self._show_norms()
 
 
+def _is_begun(state: Mapping[str, Any]) -> bool:
+    return "exp_avg" in state or is_code(state, "exp_avg")
+
+
 def _hand_out(
     group: dict[str, Any], states: Mapping[Any, Any], dtypes: Mapping[Any, torch.dtype]
 ) -> None:
     """Give the states of parameters the norms that their group has, if it has any."""
-    numbers = [n for n in group["params"] if "exp_avg" in states.get(n, {})]
+    numbers = [n for n in group["params"] if _is_begun(states.get(n, {}))]
     vectors = dict(zip(KINDS, group.get("exp_avg_sq", ()), strict=False))
     filled = {kind: norms for kind, norms in vectors.items() if norms.numel()}
     owners = {kind: [n for n in numbers if dtypes.get(n) == kind] for kind in KINDS}

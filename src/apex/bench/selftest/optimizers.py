@@ -22,7 +22,7 @@ from apex.bench.selftest.check import Check, Measured, Pair, Setting, joined, on
 from apex.bench.selftest.ops import tensors
 from apex.ops.lists.quantized import quantize
 from apex.ops.lists.storage import join
-from apex.optimizers._eight_bit import CODES, absmax_of, is_code, widened
+from apex.optimizers._eight_bit import CODES, absmax_of, codes_of, is_code, widened
 from apex.parallel import LARC
 
 __all__ = ["EVERY", "checks", "give", "gradients", "made", "parameters", "tell"]
@@ -177,7 +177,7 @@ def _coded(what: str, slot: str, state: State, exact: torch.Tensor) -> Iterator[
     """Compare codes with those of the exact moment: few differ, and by one."""
     code = CODES[slot]
     pair = []
-    for number in (codes := quantize(exact.float(), code))[0], state[slot]:
+    for number in (codes := quantize(exact.float(), code))[0], state[codes_of(slot)]:
         size = number.int() & 0x7F if code.signed else number.int()
         pair.append(torch.where((number >= 0x80) & code.signed, -size, size))
     steps = (pair[0] - pair[1]).abs()
