@@ -268,11 +268,18 @@ def neighbours(rank):
         assert p2p.send_forward_backward_recv_forward_backward(None, None, False, False, ()) == (
             None, None,
         )  # fmt: skip
-        return [
+        texts = [
             said(p2p.recv_backward),
             said(p2p.recv_forward, (2, 3), async_comm=1),
             said(p2p.send_forward_recv_forward, x, True, (2, 3), overlap_p2p_comm=True),
         ]
+    with parallel(1, 2):  # the stage before is the next one
+        other = 1.0 - state.get_pipeline_model_parallel_rank()
+        both = p2p.send_forward_backward_recv_forward_backward(
+            torch.tensor([1.0 - other]), torch.tensor([11.0 - other]), True, True, (1,)
+        )
+        assert [t.item() for t in both] == [other, 10.0 + other]
+    return texts
 
 
 def helpers(rank):
@@ -295,7 +302,7 @@ def helpers(rank):
             said(run, _step, None, [model, model], forward_only=True, tensor_shape=(1,)),
             said(run, _step, None, [model], forward_only=True),
             said(run, _step, None, [model], forward_only=True, tensor_shap=(1,)),
-            said(utils.get_kth_microbatch, [torch.ones(11)], 6),
+            said(utils.get_kth_microbatch, [torch.ones(11)], 5),
             said(pipeline_parallel.get_forward_backward_func, 2, 2),
             said(build, commons.model_provider_func, True, 2, ModelType.encoder_or_decoder, 4),
             said(build, lambda **k: model, True, None, ModelType.encoder_and_decoder),

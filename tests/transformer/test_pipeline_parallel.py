@@ -81,7 +81,7 @@ def test_norms_means_and_refusals(four):
                 "2 models on one stage; pass one",
                 "tensor_shape is None; pass (sequence, micro_batch, features)",
                 "there is no argument tensor_shap.",
-                "micro-batch 6 of 2 samples is not in a batch of [11]; pass 6 micro-batches",
+                "micro-batch 5 of 2 samples is not in a batch of [11]; pass 6 micro-batches",
                 "use torch.distributed.pipelining.ScheduleInterleaved1F1B",
                 "use torch.distributed.pipelining.ScheduleInterleaved1F1B",
                 "pipeline_model_parallel_split_rank_=...",
