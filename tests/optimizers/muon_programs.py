@@ -263,4 +263,10 @@ def refused(rank):
     except RuntimeError as error:
         found.append(str(error))
     assert param.to_local().eq(1).all()
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns of torch.jit
+
+    try:
+        ZeroRedundancyOptimizer([torch.ones(2, 2), torch.ones(2)], FusedMuon, lr=0.1)
+    except ValueError as error:
+        found.append(str(error))
     return found

@@ -11,7 +11,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from apex.contrib import optimizers as contrib
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.ops.lists.clip import clip_
-from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from apex.optimizers import (
+    FusedAdam,
+    FusedLAMB,
+    FusedMixedPrecisionLamb,
+    FusedMuon,
+    FusedNovoGrad,
+    FusedSGD,
+)
 from apex.parallel import LARC
 from tests.optimizers.common import EVERY, in_two_groups, on
 from tests.optimizers.test_every_optimizer import lagging_device
@@ -207,6 +214,7 @@ PARTITIONED = {
     "FusedLAMB": (FusedLAMB, {}),
     "FusedMixedPrecisionLamb": (FusedMixedPrecisionLamb, {}),
     "FusedNovoGrad": (FusedNovoGrad, {}),
+    "FusedMuon": (FusedMuon, {}),
     "contrib": (contrib.FusedAdam, {"max_grad_norm": 0.5}),
 }
 
@@ -214,17 +222,23 @@ PARTITIONED = {
 def partitioned(rank, name):
     """Weights of torch's ZeroRedundancyOptimizer and of one process; two ranks have no weights.
 
-    Before the last step the state is gathered, and loaded into a new one.
+    Each weight is a group, so the first rank has none of the second. Before the last step the state
+    is gathered, and loaded into a new one.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns of torch.jit
 
     kind, options = PARTITIONED[name]
     shapes = SHAPES[:2]
     mine, alone = ([nn.Parameter(x) for x in tensors(0)[: len(shapes)]] for _ in range(2))
-    several, resumed = (
-        ZeroRedundancyOptimizer(mine, optimizer_class=kind, lr=0.02, **options) for _ in range(2)
+    numbers = [{"algorithm": name} if kind is FusedMuon else {} for name in ("muon", "adam")]
+    its, others = (
+        [{"params": [x], **own} for x, own in zip(params, numbers, strict=True)]
+        for params in (mine, alone)
     )
-    one = kind(alone, lr=0.02, **options)
+    several, resumed = (
+        ZeroRedundancyOptimizer(its, optimizer_class=kind, lr=0.02, **options) for _ in range(2)
+    )
+    one = kind(others, lr=0.02, **options)
     for seed in (1, 2, 3):
         if seed == 3:
             several.consolidate_state_dict()

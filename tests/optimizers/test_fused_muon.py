@@ -428,6 +428,7 @@ def test_sharded_checkpoints_resume(four, kind, tmp_path):
 
 @pytest.mark.dist
 def test_what_cannot_be_collected_is_refused(four):
-    for placements, meshes in four.run(programs.refused):
+    for placements, meshes, partitioned in four.run(programs.refused):
         assert "has placements (Partial(sum),) or is on a mesh without" in placements
         assert "Make both DTensors of one mesh" in meshes
+        assert "Give it groups, each with algorithm='muon' or algorithm='adam'" in partitioned

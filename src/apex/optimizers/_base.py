@@ -210,7 +210,7 @@ class FusedOptimizer(StatefulOptimizer):
         if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
             factor = float(factor)
         active = [_with_grads(group, grads) for group in self.param_groups]
-        every = [*chain.from_iterable(group["params"] for group in self.param_groups)]
+        every = [param for group in self.param_groups for param in group["params"]]
         tensors = chain(every, chain.from_iterable(one.grads for one in active))
         plain = OWN_MEMORY.issuperset(map(type, tensors))
         sharded = [] if plain else [*filter(is_sharded, every)]
@@ -267,7 +267,10 @@ class FusedOptimizer(StatefulOptimizer):
     ) -> Iterator[tuple[list[torch.Tensor], Phases | None]]:
         """Count the step and update each bucket; yields its parameters, and the rest to be done."""
         noop = options.noop
-        counters = count_steps(self._counted_groups(), noop) if self._counts_steps else None
+        counters = None
+        if self._counts_steps:
+            elsewhere = self._partition and self._partition.device
+            counters = count_steps(self._counted_groups(), noop, elsewhere)
         everywhere: dict[torch.device, StepOptions] = {}
         for number, bucket in buckets:
             device = bucket.device

@@ -77,21 +77,31 @@ def _hashable(number: Any) -> Any:
     return tuple(map(float, number)) if isinstance(number, list) else id(number)
 
 
-def count_steps(groups: Iterable[dict[str, Any]], noop: torch.Tensor | None) -> Counters:
-    """Count the step of every group that has parameters.
+def count_steps(
+    groups: Iterable[dict[str, Any]],
+    noop: torch.Tensor | None,
+    elsewhere: torch.device | None = None,
+) -> Counters:
+    """Count the step of every group that has parameters, here or on other ranks.
 
     It is a number, or a tensor where the step may be skipped on a device. A tensor that several
     groups share counts once.
+
+    Args:
+        groups: The groups.
+        noop: Whether the step is skipped, if only a device knows that.
+        elsewhere: The device of parameters that other ranks have, if some do.
     """
     on: dict[torch.device, dict[int, torch.Tensor]] = {}
     for group in groups:
-        if not group["params"]:
+        if not group["params"] and elsewhere is None:
             continue
         step = group.get("step", 0)
         if noop is None and not isinstance(step, torch.Tensor):
             group["step"] = step + 1
             continue
-        device = group["params"][0].device
+        device = group["params"][0].device if group["params"] else elsewhere
+        assert device is not None
         if not isinstance(step, torch.Tensor):
             step = torch.full((1,), step, dtype=torch.int32, device=device)
         group["step"] = step = step.to(device, non_blocking=True)

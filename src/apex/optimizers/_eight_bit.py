@@ -9,7 +9,8 @@ optimizers, would read codes as moments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -113,6 +114,11 @@ def stored(state: Mapping[str, Any], slot: str) -> torch.Tensor:
     codes = state.get(codes_of(slot))
     found: torch.Tensor = state[slot] if codes is None else codes
     return found
+
+
+def stored_as(slot: str) -> Callable[[Mapping[str, Any]], torch.Tensor]:
+    """What reads a slot from a state: :func:`stored`."""
+    return functools.partial(stored, slot=slot)
 
 
 def _placed(like: Any, part: torch.Tensor, shape: Any) -> torch.Tensor:

@@ -7,7 +7,6 @@ and stay so through ``load_state_dict``. The step count is per group, as in the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import repeat
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
@@ -19,7 +18,7 @@ from apex.ops.lists.columns import Column, are_contiguous, local_parts
 from apex.ops.lists.quantized import Held, absmax_shape
 from apex.optimizers._buckets import Bucket
 from apex.optimizers._checkpoint import SavedOptimizer
-from apex.optimizers._eight_bit import CODES, absmax_of, is_code, stored
+from apex.optimizers._eight_bit import CODES, absmax_of, is_code, stored_as
 
 _MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE, _DTYPE, _GET_DEVICE = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.get_device
@@ -162,13 +161,12 @@ class StatefulOptimizer(SavedOptimizer):
         if self._mastered and not all(map(_MASTERED, states)):
             for param in params:
                 self._master_or(param)
-        is_plain = self._state_form == "plain"
-        pick = {slot: itemgetter(slot) if is_plain else partial(stored, slot=slot) for slot in kept}
+        getter = itemgetter if self._state_form == "plain" else stored_as
         try:
-            slots = [[*map(pick[slot], states)] for slot in kept]
+            slots = [[*map(getter(slot), states)] for slot in kept]
         except KeyError:  # the first step of some
             states = [*map(self._state_of, params, repeat(kept))]
-            slots = [[*map(pick[slot], states)] for slot in kept]
+            slots = [[*map(getter(slot), states)] for slot in kept]
         weights = here = params if plain else local_parts(params)
         # as many entries as slots: nothing else is there
         mastered = {*map(len, states)} != {len(kept)} and any(map(_MASTERED, states))
@@ -180,7 +178,7 @@ class StatefulOptimizer(SavedOptimizer):
         if not plain:
             columns = [*map(local_parts, columns)]
         self._check_places(here, columns, extra, kept)
-        if not is_plain:
+        if self._state_form == "8bit":
             self._check_absmax(params, columns[2:], kept)
         return columns, extra
 

@@ -181,6 +181,12 @@ class FusedMuon(FusedOptimizer):
         """A group as groups of one algorithm, in the order of their first parameters."""
         if not isinstance(group, dict) or isinstance(group.get("params", set()), set):
             return [group]  # torch's own error
+        if self._partition is not None and "algorithm" not in group:
+            raise ValueError(
+                "FusedMuon: ZeroRedundancyOptimizer has the same groups on each rank, and a group "
+                'without an "algorithm" may become two. Give it groups, each with '
+                "algorithm='muon' or algorithm='adam'."
+            )
         params = group["params"]
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         entries: dict[str, list[Any]] = {} if listed else {group.get("algorithm", "muon"): []}
