@@ -131,21 +131,19 @@ def forward_backward_pipelining_without_interleaving(  # noqa: C901, PLR0913  # 
             waiting.append((inputs, outputs))
         return outputs
 
-    def backward(grads: list[Any]) -> list[Any]:
+    def backward(grads: list[Any]) -> Any:
         if len(waiting) == 1 and custom_sync_context_handler is not None:
             sync.close()
-        found: list[Any] = common.backward_step(
+        return common.backward_step(
             *waiting.pop(0), grads, kind, grad_scaler=grad_scaler,
             deallocate_pipeline_outputs=deallocate_pipeline_outputs,
         )  # fmt: skip
-        return found
 
     if grad_scaler is not None:  # stages without a loss unscale and step with it, too
         grad_scaler.scale(torch.zeros((), device=parallel_state.current_device()))
     with contextlib.ExitStack() as sync:
-        sync.enter_context(
-            (custom_sync_context_handler or getattr(model, "no_sync", contextlib.nullcontext))()
-        )
+        default = getattr(model, "no_sync", contextlib.nullcontext)
+        sync.enter_context((custom_sync_context_handler or default)())
         inputs: list[Any] = []
         for k in range(count if forward_only else count + warmup):
             if k < count:
